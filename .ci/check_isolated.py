@@ -1,0 +1,59 @@
+"""Checks the one package that an environment holds; the nox session `isolation` runs this there.
+
+    python -I .ci/check_isolated.py hp-fsdp without-framework
+    python -I .ci/check_isolated.py hp-fsdp with-torch
+
+Without a framework the package has to import, and whatever of it needs one has to say which command installs one.
+With torch installed, importing the package must still not import torch, and every public name has to resolve.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+
+INSTALL_COMMAND = "pip install"
+
+
+def unresolved(module, names) -> dict[str, Exception]:
+    """The names that can't be had from the module, each with the error that says why."""
+    errors: dict[str, Exception] = {}
+    for name in names:
+        try:
+            getattr(module, name)
+        except Exception as error:
+            errors[name] = error
+    return errors
+
+
+def check(package: str, mode: str) -> str:
+    """Returns a line that says what holds; raises SystemExit with what does not."""
+    module = importlib.import_module(package.replace("-", "_"))
+    if "torch" in sys.modules:
+        raise SystemExit(f"{package}: importing it imported torch")
+    for command in importlib.metadata.distribution(package).entry_points.select(group="console_scripts"):
+        command.load()
+        if "torch" in sys.modules:
+            raise SystemExit(f"{package}: loading the command {command.name} imported torch")
+
+    errors = unresolved(module, module.__all__)
+    if mode == "with-torch":
+        if errors:
+            raise SystemExit(f"{package}: with torch installed these names do not resolve: {errors}")
+        return f"{package} with torch: {len(module.__all__)} public names resolve"
+
+    unclear = {name: repr(error) for name, error in errors.items() if INSTALL_COMMAND not in str(error)}
+    if unclear:
+        raise SystemExit(f"{package}: without a framework these errors do not say how to install one: {unclear}")
+    try:
+        importlib.import_module("hp_platform").get_platform()
+    except Exception as error:
+        if INSTALL_COMMAND not in str(error):
+            raise SystemExit(f"{package}: get_platform() does not say how to install a framework: {error!r}") from error
+        return f"{package} without a framework: imports; {len(errors)} of {len(module.__all__)} names ask for one"
+    raise SystemExit(f"{package}: get_platform() found a framework in an environment that should have none")
+
+
+if __name__ == "__main__":
+    print(check(*sys.argv[1:]))

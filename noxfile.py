@@ -1,0 +1,154 @@
+"""The one door to every check. `nox -l` lists the sessions, `nox -s <session>` runs one.
+
+Three scopes of the tests:
+
+    nox -s tests                          every package, in one process, on every backend this machine has
+    nox -t torch-cpu                      every package, in one process, on that backend
+    nox -s "tests(torch-cpu, hp-fsdp)"    one package, in an environment with its own dependencies only
+
+What follows `--` goes to pytest: `nox -s "tests(torch-cpu, hp-fsdp)" -- -k uneven -x`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint", "types"]
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+SOURCES = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
+CONSTRAINTS = "constraints.txt"
+
+# uv does not read pip's settings. Where a machine is set up for pip (a folder of wheels with a CPU build of torch, a
+# mirror), uv is told the same, unless it has settings of its own. Each takes its list separated in its own way.
+for pip_name, uv_name, separator in [
+    ("PIP_FIND_LINKS", "UV_FIND_LINKS", ","),
+    ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", " "),
+    ("PIP_EXTRA_INDEX_URL", "UV_INDEX", " "),
+]:
+    if os.environ.get(pip_name) and uv_name not in os.environ:
+        os.environ[uv_name] = separator.join(os.environ[pip_name].split())
+
+# A backend's requirements beyond the packages' extras, the program that shows its device is there (None: always), and
+# what to say where it is not.
+BACKENDS = {
+    "torch-cpu": ([], None, ""),
+    "torch-cuda": ([], "nvidia-smi", "needs an NVIDIA GPU and its driver (nvidia-smi is not on the PATH)"),
+    "torch-npu": (["torch-npu"], "npu-smi", "needs an Ascend NPU and CANN (npu-smi is not on the PATH)"),
+}
+
+
+def install(session: nox.Session, *packages: str, extras: str = "", others: tuple[str, ...] = ()) -> None:
+    """Installs packages of the workspace, editable, and other requirements, at the versions of constraints.txt."""
+    editables = [argument for name in packages for argument in ("-e", f"packages/{name}{extras}")]
+    session.install(*editables, *others, "--constraint", CONSTRAINTS, "--build-constraint", CONSTRAINTS)
+
+
+def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
+    """Runs pytest over packages on a backend, or skips in a line where the machine has no such device."""
+    requirements, program, needs = BACKENDS[backend]
+    if program is not None and shutil.which(program) is None:
+        session.skip(f"{backend} {needs}")
+    install(session, *packages, extras="[torch,test]", others=tuple(requirements))
+    folders = [f"packages/{name}" for name in packages]
+    session.run("python", "-m", "pytest", *folders, "--backend", backend, *session.posargs)
+
+
+@nox.session
+@nox.parametrize("backend", [nox.param(name, id=name, tags=[name]) for name in BACKENDS])
+def tests(session: nox.Session, backend: str) -> None:
+    """Tests every package in one process on one backend."""
+    run_tests(session, backend, PACKAGES)
+
+
+def define_package_tests(backend: str, package: str) -> None:
+    """Defines the session `tests(backend, package)`. It has no tag: a tag runs each test once."""
+
+    @nox.session(name=f"tests({backend}, {package})", default=False)
+    def tests_of_package(session: nox.Session) -> None:
+        run_tests(session, backend, [package])
+
+    tests_of_package.__doc__ = f"Tests {package} on {backend}, in an environment of its own."
+
+
+for each_backend in BACKENDS:
+    for each_package in PACKAGES:
+        define_package_tests(each_backend, each_package)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Trains a small Qwen3 on four CPU ranks, two ways sharded; what follows -- goes to `hyper-parallel train`."""
+    install(session, *PACKAGES, extras="[torch]")
+    session.run("hyper-parallel", "train", "examples/qwen3_fsdp_tp.toml", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff (rules and format) and import-linter (who may import whom); `-- --fix` repairs what ruff can."""
+    install(session, others=("ruff", "import-linter"))
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Pyright on the sources of every package."""
+    install(session, *PACKAGES, extras="[torch,test]", others=("pyright[nodejs]",))
+    session.run("pyright", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Builds every package's wheel and sdist into dist/."""
+    build_packages(session, "dist", *session.posargs)
+
+
+def build_packages(session: nox.Session, folder: str, *options: str) -> None:
+    """Builds the distributions of every package into a folder that is emptied first."""
+    shutil.rmtree(ROOT / folder, ignore_errors=True)
+    session.run(
+        "uv", "build", "--quiet", "--all-packages", "--out-dir", folder, "--build-constraint", CONSTRAINTS, *options
+    )
+
+
+@nox.session
+def isolation(session: nox.Session) -> None:
+    """Each package as a wheel, alone with its dependencies, in an empty environment: without a framework, then with."""
+    folder = ROOT / session.create_tmp()
+    build_packages(session, str(folder / "wheels"), "--wheel")
+    wheels = {path.name.split("-")[0].replace("_", "-"): path.as_uri() for path in folder.glob("wheels/*.whl")}
+    own = folder / "own-wheels.txt"
+    own.write_text("".join(f"{name} @ {uri}\n" for name, uri in wheels.items()))
+    for package in session.posargs or PACKAGES:
+        environment = folder / package
+        python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
+        session.run("uv", "venv", "--quiet", "--clear", str(environment))
+        for extra, mode in [("", "without-framework"), ("[torch]", "with-torch")]:
+            requirement = f"{package}{extra} @ {wheels[package]}"
+            constraints = ("--constraint", CONSTRAINTS, "--constraint", str(own))
+            session.run("uv", "pip", "install", "--quiet", "--python", str(python), requirement, *constraints)
+            session.run(str(python), "-I", ".ci/check_isolated.py", package, mode, external=True)
+        shutil.rmtree(environment)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Runs every packages/*/benchmarks/bench_*.py, one after the other; `-- hp-fsdp` runs those of one package."""
+    install(session, *PACKAGES, extras="[torch,test]")
+    benchmarks = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/benchmarks/bench_*.py"))
+    chosen = [path for path in benchmarks if not session.posargs or any(part in path for part in session.posargs)]
+    if not chosen:
+        session.error(f"no benchmark's path contains one of {session.posargs}; there are: {', '.join(benchmarks)}")
+    for path in chosen:
+        session.run("python", path)
