@@ -1,0 +1,316 @@
+"""The cheapest legal sequence of one-axis steps between two placements of a tensor.
+
+Note [Legal steps]
+    Placements act from the left mesh axis to the right one. So a cut of a dim can be undone or made only on the axis whose cut
+    of that dim is the last: no axis to its right cuts the dim, and no ``RaggedShard`` holds it. Reductions are applied
+    from the right axis to the left one, and one may be done (or made) early only if it commutes with those to its right,
+    as sum and avg do. From every placement one can reach Replicate on all axes by such steps, and from there
+    every placement, so a plan always exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
+from math import prod
+
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step, ToPartial
+from hp_dtensor.sharding import chunk, cut_dim, normalize, ragged_fits, ragged_of
+
+__all__ = ["cost", "explain", "plan", "step_cost"]
+
+Placements = tuple[Placement, ...]
+
+_LOCAL = (Slice, ToPartial)
+
+
+def plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[Step, ...]:
+    """Steps that turn ``src`` into ``dst``: the fewest bytes a rank, then the fewest collectives, then the fewest steps.
+
+    ``plan((Shard(0),), (Replicate(),), (4, 4), (2,))`` is one ``AllGather``. Axes of one rank need no steps.
+
+    Args:
+        src: placements now, one for each mesh axis.
+        dst: placements wanted.
+        shape: global shape of the tensor.
+        mesh_shape: ranks on each mesh axis.
+
+    Returns:
+        The steps; () where nothing has to be done.
+
+    Raises:
+        ValueError: if either doesn't fit the shape or the mesh.
+    """
+    return () if src == dst else _plan(src, dst, shape, mesh_shape)
+
+
+@lru_cache(maxsize=8192)
+def _plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[Step, ...]:
+    search = _Search(shape, mesh_shape)
+    start, goal = search.canonical(src), search.canonical(dst)
+    choices = search.choices(start, goal)
+    queue: list[tuple[int, int, int, int, Placements]] = [(0, 0, 0, 0, start)]
+    best: dict[Placements, tuple[int, int, int]] = {start: (0, 0, 0)}
+    came: dict[Placements, Step] = {}
+    pushed = 0
+    while queue:
+        moved, collectives, count, _, state = heappop(queue)
+        if state == goal:
+            break
+        if (moved, collectives, count) > best[state]:
+            continue
+        for step in search.steps(state, choices):
+            price = (moved + search.cost(step), collectives + (not isinstance(step, _LOCAL)), count + 1)
+            if price < best.get(step.after, (price[0] + 1, 0, 0)):
+                best[step.after] = price
+                came[step.after] = step
+                pushed += 1
+                heappush(queue, (*price, pushed, step.after))
+    else:
+        raise AssertionError(f"no plan from {src} to {dst} for shape {shape} on mesh {mesh_shape}")
+    found: list[Step] = []
+    state = goal
+    while state != start:
+        found.append(came[state])
+        state = came[state].before
+    return tuple(reversed(found))
+
+
+class _Search:
+    """The states that a tensor's placements can be in, and what lies between two of them."""
+
+    def __init__(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.mesh_shape = mesh_shape
+
+    def canonical(self, placements: Placements) -> Placements:
+        """Checked, dims positive; an axis of one rank is Replicate unless ragged (which changes the local shape)."""
+        found = normalize(placements, self.shape, self.mesh_shape)
+        for dim, size in enumerate(self.shape):
+            sizes = {size}
+            for axis, (placement, n) in enumerate(zip(found, self.mesh_shape, strict=True)):
+                if cut_dim(placement) == dim:
+                    wrong = [s for s in sizes if isinstance(placement, StridedShard) and s % placement.split_factor]
+                    if wrong:
+                        raise ValueError(
+                            f"{placement!r} on mesh axis {axis}: split_factor {placement.split_factor} must divide the "
+                            f"size of dim {dim}, which is {wrong[0]} there (shape {self.shape}, placements {found})"
+                        )
+                    sizes = _cut_sizes(sizes, placement, n)
+        ragged = ragged_of(found)
+        if ragged and not self._ragged_fits(found, ragged[1]):
+            raise ValueError(
+                f"{ragged[1]!r} on mesh axis {ragged[0]}: the number of elements in dims {ragged[1].dims} must be "
+                f"a multiple of sum(units) = {sum(ragged[1].units)}, got {sorted(self._runs(found, ragged[1]))} "
+                f"(shape {self.shape}, placements {found})"
+            )
+        return tuple(
+            p if n > 1 or isinstance(p, RaggedShard) else Replicate() for p, n in zip(found, self.mesh_shape, strict=True)
+        )
+
+    def choices(self, src: Placements, dst: Placements) -> list[list[Placement]]:
+        """The placements that each axis may take on the way: none where no axis to change can gain by it."""
+        dims = {d for p in (*src, *dst) if (d := cut_dim(p)) is not None}
+        if self.shape and sum(isinstance(p, Partial) for p in src) and len(src) > 1:
+            # A sum over two axes moves less as reduce-scatter, all-reduce of the piece, all-gather.
+            dims.add(max(range(len(self.shape)), key=self.shape.__getitem__))
+        shards = [Shard(d) for d in sorted(dims)] if len(src) > 1 else []
+        return [
+            list(dict.fromkeys((dst[axis], src[axis], Replicate(), *shards))) if n > 1 or src[axis] != dst[axis] else []
+            for axis, n in enumerate(self.mesh_shape)
+        ]
+
+    def steps(self, state: Placements, choices: list[list[Placement]]) -> Iterator[Step]:
+        """All legal steps from ``state``; see Note [Legal steps]."""
+        for axis, targets in enumerate(choices):
+            source = state[axis]
+            if not targets or not _last(source, axis, state):
+                continue
+            for target in targets:
+                if target == source:
+                    continue
+                kind = _kind(source, target)
+                if kind is None or not _last(target, axis, state):
+                    continue
+                after = (*state[:axis], target, *state[axis + 1 :])
+                if self._fits(after, target):
+                    yield kind(axis, state, after)
+
+    def cost(self, step: Step) -> int:
+        """Elements that a rank sends (or receives, where that is more): the largest over the ranks."""
+        return step_cost(step, self.shape, self.mesh_shape)
+
+    def _fits(self, state: Placements, target: Placement) -> bool:
+        if isinstance(target, StridedShard):
+            return all(s % target.split_factor == 0 for s in self._sizes_before(state, target))
+        return not isinstance(target, RaggedShard) or self._ragged_fits(state, target)
+
+    def _sizes_before(self, state: Placements, target: StridedShard) -> set[int]:
+        sizes = {self.shape[target.dim]}
+        for placement, n in zip(state, self.mesh_shape, strict=True):
+            if placement is target:
+                break
+            if cut_dim(placement) == target.dim:
+                sizes = _cut_sizes(sizes, placement, n)
+        return sizes
+
+    def _runs(self, state: Placements, ragged: RaggedShard) -> set[int]:
+        runs = {1}
+        for dim in ragged.dims:
+            sizes = {self.shape[dim]}
+            for placement, n in zip(state, self.mesh_shape, strict=True):
+                if cut_dim(placement) == dim:
+                    sizes = _cut_sizes(sizes, placement, n)
+            runs = {run * size for run in runs for size in sizes}
+        return runs
+
+    def _ragged_fits(self, state: Placements, ragged: RaggedShard) -> bool:
+        """True if the units fit some rank: where other axes cut unevenly, each of their ranks has units of its own."""
+        runs = self._runs(state, ragged)
+        return any(ragged_fits(ragged, run) for run in runs if run or not sum(ragged.units) or runs == {0})
+
+
+def _last(placement: Placement, axis: int, state: Placements) -> bool:
+    """Whether ``placement`` on ``axis`` can be undone or made with the other axes as they are."""
+    if isinstance(placement, (Shard, StridedShard)):
+        dim = placement.dim
+        return not any(cut_dim(p) == dim for p in state[axis + 1 :]) and not any(
+            isinstance(p, RaggedShard) and dim in p.dims for a, p in enumerate(state) if a != axis
+        )
+    if isinstance(placement, Partial):
+        return all(_commute(placement.op, p.op) for p in state[axis + 1 :] if isinstance(p, Partial))
+    if isinstance(placement, RaggedShard):
+        return not any(isinstance(p, RaggedShard) for a, p in enumerate(state) if a != axis)
+    return True
+
+
+def _commute(a: str, b: str) -> bool:
+    return a == b or {a, b} == {"sum", "avg"}
+
+
+def _kind(source: Placement, target: Placement) -> type[Step] | None:
+    """The step from one placement to another on one axis, None where there is none (then it goes through Replicate)."""
+    if isinstance(source, Replicate):
+        return ToPartial if isinstance(target, Partial) else Slice
+    if isinstance(source, Partial):
+        return AllReduce if isinstance(target, Replicate) else None if isinstance(target, Partial) else ReduceScatter
+    if isinstance(target, Replicate):
+        return AllGather
+    if isinstance(target, Partial):
+        return None
+    if isinstance(source, RaggedShard) or isinstance(target, RaggedShard):
+        return AllToAll if _run_start(source) == _run_start(target) and _same_run(source, target) else None
+    return AllToAll
+
+
+def _run_start(placement: Placement) -> int:
+    return (placement.dims or (0,))[0] if isinstance(placement, RaggedShard) else cut_dim(placement) or 0
+
+
+def _same_run(source: Placement, target: Placement) -> bool:
+    both = isinstance(source, RaggedShard) and isinstance(target, RaggedShard)
+    return not both or source.dims == target.dims  # type: ignore[union-attr]
+
+
+def _cut_sizes(sizes: set[int], placement: Placement, n: int) -> set[int]:
+    """The sizes that ranks may have of a dim after a cut of what may have any of ``sizes``."""
+    found: set[int] = set()
+    for size in sizes:
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        block = size // factor
+        full = -(-block // n)
+        whole = block // full if full else 0  # ranks with a full chunk
+        found.add(full * factor)
+        if whole < n:
+            found.add((block - whole * full) * factor)
+        if whole + 1 < n:
+            found.add(0)
+    return found
+
+
+@lru_cache(maxsize=16384)
+def _largest(size: int, cuts: tuple[tuple[int, int], ...]) -> int:
+    """The largest part of a dim after (split factor, ranks) cuts."""
+    for factor, n in cuts:
+        size = chunk(size // factor, n, 0)[1] * factor
+    return size
+
+
+def _largest_local(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[int, ...]) -> int:
+    """Elements of the largest local tensor."""
+    cuts: dict[int, tuple[tuple[int, int], ...]] = {}
+    ragged = (1, 1)
+    for placement, n in zip(placements, mesh_shape, strict=True):
+        if isinstance(placement, Shard):
+            cuts[placement.dim] = (*cuts.get(placement.dim, ()), (1, n))
+        elif isinstance(placement, StridedShard):
+            cuts[placement.dim] = (*cuts.get(placement.dim, ()), (placement.split_factor, n))
+        elif isinstance(placement, RaggedShard):
+            ragged = (max(placement.units), sum(placement.units) or 1)
+    elements = prod(_largest(size, cuts[dim]) if dim in cuts else size for dim, size in enumerate(shape))
+    return -(-elements * ragged[0] // ragged[1])
+
+
+def step_cost(step: Step, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
+    """Elements that a rank sends or receives in a step, whichever is more, for the rank where that is the most.
+
+    With n ranks on the axis, ``w`` elements before a cut on it and ``p`` in the largest piece after it: all-gather and
+    reduce-scatter ``(n - 1) p`` (uneven pieces are padded; ragged ones that are far from even are not: at most ``w``), all-reduce
+    ``2 (n - 1) ceil(w / n)``, all-to-all ``ceil((n - 1) p / n)`` with the larger piece of the two placements.
+    """
+    n = mesh_shape[step.axis]
+    if isinstance(step, _LOCAL) or n == 1:
+        return 0
+    before = _largest_local(shape, step.before, mesh_shape)
+    if isinstance(step, AllReduce):
+        return 2 * (n - 1) * -(-before // n)
+    after = _largest_local(shape, step.after, mesh_shape)
+    if isinstance(step, AllGather):
+        return min((n - 1) * before, after) if isinstance(step.source, RaggedShard) else (n - 1) * before
+    if isinstance(step, ReduceScatter):
+        return (n - 1) * after
+    return -(-(n - 1) * max(before, after) // n)
+
+
+def cost(
+    src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...], itemsize: int = 4
+) -> int:
+    """Bytes that a rank moves to turn ``src`` into ``dst``; see `step_cost`.
+
+    Args:
+        src: placements now.
+        dst: placements wanted.
+        shape: global shape.
+        mesh_shape: ranks on each mesh axis.
+        itemsize: bytes of an element.
+    """
+    return itemsize * sum(step_cost(step, shape, mesh_shape) for step in plan(src, dst, shape, mesh_shape))
+
+
+def explain(
+    src: Placements,
+    dst: Placements,
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    *,
+    itemsize: int = 4,
+    axis_names: Sequence[str] | None = None,
+) -> str:
+    """The plan as text: one line a step with its axis, what it changes and the bytes a rank moves, then the total."""
+    steps = plan(src, dst, shape, mesh_shape)
+    if not steps:
+        return "nothing to do"
+    rows = [
+        (
+            type(step).__name__,
+            f"{axis_names[step.axis] if axis_names else step.axis} ({mesh_shape[step.axis]} ranks)",
+            f"{step.source!r} -> {step.target!r}",
+            f"{itemsize * step_cost(step, shape, mesh_shape)} bytes",
+        )
+        for step in steps
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = ["  ".join((*(text.ljust(w) for text, w in zip(row[:3], widths, strict=True)), row[3])) for row in rows]
+    return "\n".join((*lines, f"total {cost(src, dst, shape, mesh_shape, itemsize)} bytes a rank"))
