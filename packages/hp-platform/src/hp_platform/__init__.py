@@ -1,0 +1,54 @@
+"""What the framework and the device offer: process groups, collectives, devices and random generators.
+
+Everything is reached through `get_platform()`; no framework is imported before it is called.
+`hp_platform.testing` keeps ranks alive for tests.
+"""
+
+from __future__ import annotations
+
+from hp_platform.lazy import lazy_exports
+from hp_platform.observing import CollectiveCounts, count_collectives
+from hp_platform.platform import Platform, get_platform
+
+__all__ = [
+    "CollectiveCounts",
+    "Platform",
+    "count_collectives",
+    "destroy_process_group",
+    "get_backend",
+    "get_group_local_rank",
+    "get_platform",
+    "get_process_group_ranks",
+    "init_process_group",
+    "lazy_exports",
+    "manual_seed",
+    "mark_created_groups",
+    "split_group",
+]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from hp_platform.torch.groups import (
+        destroy_process_group,
+        get_backend,
+        get_group_local_rank,
+        get_process_group_ranks,
+        init_process_group,
+        mark_created_groups,
+        split_group,
+    )
+    from hp_platform.torch.random import manual_seed
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "destroy_process_group": "groups",
+        "get_backend": "groups",
+        "get_group_local_rank": "groups",
+        "get_process_group_ranks": "groups",
+        "init_process_group": "groups",
+        "manual_seed": "random",
+        "mark_created_groups": "groups",
+        "split_group": "groups",
+    },
+)

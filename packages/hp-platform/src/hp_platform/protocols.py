@@ -1,0 +1,174 @@
+"""What each role of a platform has to offer, whatever the framework.
+
+`Group` and `Tensor` are the framework's own process group and tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from hp_platform.observing import Observer
+
+Group = Any
+Tensor = Any
+
+
+class Handle(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> Any:
+        """Make its result usable by what follows on the current stream (on CPU: block until it is done)."""
+        ...
+
+
+class Groups(Protocol):
+    """Process groups; a process never makes two for one set of ranks."""
+
+    def init_process_group(self, backend: str | None = None) -> None:
+        """Initialise the default group; the platform adds its own options."""
+        ...
+
+    def destroy(self, group: Group | None = None) -> None:
+        """Destroy one group, or all of them."""
+        ...
+
+    def new_group(self, ranks: Sequence[int]) -> Group:
+        """Get the group of these global ranks; only its members call this."""
+        ...
+
+    def ranks(self, group: Group | None = None) -> list[int]:
+        """List the global ranks of a group, ascending."""
+        ...
+
+    def rank(self, group: Group | None = None) -> int:
+        """Get this process's rank inside a group."""
+        ...
+
+    def size(self, group: Group | None = None) -> int:
+        """Count the ranks of a group."""
+        ...
+
+    def backend(self, group: Group | None = None) -> str:
+        """Name a group's backend."""
+        ...
+
+    def mark_created(self, groups: Iterable[Group]) -> None:
+        """Register groups that were created elsewhere."""
+        ...
+
+
+class Collectives(Protocol):
+    """Communication inside a group.
+
+    Tensors are contiguous. `op` is one of sum, avg, min, max, product. With `async_op` a call returns a Handle and its
+    result may be used after `wait()`, else it returns None.
+    """
+
+    observers: list[Observer]
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, group: Group, async_op: bool = False) -> Handle | None:
+        """Reduce in place over the ranks."""
+        ...
+
+    def all_gather(
+        self, output: Tensor, tensor: Tensor, *, group: Group, async_op: bool = False
+    ) -> Handle | None:
+        """Concatenate each rank's tensor, all equal in size, on dim 0."""
+        ...
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: str = "sum", *, group: Group, async_op: bool = False
+    ) -> Handle | None:
+        """Reduce over the ranks and keep this rank's equal piece of dim 0."""
+        ...
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        group: Group,
+        async_op: bool = False,
+    ) -> Handle | None:
+        """Send piece i of dim 0 to rank i, and receive one piece from each; None splits equally."""
+        ...
+
+    def broadcast(self, tensor: Tensor, group_src: int, *, group: Group, async_op: bool = False) -> Handle | None:
+        """Copy from the rank `group_src` of the group."""
+        ...
+
+    def send(self, tensor: Tensor, dst: int, *, group: Group) -> None:
+        """Send to the rank `dst` of the group."""
+        ...
+
+    def recv(self, tensor: Tensor, src: int, *, group: Group) -> None:
+        """Receive from the rank `src` of the group."""
+        ...
+
+    def barrier(self, group: Group | None = None) -> None:
+        """Wait until each rank of the group is here."""
+        ...
+
+
+class Devices(Protocol):
+    """The kind of device in use."""
+
+    @property
+    def kind(self) -> str:
+        """Name the kind: "cpu", "cuda" or "npu"."""
+        ...
+
+    def current_device(self) -> Any:
+        """Get the framework's device object of this process."""
+        ...
+
+    def set_device(self, index: int) -> None:
+        """Use the device of this index on this machine."""
+        ...
+
+    def device_module(self) -> Any:
+        """Get the framework's module for this kind of device."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for the work queued on the current device."""
+        ...
+
+    def peak_memory(self) -> int:
+        """Get the highest memory use so far, in bytes."""
+        ...
+
+    def reset_peak_memory(self) -> None:
+        """Start the peak over."""
+        ...
+
+    def stream(self) -> Any:
+        """Make a side stream."""
+        ...
+
+    def empty_cache(self) -> None:
+        """Give cached device memory back."""
+        ...
+
+
+class Random(Protocol):
+    """The random generators."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed every default generator, the same on every rank."""
+        ...
+
+    def seeded(self) -> int | None:
+        """Get the seed last given to `manual_seed`, None if it was never called."""
+        ...
+
+    def get_state(self, device: Any) -> Any:
+        """Get the state of a device's default generator."""
+        ...
+
+    def set_state(self, device: Any, state: Any) -> None:
+        """Set the state of a device's default generator."""
+        ...

@@ -1,0 +1,13 @@
+"""Ranks for tests: a pool of processes for each world size, kept warm over a session.
+
+`run_ranks` runs a function on every rank, `on_ranks` a pytest test. The pytest plugin is
+`hp_platform.testing.plugin`; its option `--backend` chooses the framework and the device.
+"""
+
+from __future__ import annotations
+
+from hp_platform.testing.decorator import on_ranks
+from hp_platform.testing.pool import RankError, close_pools, run_ranks
+from hp_platform.testing.target import device_type
+
+__all__ = ["RankError", "close_pools", "device_type", "on_ranks", "run_ranks"]

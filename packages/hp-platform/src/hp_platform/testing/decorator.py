@@ -1,0 +1,55 @@
+"""Pytest tests whose body runs on ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from hp_platform.testing.pool import run
+from hp_platform.testing.reference import BODY, refer
+
+
+def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a pytest test on every rank of a pool, once for each world size.
+
+        @on_ranks(1, 2, 4)
+        @pytest.mark.parametrize("op", ["sum", "max"])
+        def test_all_reduce(op): ...      # test_all_reduce[sum-ranks1] and so on
+
+    The body finds the default process group initialised. It may take values that pytest parametrizes, and `ranks` (the world
+    size), but no fixtures: those live in another process.
+
+    Args:
+        *world_sizes: the numbers of ranks.
+        timeout: seconds until ranks that haven't returned are killed.
+
+    Raises:
+        TypeError: the test is a method, or no world size was given.
+    """
+    if not world_sizes or not all(isinstance(size, int) for size in world_sizes):
+        raise TypeError(f"on_ranks takes the numbers of ranks, as in @on_ranks(1, 2, 4), got {world_sizes}.")
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        import pytest
+
+        reference = refer(body)
+        signature = inspect.signature(body)
+        wants_ranks = "ranks" in signature.parameters
+
+        @functools.wraps(body)
+        def test(*, ranks: int, **values: Any) -> None:
+            __tracebackhide__ = True
+            if wants_ranks:
+                values["ranks"] = ranks
+            run(ranks, reference, (), values, timeout=timeout)
+
+        own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "ranks"]
+        added = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = signature.replace(parameters=[*own, added])  # type: ignore[attr-defined]
+        setattr(test, BODY, body)
+        sizes = [pytest.param(size, id=f"ranks{size}") for size in world_sizes]
+        return pytest.mark.parametrize("ranks", sizes)(test)
+
+    return decorate

@@ -1,0 +1,374 @@
+"""Collectives on PyTorch, straight on the process group.
+
+Note [Direct calls]: `torch.distributed`'s functions cost 10 to 40 us of Python a call (argument checks, logging, torch function
+handling, an options object). These call the ProcessGroup with option objects that are made once, and check what
+would otherwise hang or corrupt: sizes, dtypes and contiguity, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from hp_platform.observing import observers
+from hp_platform.protocols import Handle
+
+ProcessGroup = dist.ProcessGroup
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def _options(kind: Any, async_op: bool, **fields: Any) -> Any:
+    options = kind()
+    options.asyncOp = async_op
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
+
+
+_BOTH = (False, True)
+_REDUCE = {(op, a): _options(c10d.AllreduceOptions, a, reduceOp=value) for op, value in _OPS.items() for a in _BOTH}
+_SCATTER = {(op, a): _options(c10d.ReduceScatterOptions, a, reduceOp=value) for op, value in _OPS.items() for a in _BOTH}
+_GATHER = tuple(_options(c10d.AllgatherOptions, a) for a in _BOTH)
+_EXCHANGE = tuple(_options(c10d.AllToAllOptions, a) for a in _BOTH)
+_BROADCAST: dict[tuple[int, bool], Any] = {}
+_NO_SPLITS: list[int] = []
+
+
+class _Average:
+    """A sum under way that becomes an average when it is waited for."""
+
+    def __init__(self, work: Handle, tensor: torch.Tensor, size: int) -> None:
+        self.work, self.tensor, self.size = work, tensor, size
+
+    def wait(self) -> None:
+        """Wait for the sum and divide it, once."""
+        self.work.wait()
+        if self.size:
+            _divide(self.tensor, self.size)
+            self.size = 0
+
+
+def _divide(tensor: torch.Tensor, size: int) -> None:
+    with torch.no_grad():
+        tensor.div_(size)
+
+
+def _averages(tensor: torch.Tensor, group: ProcessGroup) -> bool:
+    """Say whether the backend averages by itself; gloo doesn't."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"avg needs floating point, got {tensor.dtype}: use sum and divide as you want it rounded.")
+    return "gloo" not in dist.get_backend(group)
+
+
+def _unknown_op(op: str) -> ValueError:
+    return ValueError(f"op={op!r} is no reduction. Choose one of: {', '.join(_OPS)}.")
+
+
+def _not_contiguous(name: str, tensor: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}: "
+        f"pass {name}.contiguous()."
+    )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor)
+
+
+def _check_pair(kind: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    if output.dtype is not tensor.dtype:
+        raise TypeError(f"{kind}: output is {output.dtype} and tensor {tensor.dtype}, they must be the same.")
+    if not output.is_contiguous():
+        raise ValueError(
+            f"{kind}: output must be contiguous, got shape {tuple(output.shape)} with strides {output.stride()}."
+        )
+    if not tensor.is_contiguous():
+        raise _not_contiguous("tensor", tensor)
+
+
+def all_reduce(
+    tensor: torch.Tensor, op: str = "sum", *, group: ProcessGroup, async_op: bool = False
+) -> Handle | None:
+    """Reduce a tensor in place over the ranks of a group.
+
+    Args:
+        tensor: contiguous, the same shape and dtype on every rank.
+        op: sum, avg, min, max or product.
+        group: the ranks that take part.
+        async_op: return at once, with a handle.
+
+    Returns:
+        With `async_op` the handle to wait for, else None.
+
+    Raises:
+        ValueError: the tensor is not contiguous, or `op` is unknown.
+        TypeError: avg of integers.
+    """
+    options = _REDUCE.get((op, async_op))
+    if options is None:
+        raise _unknown_op(op)
+    if not tensor.is_contiguous():
+        raise _not_contiguous("tensor", tensor)
+    if observers:
+        _observe("all_reduce", tensor, group)
+    divide = op == "avg" and not _averages(tensor, group)
+    if divide:
+        options = _REDUCE["sum", async_op]
+    work = group.allreduce([_real(tensor) if tensor.is_complex() else tensor], options)
+    if async_op:
+        return _Average(work, tensor, group.size()) if divide else work
+    if work is not None:
+        work.wait()
+    if divide:
+        _divide(tensor, group.size())
+    return None
+
+
+def all_gather(
+    output: torch.Tensor, tensor: torch.Tensor, *, group: ProcessGroup, async_op: bool = False
+) -> Handle | None:
+    """Concatenate each rank's tensor on dim 0, in the order of the ranks.
+
+    Args:
+        output: contiguous, as many elements as all pieces together.
+        tensor: this rank's piece, contiguous, the same size on every rank.
+        group: the ranks that take part.
+        async_op: return at once, with a handle.
+
+    Returns:
+        With `async_op` the handle to wait for, else None.
+
+    Raises:
+        ValueError: a tensor is not contiguous, or the sizes don't fit.
+        TypeError: the dtypes differ.
+    """
+    _check_pair("all_gather", output, tensor)
+    if output.numel() != tensor.numel() * group.size():
+        raise ValueError(
+            f"all_gather: {group.size()} ranks with a piece of shape {tuple(tensor.shape)} make "
+            f"{tensor.numel() * group.size()} elements, output has {output.numel()} (shape {tuple(output.shape)})."
+        )
+    if observers:
+        _observe("all_gather", output, group)
+    if output.is_complex():
+        output, tensor = _real(output), _real(tensor)
+    work = group._allgather_base(output, tensor, _GATHER[async_op])
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
+def reduce_scatter(
+    output: torch.Tensor, tensor: torch.Tensor, op: str = "sum", *, group: ProcessGroup, async_op: bool = False
+) -> Handle | None:
+    """Reduce a tensor over the ranks and keep this rank's piece of dim 0.
+
+    Args:
+        output: contiguous, this rank's piece.
+        tensor: contiguous, as many elements as all pieces together; it is left as it is.
+        op: sum, avg, min, max or product.
+        group: the ranks that take part.
+        async_op: return at once, with a handle.
+
+    Returns:
+        With `async_op` the handle to wait for, else None.
+
+    Raises:
+        ValueError: a tensor is not contiguous, the sizes don't fit, or `op` is unknown.
+        TypeError: the dtypes differ, or avg of integers.
+    """
+    options = _SCATTER.get((op, async_op))
+    if options is None:
+        raise _unknown_op(op)
+    _check_pair("reduce_scatter", output, tensor)
+    if tensor.numel() != output.numel() * group.size():
+        raise ValueError(
+            f"reduce_scatter: {group.size()} ranks with a piece of shape {tuple(output.shape)} take "
+            f"{output.numel() * group.size()} elements, tensor has {tensor.numel()} (shape {tuple(tensor.shape)})."
+        )
+    if observers:
+        _observe("reduce_scatter", tensor, group)
+    divide = op == "avg" and not _averages(tensor, group)
+    if divide:
+        options = _SCATTER["sum", async_op]
+    if output.is_complex():
+        work = group._reduce_scatter_base(_real(output), _real(tensor), options)
+    else:
+        work = group._reduce_scatter_base(output, tensor, options)
+    if async_op:
+        return _Average(work, output, group.size()) if divide else work
+    if work is not None:
+        work.wait()
+    if divide:
+        _divide(output, group.size())
+    return None
+
+
+def all_to_all(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    *,
+    group: ProcessGroup,
+    async_op: bool = False,
+) -> Handle | None:
+    """Send piece i of dim 0 to rank i and receive a piece from each rank, in the order of the ranks.
+
+    Args:
+        output: contiguous; what is received.
+        tensor: contiguous; what is sent.
+        output_splits: how much of dim 0 comes from each rank; None is equally much.
+        input_splits: how much of dim 0 goes to each rank; None is equally much.
+        group: the ranks that take part.
+        async_op: return at once, with a handle.
+
+    Returns:
+        With `async_op` the handle to wait for, else None.
+
+    Raises:
+        ValueError: a tensor is not contiguous, or the splits don't fit.
+        TypeError: the dtypes differ.
+    """
+    _check_pair("all_to_all", output, tensor)
+    output_splits = _splits("output", output, output_splits, group)
+    input_splits = _splits("input", tensor, input_splits, group)
+    if observers:
+        _observe("all_to_all", tensor, group)
+    if output.is_complex():
+        output, tensor = _real(output), _real(tensor)
+    work = group.alltoall_base(output, tensor, output_splits, input_splits, _EXCHANGE[async_op])
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
+def _splits(name: str, tensor: torch.Tensor, splits: Sequence[int] | None, group: ProcessGroup) -> Sequence[int]:
+    size = group.size()
+    if splits is None:
+        if tensor.ndim == 0 or tensor.shape[0] % size:
+            raise ValueError(
+                f"all_to_all: dim 0 of the {name} of shape {tuple(tensor.shape)} does not divide over {size} ranks: "
+                f"pass {name}_splits."
+            )
+        return _NO_SPLITS
+    if len(splits) != size or sum(splits) != tensor.shape[0]:
+        raise ValueError(
+            f"all_to_all: {name}_splits must be {size} numbers (one a rank) whose sum is {tensor.shape[0]} "
+            f"(dim 0 of the {name} of shape {tuple(tensor.shape)}), got {list(splits)}."
+        )
+    return splits
+
+
+def broadcast(
+    tensor: torch.Tensor, group_src: int, *, group: ProcessGroup, async_op: bool = False
+) -> Handle | None:
+    """Copy a tensor from one rank of a group to the others, in place.
+
+    Args:
+        tensor: contiguous, the same shape and dtype on every rank.
+        group_src: the sender's rank inside the group.
+        group: the ranks that take part.
+        async_op: return at once, with a handle.
+
+    Returns:
+        With `async_op` the handle to wait for, else None.
+
+    Raises:
+        ValueError: the tensor is not contiguous, or the group has no such rank.
+    """
+    if not tensor.is_contiguous():
+        raise _not_contiguous("tensor", tensor)
+    _check_peer("group_src", group_src, group)
+    options = _BROADCAST.get((group_src, async_op))
+    if options is None:
+        options = _options(c10d.BroadcastOptions, async_op, rootRank=group_src, rootTensor=0)
+        _BROADCAST[group_src, async_op] = options
+    if observers:
+        _observe("broadcast", tensor, group)
+    work = group.broadcast([_real(tensor) if tensor.is_complex() else tensor], options)
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
+def _check_peer(name: str, rank: int, group: ProcessGroup) -> None:
+    if not 0 <= rank < group.size():
+        raise ValueError(f"{name} is a rank inside the group, from 0 to {group.size() - 1}, got {rank}.")
+
+
+def send(tensor: torch.Tensor, dst: int, *, group: ProcessGroup) -> None:
+    """Send a tensor to one rank of a group.
+
+    Args:
+        tensor: contiguous.
+        dst: the receiver's rank inside the group.
+        group: a group that holds both.
+
+    Raises:
+        ValueError: the tensor is not contiguous, or the group has no such rank.
+    """
+    _exchange("send", group.send, tensor, "dst", dst, group)
+
+
+def recv(tensor: torch.Tensor, src: int, *, group: ProcessGroup) -> None:
+    """Receive a tensor from one rank of a group, in place.
+
+    Args:
+        tensor: contiguous, the shape and dtype that were sent.
+        src: the sender's rank inside the group.
+        group: a group that holds both.
+
+    Raises:
+        ValueError: the tensor is not contiguous, or the group has no such rank.
+    """
+    _exchange("recv", group.recv, tensor, "src", src, group)
+
+
+def _exchange(kind: str, call: Any, tensor: torch.Tensor, name: str, peer: int, group: ProcessGroup) -> None:
+    if not tensor.is_contiguous():
+        raise _not_contiguous("tensor", tensor)
+    _check_peer(name, peer, group)
+    if observers:
+        _observe(kind, tensor, group)
+    work = call([_real(tensor) if tensor.is_complex() else tensor], peer, 0)
+    if work is not None:
+        work.wait()
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Wait until each rank of a group is here.
+
+    Args:
+        group: None is the default group.
+    """
+    target = dist.group.WORLD if group is None else group
+    if target is None:
+        raise RuntimeError("there is no default process group: call init_process_group() first.")
+    if observers:
+        for observer in tuple(observers):
+            observer("barrier", 0, target)
+    dist.barrier(target)
+
+
+def _observe(kind: str, tensor: torch.Tensor, group: ProcessGroup) -> None:
+    size = tensor.numel() * tensor.element_size()
+    for observer in tuple(observers):
+        observer(kind, size, group)

@@ -1,0 +1,81 @@
+"""Devices on PyTorch: one class for every kind, by `torch.accelerator` and the kind's device module."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VARIABLE = "HYPER_PARALLEL_DEVICE"
+
+
+class TorchDevices:
+    """The kind of device that this process trains on."""
+
+    @cached_property
+    def kind(self) -> str:
+        """Name the kind: HYPER_PARALLEL_DEVICE, else the accelerator that is there, else "cpu"."""
+        wanted = os.environ.get(VARIABLE)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        present = "cpu" if accelerator is None else accelerator.type
+        if wanted and wanted not in ("cpu", present):
+            raise ValueError(f"{VARIABLE}={wanted!r}, but this process has: {', '.join(sorted({'cpu', present}))}.")
+        return wanted or present
+
+    @property
+    def count(self) -> int:
+        """Count the devices of this kind on this machine; one CPU."""
+        return 1 if self.kind == "cpu" else torch.accelerator.device_count()
+
+    def device_module(self) -> Any:
+        """Get `torch.cpu`, `torch.cuda` or `torch.npu`."""
+        return torch.get_device_module(self.kind)
+
+    def current_device(self) -> torch.device:
+        """Get the device of this process."""
+        if self.kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.kind, torch.accelerator.current_device_index())
+
+    def set_device(self, index: int) -> None:
+        """Use the device of this index; on CPU there is one and nothing to do."""
+        if self.kind != "cpu":
+            torch.accelerator.set_device_index(index)
+
+    def synchronize(self) -> None:
+        """Wait for the work queued on the current device."""
+        if self.kind != "cpu":
+            torch.accelerator.synchronize()
+
+    def stream(self) -> Any:
+        """Make a side stream; on CPU one that runs nothing aside."""
+        return self.device_module().Stream()
+
+    def peak_memory(self) -> int:
+        """Get the most bytes allocated on the device so far, on CPU the process's largest resident size."""
+        if self.kind != "cpu":
+            return self.device_module().max_memory_allocated()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def reset_peak_memory(self) -> None:
+        """Start the peak over; on CPU where the system can (Linux), else it stays."""
+        if self.kind != "cpu":
+            self.device_module().reset_peak_memory_stats()
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def empty_cache(self) -> None:
+        """Give cached device memory back; nothing is cached on CPU."""
+        if self.kind != "cpu":
+            self.device_module().empty_cache()
+
+
+devices = TorchDevices()

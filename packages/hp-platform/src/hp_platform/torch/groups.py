@@ -1,0 +1,250 @@
+"""Process groups on PyTorch, one for each set of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_platform.torch.devices import devices
+
+ProcessGroup = dist.ProcessGroup
+
+# The groups by their ranks. They live as long as the default group `_world` they were made under.
+_by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+_world: ProcessGroup | None = None
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: dist.Store | None = None,
+    group_name: str = "",
+    pg_options: Any | None = None,
+    device_id: torch.device | int | None = None,
+) -> None:
+    """Initialise the default process group, as `torch.distributed.init_process_group` does.
+
+    A second call that agrees with the group that is there does nothing.
+
+    Args:
+        backend: None picks nccl, hccl or gloo by the kind of device in use.
+        init_method: where the ranks meet; by default the environment that torchrun sets.
+        timeout: how long an operation may take; by default torch's.
+        world_size: number of ranks, needed with `store`.
+        rank: this process's rank, needed with `store`.
+        store: where the ranks meet, instead of `init_method`.
+        group_name: ignored, as torch does.
+        pg_options: options of the backend.
+        device_id: the device that this process will use.
+
+    Raises:
+        RuntimeError: the default group exists with another backend, size or rank.
+    """
+    if dist.is_initialized():
+        _check_same(backend, world_size, rank)
+        return
+    dist.init_process_group(
+        backend or dist.get_default_backend_for_device(devices.kind),
+        init_method=init_method,
+        timeout=timeout,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        group_name=group_name,
+        pg_options=pg_options,
+        device_id=device_id,
+    )
+
+
+def _check_same(backend: str | None, world_size: int, rank: int) -> None:
+    here = {"backend": dist.get_backend(), "world_size": dist.get_world_size(), "rank": dist.get_rank()}
+    given = {"backend": backend or here["backend"]}
+    given["world_size"] = here["world_size"] if world_size == -1 else world_size
+    given["rank"] = here["rank"] if rank == -1 else rank
+    different = [f"{name} is {here[name]!r}, got {given[name]!r}" for name in here if given[name] != here[name]]
+    if different:
+        raise RuntimeError(
+            f"the default process group exists already: its {'; '.join(different)}. "
+            "Call destroy_process_group() first, or leave the arguments out."
+        )
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """Destroy one group, or with None all groups and the default one.
+
+    Args:
+        group: a group that was made here or by torch.
+    """
+    if group is None or group is dist.group.WORLD:
+        _by_ranks.clear()
+    else:
+        for key in [key for key, cached in _by_ranks.items() if cached is group]:
+            del _by_ranks[key]
+    dist.destroy_process_group(group)
+
+
+def _cache() -> dict[tuple[int, ...], ProcessGroup]:
+    global _world
+    world = _default()
+    if world is not _world:
+        _by_ranks.clear()
+        _by_ranks[tuple(range(world.size()))] = world
+        _world = world
+    return _by_ranks
+
+
+def known_groups() -> Mapping[tuple[int, ...], ProcessGroup]:
+    """Get the groups that this process is in, by their ranks."""
+    return _cache()
+
+
+def _default() -> ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("there is no default process group: call init_process_group() first.")
+    return world
+
+
+def new_group(ranks: Sequence[int]) -> ProcessGroup:
+    """Get the group of a set of ranks, made at the first call and the same ever after.
+
+    Only the members call it, each with the same set in any order; ranks inside the group follow the global order.
+
+    Args:
+        ranks: global ranks, this one among them.
+
+    Returns:
+        The group.
+
+    Raises:
+        ValueError: a rank is doubled or not in the world, or this process is not a member.
+        RuntimeError: there is no default group yet.
+    """
+    key = tuple(sorted(ranks))
+    groups = _cache()
+    group = groups.get(key)
+    if group is None:
+        _check_ranks(key)
+        group = groups[key] = dist.new_group(list(key), use_local_synchronization=True)
+    return group
+
+
+def _check_ranks(ranks: tuple[int, ...]) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= size:
+        raise ValueError(f"a group needs different ranks from 0 to {size - 1} (the world size is {size}), got {ranks}.")
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} is not in the group {ranks}: only members call new_group().")
+
+
+def split_group(
+    parent: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any | None = None,
+    group_desc: str | None = None,
+) -> ProcessGroup | None:
+    """Get this rank's child of a group, as `torch.distributed.split_group`; one child for one set of ranks.
+
+    Args:
+        parent: the group to split; None is the default group.
+        split_ranks: for each child its ranks inside the parent; no rank in two children.
+        timeout: how long an operation in a new child may take; by default torch's.
+        pg_options: options of the backend for a new child.
+        group_desc: what a new child is for, shown in torch's logs.
+
+    Returns:
+        The child that holds this rank, None if no child does.
+
+    Raises:
+        ValueError: `split_ranks` is empty, or its ranks are doubled or not in the parent.
+    """
+    if not split_ranks:
+        raise ValueError(f"split_ranks needs at least one list of ranks, got {split_ranks!r}.")
+    members = get_process_group_ranks(parent)
+    flat = [rank for ranks in split_ranks for rank in ranks]
+    if len(set(flat)) != len(flat) or min(flat, default=-1) < 0 or max(flat) >= len(members):
+        raise ValueError(
+            f"split_ranks needs different ranks from 0 to {len(members) - 1} (the parent has {len(members)}), "
+            f"got {[list(ranks) for ranks in split_ranks]}."
+        )
+    rank = dist.get_rank()
+    groups = _cache()
+    for ranks in split_ranks:
+        key = tuple(sorted(members[index] for index in ranks))
+        if rank in key:
+            if key not in groups:
+                groups[key] = dist.new_group(
+                    list(key),
+                    timeout=timeout,
+                    pg_options=pg_options,
+                    group_desc=group_desc,
+                    use_local_synchronization=True,
+                )
+            return groups[key]
+    return None
+
+
+def mark_created_groups(groups: ProcessGroup | Iterable[ProcessGroup]) -> None:
+    """Register groups that were created elsewhere, so that the same ranks get them and no second communicator.
+
+    A set of ranks that already has a group keeps the one it has.
+
+    Args:
+        groups: a group, or several; what torch returns to ranks outside of a group is passed over.
+    """
+    known = _cache()
+    for group in [groups] if isinstance(groups, ProcessGroup) else groups:
+        if isinstance(group, ProcessGroup):
+            known.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
+
+
+def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
+    """List the global ranks of a group, in the order of their ranks inside it.
+
+    Args:
+        group: None is the default group.
+    """
+    return dist.get_process_group_ranks(group if group is not None else _default())
+
+
+def get_backend(group: ProcessGroup | None = None) -> str:
+    """Name the backend of a group, such as "gloo".
+
+    Args:
+        group: None is the default group.
+    """
+    return str(dist.get_backend(group if group is not None else _default()))
+
+
+def get_group_local_rank(group: ProcessGroup | None = None) -> int:
+    """Get this process's rank inside a group.
+
+    Args:
+        group: None is the default group.
+    """
+    return (group if group is not None else _default()).rank()
+
+
+def size(group: ProcessGroup | None = None) -> int:
+    """Count the ranks of a group.
+
+    Args:
+        group: None is the default group.
+    """
+    return (group if group is not None else _default()).size()
+
+
+# The names of the platform's role; the long ones are the public API, named as torch names them.
+destroy = destroy_process_group
+ranks = get_process_group_ranks
+rank = get_group_local_rank
+backend = get_backend
+mark_created = mark_created_groups
