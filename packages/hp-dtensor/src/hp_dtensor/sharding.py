@@ -5,8 +5,8 @@ waits for all others, wherever its axis stands, because it flattens dims that th
 
 Note [One run of elements]
     A placement cuts one *run*: a tensor dim, or the named dims of a ``RaggedShard`` seen as one. With the dims
-    before and after it a tensor is ``[outer, run, inner]``; rank ``i`` holds some intervals of ``run``, the local tensor is
-    their concatenation. All data movement in `redistribution` is written on these three sizes and those intervals.
+    before and after it a tensor is ``[outer, run, inner]``; rank ``i`` holds some intervals of ``run``, and the local
+    tensor is their concatenation. All data movement in `redistribution` is written on these sizes and intervals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Interval = tuple[int, int]
 
 
 def chunk(size: int, n: int, index: int) -> Interval:
-    """Start and length of chunk ``index`` of ``n``, as ``torch.chunk`` cuts: ``ceil(size / n)`` each, the last smaller or empty.
+    """Start and length of chunk ``index`` of ``n``, as by ``torch.chunk``: ``ceil(size / n)`` each, the last less.
 
     ``chunk(5, 4, 2) == (4, 1)`` and ``chunk(5, 4, 3) == (5, 0)``.
     """
@@ -50,11 +50,11 @@ def cut_dim(placement: Placement) -> int | None:
 
 
 def parts(placement: Placement, run: int, n: int) -> tuple[tuple[Interval, ...], ...]:
-    """What each of ``n`` ranks holds of a run of ``run`` elements, as intervals in local order; empty ones are left out.
+    """What each of ``n`` ranks holds of ``run`` elements, as intervals in local order; empty ones are left out.
 
     - ``Shard``: chunk ``i``.
-    - ``StridedShard(dim, split_factor=f)``: the run is seen as ``f`` blocks of ``run / f``; rank ``i`` holds chunk ``i`` of each
-      block, one after the other: ``parts(StridedShard(0, 2), 8, 2)`` gives rank 0 elements 0, 1, 4, 5.
+    - ``StridedShard(dim, split_factor=f)``: the run is seen as ``f`` blocks of ``run / f``; rank ``i`` holds chunk
+      ``i`` of each block, one after the other: ``parts(StridedShard(0, 2), 8, 2)`` gives rank 0 elements 0, 1, 4, 5.
     - ``RaggedShard``: contiguous pieces of ``run * units[i] / sum(units)``.
 
     Raises:
@@ -143,7 +143,9 @@ def _within(held: Sequence[Interval], start: int, length: int) -> list[Interval]
     return found
 
 
-def normalize(placements: Sequence[Placement], shape: Sequence[int], mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
+def normalize(
+    placements: Sequence[Placement], shape: Sequence[int], mesh_shape: Sequence[int]
+) -> tuple[Placement, ...]:
     """Check placements against a tensor's and a mesh's shape; negative dims become positive.
 
     Whether a ``split_factor`` or ``units`` divide what a rank has is checked where that rank's part is computed.
@@ -159,7 +161,9 @@ def normalize(placements: Sequence[Placement], shape: Sequence[int], mesh_shape:
         )
     found = tuple(_normalize_one(p, axis, shape, mesh_shape) for axis, p in enumerate(placements))
     if sum(isinstance(p, RaggedShard) for p in found) > 1:
-        raise ValueError(f"placements {found} have more than one RaggedShard: a tensor can be ragged on one mesh axis only")
+        raise ValueError(
+            f"placements {found} have more than one RaggedShard: a tensor can be ragged on one mesh axis only"
+        )
     return found
 
 
@@ -240,11 +244,11 @@ def local_shape(
 
 
 def run_view(placement: Placement, others: Sequence[Placement], local: Sequence[int]) -> tuple[int, int, int]:
-    """(outer, run, inner) sizes of a local shape around the run that ``placement`` cuts; see Note [One run of elements].
+    """(outer, run, inner) sizes of a local shape around the run that ``placement`` cuts: Note [One run of elements].
 
     Args:
         placement: a ``Shard``, ``StridedShard`` or ``RaggedShard``.
-        others: the placements of the other axes; a ``RaggedShard`` among them has already flattened its dims in ``local``.
+        others: the placements of the other axes; a ``RaggedShard`` among them has flattened its dims in ``local``.
         local: the local shape before ``placement`` acts.
     """
     dims = placement.dims if isinstance(placement, RaggedShard) else (cut_dim(placement),)
@@ -256,14 +260,12 @@ def run_view(placement: Placement, others: Sequence[Placement], local: Sequence[
 
 
 def take(array: Any, placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Any:
-    """The local part of a global numpy array for the rank at ``coordinate``; ``Partial`` and ``Replicate`` leave it whole."""
+    """The part of a global numpy array that the rank at ``coordinate`` holds; ``Partial`` leaves it whole."""
     import numpy as np
 
     placements = normalize(placements, array.shape, mesh_shape)
     for dim, size in enumerate(array.shape):
-        cuts = [
-            (p, n, i) for p, n, i in zip(placements, mesh_shape, coordinate, strict=True) if cut_dim(p) == dim
-        ]
+        cuts = [(p, n, i) for p, n, i in zip(placements, mesh_shape, coordinate, strict=True) if cut_dim(p) == dim]
         if cuts:
             held = intervals(size, cuts)
             indices = np.concatenate([np.arange(s, s + n) for s, n in held] or [np.arange(0)])

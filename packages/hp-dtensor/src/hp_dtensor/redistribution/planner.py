@@ -1,11 +1,11 @@
 """The cheapest legal sequence of one-axis steps between two placements of a tensor.
 
 Note [Legal steps]
-    Placements act from the left mesh axis to the right one. So a cut of a dim can be undone or made only on the axis whose cut
-    of that dim is the last: no axis to its right cuts the dim, and no ``RaggedShard`` holds it. Reductions are applied
-    from the right axis to the left one, and one may be done (or made) early only if it commutes with those to its right,
-    as sum and avg do. From every placement one can reach Replicate on all axes by such steps, and from there
-    every placement, so a plan always exists.
+    Placements act from the left mesh axis to the right one. So a cut of a dim can be undone or made only on the axis
+    whose cut of that dim is the last: no axis to its right cuts the dim, and no ``RaggedShard`` holds it. Reductions
+    are applied from the right axis to the left one; one may be done (or made) early only if it commutes with those to
+    its right, as sum and avg do. From every placement one can reach Replicate on all axes by such steps, and from
+    there every placement, so a plan always exists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOCAL = (Slice, ToPartial)
 
 
 def plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """Steps that turn ``src`` into ``dst``: the fewest bytes a rank, then the fewest collectives, then the fewest steps.
+    """Steps that turn ``src`` into ``dst``: the fewest bytes a rank, then the fewest collectives, then steps.
 
     ``plan((Shard(0),), (Replicate(),), (4, 4), (2,))`` is one ``AllGather``. Axes of one rank need no steps.
 
@@ -92,10 +92,11 @@ class _Search:
             sizes = {size}
             for axis, (placement, n) in enumerate(zip(found, self.mesh_shape, strict=True)):
                 if cut_dim(placement) == dim:
-                    wrong = [s for s in sizes if isinstance(placement, StridedShard) and s % placement.split_factor]
+                    factor = _factor(placement)
+                    wrong = [s for s in sizes if s % factor]
                     if wrong:
                         raise ValueError(
-                            f"{placement!r} on mesh axis {axis}: split_factor {placement.split_factor} must divide the "
+                            f"{placement!r} on mesh axis {axis}: split_factor {factor} must divide the "
                             f"size of dim {dim}, which is {wrong[0]} there (shape {self.shape}, placements {found})"
                         )
                     sizes = _cut_sizes(sizes, placement, n)
@@ -107,18 +108,19 @@ class _Search:
                 f"(shape {self.shape}, placements {found})"
             )
         return tuple(
-            p if n > 1 or isinstance(p, RaggedShard) else Replicate() for p, n in zip(found, self.mesh_shape, strict=True)
+            p if n > 1 or isinstance(p, RaggedShard) else Replicate()
+            for p, n in zip(found, self.mesh_shape, strict=True)
         )
 
     def choices(self, src: Placements, dst: Placements) -> list[list[Placement]]:
-        """The placements that each axis may take on the way: none where no axis to change can gain by it."""
+        """The placements that each axis may take on the way."""
         dims = {d for p in (*src, *dst) if (d := cut_dim(p)) is not None}
         if self.shape and sum(isinstance(p, Partial) for p in src) and len(src) > 1:
             # A sum over two axes moves less as reduce-scatter, all-reduce of the piece, all-gather.
             dims.add(max(range(len(self.shape)), key=self.shape.__getitem__))
         shards = [Shard(d) for d in sorted(dims)] if len(src) > 1 else []
         return [
-            list(dict.fromkeys((dst[axis], src[axis], Replicate(), *shards))) if n > 1 or src[axis] != dst[axis] else []
+            list(dict.fromkeys((dst[axis], src[axis], Replicate(), *(shards if n > 1 else ()))))
             for axis, n in enumerate(self.mesh_shape)
         ]
 
@@ -126,7 +128,7 @@ class _Search:
         """All legal steps from ``state``; see Note [Legal steps]."""
         for axis, targets in enumerate(choices):
             source = state[axis]
-            if not targets or not _last(source, axis, state):
+            if not _last(source, axis, state):
                 continue
             for target in targets:
                 if target == source:
@@ -218,7 +220,7 @@ def _cut_sizes(sizes: set[int], placement: Placement, n: int) -> set[int]:
     """The sizes that ranks may have of a dim after a cut of what may have any of ``sizes``."""
     found: set[int] = set()
     for size in sizes:
-        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        factor = _factor(placement)
         block = size // factor
         full = -(-block // n)
         whole = block // full if full else 0  # ranks with a full chunk
@@ -228,6 +230,10 @@ def _cut_sizes(sizes: set[int], placement: Placement, n: int) -> set[int]:
         if whole + 1 < n:
             found.add(0)
     return found
+
+
+def _factor(placement: Placement) -> int:
+    return placement.split_factor if isinstance(placement, StridedShard) else 1
 
 
 @lru_cache(maxsize=16384)
@@ -256,9 +262,9 @@ def _largest_local(shape: tuple[int, ...], placements: Placements, mesh_shape: t
 def step_cost(step: Step, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
     """Elements that a rank sends or receives in a step, whichever is more, for the rank where that is the most.
 
-    With n ranks on the axis, ``w`` elements before a cut on it and ``p`` in the largest piece after it: all-gather and
-    reduce-scatter ``(n - 1) p`` (uneven pieces are padded; ragged ones that are far from even are not: at most ``w``), all-reduce
-    ``2 (n - 1) ceil(w / n)``, all-to-all ``ceil((n - 1) p / n)`` with the larger piece of the two placements.
+    With n ranks on the axis, ``w`` elements without a cut on it and ``p`` in the largest piece with it: all-gather
+    ``(n - 1) p``, as uneven pieces are padded, or ``w`` where that is less; reduce-scatter ``(n - 1) p``; all-reduce
+    ``2 (n - 1) ceil(w / n)``; all-to-all ``ceil((n - 1) p / n)`` with the larger piece of the two placements.
     """
     n = mesh_shape[step.axis]
     if isinstance(step, _LOCAL) or n == 1:
@@ -268,7 +274,7 @@ def step_cost(step: Step, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
         return 2 * (n - 1) * -(-before // n)
     after = _largest_local(shape, step.after, mesh_shape)
     if isinstance(step, AllGather):
-        return min((n - 1) * before, after) if isinstance(step.source, RaggedShard) else (n - 1) * before
+        return min((n - 1) * before, after)
     if isinstance(step, ReduceScatter):
         return (n - 1) * after
     return -(-(n - 1) * max(before, after) // n)

@@ -46,8 +46,8 @@ def simulate(
             expected = local_shape(shape, steps[0].before, mesh_shape, coordinate)
             if array.shape != expected:
                 raise ValueError(
-                    f"the local array at {coordinate} has shape {array.shape}, expected {expected} for shape {tuple(shape)} "
-                    f"with placements {steps[0].before} on mesh {tuple(mesh_shape)}"
+                    f"the local array at {coordinate} has shape {array.shape}, expected {expected} for shape "
+                    f"{tuple(shape)} with placements {steps[0].before} on mesh {tuple(mesh_shape)}"
                 )
     for step in steps:
         after: dict[Coordinate, np.ndarray] = {}
@@ -75,7 +75,7 @@ def reduce_arrays(arrays: Sequence[Any], op: str) -> Any:
 
 
 def neutral(op: str) -> int | None:
-    """What ranks other than the first hold when a replicated value becomes ``Partial(op)``; None: they keep the value."""
+    """What other ranks than the first hold when a replicated value becomes ``Partial(op)``; None: the value."""
     return {"sum": 0, "product": 1}.get(op)
 
 

@@ -75,5 +75,6 @@ class Slice(Step):
 class ToPartial(Step):
     """Replicate to Partial: no communication.
 
-    Rank 0 of the axis keeps the value and the others hold zeros (sum) or ones (product); for avg, min and max all keep it.
+    Rank 0 of the axis keeps the value and the others hold zeros (sum) or ones (product); for avg, min and max all
+    keep it.
     """

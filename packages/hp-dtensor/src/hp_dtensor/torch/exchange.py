@@ -1,0 +1,367 @@
+"""What one rank does in each step of a redistribution.
+
+Note [Even cuts are a transpose]
+    An even cut of a contiguous tensor over n ranks is one digit of the element's number: the tensor is ``[O, n, I]``,
+    rank ``i`` holds ``[:, i]``. ``O`` is the product of the sizes before the cut (times the split factor of a
+    StridedShard), so the pieces lie one after the other exactly if ``O == 1``, and then collectives read and write the
+    tensor itself. Two even cuts whose digits nest, ``[O, n, M, n, I]``, are exchanged by one all-to-all with at most
+    one transpose before and one after it. Everything else goes by the intervals of `hp_dtensor.sharding.parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from hp_platform import get_platform
+
+from hp_dtensor.placements import Placement, RaggedShard, Replicate, StridedShard
+from hp_dtensor.redistribution.simulate import neutral
+from hp_dtensor.redistribution.steps import Step
+from hp_dtensor.sharding import Interval, cut_dim, local_shape, parts, run_view
+
+__all__ = ["Cut", "Place", "Run", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice_", "to_partial"]
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+PADDING = 1.25
+"""Uneven pieces are padded for an all-gather up to this ratio of padded to real size, else sent by all-to-all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A step seen from one rank: shapes local to the other axes, and this rank's index among the axis's ``n``."""
+
+    n: int
+    me: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    whole: tuple[int, ...]
+    bare: tuple[Placement, ...]
+
+    @staticmethod
+    def of(step: Step, shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: Sequence[int]) -> Place:
+        bare = (*step.before[: step.axis], Replicate(), *step.before[step.axis + 1 :])
+        before, after, whole = (
+            local_shape(shape, placements, mesh_shape, coordinate) for placements in (step.before, step.after, bare)
+        )
+        return Place(mesh_shape[step.axis], coordinate[step.axis], before, after, whole, bare)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a placement cuts the whole tensor: Note [One run of elements] in `hp_dtensor.sharding`."""
+
+    outer: int
+    run: int
+    inner: int
+    held: tuple[tuple[Interval, ...], ...]
+    blocks: int | None
+    """``O`` of Note [Even cuts are a transpose]; None where the cut is uneven."""
+
+    @staticmethod
+    def of(placement: Placement, place: Place) -> Cut:
+        outer, run, inner = run_view(placement, place.bare, place.whole)
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        even = run % (factor * place.n) == 0
+        if isinstance(placement, RaggedShard):
+            even = len(set(placement.units)) == 1
+        return Cut(outer, run, inner, parts(placement, run, place.n), outer * factor if even else None)
+
+    def of_run(self, run: int) -> Cut:
+        """The same cut of the longer run that begins with this one's dim."""
+        scale = run // self.run
+        held = tuple(tuple((start * scale, length * scale) for start, length in each) for each in self.held)
+        return Cut(self.outer, run, self.inner // scale, held, self.blocks)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How much of the run each rank holds."""
+        return [sum(length for _, length in held) for held in self.held]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the pieces, one after the other, are the tensor."""
+        return self.outer == 1 and all(len(held) < 2 for held in self.held)
+
+
+def all_reduce(op: str, place: Place, group: Any, *, owned: bool) -> Run:
+    """Partial to Replicate. ``owned``: the argument may be overwritten."""
+    send = get_platform().collectives.all_reduce
+    empty = not prod(place.whole)
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        if not owned:
+            local = local.clone()
+        if not empty:
+            send(local, op, group=group)
+        return local
+
+    return run
+
+
+def slice_(cut: Cut, place: Place) -> Run:
+    """Replicate to a shard: a copy, so that the whole tensor can be freed."""
+    after, me, n, blocks = place.after, place.me, place.n, cut.blocks
+    contiguous = torch.contiguous_format
+    if not prod(after):
+        return lambda local: local.new_empty(after)
+    if blocks is not None:
+        return lambda local: local.view(blocks, n, -1)[:, me].clone(memory_format=contiguous).view(after)
+    view, held = (cut.outer, cut.run, cut.inner), cut.held[me]
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        whole = local.view(view)
+        return torch.cat([whole.narrow(1, start, length) for start, length in held], 1).view(after)
+
+    return run
+
+
+def to_partial(op: str, place: Place) -> Run:
+    """Replicate to Partial."""
+    fill = neutral(op)
+    if place.me == 0 or fill is None:
+        return torch.clone
+    return lambda local: torch.full_like(local, fill)
+
+
+def all_gather(cut: Cut, place: Place, group: Any) -> Run:
+    """A shard to Replicate."""
+    collectives = get_platform().collectives
+    send, send_uneven = collectives.all_gather, collectives.all_to_all
+    after, n, blocks = place.after, place.n, cut.blocks
+    if not prod(after):
+        return lambda local: local.new_empty(after)
+    if blocks == 1:
+
+        def direct(local: torch.Tensor) -> torch.Tensor:
+            out = local.new_empty(after)
+            send(out.view(-1), local.view(-1), group=group)
+            return out
+
+        return direct
+    if blocks is not None:
+
+        def transposed(local: torch.Tensor) -> torch.Tensor:
+            out = local.new_empty((n, blocks, local.numel() // blocks))
+            send(out.view(-1), local.view(-1), group=group)
+            return out.transpose(0, 1).reshape(after)
+
+        return transposed
+    lengths, width, me = cut.lengths, cut.outer * cut.inner, place.me
+    longest = max(lengths)
+    if n * longest > PADDING * cut.run:
+        sizes = [length * width for length in lengths]
+
+        def exact(local: torch.Tensor) -> torch.Tensor:
+            out = local.new_empty(cut.run * width)
+            send_uneven(out, local.view(-1).repeat(n), sizes, [sizes[me]] * n, group=group)
+            return _join(out.split(sizes), cut).view(after)
+
+        return exact
+
+    def padded(local: torch.Tensor) -> torch.Tensor:
+        out = local.new_empty((n, longest * width))
+        piece = local.view(-1)
+        if lengths[me] < longest:
+            piece = local.new_empty(longest * width)
+            piece[: lengths[me] * width] = local.view(-1)
+        send(out.view(-1), piece, group=group)
+        return _join([row[: length * width] for row, length in zip(out, lengths, strict=True)], cut).view(after)
+
+    return padded
+
+
+def _join(pieces: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
+    """The whole tensor of each rank's piece."""
+    found: list[tuple[int, torch.Tensor]] = []
+    for piece, held, length in zip(pieces, cut.held, cut.lengths, strict=True):
+        offset = 0
+        for start, size in held:
+            found.append((start, piece.view(cut.outer, length, cut.inner).narrow(1, offset, size)))
+            offset += size
+    return torch.cat([piece for _, piece in sorted(found, key=lambda each: each[0])], 1)
+
+
+def reduce_scatter(op: str, cut: Cut, place: Place, group: Any) -> Run:
+    """Partial to a shard; uneven pieces are padded."""
+    send = get_platform().collectives.reduce_scatter
+    after, n, me, blocks = place.after, place.n, place.me, cut.blocks
+    if not prod(place.whole):
+        return lambda local: local.new_empty(after)
+    if blocks is not None:
+
+        def even(local: torch.Tensor) -> torch.Tensor:
+            if blocks > 1:
+                local = local.view(blocks, n, -1).transpose(0, 1).contiguous()
+            out = local.new_empty(after)
+            send(out.view(-1), local.view(-1), op, group=group)
+            return out
+
+        return even
+    lengths = cut.lengths
+    longest = max(lengths)
+
+    def padded(local: torch.Tensor) -> torch.Tensor:
+        whole = local.view(cut.outer, cut.run, cut.inner)
+        packed = local.new_zeros((n, cut.outer, longest, cut.inner))
+        for row, held in zip(packed, cut.held, strict=True):
+            offset = 0
+            for start, length in held:
+                row[:, offset : offset + length] = whole.narrow(1, start, length)
+                offset += length
+        out = local.new_empty((cut.outer, longest, cut.inner))
+        send(out.view(-1), packed.view(-1), op, group=group)
+        return out.narrow(1, 0, lengths[me]).contiguous().view(after)
+
+    return padded
+
+
+def all_to_all(step: Step, place: Place, group: Any) -> Run:
+    """One shard to another."""
+    after = place.after
+    if not prod(place.whole):
+        return lambda local: local.new_empty(after)
+    source, target = Cut.of(step.source, place), Cut.of(step.target, place)
+    if isinstance(step.target, RaggedShard):
+        source = source.of_run(target.run)
+    elif isinstance(step.source, RaggedShard):
+        target = target.of_run(source.run)
+    if source.blocks is not None and target.blocks is not None:
+        if target.blocks % (source.blocks * place.n) == 0 or source.blocks % (target.blocks * place.n) == 0:
+            return _nested_all_to_all(source.blocks, target.blocks, place, group)
+    if (source.outer, source.run) == (target.outer, target.run):
+        return _same_run_all_to_all(source, target, place, group)
+    first = (cut_dim(step.source) or 0) < (cut_dim(step.target) or 0)
+    return _crossed_all_to_all(source, target, place, group, source_first=first)
+
+
+def _nested_all_to_all(source: int, target: int, place: Place, group: Any) -> Run:
+    send = get_platform().collectives.all_to_all
+    after, n = place.after, place.n
+    if source < target:  # [source, n, middle, n, I]: pack the inner digit to the front
+        middle = target // (source * n)
+        rows, columns = source * middle, (source, middle)
+    else:  # [target, n, middle, n, I]
+        middle = source // (target * n)
+        rows, columns = target, (target * middle, 1)
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        if rows > 1:
+            local = local.view(rows, n, -1).transpose(0, 1).contiguous()
+        if columns[0] == 1:
+            out = local.new_empty(after)
+            send(out.view(-1), local.view(-1), group=group)
+            return out
+        out = local.new_empty((n, columns[0], local.numel() // (n * columns[0])))
+        send(out.view(-1), local.view(-1), group=group)
+        return out.transpose(0, 1).reshape(after)
+
+    return run
+
+
+def _same_run_all_to_all(source: Cut, target: Cut, place: Place, group: Any) -> Run:
+    """Both placements cut the same run: ranks exchange the intersections of their intervals."""
+    send = get_platform().collectives.all_to_all
+    outer, inner, me, after = source.outer, source.inner, place.me, place.after
+    sent = [_common(source.held[me], there) for there in target.held]
+    received = [_common(target.held[me], there) for there in source.held]
+    send_sizes = [outer * inner * sum(length for _, length in each) for each in sent]
+    receive_sizes = [outer * inner * sum(length for _, length in each) for each in received]
+    pack, unpack = (outer > 1 or not _is_prefix(each) for each in (sent, received))
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        if pack:
+            view, local = local.view(outer, -1, inner), local.new_empty(sum(send_sizes))
+            _each_piece(local, sent, outer, inner, lambda piece, at, n: piece.copy_(view.narrow(1, at, n)))
+        out = local.new_empty(sum(receive_sizes))
+        send(out, local.view(-1), receive_sizes, send_sizes, group=group)
+        if unpack:
+            flat, out = out, local.new_empty((outer, out.numel() // (outer * inner), inner))
+            _each_piece(flat, received, outer, inner, lambda piece, at, n: out.narrow(1, at, n).copy_(piece))
+        return out.view(after)
+
+    return run
+
+
+def _common(mine: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:
+    """What of ``theirs`` lies in ``mine``, as (offset in the concatenation of ``mine``, length), in order."""
+    found: list[Interval] = []
+    offset = 0
+    for start, length in mine:
+        for other, size in theirs:
+            low, high = max(start, other), min(start + length, other + size)
+            if low < high:
+                found.append((offset + low - start, high - low))
+        offset += length
+    return found
+
+
+def _is_prefix(pieces: Sequence[Sequence[Interval]]) -> bool:
+    """Whether the pieces of all ranks, one after the other, are already the local tensor."""
+    at = 0
+    for start, length in (piece for each in pieces for piece in each):
+        if start != at:
+            return False
+        at += length
+    return True
+
+
+def _each_piece(
+    flat: torch.Tensor, pieces: Sequence[Sequence[Interval]], outer: int, inner: int, do: Callable[[Any, int, int], Any]
+) -> None:
+    offset = 0
+    for start, length in (piece for each in pieces for piece in each):
+        size = outer * length * inner
+        do(flat[offset : offset + size].view(outer, length, inner), start, length)
+        offset += size
+
+
+def _crossed_all_to_all(source: Cut, target: Cut, place: Place, group: Any, *, source_first: bool) -> Run:
+    """The placements cut different dims, at least one of them unevenly."""
+    send = get_platform().collectives.all_to_all
+    me, after = place.me, place.after
+    left, right = (source, target) if source_first else (target, source)
+    middle = left.inner // (right.run * right.inner)
+    from_dim, to_dim = (1, 3) if source_first else (3, 1)
+
+    def view(source_size: int, target_size: int) -> tuple[int, ...]:
+        sizes = (source_size, target_size) if source_first else (target_size, source_size)
+        return (left.outer, sizes[0], middle, sizes[1], right.inner)
+
+    lengths, wanted = source.lengths, target.lengths
+    sent_views = [view(lengths[me], length) for length in wanted]
+    received_views = [view(length, wanted[me]) for length in lengths]
+    send_sizes, receive_sizes = [prod(v) for v in sent_views], [prod(v) for v in received_views]
+    local_view, out_view = view(lengths[me], target.run), view(source.run, wanted[me])
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        whole = local.view(local_view)
+        packed = local.new_empty(local.numel())
+        for flat, shape, held in zip(packed.split(send_sizes), sent_views, target.held, strict=True):
+            _copy(flat.view(shape), whole, to_dim, held, into_intervals=False)
+        received = local.new_empty(sum(receive_sizes))
+        send(received, packed, receive_sizes, send_sizes, group=group)
+        out = local.new_empty(out_view)
+        for flat, shape, held in zip(received.split(receive_sizes), received_views, source.held, strict=True):
+            _copy(flat.view(shape), out, from_dim, held, into_intervals=True)
+        return out.view(after)
+
+    return run
+
+
+def _copy(
+    piece: torch.Tensor, whole: torch.Tensor, dim: int, held: Sequence[Interval], *, into_intervals: bool
+) -> None:
+    """Copy between a piece and the intervals of ``whole`` that it holds."""
+    offset = 0
+    for start, length in held:
+        inside, outside = piece.narrow(dim, offset, length), whole.narrow(dim, start, length)
+        if into_intervals:
+            outside.copy_(inside)
+        else:
+            inside.copy_(outside)
+        offset += length
