@@ -29,6 +29,10 @@ class Groups(Protocol):
         """Initialise the default group; the platform adds its own options."""
         ...
 
+    def is_initialized(self) -> bool:
+        """Tell whether the default group exists."""
+        ...
+
     def destroy(self, group: Group | None = None) -> None:
         """Destroy one group, or all of them."""
         ...
@@ -119,6 +123,15 @@ class Devices(Protocol):
     @property
     def kind(self) -> str:
         """Name the kind: "cpu", "cuda" or "npu"."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Count the devices of this kind on this machine; a machine has one CPU."""
+        ...
+
+    def present(self) -> tuple[str, ...]:
+        """List the kinds that this machine has, "cpu" first."""
         ...
 
     def current_device(self) -> Any:

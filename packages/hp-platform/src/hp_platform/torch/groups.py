@@ -112,6 +112,11 @@ def _default() -> ProcessGroup:
     return world
 
 
+def is_initialized() -> bool:
+    """Tell whether the default group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def new_group(ranks: Sequence[int]) -> ProcessGroup:
     """Get the group of a set of ranks, made at the first call and the same ever after.
 

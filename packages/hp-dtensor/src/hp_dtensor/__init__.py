@@ -1,0 +1,63 @@
+"""Distributed tensors: mesh, placements, layouts, sharding rules, redistribution, DTensor.
+
+A DTensor holds this rank's part of a tensor and computes as the whole would. What needs a framework is loaded at first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from hp_platform import lazy_exports
+
+from hp_dtensor.layout import Layout
+from hp_dtensor.mesh import DeviceMesh, get_current_mesh, init_device_mesh
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+
+if TYPE_CHECKING:
+    from hp_dtensor.torch.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
+    from hp_dtensor.torch.dispatch import implicit_replication
+    from hp_dtensor.torch.dtensor import DTensor
+    from hp_dtensor.torch.init import init_empty_weights, init_on_device, init_parameters
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Layout",
+    "Partial",
+    "Placement",
+    "RaggedShard",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "get_current_mesh",
+    "implicit_replication",
+    "init_device_mesh",
+    "init_empty_weights",
+    "init_on_device",
+    "init_parameters",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "DTensor": "dtensor",
+        "distribute_module": "api",
+        "distribute_tensor": "api",
+        "empty": "api",
+        "full": "api",
+        "implicit_replication": "dispatch",
+        "init_empty_weights": "init",
+        "init_on_device": "init",
+        "init_parameters": "init",
+        "ones": "api",
+        "rand": "api",
+        "randn": "api",
+        "zeros": "api",
+    },
+)

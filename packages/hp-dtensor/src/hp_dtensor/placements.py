@@ -1,0 +1,120 @@
+"""Placements: what one mesh axis does to a tensor.
+
+A placement is a frozen value whose ``repr`` is its constructor. A tensor on an n-d mesh has one placement for each mesh
+axis, in the order of the axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PARTIAL_OPS", "Partial", "Placement", "RaggedShard", "Replicate", "Shard", "StridedShard"]
+
+PARTIAL_OPS = ("sum", "avg", "min", "max", "product")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Base of all placements."""
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """True for a contiguous shard (of ``dim``, where given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """True for ``Replicate``."""
+        return False
+
+    def is_partial(self, op: str | None = None) -> bool:
+        """True for ``Partial`` (of ``op``, where given)."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(Placement):
+    """Tensor dim ``dim`` is cut over the axis in contiguous chunks of ``ceil(size / ranks)``; the last ones may be smaller or empty.
+
+    Two axes that shard one dim cut it one after the other: the earlier axis is the outer one.
+
+    Args:
+        dim: the tensor dim; negative counts from the end and is normalised where a shape is known.
+    """
+
+    dim: int
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or self.dim == dim
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard(Placement):
+    """Tensor dim ``dim`` is cut in ``split_factor`` equal blocks, and each block is cut over the axis.
+
+    It is what remains of ``Shard(1)`` on a ``[split_factor, n]`` tensor when the two dims are flattened into one.
+
+    Args:
+        dim: the tensor dim.
+        split_factor: number of equal blocks; it must divide the dim's size.
+    """
+
+    dim: int
+    split_factor: int
+
+    def __repr__(self) -> str:
+        return f"StridedShard(dim={self.dim}, split_factor={self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedShard(Placement):
+    """The named dims, flattened into one run of elements, are cut in contiguous pieces in proportion to ``units``.
+
+    It applies to what the other axes' placements leave, and its local tensor is 1-d where all dims are named.
+
+    Args:
+        dims: the tensor dims, ascending.
+        units: one count a rank of the axis; the number of elements is a multiple of their sum.
+    """
+
+    dims: tuple[int, ...]
+    units: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(dims={self.dims}, units={self.units})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(Placement):
+    """Each rank of the axis holds the same values. The gradient of a replicated tensor is replicated."""
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Placement):
+    """The value is the reduction by ``op`` of what the ranks of the axis hold.
+
+    Args:
+        op: ``"sum"`` (default), ``"avg"``, ``"min"``, ``"max"`` or ``"product"``.
+
+    Raises:
+        ValueError: for another ``op``.
+    """
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in PARTIAL_OPS:
+            raise ValueError(f"Partial: op must be one of {', '.join(PARTIAL_OPS)}, got {self.op!r}")
+
+    def is_partial(self, op: str | None = None) -> bool:
+        return op is None or self.op == op
+
+    def __repr__(self) -> str:
+        return f"Partial({self.op!r})" if self.op != "sum" else "Partial()"

@@ -1,0 +1,83 @@
+"""Views: how a placement goes through a change of shape that keeps the elements' order.
+
+A sharded dim is described by what stands before it: ``outer`` blocks, of which each has its ``size`` cut over the axis. The
+same blocks are then looked for in the new shape, where they are a whole dim (Shard), or part of one (StridedShard).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hp_dtensor.placements import Placement, Replicate, Shard, StridedShard
+
+__all__ = ["view_placements"]
+
+
+def view_placements(
+    shape: Sequence[int], result: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    """Where the operand of a view must be, and where the view is then.
+
+    Example:
+        >>> view_placements((4, 6), (4, 3, 2), (Shard(1),), (3,))
+        ((Shard(1),), (Shard(1),))
+        >>> view_placements((2, 6, 5), (12, 5), (Shard(1),), (3,))
+        ((Shard(1),), (StridedShard(dim=0, split_factor=2),))
+        >>> view_placements((4, 6), (4, 2, 3), (Shard(1),), (3,))   # the cut does not fall between two of the dims
+        ((Replicate(),), (Replicate(),))
+
+    Returns:
+        the operand's placements (``Replicate`` where a cut can't be kept) and the result's.
+    """
+    operand: list[Placement] = []
+    out: list[Placement] = []
+    pieces: dict[Placement, int] = {}
+    for placement, ranks in zip(placements, mesh_shape, strict=True):
+        if isinstance(placement, (Shard, StridedShard)):
+            pieces[placement] = pieces.get(placement, 1) * ranks
+    cut_dims = [p.dim for p in pieces if isinstance(p, (Shard, StridedShard))]
+    moved: dict[Placement, Placement | None] = {}
+    for placement, count in pieces.items():
+        assert isinstance(placement, (Shard, StridedShard))
+        alone = cut_dims.count(placement.dim) == 1
+        moved[placement] = _move(shape, result, placement, count) if alone else None
+        if not alone and tuple(shape) == tuple(result):
+            moved[placement] = placement
+    found = [p.dim for p in moved.values() if isinstance(p, (Shard, StridedShard))]
+    for placement in placements:
+        if isinstance(placement, (Shard, StridedShard)):
+            target = moved[placement]
+            if isinstance(target, (Shard, StridedShard)) and found.count(target.dim) > 1 and target != placement:
+                target = None  # two cuts meet in one dim of the result
+            operand.append(placement if target is not None else Replicate())
+            out.append(target if target is not None else Replicate())
+        else:
+            operand.append(placement)
+            out.append(placement)
+    return tuple(operand), tuple(out)
+
+
+def _move(shape: Sequence[int], result: Sequence[int], placement: Shard | StridedShard, pieces: int) -> Placement | None:
+    outer = math.prod(shape[: placement.dim])
+    size = shape[placement.dim]
+    if isinstance(placement, StridedShard):
+        outer *= placement.split_factor
+        size //= placement.split_factor
+    if size == 0 or math.prod(shape) == 0:
+        return None
+    before = 1
+    for dim, length in enumerate(result):
+        if before <= outer < before * length and outer % before == 0:
+            split = outer // before
+            if length % split:
+                return None
+            block = length // split
+            same = block == size and math.prod(result[dim + 1 :]) == math.prod(shape[placement.dim + 1 :])
+            if not same and (size % pieces or block % pieces):
+                return None
+            if split == 1:
+                return Shard(dim)
+            return StridedShard(dim, split) if block % pieces == 0 else None
+        before *= length
+    return None

@@ -1,0 +1,100 @@
+"""TensorSpec: mesh, placements and global shape of one tensor, interned so that equal specs are one object."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.sharding import local_shape
+
+__all__ = ["TensorSpec", "normalize"]
+
+
+class TensorSpec:
+    """What is known of a distributed tensor without looking at its values. Make one with ``TensorSpec.of``.
+
+    Attributes:
+        mesh: the DeviceMesh.
+        placements: one an axis.
+        shape: the global shape.
+        local_shape: the shape of this rank's part.
+        replicated: every placement is ``Replicate``.
+    """
+
+    __slots__ = ("__weakref__", "local_shape", "mesh", "placements", "replicated", "shape")
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    replicated: bool
+
+    @staticmethod
+    def of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> TensorSpec:
+        """The one spec with this content."""
+        key = (mesh, tuple(placements), tuple(shape))
+        found = _specs.get(key)
+        if found is None:
+            found = TensorSpec()
+            found.mesh, found.placements, found.shape = key
+            coordinate = mesh.get_coordinate()
+            if coordinate is None:
+                found.local_shape = (0,) * len(key[2])
+            else:
+                found.local_shape = tuple(local_shape(key[2], key[1], mesh.shape, coordinate))
+            found.replicated = all(placement.is_replicate() for placement in key[1])
+            _specs[key] = found
+        return found
+
+    def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
+        """This spec with other placements."""
+        return TensorSpec.of(self.mesh, placements, self.shape)
+
+    def __repr__(self) -> str:
+        return f"TensorSpec({self.mesh!r}, {self.placements}, {self.shape})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorSpec.of, (self.mesh, self.placements, self.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorSpec:
+        return self
+
+
+_specs: weakref.WeakValueDictionary[Any, TensorSpec] = weakref.WeakValueDictionary()
+
+
+def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what: str) -> tuple[Placement, ...]:
+    """Checks placements against a mesh and a number of tensor dims; negative dims are counted from the end.
+
+    Args:
+        placements: as the user gave them.
+        mesh: the mesh; it needs one placement an axis.
+        ndim: number of tensor dims.
+        what: the caller's name, for the error.
+
+    Raises:
+        TypeError: something that is no placement.
+        ValueError: wrong number of placements, or a dim out of range.
+    """
+    if isinstance(placements, Placement):
+        raise TypeError(f"{what}: placements must be a sequence with one placement an axis, got {placements!r}; write [{placements!r}]")
+    placements = tuple(placements)
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"{what}: {len(placements)} placements {placements} for a mesh of {mesh.ndim} axes {mesh.mesh_dim_names or mesh.shape}"
+        )
+    made: list[Placement] = []
+    for placement in placements:
+        if isinstance(placement, (Shard, StridedShard)):
+            if not -ndim <= placement.dim < ndim:
+                raise ValueError(f"{what}: {placement!r} of a tensor with {ndim} dims: the dim must be in [{-ndim}, {ndim - 1}]")
+            if placement.dim < 0:
+                dim = placement.dim + ndim
+                placement = Shard(dim) if isinstance(placement, Shard) else StridedShard(dim, placement.split_factor)
+        elif not isinstance(placement, (Replicate, Partial, RaggedShard)):
+            raise TypeError(f"{what}: {placement!r} is not a placement (Shard, StridedShard, RaggedShard, Replicate, Partial)")
+        made.append(placement)
+    return tuple(made)

@@ -1,0 +1,6 @@
+"""The PyTorch side of hp-dtensor."""
+
+from hp_dtensor.torch import dispatch as _dispatch  # noqa: F401  (DTensor's interception)
+from hp_dtensor.torch.special import install as _install
+
+_install()

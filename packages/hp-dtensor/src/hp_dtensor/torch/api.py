@@ -1,0 +1,205 @@
+"""Making DTensors: from local parts, from whole tensors, from nothing; and modules of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from hp_platform import get_platform
+
+from hp_dtensor.layout import Layout, as_placements
+from hp_dtensor.mesh import DeviceMesh, get_current_mesh
+from hp_dtensor.placements import Placement, RaggedShard, Replicate
+from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.torch import random
+from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.redistribute import execute
+
+__all__ = ["distribute_module", "distribute_tensor", "empty", "from_local", "full", "ones", "rand", "randn", "zeros"]
+
+_impl = torch._C._disabled_torch_function_impl
+
+
+def from_local(
+    local: torch.Tensor,
+    device_mesh: DeviceMesh | Layout | None,
+    placements: Sequence[Placement] | None,
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+) -> DTensor:
+    """See ``DTensor.from_local``."""
+    if isinstance(local, DTensor):
+        raise TypeError("from_local takes a plain tensor, got a DTensor; use redistribute to change its layout")
+    mesh, wanted = as_placements(device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "from_local", local.device.type)
+    ragged = any(isinstance(p, RaggedShard) for p in wanted)
+    if ragged and shape is None:
+        raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
+    wanted = normalize(wanted, mesh, len(shape) if shape is not None else local.dim(), "from_local")
+    if shape is None:
+        sizes = list(local.shape)
+        for axis, placement in enumerate(wanted):
+            if not (placement.is_replicate() or placement.is_partial()):
+                sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
+        shape = sizes
+    spec = TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
+    if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape:
+        raise ValueError(
+            f"from_local: a tensor of global shape {spec.shape} placed {wanted} on {mesh.shape} has {spec.local_shape} on rank "
+            f"{mesh.get_rank()} at {mesh.get_coordinate()}, got {tuple(local.shape)}"
+        )
+    if run_check:
+        _check(local, spec)
+    return wrap(local.view_as(local), spec)
+
+
+def _check(local: torch.Tensor, spec: TensorSpec) -> None:
+    """Compares shapes over all ranks, and replicated values over theirs. Communicates."""
+    collectives = get_platform().collectives
+    facts = torch.tensor([len(spec.shape), *spec.shape], dtype=torch.int64, device=local.device)
+    for axis in range(spec.mesh.ndim):
+        group = spec.mesh.get_group(axis)
+        low, high = facts.clone(), facts.clone()
+        collectives.all_reduce(low, "min", group=group)
+        collectives.all_reduce(high, "max", group=group)
+        if not torch.equal(low, high):
+            raise ValueError(f"from_local: ranks along axis {axis} disagree on the global shape: from {low.tolist()[1:]} to {high.tolist()[1:]}")
+        if spec.placements[axis].is_replicate():
+            value = local.detach().contiguous()
+            low, high = value.clone(), value.clone()
+            collectives.all_reduce(low, "min", group=group)
+            collectives.all_reduce(high, "max", group=group)
+            if not torch.equal(low, high):
+                raise ValueError(f"from_local: values differ between ranks along axis {axis}, where the placement is Replicate()")
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | Layout | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """A whole tensor, cut over a mesh.
+
+    Args:
+        tensor: the whole tensor, of the same shape on every rank; it is not changed, and the result shares no memory with it.
+            A meta tensor gives a DTensor on meta. The result is a leaf, with the tensor's ``requires_grad``.
+        device_mesh: the mesh, or a Layout; default the mesh of ``with mesh:``.
+        placements: one an axis; default replicated.
+        src_data_rank: the index along each axis of the rank whose values count; they are broadcast. None: every rank's own
+            values are taken, nothing is communicated (they must agree).
+
+    Raises:
+        ValueError: placements that do not fit.
+    """
+    mesh, wanted = as_placements(
+        device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "distribute_tensor", tensor.device.type
+    )
+    wanted = normalize(wanted, mesh, tensor.dim(), "distribute_tensor")
+    if isinstance(tensor, DTensor):
+        if tensor._spec.mesh != mesh:
+            raise ValueError(f"distribute_tensor: the DTensor is on {tensor._spec.mesh}, not on {mesh}")
+        return tensor.redistribute(mesh, wanted)
+    spec = TensorSpec.of(mesh, wanted, tuple(tensor.shape))
+    if tensor.is_meta:
+        return wrap(torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta"), spec).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+    whole = tensor.detach()
+    if src_data_rank is not None and mesh.get_coordinate() is not None:
+        whole = whole.clone(memory_format=torch.contiguous_format)
+        for axis in range(mesh.ndim):
+            if mesh.shape[axis] > 1:
+                get_platform().collectives.broadcast(whole, src_data_rank, group=mesh.get_group(axis))
+    local = execute(whole, spec.with_placements([Replicate()] * mesh.ndim), spec)
+    if local.untyped_storage().data_ptr() == tensor.detach().untyped_storage().data_ptr() or local._base is not None:
+        local = local.clone(memory_format=torch.contiguous_format)
+    return wrap(local.detach(), spec).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+
+
+def distribute_module(
+    module: torch.nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, torch.nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[[torch.nn.Module, Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[[torch.nn.Module, Any, DeviceMesh], Any] | None = None,
+) -> torch.nn.Module:
+    """Turns a module's parameters and buffers into DTensors, in place.
+
+    Args:
+        module: the module; parameters that ``partition_fn`` leaves plain become replicated.
+        device_mesh: the mesh; default that of ``with mesh:``.
+        partition_fn: called as ``(name, submodule, mesh)`` for every submodule, to distribute its parameters.
+        input_fn: called as ``(module, inputs, mesh)`` before forward; returns the inputs.
+        output_fn: called as ``(module, outputs, mesh)`` after forward; returns the outputs.
+    """
+    mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    for name, child in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, child, mesh)
+        replicate_parameters(child, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    return module
+
+
+def replicate_parameters(module: torch.nn.Module, mesh: DeviceMesh, *, buffers: bool = True, src_data_rank: int | None = 0) -> None:
+    """Makes the plain parameters (and buffers) that ``module`` itself holds replicated DTensors."""
+    replicated = [Replicate()] * mesh.ndim
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None and not isinstance(parameter, DTensor):
+            made = distribute_tensor(parameter.data, mesh, replicated, src_data_rank=src_data_rank)
+            module._parameters[name] = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
+    if buffers:
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and not isinstance(buffer, DTensor):
+                module._buffers[name] = distribute_tensor(buffer, mesh, replicated, src_data_rank=src_data_rank)
+
+
+# ---- factories ----
+def _make(
+    what: str, size: Any, dtype: torch.dtype | None, device_mesh: Any, placements: Any, requires_grad: bool, make: Callable[..., torch.Tensor], drawn: bool = False
+) -> DTensor:
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(int(s) for s in size)
+    mesh, wanted = as_placements(device_mesh, placements, None if device_mesh is not None else get_current_mesh(), what)
+    wanted = normalize(wanted, mesh, len(shape), what)
+    if any(placement.is_partial() for placement in wanted):
+        raise ValueError(f"{what}: placements {wanted} hold a Partial; make the tensor replicated or sharded")
+    spec = TensorSpec.of(mesh, wanted, shape)
+    options = {"dtype": dtype or torch.get_default_dtype(), "device": mesh.device_type}
+    local = random.draw(spec, torch.empty(0, **options), make) if drawn else make(spec.local_shape, **options)
+    return wrap(local, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def zeros(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+    """A DTensor of zeros; ``size`` is the global shape, ``placements`` default replicated."""
+    return _make("zeros", size, dtype, device_mesh, placements, requires_grad, torch.zeros)
+
+
+def ones(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+    """A DTensor of ones."""
+    return _make("ones", size, dtype, device_mesh, placements, requires_grad, torch.ones)
+
+
+def empty(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+    """A DTensor of memory as it is."""
+    return _make("empty", size, dtype, device_mesh, placements, requires_grad, torch.empty)
+
+
+def full(
+    size: Any, fill_value: float, *, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None
+) -> DTensor:
+    """A DTensor filled with ``fill_value``."""
+    return _make("full", (size,), dtype, device_mesh, placements, requires_grad, lambda shape, **o: torch.full(shape, fill_value, **o))
+
+
+def rand(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+    """Uniform on [0, 1): the part of what ``torch.rand`` draws on a single device."""
+    return _make("rand", size, dtype, device_mesh, placements, requires_grad, lambda whole: whole.uniform_(), drawn=True)
+
+
+def randn(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+    """Standard normal: the part of what ``torch.randn`` draws on a single device."""
+    return _make("randn", size, dtype, device_mesh, placements, requires_grad, lambda whole: whole.normal_(), drawn=True)

@@ -1,0 +1,201 @@
+"""Dispatch: a torch function on DTensors becomes a plan, made once for each combination of layouts and arguments.
+
+Note [What a plan is found by]
+The function, the layouts (interned, with global shapes in them) and every other argument. Floats stand for their type: no rule
+reads a float, and a schedule's learning rate would fill the cache. The cache is emptied when it has many entries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hp_dtensor.placements import Replicate
+from hp_dtensor.rules.factors import NoLegalPlacement
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch.dtensor import DTensor, wrap
+
+__all__ = ["dispatch", "implicit_replication"]
+
+_impl = torch._C._disabled_torch_function_impl
+Tensor = torch.Tensor
+_PLANS: dict[Any, Any] = {}
+_LIMIT = 1 << 16
+_SPECIAL: dict[Any, Any] = {}
+_implicit: contextvars.ContextVar[bool] = contextvars.ContextVar("implicit_replication", default=False)
+
+
+@contextlib.contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, a plain tensor that meets DTensors in an operation counts as replicated on their mesh.
+
+    It must then hold the same values on every rank of the mesh. Outside, mixing the two is an error.
+    """
+    token = _implicit.set(True)
+    try:
+        yield
+    finally:
+        _implicit.reset(token)
+
+
+def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if not kwargs:
+        try:
+            count = len(args)
+            if count == 2:
+                a, b = args
+                b_type = type(b)
+                plan = _PLANS[
+                    func,
+                    a._spec if type(a) is DTensor else a,
+                    b._spec if b_type is DTensor else float if b_type is float else b,
+                ]
+            elif count == 1:
+                plan = _PLANS[func, args[0]._spec]
+            else:
+                plan = _PLANS[(func, *[a._spec if type(a) is DTensor else a for a in args])]
+        except (KeyError, TypeError, AttributeError):
+            return dispatch(func, types, args, kwargs)
+        if plan.direct:
+            out = _impl(func, types, args)
+            out.__class__ = DTensor
+            out._spec = plan.spec
+            return out
+        return plan.run(args, kwargs)
+    return dispatch(func, types, args, kwargs)
+
+
+class _Unhashable(Exception):
+    pass
+
+
+def _part(value: Any) -> Any:
+    kind = type(value)
+    if kind is DTensor:
+        return value._spec
+    if kind is float or kind is int or kind is str or value is None:
+        return float if kind is float else value
+    if kind is bool:
+        return (bool, value)
+    if kind is list or kind is tuple or kind is torch.Size:
+        return (kind is list, *map(_part, value))
+    if kind is slice:
+        return (slice, _part(value.start), _part(value.stop), _part(value.step))
+    if isinstance(value, Tensor):
+        raise _Unhashable
+    return value
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    if kwargs:
+        return (func, "*", *map(_part, args), *[part for name, value in kwargs.items() for part in (name, _part(value))])
+    return (func, "*", *map(_part, args))
+
+
+def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Runs ``func`` on DTensors: special functions by their handler, others by their plan."""
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(func, args, kwargs or {})
+    try:
+        key = _key(func, args, kwargs)
+        plan = _PLANS.get(key)
+    except _Unhashable:
+        return dispatch(func, types, *_replicate_plain(func, args, kwargs or {}))
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        raise TypeError(f"{_name(func)}: an argument of a DTensor operation can't be hashed: {error}") from error
+    if plan is None:
+        plan = _make(func, args, kwargs or {})
+        if len(_PLANS) > _LIMIT:
+            _PLANS.clear()
+        _PLANS[key] = plan
+        if not kwargs and plan.hot and (len(args) < 3 or not any(type(a) is float for a in args)):
+            _PLANS[(func, *[a._spec if type(a) is DTensor else float if type(a) is float else a for a in args])] = plan
+    return plan.run(args, kwargs)
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value, {})
+
+
+def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Plain tensors as replicated DTensors: scalars always, others where the user said so."""
+    some = next(tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor)
+    mesh = some._spec.mesh
+    in_place = _name(func).rstrip(")").endswith("_") and not _name(func).endswith("__")
+
+    def change(value: Any, first: bool = False) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+            return [change(v) for v in value]
+        if not isinstance(value, Tensor) or type(value) is DTensor:
+            return value
+        if value.dim() and not _implicit.get():
+            raise TypeError(
+                f"{_name(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape {tuple(some.shape)} "
+                f"placed {some._spec.placements}. Distribute it (distribute_tensor or DTensor.from_local), "
+                "or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
+            )
+        if first and in_place:
+            raise TypeError(
+                f"{_name(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape {tuple(value.shape)}; "
+                "gather it first: full_tensor()"
+            )
+        if type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
+            raise TypeError(f"{_name(func)}: {type(value).__name__} can't be mixed with DTensors")
+        alias = _impl(Tensor.view_as, (), (value, value)) if value.requires_grad else _impl(Tensor.detach, (), (value,))
+        return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
+
+    return tuple(change(a, i == 0) for i, a in enumerate(args)), {k: change(v) for k, v in kwargs.items()}
+
+
+def _make(func: Any, args: Any, kwargs: Any) -> Any:
+    from hp_dtensor.torch.functions import BINDINGS
+    from hp_dtensor.torch.plans import make_plan
+
+    binding = BINDINGS.get(func)
+    if binding is None:
+        shown = ", ".join(f"{tuple(t.shape)} {t._spec.placements}" for t in _tensors(args, kwargs) if type(t) is DTensor)
+        raise NotImplementedError(
+            f"no sharding rule for {_name(func)} (DTensors: {shown}). Write one (one line, see CONTRIBUTING, 'Add a sharding rule'), "
+            "gather the operands first with full_tensor(), or let it run on gathered values: "
+            "hp_dtensor.torch.functions.bind('whole', func)"
+        )
+    meshes = list(dict.fromkeys(t._spec.mesh for t in _tensors(args, kwargs) if type(t) is DTensor))
+    if len(meshes) > 1:
+        raise ValueError(
+            f"{_name(func)}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the other's mesh first"
+        )
+    try:
+        return make_plan(func, binding, args, kwargs)
+    except NoLegalPlacement as error:
+        raise RuntimeError(f"{_name(func)}: {error}") from None
+
+
+
+def planned(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs ``func`` by its plan, passing over its special handler."""
+    try:
+        key = _key(func, args, kwargs)
+    except _Unhashable:
+        return planned(func, *_replicate_plain(func, args, kwargs))
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _PLANS[key] = _make(func, args, kwargs)
+    return plan.run(args, kwargs)
+
+
+DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment,method-assign]

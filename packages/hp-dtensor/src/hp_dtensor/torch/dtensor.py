@@ -1,0 +1,341 @@
+"""DTensor: a torch.Tensor that holds this rank's part and knows the whole.
+
+Note [A DTensor is its local tensor]
+The class of the local result is set to DTensor and the layout hangs on it. Functions are intercepted by
+``__torch_function__``; the local operation runs with interception off, so autograd records plain local operations and
+backward runs with no dispatch at all. With interception off a DTensor is its local tensor in every respect, ``shape`` too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hp_dtensor.layout import Layout, as_placements
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Placement, Replicate
+from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.torch import autograd
+
+__all__ = ["DTensor", "local_view", "wrap"]
+
+_impl = torch._C._disabled_torch_function_impl
+_enabled = torch._C._is_torch_function_enabled
+T = torch.Tensor
+_shape = T.shape.__get__  # type: ignore[attr-defined]
+_dtype = T.dtype.__get__  # type: ignore[attr-defined]
+_device = T.device.__get__  # type: ignore[attr-defined]
+_get_requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]
+_set_requires_grad = T.requires_grad.__set__  # type: ignore[attr-defined]
+_get_grad = T.grad.__get__  # type: ignore[attr-defined]
+_set_grad = T.grad.__set__  # type: ignore[attr-defined]
+_get_data = T.data.__get__  # type: ignore[attr-defined]
+_set_data = T.data.__set__  # type: ignore[attr-defined]
+_version = T._version.__get__  # type: ignore[attr-defined]
+
+
+def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:
+    """Makes ``local`` itself a DTensor of layout ``spec``: sets its class, adds no autograd node.
+
+    Args:
+        local: this rank's part, of shape ``spec.local_shape``; not used as a plain tensor afterwards.
+        spec: the layout.
+    """
+    local.__class__ = DTensor
+    local._spec = spec  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+def local_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of the same storage as a DTensor's local part (or a plain tensor), outside autograd."""
+    return _impl(T.detach, (), (tensor,))
+
+
+class DTensor(torch.Tensor):
+    """A tensor distributed over a DeviceMesh.
+
+    ``shape`` is the global shape; operations are those of ``torch.Tensor`` and give what a single device would, distributed.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))       # on 2 ranks
+        >>> x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+        >>> x.to_local().shape, (x * 2).sum().item()
+        (torch.Size([3]), 30.0)
+    """
+
+    _spec: TensorSpec
+
+    # ---- making one ----
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | Layout | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> DTensor:
+        """A DTensor from each rank's part. Differentiable: the local tensor gets its part of the gradient.
+
+        Args:
+            local_tensor: this rank's part.
+            device_mesh: the mesh, or a ``Layout``, which stands for mesh and placements.
+            placements: one an axis; default ``Replicate()`` on all.
+            run_check: compare shapes (and replicated values) over the ranks first; communicates.
+            shape: global shape; needed where shards are uneven (without it, every rank is taken to hold as much as this one).
+            stride: accepted for torch's signature; strides follow from the local tensor.
+
+        Raises:
+            ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not this
+                rank's part, or (``run_check``) ranks that disagree.
+        """
+        from hp_dtensor.torch.api import from_local
+
+        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
+
+    # ---- layout ----
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement an axis."""
+        return self._spec.placements
+
+    @property
+    def layout(self) -> Any:
+        """The Layout (mesh and placements); the local tensor's ``torch.layout`` where interception is off."""
+        return Layout.of(self._spec.mesh, self._spec.placements, len(self._spec.shape)) if _enabled() else torch.strided
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's part."""
+        return _impl(_shape, (), (self,))
+
+    def is_partial(self) -> bool:
+        """True where the value is spread over ranks as parts of a reduction on some axis."""
+        return any(placement.is_partial() for placement in self._spec.placements)
+
+    def reduce_partial(self) -> DTensor:
+        """This tensor with every ``Partial`` axis reduced to ``Replicate``."""
+        return self.redistribute(placements=[Replicate() if p.is_partial() else p for p in self._spec.placements])
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | Layout | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> DTensor:
+        """The same value in another layout; differentiable.
+
+        Args:
+            device_mesh: the tensor's own mesh (default), or a ``Layout``.
+            placements: one an axis.
+            async_op: accepted; the result is ready when the call returns.
+
+        Raises:
+            ValueError: a different mesh, placements that do not fit.
+        """
+        mesh, wanted = as_placements(device_mesh, placements, self._spec.mesh, "redistribute")
+        if mesh != self._spec.mesh:
+            raise ValueError(
+                f"redistribute: the tensor is on {self._spec.mesh}, asked for {mesh}; only the same mesh is supported "
+                "(gather with full_tensor() and distribute_tensor() it anew)"
+            )
+        spec = self._spec.with_placements(normalize(wanted, mesh, len(self._spec.shape), "redistribute"))
+        return redistribute(self, spec)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, plain, on every rank; differentiable."""
+        spec = self._spec
+        whole = redistribute(self, spec.with_placements([Replicate()] * spec.mesh.ndim))
+        return whole.to_local(grad_placements=grad_placements)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part as a plain tensor; differentiable.
+
+        Args:
+            grad_placements: layout of the gradient that will come back, where it is not the tensor's own: ``Partial()`` on an
+                axis where the tensor is replicated and what follows differs between the ranks.
+        """
+        spec = self._spec
+        if grad_placements is None:
+            return _impl(T.view_as, (), (self, self))
+        wanted = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
+        vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, wanted, strict=True))
+        for axis, (have, grad) in enumerate(zip(autograd.grad_spec(spec).placements, wanted, strict=True)):
+            if have != grad and not vary[axis]:
+                raise ValueError(
+                    f"to_local: grad_placements[{axis}] is {grad!r} for a tensor placed {spec.placements[axis]!r}; "
+                    f"it may be {have!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
+                )
+        made = autograd.convert(self, spec, vary if any(vary) else None)
+        return _impl(T.view_as, (), (made, made))
+
+    # ---- metadata: global, or the local tensor's where interception is off ----
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self._spec.shape) if _enabled() else _impl(_shape, (), (self,))
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        shape = self.shape
+        return shape if dim is None else shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    ndimension = dim
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        local = _impl(T.stride, (), (self,))
+        if _enabled() and len(local) == len(self._spec.shape):
+            order = sorted(range(len(local)), key=lambda d: (local[d], -d))
+            strides, step = [0] * len(local), 1
+            for d in order:
+                strides[d] = step if local[d] else 0
+                step *= self._spec.shape[d] if local[d] else 1
+            local = tuple(strides)
+        return local if dim is None else local[dim]
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return _impl(_dtype, (), (self,))
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return _impl(_device, (), (self,))
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return _impl(_get_requires_grad, (), (self,))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _impl(_set_requires_grad, (), (self, value))
+
+    # ---- autograd ----
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        grad = _impl(_get_grad, (), (self,))
+        if type(grad) is torch.Tensor and _enabled():
+            wrap(grad, autograd.grad_spec(self._spec))
+        return grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if _enabled() and value is not None:
+            if not isinstance(value, DTensor):
+                raise TypeError(f"grad of a DTensor must be a DTensor or None, got {type(value).__name__} of shape {tuple(value.shape)}")
+            if value._spec is not autograd.grad_spec(self._spec):
+                raise ValueError(f"grad is {value._spec.placements} of shape {tuple(value._spec.shape)}, the tensor needs {autograd.grad_spec(self._spec)}")
+        _impl(_set_grad, (), (self, value))
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        data = _impl(_get_data, (), (self,))
+        return wrap(data, self._spec) if _enabled() else data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if _enabled() and not isinstance(value, DTensor):
+            raise TypeError("data of a DTensor must be a DTensor: distribute_tensor(value, mesh, placements)")
+        if isinstance(value, DTensor) and _enabled():
+            self._spec = value._spec
+        _impl(_set_data, (), (self, value))
+
+    def backward(self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:  # type: ignore[override]
+        """As torch's. Without ``gradient`` the tensor must have one element; parts of a sum each get a one."""
+        spec = self._spec
+        if gradient is None and len(spec.shape) and spec.shape != (1,) * len(spec.shape):
+            raise RuntimeError(f"grad can be implicitly created only for scalar outputs, this DTensor has shape {tuple(spec.shape)}")
+        if isinstance(gradient, DTensor):
+            gradient = local_view(redistribute(gradient, autograd.grad_spec(spec)))
+        local = self.to_local()
+        if gradient is None and autograd._backward_scale(spec, spec.with_placements([Replicate()] * spec.mesh.ndim)) != 1.0:
+            local = self.reduce_partial().to_local()
+        torch.autograd.backward((local,), gradient, retain_graph, create_graph, inputs)
+
+    def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
+        spec = autograd.grad_spec(self._spec)
+
+        def on_local(grad: torch.Tensor) -> Any:
+            made = hook(wrap(grad.view_as(grad), spec))
+            return local_of(made) if isinstance(made, DTensor) else made
+
+        return _impl(T.register_hook, (), (self, on_local))
+
+    # ---- interception ----
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from hp_dtensor.torch import dispatch  # replaced by dispatch.install() at its import
+
+        return dispatch.dispatch(func, types, args, kwargs)
+
+    # ---- copies, pickles, text ----
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only DTensors that are leaves of the graph support deepcopy; detach() first")
+        made = wrap(_impl(T.clone, (), (local_view(self),)), self._spec)
+        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_spec", "_moved_from")})
+        memo[id(self)] = made
+        made.requires_grad_(self.requires_grad)
+        grad = self.grad
+        if grad is not None:
+            made.grad = copy.deepcopy(grad, memo)
+        return made
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_spec", "_moved_from")}
+        return _rebuild, (local_view(self), self._spec, self.requires_grad, state)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        local = _impl(T.__repr__, (), (_impl(T.detach, (), (self,)),))
+        name = "Parameter(DTensor)" if isinstance(self, torch.nn.Parameter) else "DTensor"
+        return f"{name}(shape={tuple(self._spec.shape)}, placements={self._spec.placements}, mesh={self._spec.mesh!r}, local={local})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and spec else repr(self) if not spec else object.__format__(self, spec)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part as a plain tensor, in the graph; a plain tensor as it is."""
+    return _impl(T.view_as, (), (tensor, tensor)) if isinstance(tensor, DTensor) else tensor
+
+
+def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
+    """``x`` in layout ``spec``, a new DTensor; remembers what it came from, so that its gradient moves once."""
+    if x._spec is spec:
+        return wrap(_impl(T.view_as, (), (x, x)), spec)
+    made = wrap(_impl(autograd.move, (), (x, x._spec, spec)), spec)
+    if made.requires_grad:
+        made._moved_from = (x, _impl(_version, (), (made,)))  # type: ignore[attr-defined]
+    return made
+
+
+def _rebuild(local: torch.Tensor, spec: TensorSpec, requires_grad: bool, state: dict[str, Any]) -> DTensor:
+    made = wrap(local.detach(), spec)
+    made.__dict__.update(state)
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]

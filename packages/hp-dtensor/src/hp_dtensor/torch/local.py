@@ -1,0 +1,286 @@
+"""What a planned call does on local tensors, where the function itself with its own arguments would not do.
+
+Functions here read a ``Call``: those ``…_arguments`` give the rule its arguments, the others return what runs: a function, a
+pair ``(function, arguments after the first)``, or None for the function as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from hp_platform import get_platform
+
+from hp_dtensor.placements import Shard
+from hp_dtensor.rules.library import dims_argument
+from hp_dtensor.sharding import chunk
+
+if TYPE_CHECKING:
+    from hp_dtensor.torch.plans import Call
+
+T = torch.Tensor
+
+
+# ---- arguments ----
+def _ints(values: Any) -> tuple[int, ...]:
+    flat = values[0] if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
+    return tuple(int(value) for value in flat)
+
+
+def _named(call: Call, name: str, position: int = 1) -> tuple[int, ...]:
+    return _ints((call.kwargs[name],)) if name in call.kwargs else _ints(call.args[position:])
+
+
+def _ndim(call: Call) -> int:
+    return len(call.tensors[0]._spec.shape)  # type: ignore[union-attr]
+
+
+def permute_arguments(call: Call) -> dict[str, Any]:
+    return {"order": tuple(d % _ndim(call) for d in _named(call, "dims"))}
+
+
+def transpose_arguments(call: Call) -> dict[str, Any]:
+    order = list(range(_ndim(call)))
+    a, b = call.bound["dim0"], call.bound["dim1"]
+    if order:
+        order[a], order[b] = order[b], order[a]
+    return {"order": tuple(order)}
+
+
+def movedim_arguments(call: Call) -> dict[str, Any]:
+    order = torch.movedim(torch.empty(tuple(range(1, _ndim(call) + 1)), device="meta"), call.bound["source"], call.bound["destination"])
+    return {"order": tuple(size - 1 for size in order.shape)}
+
+
+def reverse_arguments(call: Call) -> dict[str, Any]:
+    order = list(range(_ndim(call)))
+    if call.func in (T.T.__get__,):  # type: ignore[attr-defined]
+        order.reverse()
+    elif len(order) > 1:
+        order[-1], order[-2] = order[-2], order[-1]
+    return {"order": tuple(order)}
+
+
+def einsum_arguments(call: Call) -> dict[str, Any]:
+    return {"equation": call.args[0]}
+
+
+def flip_arguments(call: Call) -> dict[str, Any]:
+    name = "dims" if "dims" in call.bound else "dim"
+    return {"dim": dims_argument(call.bound[name], _ndim(call))}
+
+
+def last_two(call: Call) -> dict[str, Any]:
+    return {"dim": tuple(range(_ndim(call)))[-2:]}
+
+
+def all_dims(call: Call) -> dict[str, Any]:
+    return {"dim": None}
+
+
+def pad_dims(call: Call) -> dict[str, Any]:
+    pad, ndim = call.bound["pad"], _ndim(call)
+    touched = tuple(ndim - 1 - i // 2 for i in range(0, len(pad), 2) if pad[i] or pad[i + 1])
+    value = call.bound["value"]
+    return {"dim": touched if call.bound["mode"] == "constant" and not value and touched else None}
+
+
+def repeat_interleave(call: Call) -> dict[str, Any]:
+    return {"dim": call.bound["dim"]}
+
+
+def repeat_dims(call: Call) -> dict[str, Any]:
+    return {"dim": None}
+
+
+def select_arguments(call: Call) -> dict[str, Any]:
+    dim = call.bound["dim"] % max(_ndim(call), 1)
+    return {"kept": tuple(d for d in range(_ndim(call)) if d != dim)}
+
+
+def index_select_arguments(call: Call) -> dict[str, Any]:
+    dim = call.bound["dim"] % max(_ndim(call), 1)
+    return {"kept": tuple(None if d == dim else d for d in range(_ndim(call)))}
+
+
+def _expanded(call: Call) -> list[Any]:
+    """The index with ``...`` written out."""
+    index = call.args[1]
+    items = list(index) if isinstance(index, tuple) else [index]
+    used = 0
+    for item in items:
+        if isinstance(item, T):
+            used += item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
+        elif item is not None and item is not Ellipsis and not isinstance(item, bool):
+            used += 1
+    missing = [slice(None)] * (_ndim(call) - used)
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
+    return [*items[: dots[0]], *missing, *items[dots[0] + 1 :]] if dots else [*items, *missing]
+
+
+def _is_full(item: Any, size: int) -> bool:
+    return isinstance(item, slice) and item.indices(size) == (0, size, 1)
+
+
+def index_arguments(call: Call) -> dict[str, Any]:
+    """``kept``: dims taken in full stay as they are; any tensor, list or bool in the index gathers everything."""
+    shape = call.tensors[0]._spec.shape  # type: ignore[union-attr]
+    items = _expanded(call)
+    kept: list[int | None] = []
+    if any(not (item is None or isinstance(item, slice) or type(item) is int) for item in items):
+        made = call.args[1]
+        with torch.no_grad():
+            result = torch.empty(shape, device="meta")[_meta_index(made)]
+        return {"kept": (None,) * result.dim()}
+    dim = 0
+    for item in items:
+        if item is None:
+            kept.append(None)
+            continue
+        if isinstance(item, slice):
+            kept.append(dim if _is_full(item, shape[dim]) else None)
+        dim += 1
+    return {"kept": tuple(kept)}
+
+
+def _meta_index(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_meta_index(item) for item in index)
+    return torch.empty(tuple(index.shape), dtype=index.dtype, device="meta") if isinstance(index, T) else index
+
+
+def index(call: Call) -> Any:
+    if any(isinstance(item, T) for item in _expanded(call)):
+        return None
+    shape = call.specs[0].shape
+    made, dim = [], 0
+    for item in _expanded(call):
+        made.append(slice(None) if item is not None and _is_full(item, shape[dim]) else item)
+        dim += item is not None
+    return T.__getitem__, (tuple(made),)
+
+
+# ---- views ----
+def view(call: Call) -> Any:
+    """The same view with the local sizes of its result."""
+    size = call.results[0].local_shape
+    copies = call.func.__name__ in ("reshape", "reshape_as", "flatten", "ravel")
+    if call.func is T.view and call.args[1:] and isinstance(call.args[1], torch.dtype):
+        raise NotImplementedError("Tensor.view(dtype) of a DTensor: reinterpret the local tensor, to_local().view(dtype)")
+    return (T.reshape if copies else T.view), (size,)
+
+
+def expand(call: Call) -> Any:
+    return T.expand, (call.results[0].local_shape,)
+
+
+# ---- arithmetic that depends on the whole ----
+def mean(call: Call) -> Any:
+    """Over a sharded dim: the local sum over the global count, a part of the mean."""
+    target, result = call.targets[0], call.results[0]
+    if not any(p.is_partial() and not q.is_partial() for p, q in zip(result.placements, target.placements, strict=True)):
+        return None
+    dims = dims_argument(call.bound["dim"], len(target.shape))
+    count = math.prod(target.shape[d] for d in dims)
+
+    def run(input: T, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> T:
+        total = input.sum(dtype=dtype) if dim is None and not keepdim else input.sum(dims, keepdim, dtype=dtype)
+        return total / count
+
+    return run
+
+
+def linear(call: Call) -> Any:
+    """The contracted dim sharded: the bias is added on the first rank of those axes alone."""
+    if len(call.targets) < 3:
+        return None
+    coordinate = call.results[0].mesh.get_coordinate()
+    partial = [a for a, (p, q) in enumerate(zip(call.results[0].placements, call.targets[2].placements, strict=True)) if p.is_partial() and not q.is_partial()]
+    if all(coordinate[axis] == 0 for axis in partial):
+        return None
+
+    def run(input: T, weight: T, bias: T) -> T:
+        return F.linear(input, weight, bias.masked_fill(bias.new_ones((), dtype=torch.bool), 0))  # stays in the graph: every rank takes part in its gradient's sum
+
+    return run
+
+
+def embedding(call: Call) -> Any:
+    """Rows sharded over the vocabulary: each rank looks up what it has, zeros elsewhere; the sum is the embedding."""
+    weight, result = call.targets[1], call.results[0]
+    axes = [axis for axis, p in enumerate(weight.placements) if p == Shard(0)]
+    bound = call.bound
+    sharded = bool(axes) or any(not p.is_replicate() for p in result.placements)
+    if sharded and (bound["max_norm"] is not None or bound["scale_grad_by_freq"] or bound["sparse"]):
+        raise NotImplementedError("F.embedding on a sharded weight: max_norm, scale_grad_by_freq and sparse are not supported")
+    if not axes:
+        return None
+    start, size = _offset(weight, 0)
+    padding = bound["padding_idx"]
+    if padding is not None:
+        padding = padding % weight.shape[0] - start
+        padding = padding if 0 <= padding < size else None
+
+    def run(input: T, weight: T, *_: Any, **__: Any) -> T:
+        index = input - start
+        outside = (index < 0) | (index >= size)
+        if not size:
+            return weight.new_zeros((*input.shape, weight.shape[1])) + weight.sum() * 0
+        return F.embedding(index.masked_fill(outside, 0), weight, padding).masked_fill(outside.unsqueeze(-1), 0)
+
+    return run
+
+
+def _offset(spec: Any, dim: int) -> tuple[int, int]:
+    """Start and length of this rank's contiguous piece of a dim."""
+    coordinate = spec.mesh.get_coordinate()
+    start, size = 0, spec.shape[dim]
+    for axis, placement in enumerate(spec.placements):
+        if placement == Shard(dim):
+            inner, size = chunk(size, spec.mesh.shape[axis], coordinate[axis])
+            start += inner
+    return start, size
+
+
+def attention(call: Call) -> Any:
+    if call.bound["dropout_p"] and not call.results[0].replicated:
+        raise NotImplementedError(
+            f"scaled_dot_product_attention with dropout_p={call.bound['dropout_p']} on {call.results[0].placements}: its mask can't be "
+            "drawn for a shard; use eager attention (its dropout is exact), or dropout_p=0"
+        )
+    return None
+
+
+def cross_entropy(call: Call) -> Any:
+    """Rows sharded, ``reduction="mean"``: the local sum over the global weight of the rows that count."""
+    result, target = call.results[0], call.targets[1]
+    bound = call.bound
+    if bound["size_average"] is not None or bound["reduce"] is not None:
+        raise NotImplementedError("cross_entropy of DTensors: size_average and reduce are deprecated, use reduction=")
+    axes = [a for a, (p, q) in enumerate(zip(result.placements, target.placements, strict=True)) if p.is_partial() and not q.is_partial()]
+    if not axes or bound["reduction"] != "mean":
+        return None
+    func, ignore, mesh = call.func, bound["ignore_index"], result.mesh
+    probabilities = len(call.targets[0].shape) == len(target.shape) and target.shape == call.targets[0].shape
+    options = {"ignore_index": ignore}
+    if bound.get("label_smoothing"):
+        options["label_smoothing"] = bound["label_smoothing"]
+    if probabilities:
+        options.pop("ignore_index")
+    rows = math.prod(target.shape) // (target.shape[1] if probabilities and len(target.shape) > 1 else 1)
+
+    def run(input: T, target: T, weight: T | None = None, *_: Any, **__: Any) -> T:
+        total = func(input, target, weight, reduction="sum", **options)
+        if probabilities:
+            return total / rows
+        counted = target != ignore
+        count = counted.sum().to(input.dtype)
+        if weight is not None:
+            count = weight[target.where(counted, torch.zeros_like(target))].where(counted, weight.new_zeros(())).sum().detach()
+        for axis in axes:
+            get_platform().collectives.all_reduce(count, "sum", group=mesh.get_group(axis))
+        return total / count
+
+    return run

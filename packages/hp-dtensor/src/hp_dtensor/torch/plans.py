@@ -1,0 +1,227 @@
+"""Plans: what a call does with its operands' local tensors, and what its results are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hp_dtensor.rules.equation import RULES
+from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
+from hp_dtensor.rules.views import view_placements
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch.autograd import convert
+from hp_dtensor.torch.dtensor import DTensor, wrap
+
+__all__ = ["Binding", "Call", "Plan", "make_plan"]
+
+_impl = torch._C._disabled_torch_function_impl
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How a torch function is an operation of the rules.
+
+    Attributes:
+        rule: the rule's name, or ``"view"``.
+        signature: parameter names in positional order, with defaults; None where only tensors matter.
+        operands: names of the tensor parameters that the rule reads, in its order; None: every tensor argument in order.
+        arguments: makes the rule's arguments from the bound call; default: the bound parameters themselves.
+        local: makes the local function of a planned call; None runs the function itself, unchanged.
+        like: the result has the first operand's shape, and the function can't run on meta tensors.
+        in_place: the first operand is written to.
+        hot: plans may be found by the short key, in which ``True`` and ``1`` are one.
+    """
+
+    rule: str
+    signature: tuple[tuple[str, Any], ...] | None = None
+    operands: tuple[str, ...] | None = None
+    arguments: Callable[[Call], dict[str, Any]] | None = None
+    local: Callable[[Call], Any] | None = None
+    like: bool = False
+    in_place: bool = False
+    hot: bool = True
+
+
+@dataclass(slots=True)
+class Call:
+    """One call while it is planned.
+
+    Attributes:
+        func: the torch function.
+        args, kwargs: as given, every tensor a DTensor.
+        bound: parameter name -> value, where the binding has a signature.
+        paths: where each operand stands: ``(position,)``, ``(position, index in the list)`` or ``(name,)``.
+        specs: each operand's layout; ``targets``: the layout it is read in.
+        results: each result's layout.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    bound: dict[str, Any] = field(default_factory=dict)
+    paths: list[tuple[Any, ...]] = field(default_factory=list)
+    tensors: list[DTensor | None] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
+    targets: list[TensorSpec] = field(default_factory=list)
+    results: list[TensorSpec] = field(default_factory=list)
+
+
+class Plan:
+    """A planned call: moves, the local function, the results' layouts."""
+
+    __slots__ = ("direct", "fixes", "func", "hot", "local", "outs", "spec", "tail")
+
+    def __init__(self, func: Any, fixes: list[Any], outs: list[TensorSpec], single: bool, hot: bool) -> None:
+        self.func = func
+        self.fixes = fixes
+        self.outs = outs
+        self.spec = outs[0] if single else None
+        self.local: Any = None
+        self.tail: tuple[Any, ...] | None = None
+        self.hot = hot
+        self.direct = False
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Runs the call on operands whose layouts are those that the plan was made for."""
+        if self.fixes:
+            args, kwargs = self._moved(args, kwargs)
+        if self.tail is not None:
+            out = _impl(self.func, (), (args[0], *self.tail))
+        elif kwargs:
+            out = _impl(self.local or self.func, (), args, kwargs)
+        else:
+            out = _impl(self.local or self.func, (), args)
+        spec = self.spec
+        if spec is not None:
+            out.__class__ = DTensor
+            out._spec = spec
+            return out
+        if self.outs:
+            flat = [value for value in out if isinstance(value, Tensor)]
+            for value, layout in zip(flat, self.outs, strict=True):
+                wrap(value, layout)
+        return out
+
+    def _moved(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        args = list(args)
+        for path, target, vary in self.fixes:
+            place = path[0]
+            if isinstance(place, str):
+                kwargs = {**kwargs, place: convert(kwargs[place], target, vary)}
+            elif len(path) == 1:
+                args[place] = convert(args[place], target, vary)
+            else:
+                items = list(args[place])
+                items[path[1]] = convert(items[path[1]], target, vary)
+                args[place] = items
+        return args, kwargs
+
+
+def _collect(call: Call, binding: Binding) -> None:
+    """Finds the operands of a call."""
+    if binding.signature is not None:
+        names = [name for name, _ in binding.signature]
+        if len(call.args) > len(names):
+            raise TypeError(f"{call.func}: {len(call.args)} positional arguments, at most {len(names)} are known: {names}")
+        call.bound = dict(binding.signature)
+        call.bound.update(zip(names, call.args, strict=False))
+        call.bound.update(call.kwargs)
+
+    def add(path: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, DTensor):
+            call.paths.append(path)
+            call.tensors.append(value)
+        elif isinstance(value, (list, tuple)) and len(path) == 1 and any(isinstance(v, DTensor) for v in value):
+            if isinstance(path[0], str):
+                raise TypeError(f"{call.func}: pass the list {path[0]!r} by position")
+            for index, item in enumerate(value):
+                add((path[0], index), item)
+        elif binding.operands is not None:
+            call.paths.append(path)
+            call.tensors.append(None)
+
+    if binding.operands is None:
+        for position, value in enumerate(call.args):
+            add((position,), value)
+        for name, value in call.kwargs.items():
+            add((name,), value)
+    else:
+        names = [name for name, _ in binding.signature or ()]
+        for name in binding.operands:
+            position = names.index(name)
+            add((position,) if position < len(call.args) and name not in call.kwargs else (name,), call.bound[name])
+    kept = {id(tensor) for tensor in call.tensors}
+    for value in (*call.args, *call.kwargs.values()):
+        if isinstance(value, DTensor) and id(value) not in kept:
+            raise NotImplementedError(f"{call.func}: a DTensor where rule {binding.rule!r} expects none")
+
+
+def _on_meta(call: Call, binding: Binding) -> Any:
+    """The results' shapes: the function itself on meta tensors, so that its own argument checks come first."""
+    def change(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return torch.empty(value._spec.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+            return [change(v) for v in value]
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    with torch.no_grad():
+        return call.func(*[change(a) for a in call.args], **{k: change(v) for k, v in call.kwargs.items()})
+
+
+def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
+    """Plans a call: operands, result shapes, placements, local function.
+
+    Raises:
+        NoLegalPlacement: an in-place call that would have to move what it writes to.
+    """
+    call = Call(func, tuple(args), dict(kwargs))
+    _collect(call, binding)
+    given = [tensor for tensor in call.tensors if tensor is not None]
+    mesh = given[0]._spec.mesh
+    call.specs = [tensor._spec for tensor in given]
+    made = given[0] if binding.like or binding.in_place else _on_meta(call, binding)
+    single = isinstance(made, Tensor)
+    outs = [made] if single else [value for value in made if isinstance(value, Tensor)]
+    shapes = [tuple(value._spec.shape if isinstance(value, DTensor) else value.shape) for value in outs]
+
+    if binding.rule == "view":
+        operand, result = view_placements(call.specs[0].shape, shapes[0], call.specs[0].placements, mesh.shape)
+        found = Solution((operand,), ((False,) * mesh.ndim,), (result,))
+    else:
+        arguments = binding.arguments(call) if binding.arguments is not None else call.bound
+        factors = RULES[binding.rule](
+            [tensor._spec.shape if tensor is not None else None for tensor in call.tensors], shapes, arguments
+        )
+        found = solve(
+            factors,
+            [spec.shape for spec in call.specs],
+            [spec.placements for spec in call.specs],
+            mesh.shape,
+            [tensor.element_size() for tensor in given],
+            shapes,
+            0 if binding.in_place else None,
+        )
+    call.targets = [spec.with_placements(p) for spec, p in zip(call.specs, found.operands, strict=True)]
+    call.results = [TensorSpec.of(mesh, p, shape) for p, shape in zip(found.results, shapes, strict=True)]
+    if binding.in_place and (call.targets[0] is not call.specs[0] or call.results[0] is not call.specs[0]):
+        raise NoLegalPlacement(f"written in place, {call.specs[0]} would become {call.results[0]}")
+
+    fixes = []
+    paths = [path for path, tensor in zip(call.paths, call.tensors, strict=True) if tensor is not None]
+    for path, spec, target, vary in zip(paths, call.specs, call.targets, found.vary, strict=True):
+        varies = tuple(v and p.is_replicate() for v, p in zip(vary, target.placements, strict=True))
+        if target is not spec or any(varies):
+            fixes.append((path, target, varies if any(varies) else None))
+    plan = Plan(func, fixes, call.results, single, binding.hot)
+    local = binding.local(call) if binding.local is not None else None
+    if isinstance(local, tuple):
+        plan.func, plan.tail = local
+    else:
+        plan.local = local
+    plan.direct = single and not fixes and plan.tail is None and plan.local is None
+    return plan

@@ -1,0 +1,140 @@
+"""Random numbers: each rank draws what a single device would have drawn for its part.
+
+Note [One stream for all layouts]
+A random operation draws the *global* tensor from the device's default generator and keeps the local part. So the bits are
+those of the single-device program for any layout, the generators of all ranks stay in step, and plain and distributed
+draws interleave as they would on one device. It costs the time and, for a moment, the memory of the global tensor. Ranks must be
+seeded alike (``manual_seed``); the first draw on a mesh compares their generators and raises where they differ.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from hp_platform import get_platform
+
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Replicate
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
+from hp_dtensor.torch.redistribute import execute
+
+__all__ = ["draw", "fill", "special"]
+
+_impl = torch._C._disabled_torch_function_impl
+T = torch.Tensor
+_replicate = Replicate()
+_compared: set[DeviceMesh] = set()
+
+
+def _compare_generators(mesh: DeviceMesh, device: torch.device) -> None:
+    """Raises on every rank of the mesh alike where the ranks' generators differ; once a mesh."""
+    if mesh in _compared or mesh.size() == 1 or mesh.get_coordinate() is None:
+        return
+    state = get_platform().random.get_state(device)
+    mine = torch.tensor([zlib.crc32(state.cpu().numpy().tobytes())], dtype=torch.int64, device=device)
+    low, high = mine.clone(), mine.clone()
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        get_platform().collectives.all_reduce(low, "min", group=group)
+        get_platform().collectives.all_reduce(high, "max", group=group)
+    if int(low) != int(high):
+        raise RuntimeError(
+            f"random numbers on {mesh}: the ranks' generators differ, so shards would not be parts of one tensor; "
+            "call hp_platform.manual_seed(seed) with one seed on every rank first"
+        )
+    _compared.add(mesh)
+
+
+def draw(spec: TensorSpec, like: torch.Tensor, fill: Any) -> torch.Tensor:
+    """This rank's part of a global tensor that ``fill`` fills in place, of ``like``'s dtype and device."""
+    _compare_generators(spec.mesh, like.device)
+    whole = torch.empty(spec.shape, dtype=like.dtype, device=like.device)
+    fill(whole)
+    replicated = TensorSpec.of(spec.mesh, [_replicate] * spec.mesh.ndim, spec.shape)
+    return execute(whole, replicated, spec)
+
+
+def fill(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.normal_()`` and its kin."""
+    x = args[0]
+    if x.is_partial():
+        raise RuntimeError(f"{func.__name__} on a DTensor placed {x._spec.placements}: a partial value can't be drawn; reduce_partial() first")
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        made = draw(x._spec, x, lambda whole: func(whole, *args[1:], **kwargs))
+    return _copy_into(x, made)
+
+
+def _copy_into(x: DTensor, local: torch.Tensor) -> DTensor:
+    _impl(T.copy_, (), (x, local))
+    return x
+
+
+def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "p", "train" if func is torch.dropout else "training", "inplace")
+    bound = {"p": 0.5, "training": True, "train": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
+    x, p = bound["input"], float(bound["p"])
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not (bound["training"] and bound["train"]) or p == 0.0:
+        return x
+    if x.is_partial():
+        x = x.reduce_partial()
+    if p == 1.0:
+        made = x * 0.0
+    else:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            noise = draw(x._spec, x, lambda whole: whole.bernoulli_(1 - p))
+            noise.div_(1 - p)
+        made = x * wrap(noise, x._spec)
+    return x.copy_(made) if bound["inplace"] else made
+
+
+def _like(func: Any, args: Any, kwargs: Any) -> Any:
+    """``rand_like`` and its kin."""
+    x = args[0]
+    requires_grad = kwargs.pop("requires_grad", False)
+    template = torch.empty(0, dtype=kwargs.pop("dtype", None) or x.dtype, device=kwargs.pop("device", None) or x.device)
+    kwargs.pop("memory_format", None)
+    kwargs.pop("layout", None)
+    spec = x._spec.with_placements([_replicate if p.is_partial() else p for p in x._spec.placements])
+    name = func.__name__
+
+    def fill_whole(whole: torch.Tensor) -> None:
+        if name == "rand_like":
+            whole.uniform_()
+        elif name == "randn_like":
+            whole.normal_()
+        else:
+            low, high = (0, args[1]) if len(args) == 2 else args[1:3]
+            whole.random_(low, high)
+
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        made = draw(spec, template, fill_whole)
+    return wrap(made, spec).requires_grad_(requires_grad)
+
+
+def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if kwargs or len(args) > 1:
+        raise NotImplementedError("torch.bernoulli of a DTensor takes the probabilities alone")
+    x = x.reduce_partial() if x.is_partial() else x
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        whole = execute(local_view(x), x._spec, x._spec.with_placements([_replicate] * x._spec.mesh.ndim))
+        _compare_generators(x._spec.mesh, x.device)
+        made = execute(torch.bernoulli(whole), x._spec.with_placements([_replicate] * x._spec.mesh.ndim), x._spec)
+    return wrap(made, x._spec)
+
+
+def special() -> dict[Any, Any]:
+    """The handlers of the random functions, by function."""
+    made: dict[Any, Any] = {}
+    for name in "normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_".split():
+        made[getattr(T, name)] = fill
+    made[torch.dropout] = made[torch.nn.functional.dropout] = _dropout
+    for like in (torch.rand_like, torch.randn_like, torch.randint_like):
+        made[like] = _like
+    made[torch.bernoulli] = made[T.bernoulli] = _bernoulli
+    return made

@@ -1,0 +1,291 @@
+"""Functions that no sharding rule decides: metadata, autograd, values read out, optimizers' list functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hp_platform import get_platform
+
+from hp_dtensor.placements import RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch import autograd, dispatch, random
+from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
+from hp_dtensor.torch.functions import bind
+from hp_dtensor.torch.redistribute import execute
+
+__all__ = ["install"]
+
+_impl = torch._C._disabled_torch_function_impl
+T = torch.Tensor
+Handler = Callable[[Any, Any, Any], Any]
+
+
+def _get(name: str) -> Any:
+    return getattr(T, name).__get__
+
+
+def _local(func: Any, args: Any, kwargs: Any) -> Any:
+    """On the local tensor, the result as it is."""
+    return _impl(func, (), args, kwargs)
+
+
+def _same(func: Any, args: Any, kwargs: Any) -> Any:
+    """On the local tensor; the result has the operand's layout."""
+    out = _impl(func, (), args, kwargs)
+    return wrap(out, args[0]._spec) if type(out) is T else out
+
+
+def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
+    """On whole tensors, gathered on every rank; results are replicated."""
+    mesh = next(t for t in dispatch._tensors(args, kwargs) if type(t) is DTensor)._spec.mesh
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return value.full_tensor()
+        return type(value)(whole(v) for v in value) if type(value) in (list, tuple) else value
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, T):
+            return wrap(value, TensorSpec.of(mesh, [Replicate()] * mesh.ndim, value.shape))
+        return type(value)(placed(v) for v in value) if type(value) in (list, tuple) else value
+
+    return placed(func(*whole(list(args)), **{k: whole(v) for k, v in kwargs.items()}))
+
+
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    """``item``, ``tolist``, ``bool(x)``: the whole value, gathered where it has to be."""
+    return func(local_view(args[0].full_tensor()), *args[1:], **kwargs)
+
+
+def _data(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].data
+
+
+# ---- autograd's functions ----
+def _backward(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = args[0] if args else kwargs["tensors"]
+    tensors = [tensors] if isinstance(tensors, T) else list(tensors)
+    gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+    gradients = [gradients] if isinstance(gradients, T) else list(gradients) if gradients is not None else [None] * len(tensors)
+    ready = []
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if isinstance(gradient, DTensor) and isinstance(tensor, DTensor):
+            gradient = redistribute(gradient, autograd.grad_spec(tensor._spec))
+        ready.append(local_of(gradient) if gradient is not None else None)
+    others = dict(zip(("retain_graph", "create_graph"), args[2:], strict=False)) | {k: v for k, v in kwargs.items() if k not in ("tensors", "grad_tensors")}
+    return torch.autograd.backward([local_of(tensor) for tensor in tensors], ready, **others)
+
+
+def _grad(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    outputs, inputs = bound.pop("outputs"), bound.pop("inputs")
+    given = bound.pop("grad_outputs", None)
+    outputs = [outputs] if isinstance(outputs, T) else list(outputs)
+    inputs = [inputs] if isinstance(inputs, T) else list(inputs)
+    given = [given] if isinstance(given, T) else list(given) if given is not None else [None] * len(outputs)
+    ready = []
+    for output, gradient in zip(outputs, given, strict=True):
+        if isinstance(gradient, DTensor) and isinstance(output, DTensor):
+            gradient = redistribute(gradient, autograd.grad_spec(output._spec))
+        ready.append(local_of(gradient) if gradient is not None else None)
+    grads = _impl(torch.autograd.grad, (), ([local_of(o) for o in outputs], inputs, ready), bound)
+    return tuple(
+        wrap(g.view_as(g), autograd.grad_spec(x._spec)) if isinstance(x, DTensor) and g is not None else g
+        for g, x in zip(grads, inputs, strict=True)
+    )
+
+
+# ---- extremes: as parts of a maximum without gradients, of the whole with them ----
+def _amax(input: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    return torch.amax(input, dim, keepdim)
+
+
+def _amin(input: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    return torch.amin(input, dim, keepdim)
+
+
+def _prod(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    return torch.prod(input, dtype=dtype) if dim is None else torch.prod(input, dim, keepdim, dtype=dtype)
+
+
+def _max_dim(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    return torch.max(input, dim, keepdim)
+
+
+def _min_dim(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    return torch.min(input, dim, keepdim)
+
+
+def _reduced(whole: Any) -> Handler:
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["input"]
+        chosen = whole if torch.is_grad_enabled() and x.requires_grad else func
+        return dispatch.planned(chosen, args, kwargs)
+
+    return handle
+
+
+def _extreme(by_dim: Any, elementwise: Any, whole: Any, parts: Any) -> Handler:
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        other = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("dim"))
+        if isinstance(other, T):
+            return elementwise(args[0], other)
+        if other is not None:
+            return dispatch.planned(by_dim, args, kwargs)
+        x = args[0] if args else kwargs["input"]
+        return (_reduced(whole)(parts, (x,), {}))
+
+    return handle
+
+
+# ---- creation ----
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.new_zeros(size)``: a replicated DTensor on x's mesh."""
+    out = _impl(func, (), args, kwargs)
+    mesh = args[0]._spec.mesh
+    return wrap(out, TensorSpec.of(mesh, [Replicate()] * mesh.ndim, out.shape))
+
+
+# ---- lists: what optimizers and clipping call ----
+def _lists(func: Any, args: Any, kwargs: Any) -> Any:
+    """``_foreach_`` and fused functions: element by element on equal layouts, on the local tensors directly."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], T)]
+    first = lists[0]
+    for index, tensor in enumerate(first):
+        spec = getattr(tensor, "_spec", None)
+        for other in lists[1:]:
+            if len(other) != len(first):
+                continue
+            have = getattr(other[index], "_spec", None)
+            if have is not spec and other[index].dim() and tensor.dim():
+                raise ValueError(
+                    f"{func.__name__}: element {index} of the lists is {_place(tensor)} in one and {_place(other[index])} in the other; "
+                    "redistribute them to one layout first"
+                )
+        if spec is not None and any(p.is_partial() for p in spec.placements):
+            raise ValueError(f"{func.__name__}: element {index} is {spec.placements}; reduce_partial() first")
+    out = _impl(func, (), args, kwargs)
+    if isinstance(out, (list, tuple)):
+        for made, tensor in zip(out, first, strict=True):
+            if type(made) is T and isinstance(tensor, DTensor):
+                wrap(made, tensor._spec)
+    return out
+
+
+def _place(tensor: Any) -> str:
+    return f"DTensor {tensor._spec.placements} of shape {tuple(tensor.shape)}" if isinstance(tensor, DTensor) else f"a plain tensor of shape {tuple(tensor.shape)}"
+
+
+def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
+    """Norms of whole tensors: local norms in one pass, one reduction for each set of axes."""
+    order = float(order)
+    tensors = [t.reduce_partial() if isinstance(t, DTensor) and t.is_partial() else t for t in tensors]
+    locals_ = [local_view(t) for t in tensors]
+    if order in (math.inf, -math.inf) and any(not t.numel() for t in locals_):
+        raise NotImplementedError(f"norm of order {order} where a rank holds no elements of a tensor; gather it first: full_tensor()")
+    norms = list(torch._foreach_norm(locals_, order)) if dtype is None else [torch.linalg.vector_norm(t, order, dtype=dtype) for t in locals_]
+    buckets: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            axes = tuple(a for a, p in enumerate(tensor._spec.placements) if isinstance(p, (Shard, StridedShard, RaggedShard)))
+            if axes:
+                buckets.setdefault((tensor._spec.mesh, axes, norms[i].dtype, norms[i].device), []).append(i)
+    collectives = get_platform().collectives
+    for (mesh, axes, _, _), members in buckets.items():
+        flat = torch.stack([norms[i] for i in members])
+        op = "max" if order == math.inf else "min" if order == -math.inf else "sum"
+        if op == "sum" and order:
+            flat = flat.pow(order)
+        for axis in axes:
+            collectives.all_reduce(flat, op, group=mesh.get_group(axis))
+        if op == "sum" and order:
+            flat = flat.pow(1.0 / order)
+        for i, norm in zip(members, flat.unbind(), strict=True):
+            norms[i] = norm
+    return [
+        wrap(norm, TensorSpec.of(t._spec.mesh, [Replicate()] * t._spec.mesh.ndim, norm.shape)) if isinstance(t, DTensor) else norm
+        for norm, t in zip(norms, tensors, strict=True)
+    ]
+
+
+def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _norms(list(args[0]), order, kwargs.get("dtype"))
+
+
+def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """The norm of all elements without gradients is a reduction; everything else is computed on the whole."""
+    bound = {"ord": 2, "dim": None, "keepdim": False, "dtype": None, **dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)), **kwargs}
+    x = bound["x"]
+    if bound["dim"] is None and not bound["keepdim"] and not (torch.is_grad_enabled() and x.requires_grad):
+        return _norms([x], bound["ord"], bound["dtype"])[0]
+    return _gathered(func, args, kwargs)
+
+
+def _set_item(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x[index] = value`` where x is replicated."""
+    x, index, value = args
+    if not x._spec.replicated:
+        raise NotImplementedError(
+            f"x[...] = value on a DTensor placed {x._spec.placements}: redistribute it to Replicate() first, or write into to_local()"
+        )
+    if isinstance(value, DTensor):
+        value = local_of(redistribute(value, value._spec.with_placements([Replicate()] * value._spec.mesh.ndim)))
+    items = index if isinstance(index, tuple) else (index,)
+    items = tuple(local_of(i.full_tensor()) if isinstance(i, DTensor) else i for i in items)
+    return _impl(func, (), (x, items, value))
+
+
+def install() -> None:
+    """Puts the handlers in place; called once, when hp_dtensor's torch side is imported."""
+    table = dispatch._SPECIAL
+    getters = """is_leaf grad_fn is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_mps is_xla is_xpu is_npu is_nested _version
+        output_nr retains_grad names layout itemsize nbytes is_ipu is_maia is_vulkan is_mtia is_sparse_csr volatile _backward_hooks
+        _post_accumulate_grad_hooks _base _grad_fn _cdata"""
+    for name in getters.split():
+        if hasattr(T, name) and hasattr(getattr(T, name), "__get__"):
+            table[_get(name)] = _local
+    for name in """data_ptr element_size untyped_storage storage_offset is_floating_point is_complex is_signed is_contiguous retain_grad
+        get_device is_inference is_pinned is_shared share_memory_ __hash__ is_same_size register_post_accumulate_grad_hook _is_view is_conj is_neg
+        storage _typed_storage is_set_to dim_order record_stream is_coalesced is_distributed _is_zerotensor const_data_ptr""".split():
+        if hasattr(T, name):
+            table[getattr(T, name)] = _local
+    for name in "is_floating_point is_complex is_conj is_neg is_inference is_signed get_device is_same_size".split():
+        table[getattr(torch, name)] = _local
+    for func in (T.detach, torch.detach, T.detach_, T.requires_grad_, T.pin_memory):
+        table[func] = _same
+    table[_get("data")] = _data
+    for name in "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __contains__ __array__ is_nonzero".split():
+        if hasattr(T, name):
+            table[getattr(T, name)] = _read
+    table[torch.is_nonzero] = _read
+    for name in """equal allclose bincount searchsorted bucketize unique unique_consecutive masked_select nonzero multinomial isin
+        tensordot diag diagonal diag_embed trace take scatter scatter_add index_add index_copy index_put masked_scatter
+        norm matrix_norm var std var_mean std_mean cdist argwhere histc kron cross cov corrcoef quantile renorm""".split():
+        for place in (torch, T, torch.linalg):
+            if hasattr(place, name):
+                table[getattr(place, name)] = _gathered
+    table[torch.nn.functional.one_hot] = _gathered
+    table[torch.linalg.vector_norm] = _vector_norm
+    table[T.__setitem__] = _set_item
+    table[torch.autograd.backward] = _backward
+    table[torch.autograd.grad] = _grad
+    for name in "new_zeros new_ones new_empty new_full new_tensor".split():
+        table[getattr(T, name)] = _new
+    for place in (torch, T):
+        for name, whole in (("amax", _amax), ("amin", _amin), ("prod", _prod)):
+            table[getattr(place, name)] = _reduced(whole)
+        table[place.max] = _extreme(_max_dim, torch.maximum, _amax, torch.amax)
+        table[place.min] = _extreme(_min_dim, torch.minimum, _amin, torch.amin)
+    one = ("input dim=None keepdim=False dtype=None", "input")
+    for func in (_amax, _amin, _prod, _max_dim, _min_dim):
+        bind("whole_reduction", func, *one)
+    for name in dir(torch):
+        if name.startswith("_foreach_") or (name.startswith("_fused_") and name.endswith("_") and ("adam" in name or "sgd" in name or "adagrad" in name)):
+            table[getattr(torch, name)] = _lists
+    table[torch._foreach_norm] = _foreach_norm
+    table.update(random.special())
