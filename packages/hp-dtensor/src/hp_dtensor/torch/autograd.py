@@ -8,7 +8,7 @@ and no scale factor appears. Source: the transpose rules of JAX's ``shard_map`` 
 
 Note [One sum for q, k and v]
 A value that several operations read as varying must be summed once, not once an operation. The moved value is kept in a
-memo of two entries, found by the identity and version of the tensor it came from, and forgotten in backward. A memo on the
+memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward. A memo on the
 tensor itself would be a cycle through autograd's C++ nodes that the garbage collector cannot see; a weak reference dies at once.
 
 Note [Partial gradients of leaves]
@@ -30,7 +30,7 @@ from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.redistribute import execute
 
-__all__ = ["convert", "grad_spec", "move", "reduce_partial_grads"]
+__all__ = ["convert", "grad_spec", "move", "recall", "reduce_partial_grads", "remember"]
 
 _impl = torch._C._disabled_torch_function_impl
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined
 
 Vary = "tuple[bool, ...] | None"
 _memo: list[tuple[Any, ...]] = []
-_MEMO_SIZE = 2
+_MEMO_SIZE = 4
 _pending: dict[tuple[int, tuple[bool, ...]], tuple[torch.Tensor, TensorSpec, torch.Tensor]] = {}
 
 
@@ -177,22 +177,35 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
     grad = torch.is_grad_enabled() and _impl(_requires_grad, (), (x,))
     if src is dst and (vary is None or not grad):
         return x
-    version = _impl(_version, (), (x,))
-    for entry in _memo:
-        if entry[0] is x and entry[1] is dst and entry[2] == vary and entry[3] == version and entry[4] == grad:
-            if entry[6] == _impl(_version, (), (entry[5],)):  # nobody wrote into it, through a view
-                return entry[5]
+    found = recall(x, dst, vary)
+    if found is not None:
+        return found
     if not grad:
         made = execute(x, src, dst)
     elif src is dst and _impl(_is_leaf, (), (x,)):
         return _impl(_VaryLeaf.apply, (), (x, [x], src, vary))
     else:
         source = x.__dict__.get("_moved_from") if src is dst else None
-        if source is not None and source[1] == version:
+        if source is not None and source[1] == _impl(_version, (), (x,)):
             value = _impl(torch.Tensor.detach, (), (x,))
             made = _impl(_Redistribute.apply, (), (source[0], source[0]._spec, dst, vary, value))
         else:
             made = _impl(_Redistribute.apply, (), (x, src, dst, vary, None))
-    _memo.insert(0, (x, dst, vary, version, grad, made, _impl(_version, (), (made,))))
+    return remember(x, dst, vary, made)
+
+
+def recall(x: Any, dst: TensorSpec, how: Any) -> Any:
+    """What ``remember`` kept for ``x``, unless ``x`` or it has been written to since; None where there is nothing."""
+    version, grad = _impl(_version, (), (x,)), torch.is_grad_enabled()
+    for entry in _memo:
+        if entry[0] is x and entry[1] is dst and entry[2] == how and entry[4] == version and entry[6] == grad:
+            if entry[5] == _impl(_version, (), (entry[3],)):
+                return entry[3]
+    return None
+
+
+def remember(x: Any, dst: TensorSpec, how: Any, made: Any) -> Any:
+    """Keeps ``made``, what ``x`` became in layout ``dst``; see Note [One sum for q, k and v]."""
+    _memo.insert(0, (x, dst, how, made, _impl(_version, (), (x,)), _impl(_version, (), (made,)), torch.is_grad_enabled()))
     del _memo[_MEMO_SIZE:]
     return made

@@ -20,7 +20,7 @@ from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import autograd
 
-__all__ = ["DTensor", "local_view", "wrap"]
+__all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "wrap"]
 
 _impl = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
@@ -333,6 +333,21 @@ def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
     if made.requires_grad:
         made._moved_from = (x, _impl(_version, (), (made,)))  # type: ignore[attr-defined]
     return made
+
+
+def redistribute_shared(x: torch.Tensor, spec: TensorSpec, src: TensorSpec | None = None) -> DTensor:
+    """As ``redistribute``, but readers one after the other get one DTensor, moved once; don't write into it.
+
+    Args:
+        x: a DTensor, or this rank's part as a plain tensor of layout ``src``.
+        spec: the wanted layout.
+        src: the layout of a plain ``x``.
+    """
+    found = autograd.recall(x, spec, "shared")
+    if found is not None:
+        return found
+    value = x if isinstance(x, DTensor) else wrap(x.view_as(x), src or spec)
+    return autograd.remember(x, spec, "shared", value if value._spec is spec else redistribute(value, spec))
 
 
 def _rebuild(local: torch.Tensor, spec: TensorSpec, requires_grad: bool, state: dict[str, Any]) -> DTensor:

@@ -1,0 +1,276 @@
+"""Parallel styles: how a module's parameters, inputs and outputs lie on one mesh axis.
+
+Names, arguments and behaviour are those of ``torch.distributed.tensor.parallel``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
+from hp_platform import get_platform
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+]
+
+Layouts = "Placement | Sequence[Placement | None] | None"
+
+
+def framework() -> Any:
+    """The framework folder's module: what a style does to a Module of torch or a Cell of MindSpore."""
+    return importlib.import_module(f"hp_styles.{get_platform().name}.modules")
+
+
+def _tuple(layouts: Any) -> tuple[Placement | None, ...] | None:
+    return (layouts,) if isinstance(layouts, Placement) else None if layouts is None else tuple(layouts)
+
+
+class ParallelStyle(ABC):
+    """How a module is parallelised; ``parallelize_module`` applies it."""
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        """Changes ``module`` in place and returns it."""
+
+
+class ColwiseParallel(ParallelStyle):
+    """Shards a Linear's output features (weight and bias dim 0), or an Embedding's columns (weight dim 1).
+
+    Example:
+        >>> parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    Args:
+        input_layouts: placement of a plain input; default ``Replicate()``.
+        output_layouts: placement that the output is brought to; default ``Shard(-1)``.
+        use_local_output: return the local part as a plain tensor; default True.
+
+    Raises:
+        NotImplementedError: applied to a module that is neither Linear nor Embedding.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Shard(-1)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        f = framework()
+        kind = f.kind(module)
+        if kind == "linear":
+            f.partition(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)}, self.src_data_rank)
+        elif kind == "embedding":
+            f.partition(module, device_mesh, {"weight": Shard(1)}, self.src_data_rank)
+        else:
+            raise NotImplementedError(f"ColwiseParallel shards Linear and Embedding modules, got {type(module).__name__}")
+        f.on_input(module, device_mesh, self.input_layouts, Replicate())
+        f.on_output(module, device_mesh, self.output_layouts, self.use_local_output)
+        return module
+
+    def __repr__(self) -> str:
+        return f"ColwiseParallel(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
+
+
+class RowwiseParallel(ParallelStyle):
+    """Shards a Linear's input features (weight dim 1, bias whole), or an Embedding's rows (weight dim 0).
+
+    Args:
+        input_layouts: placement of a plain input; default ``Shard(-1)`` for a Linear, ``Replicate()`` for an Embedding.
+        output_layouts: placement that the output is brought to; default ``Replicate()``, an all-reduce; ``Shard(1)`` is a
+            reduce-scatter over the sequence.
+        use_local_output: return the local part as a plain tensor; default True.
+
+    Raises:
+        NotImplementedError: applied to a module that is neither Linear nor Embedding.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.input_layouts = input_layouts
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        f = framework()
+        kind = f.kind(module)
+        if kind == "linear":
+            f.partition(module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank)
+            f.on_input(module, device_mesh, self.input_layouts or Shard(-1), Shard(-1))
+        elif kind == "embedding":
+            f.partition(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
+            f.on_input(module, device_mesh, self.input_layouts or Replicate(), Replicate())
+        else:
+            raise NotImplementedError(f"RowwiseParallel shards Linear and Embedding modules, got {type(module).__name__}")
+        f.on_output(module, device_mesh, self.output_layouts, self.use_local_output)
+        return module
+
+    def __repr__(self) -> str:
+        return f"RowwiseParallel(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
+
+
+class SequenceParallel(ParallelStyle):
+    """Keeps a norm's or dropout's activations sharded over the sequence; its parameters are replicated.
+
+    A plain input is taken as this rank's part of the sequence. Source: Korthikanti et al., "Reducing Activation Recomputation
+    in Large Transformer Models", 2022.
+
+    Args:
+        sequence_dim: the sequence dim of input and output; default 1.
+        use_local_output: return the local part as a plain tensor; default False.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding = Shard(sequence_dim)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        f = framework()
+        f.replicate(module, device_mesh, self.src_data_rank)
+        f.on_input(module, device_mesh, self.sequence_sharding, self.sequence_sharding)
+        f.on_output(module, device_mesh, self.sequence_sharding, self.use_local_output)
+        return module
+
+    def __repr__(self) -> str:
+        return f"SequenceParallel(sequence_dim={self.sequence_sharding.dim}, use_local_output={self.use_local_output})"
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Makes a module's inputs DTensors and brings them to wanted placements.
+
+    Args:
+        input_layouts: placement of each positional input where it is a plain tensor; None for inputs that stay as they are.
+        desired_input_layouts: placement each positional input is brought to, of the same length.
+        input_kwarg_layouts: the same for keyword inputs, by name.
+        desired_input_kwarg_layouts: likewise, for the same names.
+        use_local_output: hand the module local parts as plain tensors; default False.
+
+    Raises:
+        ValueError: input and desired layouts that do not match each other, or (in forward) a number of inputs that is not
+            the number of layouts.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Any = None,
+        desired_input_layouts: Any = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = _tuple(input_layouts)
+        self.desired_input_layouts = _tuple(desired_input_layouts)
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        if self.input_layouts is not None:
+            if self.desired_input_layouts is None:
+                raise ValueError("PrepareModuleInput: input_layouts needs desired_input_layouts")
+            if len(self.input_layouts) != len(self.desired_input_layouts):
+                raise ValueError(
+                    f"PrepareModuleInput: {len(self.input_layouts)} input_layouts, {len(self.desired_input_layouts)} desired_input_layouts"
+                )
+        elif self.desired_input_layouts is not None:
+            raise ValueError("PrepareModuleInput: desired_input_layouts needs input_layouts")
+        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
+            raise ValueError(
+                f"PrepareModuleInput: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)}, "
+                f"desired_input_kwarg_layouts names {sorted(self.desired_input_kwarg_layouts)}"
+            )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        framework().on_inputs(
+            module,
+            device_mesh,
+            self.input_layouts,
+            self.desired_input_layouts,
+            self.input_kwarg_layouts,
+            self.desired_input_kwarg_layouts,
+            self.use_local_output,
+        )
+        return module
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Makes a module's outputs DTensors and brings them to wanted placements.
+
+    Args:
+        output_layouts: placement of each output where it is a plain tensor; None for outputs that stay as they are.
+        desired_output_layouts: placement each output is brought to.
+        use_local_output: return the local parts as plain tensors; default True.
+
+    Raises:
+        ValueError: layouts of different length, or (in forward) a number of outputs that is not the number of layouts.
+    """
+
+    def __init__(self, *, output_layouts: Any, desired_output_layouts: Any, use_local_output: bool = True) -> None:
+        self.output_layouts = _tuple(output_layouts) or ()
+        self.desired_output_layouts = _tuple(desired_output_layouts) or ()
+        self.use_local_output = use_local_output
+        if len(self.output_layouts) != len(self.desired_output_layouts):
+            raise ValueError(
+                f"PrepareModuleOutput: {len(self.output_layouts)} output_layouts, {len(self.desired_output_layouts)} desired_output_layouts"
+            )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        framework().on_outputs(module, device_mesh, self.output_layouts, self.desired_output_layouts, self.use_local_output)
+        return module
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """PrepareModuleInput and PrepareModuleOutput in one.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: see ``PrepareModuleInput``.
+        use_local_input: its ``use_local_output``; default False.
+        output_layouts, desired_output_layouts, use_local_output: see ``PrepareModuleOutput``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Any = None,
+        desired_input_layouts: Any = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Any,
+        desired_output_layouts: Any,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts, use_local_output=use_local_output
+        )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)

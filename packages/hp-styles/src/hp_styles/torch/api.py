@@ -1,0 +1,82 @@
+"""parallelize_module on torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from hp_dtensor import DeviceMesh, get_current_mesh
+
+from hp_styles.styles import ParallelStyle
+from hp_styles.torch.modules import retie
+
+__all__ = ["parallelize_module"]
+
+
+def parallelize_module(
+    module: torch.nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> torch.nn.Module:
+    """Applies styles to a module or its submodules, in place.
+
+    Modules that share a parameter share it afterwards too.
+
+    Args:
+        module: the module.
+        device_mesh: a mesh of one axis; default that of ``with mesh:``.
+        parallelize_plan: a style for the module itself, or ``{name or fnmatch pattern: style}``; patterns match dotted names of
+            submodules, ``layers.*.mlp.up``. ``""`` is the module itself.
+        src_data_rank: the rank along the axis whose parameters count; None takes each rank's own.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: a mesh of several axes, a key that matches no submodule (near misses are listed), a module that two keys
+            match, or modules that share a parameter and get different placements.
+        TypeError: something that is no style.
+    """
+    mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"parallelize_module: a mesh of one axis is needed, got axes {mesh.mesh_dim_names or mesh.shape}; slice it: mesh['tp']"
+        )
+    if parallelize_plan is None:
+        raise ValueError("parallelize_module: parallelize_plan is missing; pass a style or {pattern: style}")
+    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else dict(parallelize_plan)
+    modules = dict(module.named_modules())
+    chosen: dict[str, tuple[str, ParallelStyle]] = {}
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(f"parallelize_module: {pattern!r} is given a {type(style).__name__}, not a ParallelStyle")
+        found = [pattern] if pattern in modules else [name for name in modules if name and fnmatchcase(name, pattern)]
+        if not found:
+            near = difflib.get_close_matches(pattern, modules, n=3)
+            raise ValueError(
+                f"parallelize_module: {pattern!r} matches no submodule of {type(module).__name__}"
+                + (f"; near: {', '.join(near)}" if near else "")
+            )
+        for name in found:
+            if name in chosen and chosen[name][0] != pattern:
+                raise ValueError(f"parallelize_module: {name!r} is matched by {chosen[name][0]!r} and by {pattern!r}; keep one")
+            chosen[name] = (pattern, style)
+    before = {
+        (name, key): parameter
+        for name, child in modules.items()
+        for key, parameter in child._parameters.items()
+        if parameter is not None
+    }
+    for name, (_, style) in chosen.items():
+        previous = style.src_data_rank
+        style.src_data_rank = src_data_rank
+        try:
+            style._apply(modules[name], mesh)
+        finally:
+            style.src_data_rank = previous
+    retie(module, before)
+    return module
