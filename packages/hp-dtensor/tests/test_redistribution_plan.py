@@ -8,6 +8,9 @@ from math import prod
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from hp_dtensor.placements import PARTIAL_OPS, Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribution import (
     AllGather,
@@ -24,8 +27,6 @@ from hp_dtensor.redistribution import (
 )
 from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
 from hp_dtensor.sharding import local_shape, take
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 R = Replicate()
 

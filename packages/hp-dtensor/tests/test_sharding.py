@@ -6,10 +6,11 @@ import re
 
 import numpy as np
 import pytest
-from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.sharding import assemble, chunk, intervals, local_shape, normalize, parts, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.sharding import assemble, chunk, intervals, local_shape, normalize, parts, take
 
 
 @settings(deadline=None)

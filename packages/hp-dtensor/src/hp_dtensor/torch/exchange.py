@@ -16,12 +16,12 @@ from math import prod
 from typing import Any
 
 import torch
-from hp_platform import get_platform
 
-from hp_dtensor.placements import Placement, RaggedShard, Replicate, StridedShard
+from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribution.simulate import neutral
 from hp_dtensor.redistribution.steps import Step
-from hp_dtensor.sharding import Interval, cut_dim, local_shape, parts, run_view
+from hp_dtensor.sharding import Interval, cut_dim, local_shape, parts, ragged_of, run_view
+from hp_platform import get_platform
 
 __all__ = ["Cut", "Place", "Run", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice_", "to_partial"]
 
@@ -103,15 +103,19 @@ def all_reduce(op: str, place: Place, group: Any, *, owned: bool) -> Run:
     return run
 
 
-def slice_(cut: Cut, place: Place) -> Run:
+def slice_(placement: Placement, place: Place) -> Run:
     """Replicate to a shard: a copy, so that the whole tensor can be freed."""
-    after, me, n, blocks = place.after, place.me, place.n, cut.blocks
-    contiguous = torch.contiguous_format
+    after, contiguous = place.after, torch.contiguous_format
     if not prod(after):
         return lambda local: local.new_empty(after)
-    if blocks is not None:
-        return lambda local: local.view(blocks, n, -1)[:, me].clone(memory_format=contiguous).view(after)
-    view, held = (cut.outer, cut.run, cut.inner), cut.held[me]
+    cut = Cut.of(placement, place)
+    view, held = (cut.outer, cut.run, cut.inner), cut.held[place.me]
+    if isinstance(placement, Shard) and not ragged_of(place.bare):
+        dim, (start, length) = placement.dim, held[0]
+        return lambda local: local.narrow(dim, start, length).clone(memory_format=contiguous)
+    if cut.blocks is not None:
+        blocks, n, me = cut.blocks, place.n, place.me
+        return lambda local: local.view(blocks, n, -1).select(1, me).clone(memory_format=contiguous).view(after)
 
     def run(local: torch.Tensor) -> torch.Tensor:
         whole = local.view(view)
@@ -132,25 +136,23 @@ def all_gather(cut: Cut, place: Place, group: Any) -> Run:
     """A shard to Replicate."""
     collectives = get_platform().collectives
     send, send_uneven = collectives.all_gather, collectives.all_to_all
-    after, n, blocks = place.after, place.n, cut.blocks
+    after, n = place.after, place.n
     if not prod(after):
         return lambda local: local.new_empty(after)
-    if blocks == 1:
+    if cut.blocks is not None:
+        rows = cut.blocks
+        stack = _stack(prod(after), rows, n)
+        flat = rows > 1 or not _concatenate(place.before, after, n)
 
-        def direct(local: torch.Tensor) -> torch.Tensor:
-            out = local.new_empty(after)
-            send(out.view(-1), local.view(-1), group=group)
-            return out
+        def even(local: torch.Tensor) -> torch.Tensor:
+            out = local.new_empty(after if rows == 1 else stack)
+            if flat:
+                send(out.view(-1), local.view(-1), group=group)
+            else:
+                send(out, local, group=group)
+            return out if rows == 1 else out.transpose(0, 1).contiguous().view(after)
 
-        return direct
-    if blocks is not None:
-
-        def transposed(local: torch.Tensor) -> torch.Tensor:
-            out = local.new_empty((n, blocks, local.numel() // blocks))
-            send(out.view(-1), local.view(-1), group=group)
-            return out.transpose(0, 1).reshape(after)
-
-        return transposed
+        return even
     lengths, width, me = cut.lengths, cut.outer * cut.inner, place.me
     longest = max(lengths)
     if n * longest > PADDING * cut.run:
@@ -189,16 +191,23 @@ def _join(pieces: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
 def reduce_scatter(op: str, cut: Cut, place: Place, group: Any) -> Run:
     """Partial to a shard; uneven pieces are padded."""
     send = get_platform().collectives.reduce_scatter
-    after, n, me, blocks = place.after, place.n, place.me, cut.blocks
+    after, n, me = place.after, place.n, place.me
     if not prod(place.whole):
         return lambda local: local.new_empty(after)
-    if blocks is not None:
+    if cut.blocks is not None:
+        rows = cut.blocks
+        stack = _stack(prod(place.whole), rows, n)
+        flat = rows > 1 or not _concatenate(after, place.whole, n)
+        strides = (stack[2], n * stack[2], 1)
 
         def even(local: torch.Tensor) -> torch.Tensor:
-            if blocks > 1:
-                local = local.view(blocks, n, -1).transpose(0, 1).contiguous()
+            if rows > 1:
+                local = local.as_strided(stack, strides).contiguous()
             out = local.new_empty(after)
-            send(out.view(-1), local.view(-1), op, group=group)
+            if flat:
+                send(out.view(-1), local.view(-1), op, group=group)
+            else:
+                send(out, local, op, group=group)
             return out
 
         return even
@@ -241,26 +250,35 @@ def all_to_all(step: Step, place: Place, group: Any) -> Run:
 
 def _nested_all_to_all(source: int, target: int, place: Place, group: Any) -> Run:
     send = get_platform().collectives.all_to_all
-    after, n = place.after, place.n
-    if source < target:  # [source, n, middle, n, I]: pack the inner digit to the front
-        middle = target // (source * n)
-        rows, columns = source * middle, (source, middle)
-    else:  # [target, n, middle, n, I]
-        middle = source // (target * n)
-        rows, columns = target, (target * middle, 1)
+    before, after, n = place.before, place.after, place.n
+    if source < target:  # [source, n, middle, n, I] with the first n cut: [source, middle, n, I] is sent
+        rows, columns = target // n, source
+    else:  # [target, n, middle, n, I] with the second n cut: [target, n, middle, I] is sent
+        rows, columns = target, source // n
+    packed, received = _stack(prod(before), rows, n), _stack(prod(after), columns, n)
+    strides = (packed[2], n * packed[2], 1)
+    flat_in, flat_out = rows == 1 and before[0] % n > 0, columns == 1 and after[0] % n > 0
 
     def run(local: torch.Tensor) -> torch.Tensor:
         if rows > 1:
-            local = local.view(rows, n, -1).transpose(0, 1).contiguous()
-        if columns[0] == 1:
-            out = local.new_empty(after)
-            send(out.view(-1), local.view(-1), group=group)
-            return out
-        out = local.new_empty((n, columns[0], local.numel() // (n * columns[0])))
-        send(out.view(-1), local.view(-1), group=group)
-        return out.transpose(0, 1).reshape(after)
+            local = local.as_strided(packed, strides).contiguous()
+        elif flat_in:
+            local = local.view(-1)
+        out = local.new_empty(after if columns == 1 else received)
+        send(out.view(-1) if flat_out else out, local, group=group)
+        return out if columns == 1 else out.transpose(0, 1).contiguous().view(after)
 
     return run
+
+
+def _stack(elements: int, rows: int, n: int) -> tuple[int, int, int]:
+    """The shape of ``n`` pieces of so many rows, one after the other."""
+    return n, rows, elements // (n * rows)
+
+
+def _concatenate(piece: tuple[int, ...], whole: tuple[int, ...], n: int) -> bool:
+    """Whether ``n`` pieces make the whole on dim 0, in shape too; if not, collectives get flat views."""
+    return bool(piece) and len(piece) == len(whole) and piece[0] * n == whole[0]
 
 
 def _same_run_all_to_all(source: Cut, target: Cut, place: Place, group: Any) -> Run:

@@ -89,7 +89,7 @@ def _prepare(spec_from: TensorSpec, spec_to: TensorSpec) -> tuple[Run, ...]:
 def _runner(step: Step, place: Place, group: Any, *, owned: bool) -> Run:
     """The function that does a step. ``owned``: its argument may be overwritten."""
     if isinstance(step, Slice):
-        return exchange.slice_(Cut.of(step.target, place), place)
+        return exchange.slice_(step.target, place)
     if place.n == 1:  # only a RaggedShard is undone or made on an axis of one rank
         return lambda local: local.clone().view(place.after)
     if isinstance(step, AllReduce):
