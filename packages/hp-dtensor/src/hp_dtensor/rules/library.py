@@ -235,10 +235,13 @@ rule("expand", _expand)
 
 def _cat(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     given = _known(shapes)
-    dims = tuple(range(len(given[0])))
+    dims = tuple(range(max(len(shape) for shape in given)))
     (dim,) = dims_argument(arguments.get("dim", 0), len(dims))
     return FactorMap(
-        operands=(dims,) * len(given), results=(dims,), whole=frozenset({dim}), linear=(frozenset(range(len(given))),)
+        operands=tuple(dims if len(shape) == len(dims) else (None,) for shape in given),  # an empty 1-d tensor is passed over
+        results=(dims,),
+        whole=frozenset({dim}),
+        linear=(frozenset(range(len(given))),),
     )
 
 
