@@ -206,6 +206,7 @@ class _Ops(TorchDispatchMode):
         (R, Shard(0), 1),
         (RaggedShard((0, 1), (3, 1)), RaggedShard((0, 1), (1, 1)), 0),
         (RaggedShard((0, 1), (3, 1)), Shard(0), 0),
+        (RaggedShard((0, 1), (7, 1)), R, 1),
     ],
     ids=repr,
 )

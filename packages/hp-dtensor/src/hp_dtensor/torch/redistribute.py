@@ -44,6 +44,7 @@ def execute(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> 
     Raises:
         ValueError: if the meshes or the shapes of the two specs differ, or ``local`` has another shape than
             ``spec_from`` says.
+        TypeError: for a reduction that the dtype doesn't have (of bool, sum and max are "or", product and min "and").
     """
     program = _programs.get((spec_from, spec_to))
     if program is None:
