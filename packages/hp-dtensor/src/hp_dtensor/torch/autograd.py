@@ -13,14 +13,16 @@ tensor itself would be a cycle through autograd's C++ nodes that the garbage col
 
 Note [Partial gradients of leaves]
 A leaf parameter that is replicated on an axis but used where the result varies (a norm's weight under sequence parallel)
-has a partial gradient there. Summing each as it comes costs one small collective a parameter. The partial gradients
-are kept beside the parameter and summed together, one collective for each set of axes, when backward ends or when
-``reduce_partial_grads`` is called earlier for some parameters.
+has a partial gradient there. Summing each as it comes would cost one small collective a parameter, and an autograd node a use. Such
+uses read a *shadow* instead: a second leaf on the same memory, made once for each set of axes, that collects the partial
+gradient. The shadows' gradients are summed together, one collective for each set of axes, and added to ``.grad`` when
+backward ends, or when ``reduce_partial_grads`` is called earlier for some parameters.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,20 +32,24 @@ from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.redistribute import execute
 
-__all__ = ["convert", "grad_spec", "move", "recall", "reduce_partial_grads", "remember"]
+__all__ = ["convert", "grad_spec", "move", "recall", "reduce_partial_grads", "remember", "shadows"]
 
 _impl = torch._C._disabled_torch_function_impl
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[attr-defined]
+_accumulate_hooks = torch.Tensor._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
+_data_ptr = torch.Tensor.data_ptr
+_grad_enabled = torch.is_grad_enabled
+_graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 
-Vary = "tuple[bool, ...] | None"
 _memo: list[tuple[Any, ...]] = []
 _MEMO_SIZE = 4
-_pending: dict[tuple[int, tuple[bool, ...]], tuple[torch.Tensor, TensorSpec, torch.Tensor]] = {}
+_pending: dict[tuple[int, tuple[bool, ...]], tuple[Any, torch.Tensor]] = {}
+_tasks: list[int | None] = [None]
+_NONE: dict[Any, Any] = {}
 
 
 @functools.lru_cache(maxsize=16384)
@@ -90,37 +96,33 @@ class _Redistribute(torch.autograd.Function):
         return (moved if scale == 1.0 else moved * scale), None, None, None, None
 
 
-class _VaryLeaf(torch.autograd.Function):
-    """A leaf used where the result varies: its gradient is partial; see Note [Partial gradients of leaves]."""
+def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
+    """The leaf to read ``leaf`` through; None where somebody watches its gradient. See Note [Partial gradients of leaves]."""
+    if _pending and _graph_task() == -1:  # what a backward that failed left behind
+        for _, stale in _pending.values():
+            stale.grad = None
+        _pending.clear()
+    if _impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,)):
+        return None
+    shadow = _impl(torch.Tensor.detach, (), (leaf,)).requires_grad_()
+    key, owner = (id(leaf), vary), weakref.ref(leaf)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, leaf: list[torch.Tensor], spec: TensorSpec, vary: Any) -> torch.Tensor:
-        ctx.leaf, ctx.spec, ctx.vary = leaf[0], spec, vary
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        leaf, spec, vary = ctx.leaf, ctx.spec, ctx.vary
-        if not _accumulates(ctx, leaf):
-            return move(grad, grad_spec(spec, vary), spec), None, None, None
-        key = (id(leaf), vary)
-        have = _pending.get(key)
-        if have is not None:
-            grad = have[2] + grad
-        elif not _pending:
+    def collected(shadow: torch.Tensor) -> None:
+        task = _graph_task()
+        if task != _tasks[-1]:
+            _tasks[-1] = task
             _engine.queue_callback(reduce_partial_grads)
-        _pending[key] = (leaf, spec, grad)
-        return None, None, None, None
+        if owner() is not None:
+            _pending[key] = (owner(), shadow)
+
+    shadow.register_post_accumulate_grad_hook(collected)
+    leaf.__dict__.setdefault("_shadows", {})[vary] = shadow
+    return shadow
 
 
-def _accumulates(ctx: Any, leaf: torch.Tensor) -> bool:
-    """True in a ``backward()`` that accumulates into ``leaf.grad``, where nobody watches the accumulation."""
-    if torch.is_grad_enabled() or leaf._post_accumulate_grad_hooks or leaf._backward_hooks:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(ctx.next_functions[0][0])  # type: ignore[attr-defined]
-    except RuntimeError:  # torch.autograd.grad with this leaf as an input
-        return False
+def shadows(leaf: torch.Tensor) -> list[tuple[tuple[bool, ...], torch.Tensor]]:
+    """The shadows of a parameter, with the axes where each one's gradient is partial."""
+    return list(leaf.__dict__.get("_shadows", {}).items())
 
 
 def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -132,6 +134,8 @@ def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> No
     Args:
         parameters: leaf parameters, in the same order on all ranks; those without a waiting gradient are passed over.
     """
+    if parameters is None:
+        _tasks[-1] = None
     if not _pending:
         return
     if parameters is None:
@@ -139,21 +143,20 @@ def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> No
     else:
         wanted = {id(parameter) for parameter in parameters}
         keys = [key for key in _pending if key[0] in wanted]
-    buckets: dict[Any, list[tuple[torch.Tensor, TensorSpec, torch.Tensor]]] = {}
+    buckets: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
     for key in keys:
-        leaf, spec, grad = _pending.pop(key)
-        buckets.setdefault((spec.mesh, key[1], grad.dtype, grad.device), []).append((leaf, spec, grad))
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        leaf, shadow = _pending.pop(key)
+        grad, shadow.grad = shadow.grad, None
+        if grad is not None:
+            buckets.setdefault((leaf._spec.mesh, key[1], grad.dtype, grad.device), []).append((leaf, grad))
+    with torch._C.DisableTorchFunctionSubclass():
         for (mesh, vary, _, _), entries in buckets.items():
-            flat = torch.cat([grad.reshape(-1) for _, _, grad in entries])
+            flat = torch.cat([grad.reshape(-1) for _, grad in entries])
             whole = TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, flat.shape)
-            flat = execute(flat, grad_spec(whole, vary), whole)
-            for (leaf, _, _), piece in zip(entries, flat.split([grad.numel() for _, _, grad in entries]), strict=True):
+            flat = move(flat, grad_spec(whole, vary), whole)
+            for (leaf, _), piece in zip(entries, flat.split([grad.numel() for _, grad in entries]), strict=True):
                 piece = piece.view(leaf.shape)
-                if leaf.grad is None:
-                    leaf.grad = piece.clone()
-                else:
-                    leaf.grad += piece
+                leaf.grad = piece.clone() if leaf.grad is None else leaf.grad + piece
 
 
 def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
@@ -174,16 +177,21 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
         vary: by axis, True where the operation's result varies; None where nowhere.
     """
     src = x._spec
-    grad = torch.is_grad_enabled() and _impl(_requires_grad, (), (x,))
-    if src is dst and (vary is None or not grad):
-        return x
+    grad = _grad_enabled() and _impl(_requires_grad, (), (x,))
+    if src is dst:
+        if vary is None or not grad:
+            return x
+        if _impl(_is_leaf, (), (x,)):
+            shadow = x.__dict__.get("_shadows", _NONE).get(vary)
+            if shadow is None or shadow.data_ptr() != _impl(_data_ptr, (), (x,)):
+                shadow = _shadow(x, vary)
+            if shadow is not None:
+                return shadow
     found = recall(x, dst, vary)
     if found is not None:
         return found
     if not grad:
         made = execute(x, src, dst)
-    elif src is dst and _impl(_is_leaf, (), (x,)):
-        return _impl(_VaryLeaf.apply, (), (x, [x], src, vary))
     else:
         source = x.__dict__.get("_moved_from") if src is dst else None
         if source is not None and source[1] == _impl(_version, (), (x,)):

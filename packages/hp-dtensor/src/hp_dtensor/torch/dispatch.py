@@ -43,8 +43,16 @@ def implicit_replication() -> Iterator[None]:
 
 
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if not kwargs:
-        try:
+    try:
+        if kwargs:
+            plan = _PLANS[
+                (
+                    func,
+                    *[a._spec if type(a) is DTensor else a for a in args],
+                    *[(k, v._spec if type(v) is DTensor else float if type(v) is float else v) for k, v in kwargs.items()],
+                )
+            ]
+        else:
             count = len(args)
             if count == 2:
                 a, b = args
@@ -58,15 +66,14 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                 plan = _PLANS[func, args[0]._spec]
             else:
                 plan = _PLANS[(func, *[a._spec if type(a) is DTensor else a for a in args])]
-        except (KeyError, TypeError, AttributeError):
-            return dispatch(func, types, args, kwargs)
-        if plan.direct:
-            out = _impl(func, types, args)
-            out.__class__ = DTensor
-            out._spec = plan.spec
-            return out
-        return plan.run(args, kwargs)
-    return dispatch(func, types, args, kwargs)
+    except (KeyError, TypeError, AttributeError):
+        return dispatch(func, types, args, kwargs)
+    if plan.direct:
+        out = _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
+        out.__class__ = DTensor
+        out._spec = plan.spec
+        return out
+    return plan.run(args, kwargs)
 
 
 class _Unhashable(Exception):
@@ -115,8 +122,11 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if len(_PLANS) > _LIMIT:
             _PLANS.clear()
         _PLANS[key] = plan
-        if not kwargs and plan.hot and (len(args) < 3 or not any(type(a) is float for a in args)):
-            _PLANS[(func, *[a._spec if type(a) is DTensor else float if type(a) is float else a for a in args])] = plan
+        if plan.hot and (not any(type(a) is float for a in args) or (len(args) == 2 and not kwargs)):
+            short = [a._spec if type(a) is DTensor else float if type(a) is float else a for a in args]
+            named = [(k, v._spec if type(v) is DTensor else float if type(v) is float else v) for k, v in (kwargs or {}).items()]
+            with contextlib.suppress(TypeError):  # a list among the arguments: found by the long key alone
+                _PLANS[(func, *short, *named)] = plan
     return plan.run(args, kwargs)
 
 

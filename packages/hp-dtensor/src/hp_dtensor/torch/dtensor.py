@@ -37,6 +37,9 @@ _set_data = T.data.__set__  # type: ignore[attr-defined]
 _version = T._version.__get__  # type: ignore[attr-defined]
 
 
+_OWN = ("_spec", "_moved_from", "_shadows")  # attributes that belong to this very tensor
+
+
 def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:
     """Makes ``local`` itself a DTensor of layout ``spec``: sets its class, adds no autograd node.
 
@@ -274,7 +277,10 @@ class DTensor(torch.Tensor):
         local = self.to_local()
         if gradient is None and autograd._backward_scale(spec, spec.with_placements([Replicate()] * spec.mesh.ndim)) != 1.0:
             local = self.reduce_partial().to_local()
-        torch.autograd.backward((local,), gradient, retain_graph, create_graph, inputs)
+        if inputs is not None:
+            inputs = [inputs] if isinstance(inputs, T) else list(inputs)
+            inputs = [*inputs, *(shadow for x in inputs for _, shadow in autograd.shadows(x))]
+        torch.autograd.backward((local,), gradient, retain_graph, create_graph, inputs=inputs)
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
         spec = autograd.grad_spec(self._spec)
@@ -299,7 +305,7 @@ class DTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("only DTensors that are leaves of the graph support deepcopy; detach() first")
         made = wrap(_impl(T.clone, (), (local_view(self),)), self._spec)
-        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_spec", "_moved_from")})
+        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in _OWN})
         memo[id(self)] = made
         made.requires_grad_(self.requires_grad)
         grad = self.grad
@@ -308,7 +314,7 @@ class DTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_spec", "_moved_from")}
+        state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
         return _rebuild, (local_view(self), self._spec, self.requires_grad, state)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

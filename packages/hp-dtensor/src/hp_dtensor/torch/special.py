@@ -75,7 +75,12 @@ def _backward(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(gradient, DTensor) and isinstance(tensor, DTensor):
             gradient = redistribute(gradient, autograd.grad_spec(tensor._spec))
         ready.append(local_of(gradient) if gradient is not None else None)
-    others = dict(zip(("retain_graph", "create_graph"), args[2:], strict=False)) | {k: v for k, v in kwargs.items() if k not in ("tensors", "grad_tensors")}
+    others = dict(zip(("retain_graph", "create_graph", "grad_variables", "inputs"), args[2:], strict=False))
+    others |= {k: v for k, v in kwargs.items() if k not in ("tensors", "grad_tensors")}
+    inputs = others.get("inputs")
+    if inputs is not None:
+        inputs = [inputs] if isinstance(inputs, T) else list(inputs)
+        others["inputs"] = [*inputs, *(shadow for x in inputs for _, shadow in autograd.shadows(x))]
     return torch.autograd.backward([local_of(tensor) for tensor in tensors], ready, **others)
 
 
@@ -92,11 +97,29 @@ def _grad(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(gradient, DTensor) and isinstance(output, DTensor):
             gradient = redistribute(gradient, autograd.grad_spec(output._spec))
         ready.append(local_of(gradient) if gradient is not None else None)
-    grads = _impl(torch.autograd.grad, (), ([local_of(o) for o in outputs], inputs, ready), bound)
-    return tuple(
-        wrap(g.view_as(g), autograd.grad_spec(x._spec)) if isinstance(x, DTensor) and g is not None else g
-        for g, x in zip(grads, inputs, strict=True)
-    )
+    shadows = [autograd.shadows(x) if isinstance(x, DTensor) else [] for x in inputs]
+    flat = [shadow for of in shadows for _, shadow in of]
+    unused = bound.pop("allow_unused", None)
+    zeros = bound.pop("materialize_grads", False)
+    bound["allow_unused"] = bool(unused or zeros or flat)
+    found = _impl(torch.autograd.grad, (), ([local_of(o) for o in outputs], [*inputs, *flat], ready), bound)
+    parts = iter(found[len(inputs) :])
+    grads = []
+    for index, (x, grad) in enumerate(zip(inputs, found, strict=False)):
+        for vary, _ in shadows[index]:
+            part = next(parts)
+            if part is not None:
+                whole = autograd.move(part, autograd.grad_spec(x._spec, vary), x._spec)  # type: ignore[attr-defined]
+                grad = whole if grad is None else grad + whole
+        if grad is None and zeros:
+            grad = torch.zeros_like(local_view(x))
+        if grad is None and not unused:
+            raise RuntimeError(
+                f"One of the differentiated Tensors (input {index}) appears to not have been used in the graph. "
+                "Set allow_unused=True if this is the desired behavior."
+            )
+        grads.append(wrap(grad.view_as(grad), autograd.grad_spec(x._spec)) if isinstance(x, DTensor) and grad is not None else grad)
+    return tuple(grads)
 
 
 # ---- extremes: as parts of a maximum without gradients, of the whole with them ----
