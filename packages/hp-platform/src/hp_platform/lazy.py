@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_exports(
-    package_name: str, names: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_exports(package_name: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make the `__getattr__` and `__dir__` of a package whose names live in its framework folder.
 
     A name is resolved at first use and then stored in the package, so later uses cost a plain attribute.

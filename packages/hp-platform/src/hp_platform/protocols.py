@@ -75,9 +75,7 @@ class Collectives(Protocol):
         """Reduce in place over the ranks."""
         ...
 
-    def all_gather(
-        self, output: Tensor, tensor: Tensor, *, group: Group, async_op: bool = False
-    ) -> Handle | None:
+    def all_gather(self, output: Tensor, tensor: Tensor, *, group: Group, async_op: bool = False) -> Handle | None:
         """Concatenate each rank's tensor, all equal in size, on dim 0."""
         ...
 

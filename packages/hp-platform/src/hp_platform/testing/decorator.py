@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from hp_platform.testing.pool import run
+from hp_platform.testing.pool import RankError, run
 from hp_platform.testing.reference import BODY, refer
 
 
@@ -18,8 +18,8 @@ def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[...
         @pytest.mark.parametrize("op", ["sum", "max"])
         def test_all_reduce(op): ...      # test_all_reduce[sum-ranks1] and so on
 
-    The body finds the default process group initialised. It may take values that pytest parametrizes, and `ranks` (the world
-    size), but no fixtures: those live in another process.
+    The body finds the default process group initialised. What it takes from pytest (parametrized values, fixtures such
+    as `tmp_path`) is pickled; it may also take `ranks`, the world size.
 
     Args:
         *world_sizes: the numbers of ranks.
@@ -43,7 +43,13 @@ def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[...
             __tracebackhide__ = True
             if wants_ranks:
                 values["ranks"] = ranks
-            run(ranks, reference, (), values, timeout=timeout)
+            try:
+                run(ranks, reference, (), values, timeout=timeout)
+            except RankError as error:
+                failure = str(error)  # the ranks' tracebacks are what matters, not this process's
+            else:
+                return
+            pytest.fail(failure, pytrace=False)
 
         own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "ranks"]
         added = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)

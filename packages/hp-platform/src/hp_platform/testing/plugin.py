@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Select the target and tell the pools what pytest knows."""
-    target.select(config.getoption("--backend"))
+    target.select(str(config.getoption("--backend")))
     pool.warning_filters = _filters(config)
     pool.preload = ["pytest", *config.getini("rank_preload")]
 
@@ -52,5 +52,5 @@ def pytest_sessionfinish() -> None:
 
 
 def _filters(config: pytest.Config, item: pytest.Item | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    own = [] if item is None else [text for mark in item.iter_markers("filterwarnings") for text in mark.args]
-    return (*config.getini("filterwarnings"), *reversed(own)), tuple(config.known_args_namespace.pythonwarnings or ())
+    own = () if item is None else (text for mark in item.iter_markers("filterwarnings") for text in mark.args)
+    return (*config.getini("filterwarnings"), *own), tuple(config.known_args_namespace.pythonwarnings or ())

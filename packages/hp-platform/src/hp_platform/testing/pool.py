@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -14,13 +16,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from hp_platform.testing import target
+from hp_platform.testing import target, worker
 from hp_platform.testing.reference import Reference, refer
 from hp_platform.testing.worker import Outcome, Start, Task, main
 
 START_LIMIT = 120.0
 GRACE = 1.0
-PRELOAD = ["torch", "torch.distributed", "hp_platform.testing.worker", "hp_platform.torch"]
+PRELOAD = ["torch", "torch.distributed", "hp_platform.torch.ranks", "hp_platform.testing.worker"]
 
 # What pytest knows and ranks should: filled by the plugin.
 warning_filters: tuple[tuple[str, ...], tuple[str, ...]] | None = None
@@ -37,13 +39,11 @@ class RanksSkipped(Exception):
     """The function asked to be skipped, by `pytest.skip`."""
 
 
-def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
-) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
     """Run a function on every rank of a pool and collect what it returns.
 
-    The default process group of that size is initialised, the random generators are seeded alike, and torch computes with
-    one thread a rank. The pool stays for the next call, with the groups that were made in it.
+    The default process group of that size is initialised, the random generators are seeded alike, and a rank computes
+    with one thread. The pool stays for the next call, with the groups that were made in it.
 
     Args:
         world_size: number of ranks.
@@ -75,12 +75,12 @@ def run(
         raise ValueError(f"world_size must be at least 1, got {world_size}.")
     lacking = target.missing()
     if lacking:
-        if "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
-            raise RanksSkipped(lacking)
-        raise RuntimeError(f"{lacking}.")
+        raise RanksSkipped(lacking) if "PYTEST_CURRENT_TEST" in os.environ else RuntimeError(lacking)
     task = Task(function, pickle.dumps((args, kwargs)), warning_filters)
     pool = _pools.get(world_size)
     if pool is None:
+        if not _pools:
+            atexit.register(close_pools)  # where no pytest session ends
         pool = _pools[world_size] = Pool(world_size)
     try:
         outcomes = pool.run(task, timeout)
@@ -114,7 +114,7 @@ class Pool:
         for rank in range(world_size):
             here, there = context.Pipe()
             start = Start(rank, world_size, environment, path, str(self._stacks(rank)))
-            process = context.Process(target=main, args=(there, start), name=f"rank{rank}", daemon=True)
+            process = context.Process(target=main, args=(there, start), name=f"rank{rank}")
             process.start()
             there.close()
             self._connections.append(here)
@@ -145,16 +145,14 @@ class Pool:
         ranks = range(len(self._processes))
         try:
             for rank in ranks:
-                try:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died; collecting says so
                     self._connections[rank].send(task)
-                except (BrokenPipeError, ConnectionResetError):
-                    pass  # it died since; collecting says so
             outcomes, problems = self._collect(ranks, timeout)
         except BaseException:
             self.close()
             raise
         raised = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.kind == "raised"}
-        if problems or (raised and _out_of_step(list(outcomes.values()))):
+        if problems or any(outcome.kind != "returned" for outcome in outcomes.values()) and _out_of_step(outcomes):
             self.close()
         if problems or raised:
             what = f"{task.function.name} failed on {len(problems) + len(raised)} of {len(ranks)} ranks"
@@ -187,9 +185,8 @@ class Pool:
             why = "a peer failed" if failed else f"the time limit of {timeout:g} s"
             stacks = self._ask_stacks(list(waiting.values()))
             for rank in waiting.values():
-                problems[rank] = (
-                    f"had not returned after {time.monotonic() - begin:.1f} s ({why}) and was killed; its stack:\n{stacks[rank]}"
-                )
+                after = f"had not returned after {time.monotonic() - begin:.1f} s ({why}) and was killed"
+                problems[rank] = f"{after}; its stack:\n{stacks[rank]}"
         return received, problems
 
     def _death(self, rank: int) -> str:
@@ -215,7 +212,7 @@ class Pool:
             before, texts = texts, {rank: self._stacks(rank).read_text() for rank in ranks}
             if all(texts.values()) and texts == before:
                 break
-        return {rank: text or "(it gave none)" for rank, text in texts.items()}
+        return {rank: _own_frames(text) or "(it gave none)" for rank, text in texts.items()}
 
     def close(self) -> None:
         """End the ranks."""
@@ -225,22 +222,30 @@ class Pool:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # if it had not come to lead a group yet
         for process in self._processes:
             process.join()
             process.close()
         self._folder.cleanup()
 
 
-def _out_of_step(outcomes: list[Outcome]) -> bool:
-    """Say whether some ranks issued collectives that others did not, so that the next ones would mismatch."""
-    counts: dict[Any, set[int]] = {}
-    for outcome in outcomes:
-        if outcome.kind != "raised":
-            return True
-        for ranks, count in outcome.issued.items():
-            counts.setdefault(ranks, set()).add(count)
-    return any(len(seen) > 1 for seen in counts.values())
+def _own_frames(stacks: str) -> str:
+    """Leave out of the stacks what is the pool's own: its threads, and the frames outside of the function."""
+    kept = []
+    for thread in stacks.strip().split("\n\n"):
+        lines = thread.splitlines()
+        own = [index for index, line in enumerate(lines) if f'"{worker.__file__}"' in line]
+        if not own or "in watch" not in lines[own[0]]:
+            kept.append("\n".join(lines[: own[0]] if own else lines))
+    return "\n\n".join(kept)
+
+
+def _out_of_step(outcomes: dict[int, Outcome]) -> bool:
+    """Say whether ranks of a group have issued different numbers of collectives, so that the next would mismatch."""
+    groups = {group for outcome in outcomes.values() for group in outcome.issued}
+    return any(len({outcomes[rank].issued.get(group) for rank in group}) > 1 for group in groups)
 
 
 def _report(what: str, problems: dict[int, str]) -> str:

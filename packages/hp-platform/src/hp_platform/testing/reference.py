@@ -36,7 +36,8 @@ def refer(function: Callable[..., Any]) -> Reference:
     name = getattr(function, "__qualname__", "")
     if not name.isidentifier():
         raise TypeError(
-            f"ranks find a function by its module and name, got {name or function!r}: define it at a module's top level."
+            f"ranks find a function by its module and name, got {name or function!r}: "
+            "define it at a module's top level."
         )
     module = sys.modules.get(function.__module__)
     return Reference(function.__module__, getattr(module, "__file__", None), name)

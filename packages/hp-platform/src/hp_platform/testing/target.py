@@ -36,9 +36,10 @@ def missing() -> str | None:
     kind = os.environ.get(_DEVICE, "cpu")
     if kind == "cpu":
         return None
-    import torch
+    from hp_platform.platform import get_platform
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type == kind:
+    platform = get_platform()
+    present = platform.devices.present()
+    if kind in present:
         return None
-    return f"--backend torch-{kind} needs a device of kind {kind!r}, and torch {torch.__version__} finds none here"
+    return f"--backend {platform.name}-{kind} needs a device of kind {kind}, this machine has: {', '.join(present)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+from hp_platform.platform import get_platform
 from hp_platform.testing.reference import Reference, resolve
 
 SEED = 0
@@ -60,26 +62,27 @@ class Outcome(NamedTuple):
     Attributes:
         kind: "returned", "raised" or "skipped".
         value: the pickled result, the traceback, or the reason.
-        issued: how many collectives the rank has issued in each of its groups.
+        issued: how many collectives the rank has issued so far in each of its groups, by the group's ranks.
     """
 
     kind: str
     value: Any
-    issued: dict[Any, int]
+    issued: dict[tuple[int, ...], int]
 
 
 def main(connection: Connection, start: Start) -> None:
     """Live as a rank; the target of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    os.setsid()  # Ctrl-C is the pool's to handle, and what a rank starts ends with it
     _die_with_parent()
-    stacks = open(start.stacks, "w")  # noqa: SIM115 (faulthandler keeps it)
+    stacks = open(start.stacks, "w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks)
     os.environ.clear()
     os.environ.update(start.environment)
     sys.path[:] = start.path
     try:
-        _join(connection, start)
+        framework = importlib.import_module(f"hp_platform.{get_platform().name}.ranks")
+        framework.join(start.rank, start.world_size, connection.send, connection.recv)
     except BaseException:
         connection.send(Outcome("raised", traceback.format_exc(), {}))
         os._exit(1)
@@ -88,8 +91,8 @@ def main(connection: Connection, start: Start) -> None:
         try:
             task = connection.recv()
         except EOFError:
-            os._exit(0)  # no clean-up: peers may be gone, and there is nothing to save
-        connection.send(_run(task))
+            os._exit(0)  # no clean-up: the peers may be gone, and there is nothing to save
+        connection.send(_run(task, framework))
 
 
 def _die_with_parent() -> None:
@@ -106,48 +109,19 @@ def _die_with_parent() -> None:
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
-def _join(connection: Connection, start: Start) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from hp_platform.platform import get_platform
-
-    torch.set_num_threads(1)  # ranks share the cores
-    platform = get_platform()
-    devices = platform.devices
-    if devices.kind == "cpu":
-        backend, present = None, start.world_size
-    else:
-        present = torch.accelerator.device_count()
-        devices.set_device(start.rank % present)
-        # nccl and hccl refuse two ranks on one device
-        backend = "gloo" if start.world_size > present else None
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    if start.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, start.world_size, is_master=True, wait_for_workers=False)
-        connection.send(store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", connection.recv(), start.world_size, is_master=False, wait_for_workers=False)
-    platform.groups.init_process_group(backend, store=store, rank=start.rank, world_size=start.world_size)
-    platform.collectives.barrier()
-
-
-def _run(task: Task) -> Outcome:
-    import torch
-
-    torch.manual_seed(SEED)
+def _run(task: Task, framework: Any) -> Outcome:
+    framework.seed(SEED)
     try:
         with _filtered(task.filters):
             function = resolve(task.function)
             args, kwargs = pickle.loads(task.arguments)
-            value = pickle.dumps(function(*args, **kwargs))
+            kind, value = "returned", pickle.dumps(function(*args, **kwargs))
     except BaseException as error:
         if type(error).__name__ == "Skipped":  # pytest.skip() in the body
-            return Outcome("skipped", str(error), {})
-        return Outcome("raised", _traceback(error), _issued())
-    return Outcome("returned", value, {})
+            kind, value = "skipped", str(error)
+        else:
+            kind, value = "raised", _traceback(error)
+    return Outcome(kind, value, framework.issued())
 
 
 @contextlib.contextmanager
@@ -169,13 +143,3 @@ def _traceback(error: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
-
-
-def _issued() -> dict[Any, int]:
-    from hp_platform.torch.groups import known_groups
-
-    counts = {}
-    for ranks, group in known_groups().items():
-        with contextlib.suppress(RuntimeError):
-            counts[ranks] = group._get_sequence_number_for_group()
-    return counts

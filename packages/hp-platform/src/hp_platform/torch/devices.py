@@ -18,15 +18,25 @@ VARIABLE = "HYPER_PARALLEL_DEVICE"
 class TorchDevices:
     """The kind of device that this process trains on."""
 
-    @cached_property
+    @property
     def kind(self) -> str:
-        """Name the kind: HYPER_PARALLEL_DEVICE, else the accelerator that is there, else "cpu"."""
+        """Name the kind: what HYPER_PARALLEL_DEVICE says, else the accelerator of this machine, else "cpu"."""
+        return self._kind
+
+    @cached_property
+    def _kind(self) -> str:
         wanted = os.environ.get(VARIABLE)
+        if wanted == "cpu":
+            return wanted
+        present = self.present()
+        if wanted and wanted not in present:
+            raise ValueError(f"{VARIABLE}={wanted!r}, but torch {torch.__version__} finds: {', '.join(present)}.")
+        return wanted or present[-1]
+
+    def present(self) -> tuple[str, ...]:
+        """List the kinds that this machine has: "cpu", and the accelerator's if there is one."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        present = "cpu" if accelerator is None else accelerator.type
-        if wanted and wanted not in ("cpu", present):
-            raise ValueError(f"{VARIABLE}={wanted!r}, but this process has: {', '.join(sorted({'cpu', present}))}.")
-        return wanted or present
+        return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
     @property
     def count(self) -> int:

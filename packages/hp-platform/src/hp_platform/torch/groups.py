@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+from hp_platform.torch.creation import create, forget
 from hp_platform.torch.devices import devices
 
 ProcessGroup = dist.ProcessGroup
@@ -24,7 +26,7 @@ def init_process_group(
     timeout: timedelta | None = None,
     world_size: int = -1,
     rank: int = -1,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     group_name: str = "",
     pg_options: Any | None = None,
     device_id: torch.device | int | None = None,
@@ -82,8 +84,11 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     Args:
         group: a group that was made here or by torch.
     """
+    global _world
     if group is None or group is dist.group.WORLD:
         _by_ranks.clear()
+        _world = None
+        forget()
     else:
         for key in [key for key, cached in _by_ranks.items() if cached is group]:
             del _by_ranks[key]
@@ -95,6 +100,7 @@ def _cache() -> dict[tuple[int, ...], ProcessGroup]:
     world = _default()
     if world is not _world:
         _by_ranks.clear()
+        forget()
         _by_ranks[tuple(range(world.size()))] = world
         _world = world
     return _by_ranks
@@ -137,7 +143,7 @@ def new_group(ranks: Sequence[int]) -> ProcessGroup:
     group = groups.get(key)
     if group is None:
         _check_ranks(key)
-        group = groups[key] = dist.new_group(list(key), use_local_synchronization=True)
+        group = groups[key] = create(key)
     return group
 
 
@@ -186,13 +192,7 @@ def split_group(
         key = tuple(sorted(members[index] for index in ranks))
         if rank in key:
             if key not in groups:
-                groups[key] = dist.new_group(
-                    list(key),
-                    timeout=timeout,
-                    pg_options=pg_options,
-                    group_desc=group_desc,
-                    use_local_synchronization=True,
-                )
+                groups[key] = create(key, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
             return groups[key]
     return None
 

@@ -1,0 +1,57 @@
+"""What a rank of the testing pool does with PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from hp_platform.torch import collectives, groups
+from hp_platform.torch.devices import devices
+
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+
+
+def join(rank: int, world_size: int, announce: Callable[[int], None], port: Callable[[], int]) -> None:
+    """Meet the other ranks of this machine and initialise the default group.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        announce: tells the other ranks the port that rank 0 listens on.
+        port: waits for what rank 0 announced.
+    """
+    torch.set_num_threads(1)  # ranks share the cores
+    devices.set_device(rank % devices.count)
+    # Two ranks on one device are more than nccl and hccl can do.
+    backend = "gloo" if world_size > devices.count else None
+    if sys.platform in _LOOPBACK:  # no look-up of the host's name, which is slow or fails on some machines
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        announce(store.port)
+    else:
+        store = TCPStore("127.0.0.1", port(), world_size, is_master=False, wait_for_workers=False)
+    groups.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    collectives.barrier()
+
+
+def seed(value: int) -> None:
+    """Seed every generator, without marking them as seeded by `manual_seed`."""
+    torch.manual_seed(value)
+
+
+def issued() -> dict[tuple[int, ...], int]:
+    """Count the collectives that this rank has issued in each of its groups."""
+    counts = {}
+    if dist.is_initialized():
+        for ranks, group in groups.known_groups().items():
+            with contextlib.suppress(RuntimeError):  # a backend that doesn't count
+                counts[ranks] = cast(Any, group)._get_sequence_number_for_group()
+    return counts
