@@ -103,9 +103,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Pyright on the sources of every package."""
+    """Pyright on the sources of every package; `-- packages/hp-fsdp/src` on those of one."""
     install(session, *PACKAGES, extras="[torch,test]", others=("pyright[nodejs]",))
-    session.run("pyright", *session.posargs)
+    session.run("pyright", *(session.posargs or SOURCES))
 
 
 @nox.session
