@@ -40,7 +40,8 @@ _is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[attr-defined]
 _accumulate_hooks = torch.Tensor._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
-_data_ptr = torch.Tensor.data_ptr
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
@@ -151,12 +152,15 @@ def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> No
             buckets.setdefault((leaf._spec.mesh, key[1], grad.dtype, grad.device), []).append((leaf, grad))
     with torch._C.DisableTorchFunctionSubclass():
         for (mesh, vary, _, _), entries in buckets.items():
-            flat = torch.cat([grad.reshape(-1) for _, grad in entries])
+            alone = len(entries) == 1
+            flat = entries[0][1] if alone else torch.cat([grad.reshape(-1) for _, grad in entries])
             whole = TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, flat.shape)
             flat = move(flat, grad_spec(whole, vary), whole)
-            for (leaf, _), piece in zip(entries, flat.split([grad.numel() for _, grad in entries]), strict=True):
-                piece = piece.view(leaf.shape)
-                leaf.grad = piece.clone() if leaf.grad is None else leaf.grad + piece
+            pieces = (flat,) if alone else flat.split([grad.numel() for _, grad in entries])
+            for (leaf, _), piece in zip(entries, pieces, strict=True):
+                have = _impl(_get_grad, (), (leaf,))
+                piece = piece if alone else piece.view_as(leaf).clone()
+                _impl(_set_grad, (), (leaf, piece if have is None else have + piece))
 
 
 def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
@@ -181,12 +185,11 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
     if src is dst:
         if vary is None or not grad:
             return x
-        if _impl(_is_leaf, (), (x,)):
-            shadow = x.__dict__.get("_shadows", _NONE).get(vary)
-            if shadow is None or shadow.data_ptr() != _impl(_data_ptr, (), (x,)):
-                shadow = _shadow(x, vary)
-            if shadow is not None:
-                return shadow
+        shadow = x.__dict__.get("_shadows", _NONE).get(vary)
+        if shadow is None and _impl(_is_leaf, (), (x,)):
+            shadow = _shadow(x, vary)
+        if shadow is not None:
+            return shadow
     found = recall(x, dst, vary)
     if found is not None:
         return found

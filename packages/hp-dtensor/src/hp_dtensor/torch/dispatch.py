@@ -118,10 +118,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             raise
         raise TypeError(f"{_name(func)}: an argument of a DTensor operation can't be hashed: {error}") from error
     if plan is None:
-        plan = _make(func, args, kwargs or {})
-        if len(_PLANS) > _LIMIT:
-            _PLANS.clear()
-        _PLANS[key] = plan
+        plan = plan_of(key, func, args, kwargs or {})
         if plan.hot and (not any(type(a) is float for a in args) or (len(args) == 2 and not kwargs)):
             short = [a._spec if type(a) is DTensor else float if type(a) is float else a for a in args]
             named = [(k, v._spec if type(v) is DTensor else float if type(v) is float else v) for k, v in (kwargs or {}).items()]
@@ -172,6 +169,15 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tuple(change(a, i == 0) for i, a in enumerate(args)), {k: change(v) for k, v in kwargs.items()}
 
 
+def plan_of(key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """A new plan, kept under ``key``."""
+    plan = _make(func, args, kwargs)
+    if len(_PLANS) > _LIMIT:
+        _PLANS.clear()
+    _PLANS[key] = plan
+    return plan
+
+
 def _make(func: Any, args: Any, kwargs: Any) -> Any:
     from hp_dtensor.torch.functions import BINDINGS
     from hp_dtensor.torch.plans import make_plan
@@ -204,7 +210,7 @@ def planned(func: Any, args: Any, kwargs: Any) -> Any:
         return planned(func, *_replicate_plain(func, args, kwargs))
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _PLANS[key] = _make(func, args, kwargs)
+        plan = plan_of(key, func, args, kwargs)
     return plan.run(args, kwargs)
 
 

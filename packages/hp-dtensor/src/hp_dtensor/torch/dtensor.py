@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh
@@ -70,6 +71,7 @@ class DTensor(torch.Tensor):
     """
 
     _spec: TensorSpec
+    is_nested = False
 
     # ---- making one ----
     @staticmethod
@@ -265,22 +267,30 @@ class DTensor(torch.Tensor):
             raise TypeError("data of a DTensor must be a DTensor: distribute_tensor(value, mesh, placements)")
         if isinstance(value, DTensor) and _enabled():
             self._spec = value._spec
+        self.__dict__.pop("_shadows", None)  # they are on the old memory
         _impl(_set_data, (), (self, value))
 
     def backward(self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:  # type: ignore[override]
         """As torch's. Without ``gradient`` the tensor must have one element; parts of a sum each get a one."""
         spec = self._spec
-        if gradient is None and len(spec.shape) and spec.shape != (1,) * len(spec.shape):
-            raise RuntimeError(f"grad can be implicitly created only for scalar outputs, this DTensor has shape {tuple(spec.shape)}")
-        if isinstance(gradient, DTensor):
-            gradient = local_view(redistribute(gradient, autograd.grad_spec(spec)))
-        local = self.to_local()
-        if gradient is None and autograd._backward_scale(spec, spec.with_placements([Replicate()] * spec.mesh.ndim)) != 1.0:
-            local = self.reduce_partial().to_local()
-        if inputs is not None:
+        if gradient is None:
+            if any(size != 1 for size in spec.shape):
+                raise RuntimeError(f"grad can be implicitly created only for scalar outputs, this DTensor has shape {tuple(spec.shape)}")
+            if any(placement.is_partial() and not placement.is_partial("sum") for placement in spec.placements):
+                return self.reduce_partial().backward(gradient, retain_graph, create_graph, inputs)
+            gradient = _impl(torch.ones_like, (), (self,))
+        elif isinstance(gradient, DTensor):
+            wanted = autograd.grad_spec(spec)
+            gradient = local_view(gradient if gradient._spec is wanted else redistribute(gradient, wanted))
+        elif tuple(gradient.shape) != tuple(_impl(_shape, (), (self,))):
+            raise RuntimeError(f"backward: gradient has shape {tuple(gradient.shape)}, the local part has {tuple(self.local_shape)}; pass a DTensor, or the local part")
+        if inputs is None:
+            inputs = ()
+        else:
             inputs = [inputs] if isinstance(inputs, T) else list(inputs)
-            inputs = [*inputs, *(shadow for x in inputs for _, shadow in autograd.shadows(x))]
-        torch.autograd.backward((local,), gradient, retain_graph, create_graph, inputs=inputs)
+            inputs = (*inputs, *(shadow for x in inputs for _, shadow in autograd.shadows(x)))
+        retain = create_graph if retain_graph is None else retain_graph
+        _engine_run_backward((self,), (gradient,), retain, create_graph, inputs, allow_unreachable=True, accumulate_grad=True)
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
         spec = autograd.grad_spec(self._spec)

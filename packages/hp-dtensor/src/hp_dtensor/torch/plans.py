@@ -110,10 +110,11 @@ class Plan:
         args = list(args)
         for path, target, vary in self.fixes:
             place = path[0]
-            if isinstance(place, str):
-                kwargs = {**kwargs, place: convert(kwargs[place], target, vary)}
-            elif len(path) == 1:
-                args[place] = convert(args[place], target, vary)
+            if len(path) == 1:
+                if type(place) is int:
+                    args[place] = convert(args[place], target, vary)
+                else:
+                    kwargs = {**kwargs, place: convert(kwargs[place], target, vary)}
             else:
                 items = list(args[place])
                 items[path[1]] = convert(items[path[1]], target, vary)

@@ -65,25 +65,6 @@ def _data(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # ---- autograd's functions ----
-def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = args[0] if args else kwargs["tensors"]
-    tensors = [tensors] if isinstance(tensors, T) else list(tensors)
-    gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-    gradients = [gradients] if isinstance(gradients, T) else list(gradients) if gradients is not None else [None] * len(tensors)
-    ready = []
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        if isinstance(gradient, DTensor) and isinstance(tensor, DTensor):
-            gradient = redistribute(gradient, autograd.grad_spec(tensor._spec))
-        ready.append(local_of(gradient) if gradient is not None else None)
-    others = dict(zip(("retain_graph", "create_graph", "grad_variables", "inputs"), args[2:], strict=False))
-    others |= {k: v for k, v in kwargs.items() if k not in ("tensors", "grad_tensors")}
-    inputs = others.get("inputs")
-    if inputs is not None:
-        inputs = [inputs] if isinstance(inputs, T) else list(inputs)
-        others["inputs"] = [*inputs, *(shadow for x in inputs for _, shadow in autograd.shadows(x))]
-    return torch.autograd.backward([local_of(tensor) for tensor in tensors], ready, **others)
-
-
 def _grad(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -263,6 +244,28 @@ def _set_item(func: Any, args: Any, kwargs: Any) -> Any:
     return _impl(func, (), (x, items, value))
 
 
+def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x[index]``: a short key for indices of ints, slices, None and ``...``."""
+    x, index = args
+    try:
+        key = [func, x._spec]
+        for item in index if type(index) is tuple else (index,):
+            kind = type(item)
+            if kind is slice:
+                key += (slice, item.start, item.stop, item.step)
+            elif kind is int or item is None or item is Ellipsis:
+                key.append(item)
+            else:
+                return dispatch.planned(func, args, kwargs)
+        key = tuple(key)
+        plan = dispatch._PLANS.get(key)
+    except (AttributeError, TypeError):  # a plain tensor indexed by DTensors, a tensor in a slice
+        return dispatch.planned(func, args, kwargs)
+    if plan is None:
+        plan = dispatch.plan_of(key, func, args, kwargs)
+    return plan.run(args, kwargs)
+
+
 def install() -> None:
     """Puts the handlers in place; called once, when hp_dtensor's torch side is imported."""
     table = dispatch._SPECIAL
@@ -294,8 +297,8 @@ def install() -> None:
                 table[getattr(place, name)] = _gathered
     table[torch.nn.functional.one_hot] = _gathered
     table[torch.linalg.vector_norm] = _vector_norm
+    table[T.__getitem__] = _get_item
     table[T.__setitem__] = _set_item
-    table[torch.autograd.backward] = _backward
     table[torch.autograd.grad] = _grad
     for name in "new_zeros new_ones new_empty new_full new_tensor".split():
         table[getattr(T, name)] = _new
