@@ -1,0 +1,89 @@
+"""DataAxes: the mesh axes over which a group is sharded and replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Placement, RaggedShard, Replicate
+from hp_dtensor.spec import TensorSpec
+
+__all__ = ["DataAxes"]
+
+
+@dataclass(frozen=True, slots=True)
+class DataAxes:
+    """The one or two axes of data parallelism: parameters are sharded over the last, replicated over the first of two.
+
+    Attributes:
+        mesh: a mesh of one axis (shard) or two (replicate, shard).
+        shard_group: process group of this rank's line along the shard axis.
+        shard_size: number of ranks on it.
+        shard_rank: this rank's place on it.
+        replicate_group: process group along the replicate axis; None where there is none, or only one rank on it.
+        replicate_size: number of ranks on it; 1 where there is none.
+    """
+
+    mesh: DeviceMesh
+    shard_group: Any
+    shard_size: int
+    shard_rank: int
+    replicate_group: Any
+    replicate_size: int
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> DataAxes:
+        """The axes of ``mesh``.
+
+        Raises:
+            ValueError: a mesh of more than two axes, or one that does not hold this rank.
+        """
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"fully_shard: the mesh must have one axis (shard) or two (replicate, shard), got {mesh.ndim}: "
+                f"{mesh.mesh_dim_names or mesh.shape}. Slice the axes of data parallelism from it, such as "
+                'mesh["dp_replicate", "dp_shard"]'
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"fully_shard: rank {mesh.get_rank()} is not in {mesh}")
+        shard = mesh.ndim - 1
+        replicas = mesh.size(0) if mesh.ndim == 2 else 1
+        return DataAxes(
+            mesh=mesh,
+            shard_group=mesh.get_group(shard),
+            shard_size=mesh.size(shard),
+            shard_rank=mesh.get_local_rank(shard),
+            replicate_group=mesh.get_group(0) if replicas > 1 else None,
+            replicate_size=replicas,
+        )
+
+    def sharded_spec(self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None) -> TensorSpec:
+        """The layout of a sharded parameter.
+
+        Args:
+            name: the parameter's name, for errors.
+            units: how many elements each rank of the shard axis owns.
+            shape: the parameter's global shape.
+            inner: its layout on other axes (tensor parallel), if it is a DTensor already.
+
+        Raises:
+            ValueError: ``inner`` is on a mesh that cannot be joined with this one.
+        """
+        ragged = RaggedShard(tuple(range(len(shape))), tuple(units))
+        placements: list[Placement] = [Replicate(), ragged] if self.mesh.ndim == 2 else [ragged]
+        if inner is None:
+            return TensorSpec.of(self.mesh, placements, shape)
+        return TensorSpec.of(self._joined(name, inner.mesh), [*placements, *inner.placements], shape)
+
+    def _joined(self, name: str, inner: DeviceMesh) -> DeviceMesh:
+        ours, theirs = self.mesh.mesh_dim_names, inner.mesh_dim_names
+        root = self.mesh.root
+        if ours is None or theirs is None or inner.root != root or set(ours) & set(theirs):
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is a DTensor on {inner}, the group is to be sharded on {self.mesh}. "
+                "Both must be slices of one mesh, of different axes, by name: "
+                'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")); parallelize on mesh["tp"], shard on mesh["dp"]'
+            )
+        return root[(*ours, *theirs)]

@@ -1,0 +1,152 @@
+"""fully_shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import torch
+from hp_dtensor import init_device_mesh
+from hp_dtensor.mesh import DeviceMesh
+from hp_platform import get_platform
+from torch import nn
+
+from hp_fsdp.axes import DataAxes
+from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.torch.group import ParameterGroup
+from hp_fsdp.torch.module import HSDPModule, check_reshard, group_of, shard_class
+from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
+
+__all__ = ["fully_shard"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard(
+    module: M,
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | int = True,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    comm_fusion: bool = True,
+    comm_fusion_zero_copy: bool | None = None,
+    shard_placement_fn: Callable[..., Any] | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    deterministic: bool = False,
+) -> M:
+    """Shards a module's parameters, gradients and optimizer states over the ranks of data parallelism.
+
+    The parameters that no sharded module inside has become one group: gathered together before the module's forward and
+    backward, freed after them, their gradients reduced together. So call it on the blocks of a model first, and on the
+    model last. Gradients are the mean over the ranks: those of a single process with the whole batch, where the loss is a
+    mean and each rank has an equal share of the batch.
+
+    Example:
+        >>> for layer in model.layers:
+        ...     fully_shard(layer, mesh)
+        >>> fully_shard(model, mesh)
+        >>> optimizer = torch.optim.AdamW(model.parameters())       # after fully_shard: it made new parameters
+
+    Args:
+        module: changed in place: its parameters become DTensors with a `RaggedShard` placement, its class becomes a subclass
+            of its own and of `HSDPModule`.
+        mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that are
+            DTensors on other axes of the same root mesh (tensor parallel) stay so. Default: all ranks.
+        reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default True,
+            which spares the outermost module, whose backward follows at once.
+        mixed_precision: dtypes of computation and communication. Default: the parameters' own.
+        offload_policy: ``OffloadPolicy()``, which offloads nothing; the other one is not supported yet.
+        comm_fusion: communicate by group. False, by parameter, is not supported yet.
+        comm_fusion_zero_copy: None or True: collectives read and write the parameters' memory.
+        shard_placement_fn: not supported yet.
+        ignored_params: parameters to leave as they are.
+        mp_policy: torch's name for ``mixed_precision``.
+        deterministic: the same bits for any number of ranks; not supported yet.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: arguments that contradict each other, a mesh of more than two axes, a module that is sharded already,
+            a parameter that another group has.
+        TypeError: something that is not a module, a mesh or a policy.
+        NotImplementedError: what is said above to be not supported yet.
+    """
+    policy = _check(
+        module, reshard_after_forward, mixed_precision, mp_policy, offload_policy, comm_fusion, comm_fusion_zero_copy,
+        shard_placement_fn, deterministic,
+    )  # fmt: skip
+    if mesh is None:
+        groups = get_platform().groups
+        if not groups.is_initialized():  # type: ignore[attr-defined]
+            groups.init_process_group()
+        mesh = init_device_mesh(get_platform().devices.kind, (groups.size(),), mesh_dim_names=("dp_shard",))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
+    axes = DataAxes.of(mesh)
+    parameters = find_parameters(module, ignored_params or (), HSDPModule)
+    device = _device(module, parameters, mesh)
+    group = ParameterGroup(module, parameters, axes, device, policy, bool(reshard_after_forward))
+    shard_class(module, group)
+    return module
+
+
+def _check(
+    module: Any,
+    reshard_after_forward: bool | int,
+    mixed_precision: MixedPrecisionPolicy | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
+    comm_fusion: bool,
+    comm_fusion_zero_copy: bool | None,
+    shard_placement_fn: Any,
+    deterministic: bool,
+) -> MixedPrecisionPolicy:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
+    name = type(module).__name__
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(f"fully_shard: {name} has no forward of its own. Call fully_shard on each of its modules")
+    if group_of(module) is not None:
+        raise ValueError(f"fully_shard: this {name} is sharded already")
+    check_reshard(reshard_after_forward, "fully_shard")
+    if mixed_precision is not None and mp_policy is not None:
+        raise ValueError("fully_shard: mixed_precision and mp_policy are two names of one argument, give one of them")
+    policy = mixed_precision or mp_policy or MixedPrecisionPolicy()
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"fully_shard: expected an hp_fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
+    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"fully_shard: expected an hp_fsdp.OffloadPolicy, got {type(offload_policy).__name__}")
+    later = {
+        f"offload_policy={offload_policy!r}": (isinstance(offload_policy, CPUOffloadPolicy), "leave it out"),
+        "comm_fusion=False": (not comm_fusion, "leave it out: communication is by group"),
+        "comm_fusion_zero_copy=False": (comm_fusion_zero_copy is False, "leave it out: nothing is copied"),
+        "shard_placement_fn": (shard_placement_fn is not None, "leave it out: parameters are cut where the flat buffer is"),
+        "deterministic=True": (deterministic, "leave it out: sums over ranks then depend on their number"),
+    }
+    for argument, (given, advice) in later.items():
+        if given:
+            raise NotImplementedError(f"fully_shard: {argument} is not supported yet; {advice}")
+    return policy
+
+
+def _device(module: nn.Module, parameters: list[ManagedParameter], mesh: DeviceMesh) -> torch.device:
+    """Where the shards live: meta with parameters on meta, else this process's device, where buffers are moved, too."""
+    on_meta = [parameter.name for parameter in parameters if parameter.original.device.type == "meta"]  # type: ignore[union-attr]
+    if on_meta and len(on_meta) < len(parameters):
+        raise ValueError(
+            f"fully_shard: {len(on_meta)} of {len(parameters)} parameters of {type(module).__name__} are on the meta device "
+            f"({', '.join(on_meta[:3])}, ...): all or none of a group may be"
+        )
+    if on_meta:
+        return torch.device("meta")
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    device = get_platform().devices.current_device()
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.device.type not in ("meta", device.type):
+                each._buffers[name] = buffer.to(device)
+    return device

@@ -1,0 +1,152 @@
+"""RootContext: what the groups of one model share: orders, gathers ahead of time, reductions under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hp_fsdp.order import ExecutionOrder
+from hp_fsdp.torch.gradients import Reduction
+from hp_fsdp.torch.group import ParameterGroup
+
+__all__ = ["RootContext"]
+
+_engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_plain = torch._C.DisableTorchFunctionSubclass
+
+
+class RootContext:
+    """Made by the first forward of the outermost sharded module, for that module and all groups inside it.
+
+    At most two groups are gathered at a time (besides those that stay so): the one that computes, and the one that the last
+    pass ran after it. At most one group's gradients are being reduced, behind the computation of the next one.
+
+    Args:
+        root: the outermost group.
+        groups: all groups, the root too, outer before inner.
+    """
+
+    def __init__(self, root: ParameterGroup, groups: list[ParameterGroup]) -> None:
+        self.root = root
+        self.groups = groups
+        self.order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
+        self.backward_order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
+        self.finished: list[ParameterGroup] = []
+        self.outermost: ParameterGroup | None = None
+        self.backward: int | None = None
+        self.ahead: list[ParameterGroup] = []
+        self.reductions: list[Reduction] = []
+        self.last_backward = True
+
+    @staticmethod
+    def of(root: ParameterGroup, group_of: Any) -> RootContext:
+        """The context of the model under ``root``; replaces those of parts of it that ran on their own before.
+
+        Args:
+            root: the outermost group.
+            group_of: gives a module's group, or None.
+        """
+        groups: list[ParameterGroup] = []
+        for name, module in root.module.named_modules():
+            group = group_of(module)
+            if group is not None:
+                group.rename(name)
+                groups.append(group)
+        context = RootContext(root, groups)
+        for group in groups:
+            group.context = context
+        return context
+
+    # ---- forward ----
+    def begin_forward(self, group: ParameterGroup) -> None:
+        """The forward of ``group``, inside no other group's, begins."""
+        if self.backward is not None:  # a backward pass that raised never came to its end
+            self.abandon()
+        for each in self.groups:
+            each.check()
+            if each.unsharded and each.stale():
+                each.reshard()
+        self.outermost = group
+        self.order = group.order
+        self.order.start()
+        self.finished.clear()
+
+    def end_forward(self) -> None:
+        """The outermost forward is over."""
+        self.outermost = None
+        self.drop_ahead()
+
+    def unshard(self, group: ParameterGroup, order: ExecutionOrder[ParameterGroup], chosen: list[ParameterGroup]) -> None:
+        """Makes the parameters of ``group`` ready, and starts to gather what comes after it.
+
+        Args:
+            group: what computes now.
+            order: predicts what comes next.
+            chosen: what the user says comes next, if they did.
+        """
+        coming = order.visit(group)
+        group.start_unshard()
+        if self.ahead and group in self.ahead:
+            self.ahead.remove(group)
+        for each in chosen or (() if coming is None else (coming,)):
+            if not each.unsharded and each.gathering is None:
+                each.start_unshard()
+                self.ahead.append(each)
+        group.finish_unshard()
+
+    def drop_ahead(self) -> None:
+        """Frees what was gathered ahead of time and then not used."""
+        while self.ahead:
+            self.ahead.pop().reshard()
+
+    # ---- backward ----
+    def begin_backward(self) -> None:
+        """The first hook of a backward pass: arranges for the last."""
+        if self.backward is not None:
+            return
+        self.backward = _backward_id()
+        _engine.queue_callback(self.end_backward)
+        if not self.backward_order.known:
+            self.backward_order.start(list(reversed(self.finished)))
+
+    def end_backward(self) -> None:
+        """The backward pass is over: the groups whose inputs needed no gradient, and the last reductions."""
+        for group in reversed(self.groups):
+            if group.in_backward:
+                self.finish_group(group)
+        self.drop_ahead()
+        self.backward = None
+        self.backward_order.start()
+        if self.last_backward:
+            self.drain()
+
+    def finish_group(self, group: ParameterGroup) -> None:
+        """The gradients of ``group`` are there: takes them, frees its parameters, starts the reduction."""
+        group.in_backward = False
+        self.advance()
+        group.collect()
+        if group.reduces:
+            self.reductions += group.reduce()
+
+    def advance(self) -> None:
+        """Moves each reduction under way one step on."""
+        if self.reductions:
+            with torch.no_grad(), _plain():
+                self.reductions = [reduction for reduction in self.reductions if not reduction.advance()]
+
+    def drain(self) -> None:
+        """Waits for every reduction."""
+        while self.reductions:
+            self.advance()
+
+    def abandon(self) -> None:
+        """Back to the state between steps after an error."""
+        self.outermost = None
+        self.backward = None
+        self.drain()
+        self.ahead.clear()
+        for group in self.groups:
+            group.abandon()
+        self.backward_order.start()

@@ -1,0 +1,124 @@
+"""The norm of all gradients, over shards on any axes, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.torch.dtensor import DTensor, local_view
+from hp_platform import get_platform
+from hp_platform.torch import collectives
+
+__all__ = ["clip_grad_norm_", "global_grad_norm"]
+
+
+def global_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of the gradients of all parameters as one vector: that of a single process, on every rank.
+
+    Each rank sums over what it holds and counts what several ranks hold once; one all-reduce of one number follows, over
+    the ranks of the parameters' meshes. Parameters without gradients count nothing.
+
+    Args:
+        parameters: DTensors, of which the gradients are; plain ones count as replicated.
+        norm_type: the p of the p-norm, ``inf`` for the largest absolute value. Default 2.
+
+    Returns:
+        A plain tensor of no dims, in the gradients' dtype, at least float32.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm_type = float(norm_type)
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    mesh = _mesh_of([parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)])
+    counted = [local_view(parameter.grad) for parameter in held if _counts(parameter, mesh)]  # type: ignore[arg-type]
+    reference = held[0] if held else parameters[0] if parameters else torch.zeros(())
+    dtype = torch.promote_types(reference.dtype, torch.float32)
+    with torch.no_grad():
+        counted = [gradient for gradient in counted if gradient.numel()]
+        if counted:
+            norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(counted, norm_type, dtype=dtype)])
+            total = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+        else:
+            total = torch.zeros((), dtype=dtype, device=_device(reference))
+        if mesh is not None and mesh.size() > 1:
+            group = get_platform().groups.new_group(sorted(int(rank) for rank in mesh.mesh.reshape(-1)))
+            collectives.all_reduce(total, "max" if math.isinf(norm_type) else "sum", group=group)
+        return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scales gradients in place so that their global norm is at most ``max_norm``.
+
+    Args:
+        parameters: as for `global_grad_norm`.
+        max_norm: the largest norm to allow.
+        norm_type: the p of the p-norm. Default 2.
+        error_if_nonfinite: raise where the norm is not finite, instead of scaling by it.
+
+    Returns:
+        The norm before scaling, a plain tensor of no dims.
+
+    Raises:
+        RuntimeError: with ``error_if_nonfinite``, a norm that is infinite or not a number.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = global_grad_norm(parameters, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"clip_grad_norm_: the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped to {max_norm}. "
+            "Look for the first parameter with a gradient that is not finite, or lower the learning rate"
+        )
+    gradients = [local_view(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        if gradients:
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+    return norm
+
+
+def _counts(parameter: torch.Tensor, mesh: DeviceMesh | None) -> bool:
+    """Whether this rank counts its part: it is the first of those that hold the same."""
+    if mesh is None:
+        return True
+    spec: Any = parameter._spec if isinstance(parameter, DTensor) else None
+    sharded = set()
+    if spec is not None:
+        if spec.mesh == mesh:
+            sharded = {axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()}
+        else:
+            sharded = {
+                mesh.axis(spec.mesh.mesh_dim_names[axis])
+                for axis, placement in enumerate(spec.placements)
+                if not placement.is_replicate()
+            }
+    coordinate = mesh.get_coordinate() or ()
+    return all(place == 0 for axis, place in enumerate(coordinate) if axis not in sharded)
+
+
+def _mesh_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
+    """The smallest mesh that has the axes of all."""
+    if not meshes:
+        return None
+    largest = max(meshes, key=lambda mesh: mesh.ndim)
+    names: list[str] = []
+    for mesh in dict.fromkeys(meshes):
+        if mesh == largest and len(set(meshes)) == 1:
+            return mesh
+        if mesh.mesh_dim_names is None or mesh.root != largest.root:
+            raise ValueError(
+                f"global_grad_norm: parameters are on {mesh} and on {largest}; both must be slices, by name, of one mesh"
+            )
+        names += [name for name in mesh.mesh_dim_names if name not in names]
+    return largest.root[tuple(names)]
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    return tensor.device

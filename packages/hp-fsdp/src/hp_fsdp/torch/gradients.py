@@ -1,0 +1,238 @@
+"""GradientBuffer: takes a bucket's gradients from autograd, reduces them over ranks, hands out the shards.
+
+Note [One copy of the gradients]
+    Autograd hands over each gradient as it computed it; one ``_foreach_copy_`` moves a bucket's into the flat buffer, with
+    the cast to the reduction's dtype. Giving autograd views of the buffer as ``.grad`` instead means that it must be
+    zeroed and added to: 230 us for 800,000 floats against 150 us for the copy, and no cast.
+
+Note [Missing gradients]
+    A parameter without a gradient on this rank may have one on another, so it takes part in the sum. What it adds is
+    *minus* zero: -0.0 + x is x for every x, and the sum of nothing but minus zeros is minus zero. So where the reduced
+    piece is all minus zero no rank had a gradient, and ``.grad`` stays None as in a single process, with no communication
+    about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hp_dtensor.torch.autograd import grad_spec, reduce_partial_grads
+from hp_dtensor.torch.dtensor import wrap
+from hp_platform.torch import collectives
+
+from hp_fsdp.axes import DataAxes
+from hp_fsdp.layout import FlatLayout
+from hp_fsdp.torch.parameter import ManagedParameter
+
+__all__ = ["GradientBuffer", "Reduction"]
+
+_plain = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+class GradientBuffer:
+    """Gradients of a bucket's unsharded parameters in one flat buffer, which has memory only while it holds some.
+
+    Args:
+        parameters: the bucket's, with their unsharded tensors.
+        layout: where they lie.
+        axes: the axes of data parallelism.
+        dtype: of the sharded gradients.
+        reduce_dtype: of the buffer.
+        device: of the buffer.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        layout: FlatLayout,
+        axes: DataAxes,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.parameters = parameters
+        self.layout = layout
+        self.axes = axes
+        self.dtype = dtype
+        self.reduce_dtype = reduce_dtype
+        self.alone = axes.shard_size * axes.replicate_size == 1
+        self.sizes, self.runs = layout.splits(axes.shard_rank)
+        self.specs = [grad_spec(parameter.sharded._spec) for parameter in parameters]
+        # Replicated on an inner axis but used where the result varies: their gradients may wait to be summed there.
+        self.replicated = [
+            parameter.unsharded
+            for parameter in parameters
+            if parameter.inner is not None and any(placement.is_replicate() for placement in parameter.inner.placements)
+        ]
+        self.filled: set[int] = set()
+        self.accumulated: torch.Tensor | None = None
+        if not self.alone:
+            self.buffer = torch.empty(layout.total, dtype=reduce_dtype, device=device)
+            self.views = [
+                self.buffer[offset : offset + parameter.numel].view(parameter.shape)
+                for parameter, offset in zip(parameters, layout.offsets)
+            ]
+            self.storage = self.buffer.untyped_storage()
+            self.bytes = self.storage.nbytes()
+            self.storage.resize_(0)
+
+    def collect(self) -> None:
+        """Takes the gradients that autograd left on the unsharded parameters into the buffer."""
+        if self.replicated:
+            reduce_partial_grads(self.replicated)
+        if self.alone:
+            return
+        copied: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        for index, parameter in enumerate(self.parameters):
+            unsharded = parameter.unsharded
+            gradient = _get_grad(unsharded)
+            if gradient is None:
+                continue
+            _set_grad(unsharded, None)
+            if index in self.filled:
+                added.append(gradient)
+                sums.append(self.views[index])
+            else:
+                copied.append(gradient)
+                copies.append(self.views[index])
+                if not self.filled:
+                    self.storage.resize_(self.bytes)
+                self.filled.add(index)
+        if copied:
+            torch._foreach_copy_(copies, copied)
+        if added:
+            torch._foreach_add_(sums, added)
+
+    def reduce(self, op: str, *, over_replicas: bool) -> Reduction | None:
+        """Starts the reduction of what was collected; None where there is nothing or nobody to reduce with.
+
+        Args:
+            op: ``"avg"`` or ``"sum"``.
+            over_replicas: on two axes, all-reduce the shards, too; else they wait for a later call that does.
+        """
+        if self.alone:
+            self._hand_out_alone()
+            return None
+        if not self.filled:
+            return None
+        missing = []
+        for index, parameter in enumerate(self.parameters):
+            if index not in self.filled:
+                self.views[index].fill_(-0.0)
+                if parameter.trains:
+                    missing.append(index)
+        self.filled.clear()
+        return Reduction(self, missing, op, over_replicas)
+
+    def release(self) -> None:
+        """Drops what was collected."""
+        if not self.alone:
+            self.filled.clear()
+            self.accumulated = None
+            self.storage.resize_(0)
+
+    def hand_out(self, reduced: torch.Tensor, missing: Sequence[int]) -> None:
+        """Gives the sharded parameters their gradients, or adds to those that they have.
+
+        Args:
+            reduced: this rank's piece.
+            missing: parameters that had no gradient on this rank.
+        """
+        if reduced.dtype is not self.dtype:
+            reduced = reduced.to(self.dtype)
+        runs = reduced.split_with_sizes(self.sizes)
+        pieces: list[torch.Tensor | None] = [runs[run] for run in self.runs]
+        for index in missing:
+            piece = runs[self.runs[index]]
+            if not piece.any() and bool(piece.signbit().all()):  # see Note [Missing gradients]
+                pieces[index] = None
+        self._assign(pieces)
+
+    def _hand_out_alone(self) -> None:
+        pieces: list[torch.Tensor | None] = []
+        for parameter in self.parameters:
+            gradient = _get_grad(parameter.unsharded)
+            if gradient is not None:
+                _set_grad(parameter.unsharded, None)
+                gradient = gradient.reshape(-1).detach().to(self.dtype)
+            pieces.append(gradient)
+        self._assign(pieces)
+
+    def _assign(self, pieces: Sequence[torch.Tensor | None]) -> None:
+        sums: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        for parameter, piece, spec in zip(self.parameters, pieces, self.specs):
+            if piece is None or not parameter.trains:
+                continue
+            sharded = parameter.sharded
+            have = _get_grad(sharded)
+            if have is None:
+                _set_grad(sharded, wrap(piece, spec))
+            else:
+                sums.append(have)
+                added.append(piece)
+        if sums:
+            torch._foreach_add_(sums, added)
+        for parameter, piece in zip(self.parameters, pieces):
+            if piece is not None and parameter.sharded._post_accumulate_grad_hooks:
+                with torch._C._EnableTorchFunction():
+                    for hook in parameter.sharded._post_accumulate_grad_hooks.values():
+                        hook(parameter.sharded)
+
+
+class Reduction:
+    """A bucket's reduction under way: a reduce-scatter, then on two axes an all-reduce of the piece.
+
+    Args:
+        gradients: the buffer to reduce.
+        missing: parameters that had no gradient on this rank.
+        op: ``"avg"`` or ``"sum"``.
+        over_replicas: see `GradientBuffer.reduce`.
+    """
+
+    __slots__ = ("gradients", "handle", "missing", "op", "piece", "replicas", "scattered")
+
+    def __init__(self, gradients: GradientBuffer, missing: list[int], op: str, over_replicas: bool) -> None:
+        self.gradients = gradients
+        self.missing = missing
+        self.op = op
+        self.replicas = over_replicas
+        self.scattered = False
+        buffer = gradients.buffer
+        axes = gradients.axes
+        if axes.shard_size == 1:
+            self.piece = buffer.clone()
+            self.handle = None
+            return
+        self.piece = torch.empty(gradients.layout.piece, dtype=buffer.dtype, device=buffer.device)
+        self.handle: Any = collectives.reduce_scatter(self.piece, buffer, op, group=axes.shard_group, async_op=True)
+
+    def advance(self) -> bool:
+        """Waits for the collective under way and starts the next one; True when the gradients are handed out."""
+        if self.handle is not None:
+            self.handle.wait()
+        gradients = self.gradients
+        if not self.scattered:
+            self.scattered = True
+            if not gradients.filled:
+                gradients.storage.resize_(0)
+            group = gradients.axes.replicate_group
+            if group is not None:
+                if gradients.accumulated is not None:
+                    self.piece += gradients.accumulated
+                    gradients.accumulated = None
+                if not self.replicas:
+                    gradients.accumulated = self.piece
+                    return True
+                self.handle = collectives.all_reduce(self.piece, self.op, group=group, async_op=True)
+                return False
+        gradients.hand_out(self.piece, self.missing)
+        return True
+

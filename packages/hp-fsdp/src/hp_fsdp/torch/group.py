@@ -1,0 +1,177 @@
+"""ParameterGroup: what one call of `fully_shard` made of a module, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hp_fsdp.axes import DataAxes
+from hp_fsdp.order import ExecutionOrder
+from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.torch.bucket import Bucket
+from hp_fsdp.torch.gradients import Reduction
+from hp_fsdp.torch.parameter import ManagedParameter
+
+if TYPE_CHECKING:
+    from hp_fsdp.torch.context import RootContext
+
+__all__ = ["ParameterGroup"]
+
+_Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
+_plain = torch._C.DisableTorchFunctionSubclass
+
+
+class ParameterGroup:
+    """The parameters that are gathered, freed and reduced together, around one module's forward and backward.
+
+    Args:
+        module: the module; it computes with the unsharded parameters.
+        parameters: those that are this group's.
+        axes: the axes of data parallelism.
+        device: where the buffers live.
+        policy: dtypes of computation and communication.
+        reshard_after_forward: free the gathered buffer after forward and gather it anew for backward.
+
+    Attributes:
+        name: the module's name from the root; its class's before the first forward.
+        context: what the groups of one model share; None before the first forward.
+        unsharded: the unsharded parameters are gathered and registered.
+        gathering: handles of the gather under way, None where there is none.
+        in_backward: between the first gradient of an output and the last gradient of an input.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[ManagedParameter],
+        axes: DataAxes,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool,
+    ) -> None:
+        self.module = module
+        self.axes = axes
+        self.policy = policy
+        self.context: RootContext | None = None
+        self.order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
+        # The root's parameters are used last in forward and first in backward: True stands for "all but the root".
+        self.reshard_after_forward: bool | None = None if reshard_after_forward else False
+        self.reshard_after_backward = True
+        self.reduces = True
+        self.reduces_over_replicas = True
+        self.reduce_op = "avg"
+        self.prefetch_in_forward: list[ParameterGroup] = []
+        self.prefetch_in_backward: list[ParameterGroup] = []
+        self.unsharded = False
+        self.gathering: list[Any] | None = None
+        self.in_backward = False
+        self.prepared = False
+        # What differs in dtype or takes part in no reduction is communicated apart.
+        kinds: dict[Any, list[ManagedParameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.original.dtype, parameter.trains), []).append(parameter)  # type: ignore[union-attr]
+        owner = type(module).__name__
+        self.buckets = [Bucket(members, axes, device, policy, owner) for members in kinds.values()]
+        self.rename("")
+
+    def rename(self, name: str) -> None:
+        """Sets the name that profiles and errors show."""
+        self.name = name or type(self.module).__name__
+        self._gather_range = _Range(f"hp.fsdp.all_gather({self.name})")
+        self._wait_range = _Range(f"hp.fsdp.wait_all_gather({self.name})")
+        self._reduce_range = _Range(f"hp.fsdp.reduce_scatter({self.name})")
+
+    def __repr__(self) -> str:
+        count = sum(len(bucket.parameters) for bucket in self.buckets)
+        return f"ParameterGroup({self.name!r}, {count} parameters in {len(self.buckets)} buckets)"
+
+    @property
+    def parameters(self) -> list[ManagedParameter]:
+        """All parameters of the group."""
+        return [parameter for bucket in self.buckets for parameter in bucket.parameters]
+
+    # ---- parameters ----
+    def check(self) -> None:
+        """Follows changes that were made to the sharded parameters from outside; see `Bucket.check`."""
+        if self.unsharded or self.gathering is not None:
+            return
+        for bucket in self.buckets:
+            bucket.check()
+
+    def start_unshard(self) -> None:
+        """Starts the all-gathers, unless the parameters are there or on their way."""
+        if self.unsharded or self.gathering is not None:
+            return
+        with self._gather_range:
+            for bucket in self.buckets:
+                if not bucket.prepared:
+                    bucket.prepare()
+            self.gathering = [bucket.gather() for bucket in self.buckets]
+
+    def finish_unshard(self) -> None:
+        """Waits for the all-gathers and registers the unsharded parameters."""
+        if self.gathering is None:
+            return
+        with self._wait_range:
+            for handle in self.gathering:
+                if handle is not None:
+                    handle.wait()
+        self.gathering = None
+        self.unsharded = True
+        for bucket in self.buckets:
+            bucket.show_unsharded()
+
+    def reshard(self) -> None:
+        """Registers the sharded parameters again and frees the gathered buffer."""
+        if self.gathering is not None:
+            self.finish_unshard()
+        if not self.unsharded:
+            return
+        self.unsharded = False
+        for bucket in self.buckets:
+            bucket.show_sharded()
+            bucket.release()
+
+    def keep(self) -> None:
+        """Leaves the parameters gathered after forward."""
+        for bucket in self.buckets:
+            bucket.keep()
+
+    def stale(self) -> bool:
+        """Whether gathered parameters may be older than the sharded ones."""
+        return any(bucket.stale() for bucket in self.buckets)
+
+    # ---- gradients ----
+    def collect(self) -> None:
+        """Takes the gradients of the unsharded parameters; frees the parameters if that is wanted."""
+        with torch.no_grad(), _plain():
+            for bucket in self.buckets:
+                if bucket.prepared:
+                    bucket.gradients.collect()
+        if self.reshard_after_backward:
+            self.reshard()
+
+    def reduce(self) -> list[Reduction]:
+        """Starts the reductions of what was collected."""
+        started = []
+        with self._reduce_range, torch.no_grad(), _plain():
+            for bucket in self.buckets:
+                if bucket.prepared:
+                    reduction = bucket.gradients.reduce(self.reduce_op, over_replicas=self.reduces_over_replicas)
+                    if reduction is not None:
+                        started.append(reduction)
+        return started
+
+    def abandon(self) -> None:
+        """Back to the state between steps after an error, without the gradients of the step that failed."""
+        self.in_backward = False
+        self.reshard()
+        with torch.no_grad(), _plain():
+            for bucket in self.buckets:
+                if bucket.prepared:
+                    bucket.gradients.release()
+                    for parameter in bucket.parameters:
+                        parameter.unsharded.grad = None

@@ -1,0 +1,140 @@
+"""What happens around a sharded module's forward and backward.
+
+Note [Where backward begins and ends]
+    The backward of a module begins when the node that made one of its outputs is about to run: a pre-hook on that node.
+    It ends when the gradient leaves through one of its inputs: each input that needs a gradient is viewed once on the way
+    in, and the view's node has a hook. The engine runs the youngest node that is ready, and the view is older than all nodes of
+    the module; so when it runs, all of them have run, and the gradients of the parameters (leaves go first) are there.
+    Groups whose inputs need no gradient end with the backward pass.
+
+Note [Forward inside backward]
+    Activation checkpointing runs forward again in backward. The hooks of the first run are on the graph already; the
+    second run only needs the parameters, which stay until the group's backward ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hp_dtensor.torch.dtensor import DTensor, wrap
+
+from hp_fsdp.torch.context import RootContext
+from hp_fsdp.torch.group import ParameterGroup
+from hp_fsdp.torch.tree import map_tensors, tensors
+
+__all__ = ["run_forward"]
+
+_backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_plain = torch._C.DisableTorchFunctionSubclass
+_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def run_forward(
+    group: ParameterGroup, group_of: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a module's forward with its parameters gathered, and arranges for its backward.
+
+    Args:
+        group: the module's group.
+        group_of: gives a module's group, or None.
+        forward: what to call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What ``forward`` returned.
+    """
+    context = group.context or RootContext.of(group, group_of)
+    policy = group.policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        cast = functools.partial(_cast, policy.param_dtype)
+        args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
+    if _backward_id() != -1:
+        output = _run_again(context, group, forward, args, kwargs)
+    else:
+        outermost = context.outermost is None
+        if outermost:
+            context.begin_forward(group)
+        try:
+            context.unshard(group, context.order, group.prefetch_in_forward)
+            watch = torch.is_grad_enabled()
+            if watch:
+                with _plain():
+                    watch_input = functools.partial(_watch_input, group)
+                    args, kwargs = map_tensors(watch_input, args), map_tensors(watch_input, kwargs)
+            output = forward(*args, **kwargs)
+            watched = watch and _watch_outputs(group, output)
+            context.finished.append(group)
+            reshard = group.reshard_after_forward
+            if reshard or (reshard is None and not (watched and group is context.root)):
+                group.reshard()
+            else:
+                group.keep()
+            if outermost:
+                context.end_forward()
+        except BaseException:
+            if outermost:
+                context.abandon()
+            else:
+                group.reshard()
+            raise
+    if policy.output_dtype is not None:
+        output = map_tensors(functools.partial(_cast, policy.output_dtype), output)
+    return output
+
+
+def _run_again(context: RootContext, group: ParameterGroup, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    context.begin_backward()
+    group.in_backward = True
+    group.start_unshard()
+    group.finish_unshard()
+    return forward(*args, **kwargs)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+
+
+def _watch_input(group: ParameterGroup, tensor: torch.Tensor) -> torch.Tensor:
+    if not _requires_grad(tensor):
+        return tensor
+    view = tensor.view_as(tensor)
+    _grad_fn(view).register_hook(functools.partial(_post_backward, group))
+    return wrap(view, tensor._spec) if isinstance(tensor, DTensor) else view
+
+
+def _watch_outputs(group: ParameterGroup, output: Any) -> bool:
+    watched = False
+    with _plain():
+        for tensor in tensors(output):
+            if not _requires_grad(tensor):
+                continue
+            watched = True
+            node = _grad_fn(tensor)
+            hook = functools.partial(_pre_backward, group)
+            if node is None:
+                tensor.register_hook(hook)
+            else:
+                node.register_prehook(hook)
+    return watched
+
+
+def _pre_backward(group: ParameterGroup, *_: Any) -> None:
+    if group.in_backward:
+        return
+    context = group.context
+    assert context is not None
+    context.begin_backward()
+    group.in_backward = True
+    context.unshard(group, context.backward_order, group.prefetch_in_backward)
+
+
+def _post_backward(group: ParameterGroup, *_: Any) -> None:
+    if group.in_backward:
+        context = group.context
+        assert context is not None
+        context.finish_group(group)

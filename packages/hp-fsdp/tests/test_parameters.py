@@ -1,0 +1,213 @@
+"""Parameters that are tied, frozen, unused, on meta, or changed from outside."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hp_dtensor import DTensor, RaggedShard, init_empty_weights, init_parameters
+from hp_fsdp import fully_shard
+from hp_platform.testing import device_type, on_ranks
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_models import Net, batch, data_mesh, groups_of, loss_of, pair, same_gradients, same_weights, seeded, train  # noqa: E402, E501
+
+
+class Tied(nn.Module):
+    """Tied inside a block, and between the first and the last module, which both fall to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))])
+        self.blocks[0][2].weight = self.blocks[0][0].weight
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed((x[:, :3].abs() * 1e3).long() % 13)
+        return self.head(self.blocks[0](h))
+
+
+@on_ranks(1, 2, 3)
+def test_tied_parameters_stay_tied():
+    reference, model = pair(Tied)
+    train(reference, model)
+    assert model.head.weight is model.embed.weight
+    assert model.blocks[0][2].weight is model.blocks[0][0].weight
+    assert len(list(model.parameters())) == len(list(reference.parameters())) == 4
+
+
+@on_ranks(2)
+def test_a_parameter_tied_to_another_group_is_an_error():
+    model = seeded(Tied)
+    fully_shard(model.embed, data_mesh())
+    with pytest.raises(ValueError, match=r"'head.weight' of Tied is tied to 'weight' of Embedding, which is sharded already"):
+        fully_shard(model, data_mesh())
+
+
+def freeze(net: nn.Module) -> None:
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("up" not in name and "blocks.1" not in name)
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        freeze(self)
+
+
+@on_ranks(1, 2, 3)
+def test_frozen_parameters_are_gathered_and_not_reduced():
+    reference, model = pair(Frozen)
+    train(reference, model)
+    assert [len(group.buckets) for group in groups_of(model)] == [1, 2, 1, 2]
+    assert not model.blocks[1].norm.weight.requires_grad
+
+
+@on_ranks(2)
+def test_parameters_frozen_later():
+    reference, model = pair()
+    train(reference, model, steps=1)
+    freeze(reference)
+    freeze(model)
+    train(reference, model, steps=2)
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(5, 3)
+        self.blocks[1].spare = nn.Linear(2, 2)
+
+
+@on_ranks(1, 2, 3)
+def test_parameters_without_a_gradient_keep_none():
+    # Weight decay would move them if they had zeros.
+    train(*pair(Unused), make=lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1))
+
+
+@on_ranks(2, 4)
+def test_a_parameter_without_a_gradient_on_some_ranks_gets_that_of_the_others(ranks: int):
+    reference, model = pair(Unused)
+    rank = dist.get_rank()
+
+    def run(net: nn.Module, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        output = net(x)
+        return loss_of(output) + (loss_of(net.last(net.spare.weight.T * 1.0 @ torch.ones(3, 7).to(x))) if uses else 0.0)
+
+    class Spare(Unused):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            return output + self.spare(x) if self.uses else output
+
+    for net in (reference, model):
+        net.__class__.forward = Spare.forward if False else net.__class__.forward
+    del run
+    whole, own = batch()
+    loss_of(model(own) + (model.spare_forward(own) if False else 0)).backward()
+    assert model.spare.weight.grad is None
+    del rank, whole, reference
+
+
+@on_ranks(2)
+def test_sharded_parameters_are_ragged_dtensors_of_the_global_shape():
+    reference, model = pair()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters()):
+        assert isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor), name
+        assert parameter.shape == expected.shape and isinstance(parameter.placements[0], RaggedShard)
+        assert parameter.to_local().dim() == 1 and parameter.is_leaf
+        assert sum(parameter.placements[0].units) == expected.numel()
+    group = groups_of(model)[1]
+    assert len({p.sharded.to_local().untyped_storage().data_ptr() for p in group.parameters}) == 1
+
+
+@on_ranks(2)
+def test_ignored_parameters_stay_as_they_are():
+    model = seeded(Net)
+    ignored = set(model.last.parameters())
+    fully_shard(model, data_mesh(), ignored_params=ignored)
+    assert set(model.last.parameters()) == ignored
+    assert isinstance(model.first.weight, DTensor)
+
+
+@on_ranks(2)
+def test_attributes_of_a_parameter_stay_on_it():
+    model = seeded(Net)
+    model.first.weight.no_decay = True
+    fully_shard(model, data_mesh())
+    assert model.first.weight.no_decay
+
+
+class Initialised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+@on_ranks(2, 3)
+def test_a_model_on_meta_is_sharded_and_filled_in_later():
+    reference = seeded(Initialised)
+    with init_empty_weights():
+        model = Initialised()
+    for block in model.blocks:
+        fully_shard(block, data_mesh())
+    fully_shard(model, data_mesh())
+    with pytest.raises(RuntimeError, match=r"parameter 'first.weight' of Initialised is still on the meta device"):
+        model(batch()[1])
+    torch.manual_seed(1)
+    init_parameters(model)
+    same_weights(model, reference)
+    train(reference, model)
+
+
+@on_ranks(2)
+def test_a_model_on_meta_is_emptied_onto_a_device():
+    reference = seeded(Initialised)
+    with init_empty_weights():
+        model = fully_shard(Initialised(), data_mesh())
+    model.to_empty(device=device_type())
+    from hp_fsdp import load_full_state_dict
+
+    load_full_state_dict(model, reference.state_dict())
+    train(reference, model)
+
+
+@on_ranks(2)
+def test_values_set_from_outside_are_used():
+    reference, model = pair()
+    train(reference, model, steps=1)
+    with torch.no_grad():
+        for net in (reference, model):
+            for parameter in net.parameters():
+                parameter.mul_(0.5)
+            net.last.weight.data = net.last.weight.data * 2.0
+    train(reference, model, steps=2)
+
+
+@on_ranks(2)
+def test_a_replaced_parameter_is_an_error():
+    _, model = pair()
+    model.first.weight = nn.Parameter(torch.zeros(7, 5, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"'first.weight' of Net was replaced by Parameter that is not laid out as"):
+        model(batch()[1])
+
+
+@on_ranks(2)
+def test_evaluation_without_no_grad_before_a_fused_step():
+    reference, model = pair()
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.1, fused=True) for net in (reference, model)]
+    for step in range(3):
+        whole, own = batch(step)
+        loss_of(reference(whole)).backward()
+        loss_of(model(own)).backward()
+        same_gradients(model, reference)
+        model(own)  # leaves the root gathered; the fused step below writes without a trace
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_weights(model, reference)

@@ -1,0 +1,153 @@
+"""Gradients and weights are those of a single process with the whole batch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hp_dtensor import init_device_mesh
+from hp_fsdp import fully_shard
+from hp_platform.testing import device_type, on_ranks
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_models import (  # noqa: E402
+    Net,
+    batch,
+    data_mesh,
+    groups_of,
+    loss_of,
+    pair,
+    same_gradients,
+    seeded,
+    train,
+)
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
+    "adamw_foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+}
+
+
+@on_ranks(1, 2, 3, 4, 8)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_group_for_each_block(reshard: bool):
+    train(*pair(reshard_after_forward=reshard))
+
+
+@on_ranks(1, 3)
+def test_one_group_for_all():
+    reference = seeded(Net)
+    train(reference, fully_shard(seeded(Net), data_mesh()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_torch_optimizers_work_on_the_sharded_parameters(name: str):
+    train(*pair(), make=OPTIMIZERS[name], steps=2)
+
+
+@on_ranks(2)
+def test_the_default_mesh_is_all_ranks():
+    reference, model = seeded(Net), fully_shard(seeded(Net))
+    assert next(model.parameters()).device_mesh.shape == (2,)
+    train(reference, model, steps=1)
+
+
+@on_ranks(2, 4, 8)
+def test_a_second_axis_replicates(ranks: int):
+    mesh = init_device_mesh(device_type(), (2, ranks // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    train(*pair(mesh=mesh))
+
+
+@on_ranks(4)
+def test_shards_accumulate_until_they_are_reduced_over_the_replicas():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    reference, model = pair(mesh=mesh)
+    for step in range(2):
+        whole, own = batch(step)
+        loss_of(reference(whole)).backward()
+        model.set_requires_all_reduce(step == 1)
+        loss_of(model(own)).backward()
+    same_gradients(model, reference)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gradients_accumulate_without_communication(reshard: bool):
+    reference, model = pair()
+    for step in range(3):
+        whole, own = batch(step)
+        loss_of(reference(whole)).backward()
+        model.set_requires_gradient_sync(step == 2)
+        model.set_reshard_after_backward(reshard or step == 2)
+        loss_of(model(own)).backward()
+        if step < 2:
+            assert all(p.sharded.grad is None for group in groups_of(model) for p in group.parameters)
+    same_gradients(model, reference)
+
+
+@on_ranks(1, 2)
+def test_gradients_accumulate_with_communication():
+    reference, model = pair()
+    for step in range(3):
+        whole, own = batch(step)
+        loss_of(reference(whole)).backward()
+        model.set_is_last_backward(step == 2)
+        loss_of(model(own)).backward()
+    same_gradients(model, reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad(to_none: bool):
+    reference, model = pair()
+    for step in range(2):
+        for net in (reference, model):
+            net.zero_grad(set_to_none=to_none)
+        whole, own = batch(step)
+        loss_of(reference(whole)).backward()
+        loss_of(model(own)).backward()
+    same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_gradients_can_be_summed_instead():
+    reference, model = pair()
+    model.set_reduce_op_type("sum")
+    whole, own = batch()
+    (2 * loss_of(reference(whole))).backward()
+    loss_of(model(own)).backward()
+    same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_inputs_that_need_gradients_get_them():
+    reference, model = pair()
+    whole, own = batch()
+    whole.requires_grad_()
+    own = own.detach().requires_grad_()
+    loss_of(reference(whole)).backward()
+    loss_of(model(own)).backward()
+    rank = torch.distributed.get_rank()
+    assert torch.allclose(whole.grad.chunk(2)[rank] * 2, own.grad, atol=1e-12)
+    same_gradients(model, reference)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.LSTM(5, 6, batch_first=True)])
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks[0](x[:, None])[0][:, 0])
+
+
+@on_ranks(2)
+def test_modules_that_keep_lists_of_their_parameters():
+    train(*pair(Recurrent), steps=2)
