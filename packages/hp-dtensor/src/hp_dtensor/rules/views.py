@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hp_dtensor.placements import Placement, Replicate, Shard, StridedShard
+from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
 
 __all__ = ["view_placements"]
 
@@ -52,6 +52,10 @@ def view_placements(
                 target = None  # two cuts meet in one dim of the result
             operand.append(placement if target is not None else Replicate())
             out.append(target if target is not None else Replicate())
+        elif isinstance(placement, RaggedShard):  # a run of all elements stays that run
+            whole = placement.dims == tuple(range(len(shape))) and len(result) > 0
+            operand.append(placement if whole else Replicate())
+            out.append(RaggedShard(tuple(range(len(result))), placement.units) if whole else Replicate())
         else:
             operand.append(placement)
             out.append(placement)

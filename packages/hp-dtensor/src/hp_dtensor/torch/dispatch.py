@@ -183,6 +183,8 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
     from hp_dtensor.torch.plans import make_plan
 
     binding = BINDINGS.get(func)
+    if kwargs.get("out") is not None:
+        raise NotImplementedError(f"{_name(func)}: out= is not supported with DTensors; use the returned tensor, or copy_ it")
     if binding is None:
         shown = ", ".join(f"{tuple(t.shape)} {t._spec.placements}" for t in _tensors(args, kwargs) if type(t) is DTensor)
         raise NotImplementedError(
