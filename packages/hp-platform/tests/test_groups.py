@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import hp_platform
 from hp_platform import get_platform
-from hp_platform.testing import device_type, on_ranks
+from hp_platform.testing import close_pools, device_type, on_ranks, run_ranks
 
 
 @on_ranks(1, 2, 3, 4)
@@ -151,3 +154,28 @@ def test_members_may_be_in_different_numbers_of_groups():
             dist.all_reduce(tensor, group=group)  # torch knows the group, too
             assert dist.get_rank(group) == members.index(rank)
             assert dist.get_process_group_ranks(group) == members
+
+
+def join_by_environment(port: int) -> tuple[int, bool]:
+    """Leave the pool's default group for one of torchrun's environment."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = get_platform().groups
+    before = groups.new_group([rank])
+    hp_platform.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    hp_platform.init_process_group()
+    tensor = torch.ones(1, device=device_type())
+    get_platform().collectives.all_reduce(tensor, group=groups.new_group(range(size)))
+    return int(tensor.item()), groups.new_group([rank]) is before
+
+
+def test_the_environment_of_torchrun():
+    if device_type() != "cpu":
+        pytest.skip("ranks may share a device, which the default backend of an accelerator refuses")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        assert run_ranks(2, join_by_environment, port) == [(2, False)] * 2
+    finally:
+        close_pools()

@@ -6,6 +6,8 @@ Everything is reached through `get_platform()`; no framework is imported before 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hp_platform.lazy import lazy_exports
 from hp_platform.observing import CollectiveCounts, count_collectives
 from hp_platform.platform import Platform, get_platform
@@ -26,7 +28,6 @@ __all__ = [
     "split_group",
 ]
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from hp_platform.torch.groups import (
         destroy_process_group,

@@ -10,21 +10,19 @@ from hp_platform.testing import pool, target
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--backend` and the ini option `rank_preload`."""
+    """Add `--backend`."""
     parser.addoption(
         "--backend",
         default=target.TARGETS[0],
         choices=target.TARGETS,
         help="framework and device of the tests that run on ranks (default: %(default)s)",
     )
-    parser.addini("rank_preload", "modules that ranks should find imported", type="linelist", default=[])
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select the target and tell the pools what pytest knows."""
+    """Select the target."""
     target.select(str(config.getoption("--backend")))
     pool.warning_filters = _filters(config)
-    pool.preload = ["pytest", *config.getini("rank_preload")]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

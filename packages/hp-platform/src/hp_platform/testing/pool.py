@@ -22,11 +22,13 @@ from hp_platform.testing.worker import Outcome, Start, Task, main
 
 START_LIMIT = 120.0
 GRACE = 1.0
-PRELOAD = ["torch", "torch.distributed", "hp_platform.torch.ranks", "hp_platform.testing.worker"]
+# What the server imports that ranks are forked from, so that they start in milliseconds; and the packages of which it
+# imports whatever this process has imported when the first pool starts.
+PRELOAD = ("torch", "torch.distributed", "hp_platform.torch.ranks", "hp_platform.testing.worker")
+PRELOAD_LIKE_HERE = ("hp_", "hyper_parallel", "transformers", "pytest")
 
-# What pytest knows and ranks should: filled by the plugin.
+# As pytest spells them, (config, command line); set by the plugin.
 warning_filters: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-preload: list[str] = []
 
 _pools: dict[int, Pool] = {}
 
@@ -106,7 +108,8 @@ class Pool:
         self.closed = False
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, *preload])
+        imported = [name for name in sys.modules if name.startswith(PRELOAD_LIKE_HERE) and "__main__" not in name]
+        context.set_forkserver_preload([*PRELOAD, *imported])
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         environment, path = dict(os.environ), list(sys.path)

@@ -121,6 +121,8 @@ def _run(task: Task, framework: Any) -> Outcome:
             kind, value = "skipped", str(error)
         else:
             kind, value = "raised", _traceback(error)
+    sys.stdout.flush()  # into what pytest captured for this test
+    sys.stderr.flush()
     return Outcome(kind, value, framework.issued())
 
 

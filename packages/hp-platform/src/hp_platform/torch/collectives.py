@@ -16,6 +16,14 @@ from torch._C import _distributed_c10d as c10d
 
 from hp_platform.observing import observers
 from hp_platform.protocols import Handle
+from hp_platform.torch.checks import (
+    check_complex,
+    check_pair,
+    check_peer,
+    checked_splits,
+    not_contiguous,
+    unknown_op,
+)
 from hp_platform.torch.devices import devices
 
 ProcessGroup = dist.ProcessGroup
@@ -47,7 +55,6 @@ _SCATTER = _reductions(c10d.ReduceScatterOptions)
 _GATHER = tuple(_options(c10d.AllgatherOptions, a) for a in _BOTH)
 _EXCHANGE = tuple(_options(c10d.AllToAllOptions, a) for a in _BOTH)
 _BROADCAST: dict[tuple[int, bool], Any] = {}
-_NO_SPLITS: list[int] = []
 
 
 class _Average:
@@ -80,22 +87,6 @@ def _backend_name(tensor: torch.Tensor, group: ProcessGroup) -> str:
     return group._get_backend(tensor.device).name()
 
 
-def _unknown_op(op: str) -> ValueError:
-    return ValueError(f"op={op!r} is no reduction. Choose one of: {', '.join(_OPS)}.")
-
-
-def _not_contiguous(name: str, tensor: torch.Tensor) -> ValueError:
-    return ValueError(
-        f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}: "
-        f"pass {name}.contiguous()."
-    )
-
-
-def _check_complex(op: str) -> None:
-    if op not in ("sum", "avg"):
-        raise TypeError(f"op={op!r} is not defined on complex numbers: use sum or avg.")
-
-
 _real = torch.view_as_real  # backends know no complex numbers
 
 # What gloo can't move, as what it can. Complex numbers are apart: their real view has a dim more.
@@ -117,17 +108,6 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return _real(tensor) if tensor.is_complex() else tensor.view(_MOVED_AS[tensor.dtype])
 
 
-def _check_pair(kind: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
-    if output.dtype is not tensor.dtype:
-        raise TypeError(f"{kind}: output is {output.dtype} and tensor {tensor.dtype}, they must be the same.")
-    if not output.is_contiguous():
-        raise ValueError(
-            f"{kind}: output must be contiguous, got shape {tuple(output.shape)} with strides {output.stride()}."
-        )
-    if not tensor.is_contiguous():
-        raise _not_contiguous("tensor", tensor)
-
-
 def all_reduce(tensor: torch.Tensor, op: str = "sum", *, group: ProcessGroup, async_op: bool = False) -> Handle | None:
     """Reduce a tensor in place over the ranks of a group.
 
@@ -146,12 +126,12 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", *, group: ProcessGroup, as
     """
     options = _REDUCE.get((op, async_op))
     if options is None:
-        raise _unknown_op(op)
+        raise unknown_op(op, _OPS)
     if not tensor.is_contiguous():
-        raise _not_contiguous("tensor", tensor)
+        raise not_contiguous("tensor", tensor)
     parts = tensor
     if tensor.is_complex():
-        _check_complex(op)
+        check_complex(op)
         parts = _real(tensor)
     if observers:
         _observe("all_reduce", tensor, group)
@@ -186,7 +166,7 @@ def all_gather(
         ValueError: a tensor is not contiguous, or the sizes don't fit.
         TypeError: the dtypes differ.
     """
-    _check_pair("all_gather", output, tensor)
+    check_pair("all_gather", output, tensor)
     if output.numel() != tensor.numel() * group.size():
         raise ValueError(
             f"all_gather: {group.size()} ranks with a piece of shape {tuple(tensor.shape)} make "
@@ -227,10 +207,10 @@ def reduce_scatter(
     """
     options = _SCATTER.get((op, async_op))
     if options is None:
-        raise _unknown_op(op)
-    _check_pair("reduce_scatter", output, tensor)
+        raise unknown_op(op, _OPS)
+    check_pair("reduce_scatter", output, tensor)
     if tensor.is_complex():
-        _check_complex(op)
+        check_complex(op)
     if tensor.numel() != output.numel() * group.size():
         raise ValueError(
             f"reduce_scatter: {group.size()} ranks with a piece of shape {tuple(output.shape)} take "
@@ -280,9 +260,9 @@ def all_to_all(
         ValueError: a tensor is not contiguous, or the splits don't fit.
         TypeError: the dtypes differ.
     """
-    _check_pair("all_to_all", output, tensor)
-    received = _splits("output", output, output_splits, group)
-    sent = _splits("input", tensor, input_splits, group)
+    check_pair("all_to_all", output, tensor)
+    received = checked_splits("output", output, output_splits, group)
+    sent = checked_splits("input", tensor, input_splits, group)
     if observers:
         _observe("all_to_all", tensor, group)
     if tensor.dtype in _MOVED_AS:
@@ -293,23 +273,6 @@ def all_to_all(
     if work is not None:
         work.wait()
     return None
-
-
-def _splits(name: str, tensor: torch.Tensor, splits: Sequence[int] | None, group: ProcessGroup) -> list[int]:
-    size = group.size()
-    if splits is None:
-        if tensor.ndim == 0 or tensor.shape[0] % size:
-            raise ValueError(
-                f"all_to_all: dim 0 of the {name} of shape {tuple(tensor.shape)} does not divide over {size} ranks: "
-                f"pass {name}_splits."
-            )
-        return _NO_SPLITS
-    if len(splits) != size or sum(splits) != tensor.shape[0]:
-        raise ValueError(
-            f"all_to_all: {name}_splits must be {size} numbers (one a rank) whose sum is {tensor.shape[0]} "
-            f"(dim 0 of the {name} of shape {tuple(tensor.shape)}), got {list(splits)}."
-        )
-    return splits if type(splits) is list else list(splits)
 
 
 def broadcast(tensor: torch.Tensor, group_src: int, *, group: ProcessGroup, async_op: bool = False) -> Handle | None:
@@ -328,8 +291,8 @@ def broadcast(tensor: torch.Tensor, group_src: int, *, group: ProcessGroup, asyn
         ValueError: the tensor is not contiguous, or the group has no such rank.
     """
     if not tensor.is_contiguous():
-        raise _not_contiguous("tensor", tensor)
-    _check_peer("group_src", group_src, group)
+        raise not_contiguous("tensor", tensor)
+    check_peer("group_src", group_src, group)
     options = _BROADCAST.get((group_src, async_op))
     if options is None:
         options = _options(c10d.BroadcastOptions, async_op, rootRank=group_src, rootTensor=0)
@@ -342,11 +305,6 @@ def broadcast(tensor: torch.Tensor, group_src: int, *, group: ProcessGroup, asyn
     if work is not None:
         work.wait()
     return None
-
-
-def _check_peer(name: str, rank: int, group: ProcessGroup) -> None:
-    if not 0 <= rank < group.size():
-        raise ValueError(f"{name} is a rank inside the group, from 0 to {group.size() - 1}, got {rank}.")
 
 
 def send(tensor: torch.Tensor, dst: int, *, group: ProcessGroup) -> None:
@@ -379,8 +337,8 @@ def recv(tensor: torch.Tensor, src: int, *, group: ProcessGroup) -> None:
 
 def _exchange(kind: str, tensor: torch.Tensor, name: str, peer: int, group: ProcessGroup) -> None:
     if not tensor.is_contiguous():
-        raise _not_contiguous("tensor", tensor)
-    _check_peer(name, peer, group)
+        raise not_contiguous("tensor", tensor)
+    check_peer(name, peer, group)
     if observers:
         _observe(kind, tensor, group)
     moved = parts = _movable(tensor) if tensor.dtype in _MOVED_AS else tensor
