@@ -273,11 +273,11 @@ class DTensor(torch.Tensor):
     def backward(self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:  # type: ignore[override]
         """As torch's. Without ``gradient`` the tensor must have one element; parts of a sum each get a one."""
         spec = self._spec
+        if any(placement.is_partial() and not placement.is_partial("sum") for placement in spec.placements):
+            return self.reduce_partial().backward(gradient, retain_graph, create_graph, inputs)
         if gradient is None:
             if any(size != 1 for size in spec.shape):
                 raise RuntimeError(f"grad can be implicitly created only for scalar outputs, this DTensor has shape {tuple(spec.shape)}")
-            if any(placement.is_partial() and not placement.is_partial("sum") for placement in spec.placements):
-                return self.reduce_partial().backward(gradient, retain_graph, create_graph, inputs)
             gradient = _impl(torch.ones_like, (), (self,))
         elif isinstance(gradient, DTensor):
             wanted = autograd.grad_spec(spec)

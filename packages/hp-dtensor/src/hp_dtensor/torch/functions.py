@@ -138,14 +138,14 @@ def _bind_reductions() -> None:
 
 
 def _bind_moves() -> None:
-    bind("view", "view reshape flatten unflatten squeeze unsqueeze view_as reshape_as", local=local.view, hot=False)
+    bind("view", "view reshape flatten unflatten squeeze unsqueeze", local=local.view, hot=False)
     bind("view", "ravel", local=local.view)
     bind("permute", "permute", local=None, arguments=local.permute_arguments)
     bind("permute", "transpose swapaxes swapdims", "input dim0 dim1", "input", arguments=local.transpose_arguments)
     bind("permute", "movedim moveaxis", "input source destination", "input", arguments=local.movedim_arguments)
     bind("permute", "t adjoint", arguments=local.reverse_arguments)
     bind("permute", [T.T.__get__, T.mT.__get__], arguments=local.reverse_arguments)  # type: ignore[attr-defined]
-    bind("expand", "expand broadcast_to expand_as", local=local.expand, hot=False)
+    bind("expand", "expand broadcast_to", local=local.expand, hot=False)
     bind("cat", "cat concat concatenate", "tensors dim=0", "tensors")
     bind("stack", "stack", "tensors dim=0", "tensors")
     bind("linear_whole_dims", "flip", "input dims", "input", arguments=local.flip_arguments)
@@ -158,10 +158,11 @@ def _bind_moves() -> None:
     bind("linear_whole_dims", "repeat tile", arguments=local.repeat_dims, hot=False)
     bind("unbind", "unbind", "input dim=0", "input")
     bind("index", "select", "input dim index", "input", arguments=local.select_arguments)
-    bind("index", T.__getitem__, arguments=local.index_arguments, local=local.index, hot=False)
+    bind("index", T.__getitem__, arguments=local.index_arguments, local=local.index, hot=False)  # tensors: indexing
     bind("index", "index_select", "input dim index", "input index", arguments=local.index_select_arguments)
-    bind("gather", "gather take_along_dim", "input dim index", "input index")
-    bind("linear_whole_dims", F.pad, "input pad mode=constant value=None", "input", arguments=local.pad_dims)
+    bind("gather", "gather", "input dim index", "input index")
+    bind("gather", "take_along_dim", "input indices dim=None", "input indices")
+    bind("pad", F.pad, "input pad mode=constant value=None", "input", arguments=local.pad_arguments)
     bind("whole", "one_hot scatter scatter_add index_add index_copy index_put masked_select take diag diagonal diag_embed trace tensordot bincount searchsorted bucketize")
 
 

@@ -11,7 +11,7 @@ from hp_platform import get_platform
 
 from hp_dtensor.placements import RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import autograd, dispatch, random
+from hp_dtensor.torch import autograd, dispatch, indexing, random
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_dtensor.torch.functions import bind
 from hp_dtensor.torch.redistribute import execute
@@ -40,6 +40,8 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     """On whole tensors, gathered on every rank; results are replicated."""
+    if any(type(t) is not DTensor for t in dispatch._tensors(args, kwargs)):
+        args, kwargs = dispatch._replicate_plain(func, args, kwargs)
     mesh = next(t for t in dispatch._tensors(args, kwargs) if type(t) is DTensor)._spec.mesh
 
     def whole(value: Any) -> Any:
@@ -65,25 +67,50 @@ def _data(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # ---- autograd's functions ----
+def _roots(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
+    """Local tensors to start backward from, and their local gradients; an average is reduced first, which scales its gradient."""
+    tensors = [tensors] if isinstance(tensors, T) else list(tensors)
+    gradients = [gradients] if isinstance(gradients, T) else list(gradients) if gradients is not None else [None] * len(tensors)
+    ready = []
+    for index, gradient in enumerate(gradients):
+        tensor = tensors[index]
+        if isinstance(tensor, DTensor):
+            if any(p.is_partial() and not p.is_partial("sum") for p in tensor._spec.placements):
+                tensor = tensors[index] = tensor.reduce_partial()
+            if gradient is None:
+                if any(size != 1 for size in tensor._spec.shape):
+                    raise RuntimeError(f"grad can be implicitly created only for scalar outputs, output {index} has shape {tuple(tensor.shape)}")
+                gradient = torch.ones_like(local_view(tensor))
+            elif isinstance(gradient, DTensor):
+                gradient = redistribute(gradient, autograd.grad_spec(tensor._spec))
+        ready.append(local_of(gradient) if gradient is not None else None)
+    return [local_of(tensor) for tensor in tensors], ready
+
+
+def _backward(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    roots, gradients = _roots(bound.pop("tensors"), bound.pop("grad_tensors", None))
+    inputs = bound.pop("inputs", None)
+    if inputs is not None:
+        inputs = [inputs] if isinstance(inputs, T) else list(inputs)
+        inputs += [shadow for x in inputs if isinstance(x, DTensor) for _, shadow in autograd.shadows(x)]
+    return torch.autograd.backward(roots, gradients, **bound, inputs=inputs)
+
+
 def _grad(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     outputs, inputs = bound.pop("outputs"), bound.pop("inputs")
     given = bound.pop("grad_outputs", None)
-    outputs = [outputs] if isinstance(outputs, T) else list(outputs)
     inputs = [inputs] if isinstance(inputs, T) else list(inputs)
-    given = [given] if isinstance(given, T) else list(given) if given is not None else [None] * len(outputs)
-    ready = []
-    for output, gradient in zip(outputs, given, strict=True):
-        if isinstance(gradient, DTensor) and isinstance(output, DTensor):
-            gradient = redistribute(gradient, autograd.grad_spec(output._spec))
-        ready.append(local_of(gradient) if gradient is not None else None)
+    outputs, ready = _roots(outputs, given)
     shadows = [autograd.shadows(x) if isinstance(x, DTensor) else [] for x in inputs]
     flat = [shadow for of in shadows for _, shadow in of]
     unused = bound.pop("allow_unused", None)
     zeros = bound.pop("materialize_grads", False)
     bound["allow_unused"] = bool(unused or zeros or flat)
-    found = _impl(torch.autograd.grad, (), ([local_of(o) for o in outputs], [*inputs, *flat], ready), bound)
+    found = _impl(torch.autograd.grad, (), (outputs, [*inputs, *flat], ready), bound)
     parts = iter(found[len(inputs) :])
     grads = []
     for index, (x, grad) in enumerate(zip(inputs, found, strict=False)):
@@ -144,6 +171,11 @@ def _extreme(by_dim: Any, elementwise: Any, whole: Any, parts: Any) -> Handler:
         return (_reduced(whole)(parts, (x,), {}))
 
     return handle
+
+
+# ---- shapes taken from another tensor ----
+def _shaped_as(func: Any) -> Handler:
+    return lambda _, args, kwargs: func(args[0], (args[1] if len(args) > 1 else kwargs["other"]).shape)
 
 
 # ---- creation ----
@@ -233,13 +265,15 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
 def _set_item(func: Any, args: Any, kwargs: Any) -> Any:
     """``x[index] = value`` where x is replicated."""
     x, index, value = args
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(t, T) and type(t) is not DTensor for t in (x, value, *items)):
+        (x, value, *items), _ = dispatch._replicate_plain(func, (x, value, *items), {})
     if not x._spec.replicated:
         raise NotImplementedError(
             f"x[...] = value on a DTensor placed {x._spec.placements}: redistribute it to Replicate() first, or write into to_local()"
         )
     if isinstance(value, DTensor):
         value = local_of(redistribute(value, value._spec.with_placements([Replicate()] * value._spec.mesh.ndim)))
-    items = index if isinstance(index, tuple) else (index,)
     items = tuple(local_of(i.full_tensor()) if isinstance(i, DTensor) else i for i in items)
     return _impl(func, (), (x, items, value))
 
@@ -247,22 +281,25 @@ def _set_item(func: Any, args: Any, kwargs: Any) -> Any:
 def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
     """``x[index]``: a short key for indices of ints, slices, None and ``...``."""
     x, index = args
+    if type(x) is not DTensor:
+        return indexing.get_item(func, args, _gathered)
+    key: list[Any] = [func, x._spec]
+    for item in index if type(index) is tuple else (index,):
+        kind = type(item)
+        if kind is slice:
+            key += (slice, item.start, item.stop, item.step)
+        elif kind is int or item is None or item is Ellipsis:
+            key.append(item)
+        else:
+            return indexing.get_item(func, args, _gathered)
     try:
-        key = [func, x._spec]
-        for item in index if type(index) is tuple else (index,):
-            kind = type(item)
-            if kind is slice:
-                key += (slice, item.start, item.stop, item.step)
-            elif kind is int or item is None or item is Ellipsis:
-                key.append(item)
-            else:
-                return dispatch.planned(func, args, kwargs)
-        key = tuple(key)
-        plan = dispatch._PLANS.get(key)
-    except (AttributeError, TypeError):  # a plain tensor indexed by DTensors, a tensor in a slice
-        return dispatch.planned(func, args, kwargs)
+        plan = dispatch._PLANS.get(tuple(key))
+    except TypeError:  # bounds that are not ints
+        return indexing.get_item(func, args, _gathered)
     if plan is None:
-        plan = dispatch.plan_of(key, func, args, kwargs)
+        if any(isinstance(part, T) for part in key):
+            return indexing.get_item(func, args, _gathered)
+        plan = dispatch.plan_of(tuple(key), func, args, kwargs)
     return plan.run(args, kwargs)
 
 
@@ -298,7 +335,9 @@ def install() -> None:
     table[torch.nn.functional.one_hot] = _gathered
     table[torch.linalg.vector_norm] = _vector_norm
     table[T.__getitem__] = _get_item
+    table[T.view_as], table[T.reshape_as], table[T.expand_as] = map(_shaped_as, (T.view, T.reshape, T.expand))
     table[T.__setitem__] = _set_item
+    table[torch.autograd.backward] = _backward
     table[torch.autograd.grad] = _grad
     for name in "new_zeros new_ones new_empty new_full new_tensor".split():
         table[getattr(T, name)] = _new
