@@ -180,6 +180,18 @@ def _linear_whole_dims(shapes: Shapes, results: Shapes, arguments: Mapping[str, 
 rule("linear_whole_dims", _linear_whole_dims)  # cumsum, flip, roll, tril, narrow
 
 
+def _pad(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Padded dims (``dim``, a tuple) are whole; ``linear`` says whether what is added is zero, or comes from the operand."""
+    (shape,) = _known(shapes)
+    made = pointwise_factors([shape], [shape])
+    return FactorMap(
+        made.operands, made.results, whole=frozenset(arguments["dim"]), linear=(frozenset({0}),) if arguments["linear"] else ()
+    )
+
+
+rule("pad", _pad)
+
+
 def _whole_all(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """Everything is gathered first: the result is what a single device makes of it."""
     given = _known(shapes)
@@ -292,7 +304,9 @@ rule("unbind", _unbind)
 def _gather(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """gather: dims where operand and index have one size are shared; the gathered dim and the others are whole."""
     given = _known(shapes)
-    (dim,) = dims_argument(arguments["dim"], len(given[0]))
+    if arguments["dim"] is None:  # take_along_dim of the flattened operand
+        return _whole_all(shapes, results, arguments)
+    (dim,) = dims_argument(arguments["dim"], len(given[0])) or (0,)
     same = [d != dim and all(shape[d] == given[0][d] for shape in given) for d in range(len(given[0]))]
     dims = tuple(d if keep else None for d, keep in enumerate(same))
     return FactorMap((dims,) * len(given), (dims,) * len(results))

@@ -80,11 +80,12 @@ def all_dims(call: Call) -> dict[str, Any]:
     return {"dim": None}
 
 
-def pad_dims(call: Call) -> dict[str, Any]:
-    pad, ndim = call.bound["pad"], _ndim(call)
+def pad_arguments(call: Call) -> dict[str, Any]:
+    pad, ndim, value = call.bound["pad"], _ndim(call), call.bound["value"]
     touched = tuple(ndim - 1 - i // 2 for i in range(0, len(pad), 2) if pad[i] or pad[i + 1])
-    value = call.bound["value"]
-    return {"dim": touched if call.bound["mode"] == "constant" and not value and touched else None}
+    # a plan serves every float, so only what can't be one is known to be zero
+    zero = value is None or (type(value) is int and value == 0)
+    return {"dim": touched, "linear": zero or call.bound["mode"] != "constant"}
 
 
 def repeat_interleave(call: Call) -> dict[str, Any]:
@@ -109,12 +110,7 @@ def _expanded(call: Call) -> list[Any]:
     """The index with ``...`` written out."""
     index = call.args[1]
     items = list(index) if isinstance(index, tuple) else [index]
-    used = 0
-    for item in items:
-        if isinstance(item, T):
-            used += item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
-        elif item is not None and item is not Ellipsis and not isinstance(item, bool):
-            used += 1
+    used = sum(item is not None and item is not Ellipsis for item in items)
     missing = [slice(None)] * (_ndim(call) - used)
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
     return [*items[: dots[0]], *missing, *items[dots[0] + 1 :]] if dots else [*items, *missing]
@@ -125,17 +121,11 @@ def _is_full(item: Any, size: int) -> bool:
 
 
 def index_arguments(call: Call) -> dict[str, Any]:
-    """``kept``: dims taken in full stay as they are; any tensor, list or bool in the index gathers everything."""
+    """``kept``: dims taken in full stay as they are."""
     shape = call.tensors[0]._spec.shape  # type: ignore[union-attr]
-    items = _expanded(call)
     kept: list[int | None] = []
-    if any(not (item is None or isinstance(item, slice) or type(item) is int) for item in items):
-        made = call.args[1]
-        with torch.no_grad():
-            result = torch.empty(shape, device="meta")[_meta_index(made)]
-        return {"kept": (None,) * result.dim()}
     dim = 0
-    for item in items:
+    for item in _expanded(call):
         if item is None:
             kept.append(None)
             continue
@@ -145,15 +135,7 @@ def index_arguments(call: Call) -> dict[str, Any]:
     return {"kept": tuple(kept)}
 
 
-def _meta_index(index: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(_meta_index(item) for item in index)
-    return torch.empty(tuple(index.shape), dtype=index.dtype, device="meta") if isinstance(index, T) else index
-
-
 def index(call: Call) -> Any:
-    if any(isinstance(item, T) for item in _expanded(call)):
-        return None
     shape = call.specs[0].shape
     made, dim = [], 0
     for item in _expanded(call):
@@ -245,12 +227,21 @@ def _offset(spec: Any, dim: int) -> tuple[int, int]:
 
 
 def attention(call: Call) -> Any:
-    if call.bound["dropout_p"] and not call.results[0].replicated:
-        raise NotImplementedError(
-            f"scaled_dot_product_attention with dropout_p={call.bound['dropout_p']} on {call.results[0].placements}: its mask can't be "
-            "drawn for a shard; use eager attention (its dropout is exact), or dropout_p=0"
-        )
-    return None
+    """Dropout is refused at each call: its probability is a float, which a plan does not depend on."""
+    if call.results[0].replicated:
+        return None
+    func, placements = call.func, call.results[0].placements
+
+    def run(*args: Any, **kwargs: Any) -> T:
+        probability = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        if probability:
+            raise NotImplementedError(
+                f"scaled_dot_product_attention with dropout_p={probability} on {placements}: its mask can't be drawn for a shard; "
+                "use eager attention (its dropout is exact), or dropout_p=0"
+            )
+        return func(*args, **kwargs)
+
+    return run
 
 
 def cross_entropy(call: Call) -> Any:
@@ -264,15 +255,14 @@ def cross_entropy(call: Call) -> Any:
         return None
     func, ignore, mesh = call.func, bound["ignore_index"], result.mesh
     probabilities = len(call.targets[0].shape) == len(target.shape) and target.shape == call.targets[0].shape
-    options = {"ignore_index": ignore}
-    if bound.get("label_smoothing"):
-        options["label_smoothing"] = bound["label_smoothing"]
-    if probabilities:
-        options.pop("ignore_index")
+    options = {} if probabilities else {"ignore_index": ignore}
     rows = math.prod(target.shape) // (target.shape[1] if probabilities and len(target.shape) > 1 else 1)
 
-    def run(input: T, target: T, weight: T | None = None, *_: Any, **__: Any) -> T:
-        total = func(input, target, weight, reduction="sum", **options)
+    def run(input: T, target: T, weight: T | None = None, *more: Any, **named: Any) -> T:
+        # a float, so this call's own and not the planned one's
+        smoothing = named.get("label_smoothing", more[4] if len(more) > 4 else None)
+        given = {**options, "label_smoothing": smoothing} if smoothing else options
+        total = func(input, target, weight, reduction="sum", **given)
         if probabilities:
             return total / rows
         counted = target != ignore
