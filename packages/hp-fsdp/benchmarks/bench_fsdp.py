@@ -1,6 +1,6 @@
 """fully_shard against torch's FSDP2, both in the same processes, taking turns; ratio last.
 
-    python packages/hp-fsdp/benchmarks/bench_fsdp.py [--repeats N] [--ranks N] [--hidden N]
+python packages/hp-fsdp/benchmarks/bench_fsdp.py [--repeats N] [--ranks N] [--hidden N]
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def optimizer_of(model: nn.Module, fused: bool | None) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
 
 
-def measure(hidden: int, tokens_shape: tuple[int, int], repeats: int, kinds: tuple[str, ...]) -> dict[str, dict[str, float]]:
+def measure(
+    hidden: int, tokens_shape: tuple[int, int], repeats: int, kinds: tuple[str, ...]
+) -> dict[str, dict[str, float]]:
     """Seconds by row and kind, in the process group that is there."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -140,7 +142,9 @@ def measure_fake(ranks: int, hidden: int, repeats: int) -> dict[str, dict[str, f
         dist.destroy_process_group()
 
 
-def show(title: str, rows: dict[str, dict[str, float]], targets: dict[str, float], *, without: str | None = None) -> None:
+def show(
+    title: str, rows: dict[str, dict[str, float]], targets: dict[str, float], *, without: str | None = None
+) -> None:
     print(f"\n{title}")
     print(f"{'':34}{'ours ms':>10}{'FSDP2 ms':>10}{'none ms':>10}{'ratio':>8}{'target':>8}")
     for name, row in rows.items():
@@ -165,7 +169,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"torch {torch.__version__}, {os.cpu_count()} CPUs, one thread a rank, medians of {arguments.repeats}, taking turns")
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} CPUs, one thread a rank, medians of {arguments.repeats}, taking"
+        " turns"
+    )
     rows = run_ranks(
         arguments.ranks, measure, arguments.hidden, (2, 32), arguments.repeats, ("ours", "torch", "none"), timeout=600.0
     )[0]

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
 from hp_platform.testing import device_type, on_ranks
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import (  # noqa: E402
+from fsdp_models import (
     Net,
     batch,
     data_mesh,

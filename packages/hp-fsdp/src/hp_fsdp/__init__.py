@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hp_platform import lazy_exports
-
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hp_platform import lazy_exports
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.api import fully_shard

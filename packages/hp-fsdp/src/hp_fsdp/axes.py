@@ -59,7 +59,9 @@ class DataAxes:
             replicate_size=replicas,
         )
 
-    def sharded_spec(self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None) -> TensorSpec:
+    def sharded_spec(
+        self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None
+    ) -> TensorSpec:
         """The layout of a sharded parameter.
 
         Args:
@@ -82,8 +84,8 @@ class DataAxes:
         root = self.mesh.root
         if ours is None or theirs is None or inner.root != root or set(ours) & set(theirs):
             raise ValueError(
-                f"fully_shard: parameter {name!r} is a DTensor on {inner}, the group is to be sharded on {self.mesh}. "
-                "Both must be slices of one mesh, of different axes, by name: "
-                'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")); parallelize on mesh["tp"], shard on mesh["dp"]'
+                f"fully_shard: parameter {name!r} is a DTensor on {inner}, the group is to be sharded on {self.mesh}."
+                " Both must be slices of one mesh, of different axes, by name: mesh = init_device_mesh(...,"
+                ' mesh_dim_names=("dp", "tp")); parallelize on mesh["tp"], shard on mesh["dp"]'
             )
         return root[(*ours, *theirs)]

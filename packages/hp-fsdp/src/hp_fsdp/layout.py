@@ -1,10 +1,11 @@
 """FlatLayout: where each parameter of a group lies in the flat buffer, and which part of it each rank owns.
 
 Note [Ragged pieces]
-    The parameters lie one after the other in one buffer, which is cut in equal contiguous pieces, one a rank, wherever the
-    cuts fall. So the gathered pieces are the buffer, and the buffer's pieces are what a reduce-scatter hands out: neither
-    needs a copy in or out. A parameter's part on a rank is a contiguous run of its elements (a `RaggedShard`), often none.
-    The price is that no shard is a whole row; what works on elements (optimizers, norms, checkpoints) does not mind.
+    The parameters lie one after the other in one buffer, which is cut in equal contiguous pieces, one a rank, wherever
+    the cuts fall. So the gathered pieces are the buffer, and the buffer's pieces are what a reduce-scatter hands out:
+    neither needs a copy in or out. A parameter's part on a rank is a contiguous run of its elements (a `RaggedShard`),
+    often none. The price is that no shard is a whole row; what works on elements (optimizers, norms, checkpoints) does
+    not mind.
 """
 
 from __future__ import annotations

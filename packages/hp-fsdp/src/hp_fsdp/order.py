@@ -43,7 +43,8 @@ class ExecutionOrder(Generic[T]):
         """Begins a pass.
 
         Args:
-            expected: the sequence to predict from. Default: what was visited in the pass that ends here, if anything was.
+            expected: the sequence to predict from. Default: what was visited in the pass that ends here, if anything
+                was.
         """
         if expected is not None:
             self._last = expected

@@ -6,16 +6,16 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
-from hp_dtensor import init_device_mesh
-from hp_dtensor.mesh import DeviceMesh
-from hp_platform import get_platform
 from torch import nn
 
+from hp_dtensor import init_device_mesh
+from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.module import HSDPModule, check_reshard, group_of, shard_class
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
+from hp_platform import get_platform
 
 __all__ = ["fully_shard"]
 
@@ -40,8 +40,8 @@ def fully_shard(
 
     The parameters that no sharded module inside has become one group: gathered together before the module's forward and
     backward, freed after them, their gradients reduced together. So call it on the blocks of a model first, and on the
-    model last. Gradients are the mean over the ranks: those of a single process with the whole batch, where the loss is a
-    mean and each rank has an equal share of the batch.
+    model last. Gradients are the mean over the ranks: those of a single process with the whole batch, where the loss is
+    a mean and each rank has an equal share of the batch.
 
     Example:
         >>> for layer in model.layers:
@@ -50,12 +50,12 @@ def fully_shard(
         >>> optimizer = torch.optim.AdamW(model.parameters())       # after fully_shard: it made new parameters
 
     Args:
-        module: changed in place: its parameters become DTensors with a `RaggedShard` placement, its class becomes a subclass
-            of its own and of `HSDPModule`.
-        mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that are
-            DTensors on other axes of the same root mesh (tensor parallel) stay so. Default: all ranks.
-        reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default True,
-            which spares the outermost module, whose backward follows at once.
+        module: changed in place: its parameters become DTensors with a `RaggedShard` placement, its class becomes a
+            subclass of its own and of `HSDPModule`.
+        mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
+            are DTensors on other axes of the same root mesh (tensor parallel) stay so. Default: all ranks.
+        reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
+            True, which spares the outermost module, whose backward follows at once.
         mixed_precision: dtypes of computation and communication. Default: the parameters' own.
         offload_policy: ``OffloadPolicy()``, which offloads nothing; the other one is not supported yet.
         comm_fusion: communicate by group. False, by parameter, is not supported yet.
@@ -69,8 +69,8 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: arguments that contradict each other, a mesh of more than two axes, a module that is sharded already,
-            a parameter that another group has.
+        ValueError: arguments that contradict each other, a mesh of more than two axes, a module that is sharded
+            already, a parameter that another group has.
         TypeError: something that is not a module, a mesh or a policy.
         NotImplementedError: what is said above to be not supported yet.
     """
@@ -123,7 +123,10 @@ def _check(
         f"offload_policy={offload_policy!r}": (isinstance(offload_policy, CPUOffloadPolicy), "leave it out"),
         "comm_fusion=False": (not comm_fusion, "leave it out: communication is by group"),
         "comm_fusion_zero_copy=False": (comm_fusion_zero_copy is False, "leave it out: nothing is copied"),
-        "shard_placement_fn": (shard_placement_fn is not None, "leave it out: parameters are cut where the flat buffer is"),
+        "shard_placement_fn": (
+            shard_placement_fn is not None,
+            "leave it out: parameters are cut where the flat buffer is",
+        ),
         "deterministic=True": (deterministic, "leave it out: sums over ranks then depend on their number"),
     }
     for argument, (given, advice) in later.items():
@@ -137,8 +140,8 @@ def _device(module: nn.Module, parameters: list[ManagedParameter], mesh: DeviceM
     on_meta = [parameter.name for parameter in parameters if parameter.original.device.type == "meta"]  # type: ignore[union-attr]
     if on_meta and len(on_meta) < len(parameters):
         raise ValueError(
-            f"fully_shard: {len(on_meta)} of {len(parameters)} parameters of {type(module).__name__} are on the meta device "
-            f"({', '.join(on_meta[:3])}, ...): all or none of a group may be"
+            f"fully_shard: {len(on_meta)} of {len(parameters)} parameters of {type(module).__name__} are on the meta"
+            f" device ({', '.join(on_meta[:3])}, ...): all or none of a group may be"
         )
     if on_meta:
         return torch.device("meta")

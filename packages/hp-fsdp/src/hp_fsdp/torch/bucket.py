@@ -3,8 +3,8 @@
 Note [Three buffers]
     *shard* holds the rank's piece for good; the sharded parameters look into it, so an optimizer's step writes it.
     *full* is the gathered buffer; the unsharded parameters look into it. The *gradient* buffer takes the unsharded
-    gradients (`hp_fsdp.torch.gradients`). The tensors that look into the last two are made once; only their memory comes
-    and goes, by resizing the storage. So what autograd saved in forward finds the values again when the buffer is
+    gradients (`hp_fsdp.torch.gradients`). The tensors that look into the last two are made once; only their memory
+    comes and goes, by resizing the storage. So what autograd saved in forward finds the values again when the buffer is
     gathered anew in backward, and a step makes no views. Collectives write through an alias with a version counter of
     its own, for autograd must not take a gather for a change of the value that it saved.
 """
@@ -15,14 +15,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from hp_dtensor.torch import autograd as _autograd
-from hp_platform.torch import collectives
 
+from hp_dtensor.torch import autograd as _autograd
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.torch.gradients import GradientBuffer
 from hp_fsdp.torch.parameter import ManagedParameter, has_own_setattr
+from hp_platform.torch import collectives
 
 __all__ = ["Bucket"]
 
@@ -62,7 +62,9 @@ class Bucket:
         self.layout = FlatLayout.of(
             [parameter.numel for parameter in parameters],
             axes.shard_size,
-            align=max(1, ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)),
+            align=max(
+                1, ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
+            ),
         )
         self.aliased = axes.shard_size == 1 and self.compute_dtype is self.dtype
         self.has_inner = any(parameter.inner is not None for parameter in parameters)
@@ -96,7 +98,12 @@ class Bucket:
         self.sharded_places, self.sharded_attributes = _places((p, p.sharded) for p in self.parameters)
         with _plain():
             self.expected = [
-                (parameter.places[0][0]._parameters, parameter.places[0][1], parameter.sharded, parameter.sharded.data_ptr())
+                (
+                    parameter.places[0][0]._parameters,
+                    parameter.places[0][1],
+                    parameter.sharded,
+                    parameter.sharded.data_ptr(),
+                )
                 for parameter in self.parameters
             ]
 
@@ -166,16 +173,16 @@ class Bucket:
                 registered: Any = module._parameters.get(name)
                 if registered is None or getattr(registered, "_spec", None) is not parameter.sharded._spec:
                     raise RuntimeError(
-                        f"fully_shard: parameter {parameter.name!r} of {self.owner} was replaced by {type(registered).__name__} "
-                        f"that is not laid out as {parameter.sharded._spec}. Change a sharded parameter in place, or load "
-                        "values with load_full_state_dict(model, ...)"
+                        f"fully_shard: parameter {parameter.name!r} of {self.owner} was replaced by"
+                        f" {type(registered).__name__} that is not laid out as {parameter.sharded._spec}. Change a"
+                        " sharded parameter in place, or load values with load_full_state_dict(model, ...)"
                     )
                 found.append(registered)
             device, dtype = found[0].device, found[0].dtype
             if dtype is not self.dtype:
                 raise RuntimeError(
-                    f"fully_shard: parameter {self.parameters[0].name!r} of {self.owner} was cast from {self.dtype} to {dtype} "
-                    "after it was sharded. Cast the model before fully_shard"
+                    f"fully_shard: parameter {self.parameters[0].name!r} of {self.owner} was cast from {self.dtype} to"
+                    f" {dtype} after it was sharded. Cast the model before fully_shard"
                 )
             if device.type == "meta":
                 return

@@ -66,7 +66,7 @@ class RootContext:
             self.abandon()
         for each in self.groups:
             each.check()
-            if each.unsharded and each.stale():
+            if (each.unsharded or each.gathering is not None) and each.stale():
                 each.reshard()
         self.outermost = group
         self.order = group.order
@@ -141,11 +141,22 @@ class RootContext:
         while self.reductions:
             self.advance()
 
+    def settle(self) -> None:
+        """Somebody looks at the parameters from outside: they are to find the sharded ones, and no half of a failed step."""
+        if self.outermost is not None or _backward_id() != -1:
+            return
+        if self.backward is not None:
+            self.abandon()
+        for group in self.groups:
+            group.hide()
+
     def abandon(self) -> None:
         """Back to the state between steps after an error."""
         self.outermost = None
         self.backward = None
-        self.drain()
+        for reduction in self.reductions:
+            reduction.abandon()
+        self.reductions.clear()
         self.ahead.clear()
         for group in self.groups:
             group.abandon()

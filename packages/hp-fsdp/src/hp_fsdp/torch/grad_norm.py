@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.torch.dtensor import DTensor, local_view
 from hp_platform import get_platform
@@ -18,8 +19,8 @@ __all__ = ["clip_grad_norm_", "global_grad_norm"]
 def global_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of the gradients of all parameters as one vector: that of a single process, on every rank.
 
-    Each rank sums over what it holds and counts what several ranks hold once; one all-reduce of one number follows, over
-    the ranks of the parameters' meshes. Parameters without gradients count nothing.
+    Each rank sums over what it holds and counts what several ranks hold once; one all-reduce of one number follows,
+    over the ranks of the parameters' meshes. Parameters without gradients count nothing.
 
     Args:
         parameters: DTensors, of which the gradients are; plain ones count as replicated.
@@ -73,8 +74,8 @@ def clip_grad_norm_(
     norm = global_grad_norm(parameters, norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
-            f"clip_grad_norm_: the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped to {max_norm}. "
-            "Look for the first parameter with a gradient that is not finite, or lower the learning rate"
+            f"clip_grad_norm_: the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped to"
+            f" {max_norm}. Look for the first parameter with a gradient that is not finite, or lower the learning rate"
         )
     gradients = [local_view(parameter.grad) for parameter in parameters if parameter.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -114,7 +115,8 @@ def _mesh_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
             return mesh
         if mesh.mesh_dim_names is None or mesh.root != largest.root:
             raise ValueError(
-                f"global_grad_norm: parameters are on {mesh} and on {largest}; both must be slices, by name, of one mesh"
+                f"global_grad_norm: parameters are on {mesh} and on {largest}; both must be slices, by name, of one"
+                " mesh"
             )
         names += [name for name in mesh.mesh_dim_names if name not in names]
     return largest.root[tuple(names)]

@@ -9,7 +9,7 @@ Note [Missing gradients]
     A parameter without a gradient on this rank may have one on another, so it takes part in the sum. What it adds is
     *minus* zero: -0.0 + x is x for every x, and the sum of nothing but minus zeros is minus zero. So where the reduced
     piece is all minus zero no rank had a gradient, and ``.grad`` stays None as in a single process, with no communication
-    about it.
+    about it. A rank that owns no element of the parameter keeps None, too: it has nothing to update.
 """
 
 from __future__ import annotations
@@ -236,3 +236,7 @@ class Reduction:
         gradients.hand_out(self.piece, self.missing)
         return True
 
+    def abandon(self) -> None:
+        """Waits for the collective under way and forgets its result."""
+        if self.handle is not None:
+            self.handle.wait()

@@ -38,7 +38,9 @@ class ParameterGroup:
     Attributes:
         name: the module's name from the root; its class's before the first forward.
         context: what the groups of one model share; None before the first forward.
-        unsharded: the unsharded parameters are gathered and registered.
+        unsharded: the unsharded parameters are gathered.
+        hidden: they are, but the sharded ones are registered, because somebody looked between forward and backward.
+        pinned: the user asked for them.
         gathering: handles of the gather under way, None where there is none.
         in_backward: between the first gradient of an output and the last gradient of an input.
     """
@@ -66,6 +68,8 @@ class ParameterGroup:
         self.prefetch_in_forward: list[ParameterGroup] = []
         self.prefetch_in_backward: list[ParameterGroup] = []
         self.unsharded = False
+        self.hidden = False
+        self.pinned = False
         self.gathering: list[Any] | None = None
         self.in_backward = False
         self.prepared = False
@@ -73,13 +77,13 @@ class ParameterGroup:
         kinds: dict[Any, list[ManagedParameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.original.dtype, parameter.trains), []).append(parameter)  # type: ignore[union-attr]
-        owner = type(module).__name__
+        self.class_name = owner = type(module).__name__
         self.buckets = [Bucket(members, axes, device, policy, owner) for members in kinds.values()]
         self.rename("")
 
     def rename(self, name: str) -> None:
         """Sets the name that profiles and errors show."""
-        self.name = name or type(self.module).__name__
+        self.name = name or self.class_name
         self._gather_range = _Range(f"hp.fsdp.all_gather({self.name})")
         self._wait_range = _Range(f"hp.fsdp.wait_all_gather({self.name})")
         self._reduce_range = _Range(f"hp.fsdp.reduce_scatter({self.name})")
@@ -113,14 +117,16 @@ class ParameterGroup:
 
     def finish_unshard(self) -> None:
         """Waits for the all-gathers and registers the unsharded parameters."""
-        if self.gathering is None:
+        if self.gathering is not None:
+            with self._wait_range:
+                for handle in self.gathering:
+                    if handle is not None:
+                        handle.wait()
+            self.gathering = None
+            self.unsharded = True
+        elif not self.hidden:
             return
-        with self._wait_range:
-            for handle in self.gathering:
-                if handle is not None:
-                    handle.wait()
-        self.gathering = None
-        self.unsharded = True
+        self.hidden = False
         for bucket in self.buckets:
             bucket.show_unsharded()
 
@@ -130,10 +136,17 @@ class ParameterGroup:
             self.finish_unshard()
         if not self.unsharded:
             return
-        self.unsharded = False
+        self.unsharded = self.hidden = self.pinned = False
         for bucket in self.buckets:
             bucket.show_sharded()
             bucket.release()
+
+    def hide(self) -> None:
+        """Registers the sharded parameters, but leaves the unsharded ones gathered."""
+        if self.unsharded and not self.hidden and not self.pinned:
+            self.hidden = True
+            for bucket in self.buckets:
+                bucket.show_sharded()
 
     def keep(self) -> None:
         """Leaves the parameters gathered after forward."""

@@ -2,10 +2,10 @@
 
 Note [Where backward begins and ends]
     The backward of a module begins when the node that made one of its outputs is about to run: a pre-hook on that node.
-    It ends when the gradient leaves through one of its inputs: each input that needs a gradient is viewed once on the way
-    in, and the view's node has a hook. The engine runs the youngest node that is ready, and the view is older than all nodes of
-    the module; so when it runs, all of them have run, and the gradients of the parameters (leaves go first) are there.
-    Groups whose inputs need no gradient end with the backward pass.
+    It ends when the gradient leaves through one of its inputs: each input that needs a gradient is viewed once on the
+    way in, and the view's node has a hook. The engine runs the youngest node that is ready, and the view is older than
+    all nodes of the module; so when it runs, all of them have run, and the gradients of the parameters (leaves go
+    first) are there. Groups whose inputs need no gradient end with the backward pass.
 
 Note [Forward inside backward]
     Activation checkpointing runs forward again in backward. The hooks of the first run are on the graph already; the
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hp_dtensor.torch.dtensor import DTensor, wrap
 
+from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.tree import map_tensors, tensors

@@ -59,6 +59,8 @@ class HSDPModule:
             async_op: return at once. The parameters are there after ``wait()`` on the result, or in forward, which waits.
         """
         self._hsdp_group.start_unshard()
+        self._hsdp_group.keep()
+        self._hsdp_group.pinned = True
         if async_op:
             return UnshardHandle(self._hsdp_group)
         self._hsdp_group.finish_unshard()
@@ -164,18 +166,29 @@ class HSDPModule:
             if group is not None:
                 yield group
 
-    # ---- where torch looks at the parameters from outside ----
+    # ---- where the parameters are looked at from outside ----
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """As every module's; outside forward and backward the sharded parameters, unless ``unshard`` was called."""
+        self._settle()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state, with sharded parameters; `full_state_dict` gives whole tensors."""
-        for group in self._groups(True):
-            group.reshard()
+        self._settle()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads sharded parameters; `load_full_state_dict` takes whole tensors."""
-        for group in self._groups(True):
-            group.reshard()
+        self._settle()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _settle(self) -> None:
+        settled: set[int] = set()
+        for group in self._groups(True):
+            context = group.context
+            if context is not None and id(context) not in settled:
+                settled.add(id(context))
+                context.settle()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for group in self._groups(True):

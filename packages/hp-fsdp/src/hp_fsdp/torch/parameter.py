@@ -6,9 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import nn
+
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, wrap
-from torch import nn
 
 __all__ = ["ManagedParameter", "find_parameters", "has_own_setattr"]
 
@@ -137,9 +138,9 @@ def find_parameters(module: nn.Module, ignored: Collection[nn.Parameter], stop: 
                 owner = getattr(parameter, "_hsdp_owner", None)
                 if owner is not None:
                     raise ValueError(
-                        f"fully_shard: parameter {prefix + name!r} of {type(module).__name__} is tied to {owner}, which is "
-                        "sharded already. A parameter belongs to one group: don't call fully_shard on either of the "
-                        "modules that share it, so that both fall to the group of a module around them"
+                        f"fully_shard: parameter {prefix + name!r} of {type(module).__name__} is tied to {owner}, which"
+                        " is sharded already. A parameter belongs to one group: don't call fully_shard on either of"
+                        " the modules that share it, so that both fall to the group of a module around them"
                     )
                 managed = found[id(parameter)] = ManagedParameter(prefix + name, parameter)
             managed.places.append((current, name))

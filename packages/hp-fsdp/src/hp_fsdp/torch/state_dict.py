@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
 from hp_dtensor.placements import Replicate
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.redistribute import execute
-from hp_platform.torch import collectives
-from torch import nn
-
 from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.module import group_of
+from hp_platform.torch import collectives
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 
@@ -21,8 +21,8 @@ __all__ = ["full_state_dict", "load_full_state_dict"]
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, torch.Tensor]:
     """The model's state as whole plain tensors, with the names, order and values of an unsharded model's ``state_dict()``.
 
-    One all-gather for each bucket of parameters; every rank has to call it. Tied parameters appear under each name, as one
-    tensor.
+    One all-gather for each bucket of parameters; every rank has to call it. Tied parameters appear under each name, as
+    one tensor.
 
     Args:
         model: holds sharded modules, or is one.
@@ -62,8 +62,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     missing, unknown = [name for name in own if name not in state], [name for name in state if name not in own]
     if strict and (missing or unknown):
         raise ValueError(
-            f"load_full_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}), {len(unknown)} are not known "
-            f"({', '.join(unknown[:5])}). Use strict=False to load the rest"
+            f"load_full_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}), {len(unknown)} are not"
+            f" known ({', '.join(unknown[:5])}). Use strict=False to load the rest"
         )
     with torch.no_grad():
         for name, target in own.items():
@@ -72,7 +72,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
                 continue
             if tuple(source.shape) != tuple(target.shape):
                 raise ValueError(
-                    f"load_full_state_dict: {name!r} has shape {tuple(source.shape)}, the model's is {tuple(target.shape)}"
+                    f"load_full_state_dict: {name!r} has shape {tuple(source.shape)}, the model's is"
+                    f" {tuple(target.shape)}"
                 )
             bucket, index = owners.get(id(target), (None, 0))
             if bucket is not None:

@@ -1,0 +1,88 @@
+"""What fully_shard refuses, by its text."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hp_dtensor import init_device_mesh
+from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from hp_platform.testing import device_type, on_ranks
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_models import Net, data_mesh, pair, seeded  # noqa: E402
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"offload_policy": CPUOffloadPolicy()}, NotImplementedError, r"offload_policy=CPUOffloadPolicy\(pin_memory=True\) is not"),
+    ({"deterministic": True}, NotImplementedError, "deterministic=True is not supported yet; leave it out"),
+    ({"comm_fusion": False}, NotImplementedError, "comm_fusion=False is not supported yet"),
+    ({"comm_fusion_zero_copy": False}, NotImplementedError, "comm_fusion_zero_copy=False is not supported yet"),
+    ({"shard_placement_fn": print}, NotImplementedError, "shard_placement_fn is not supported yet"),
+    ({"reshard_after_forward": 2}, NotImplementedError, r"reshard_after_forward=2, the size of a smaller group.*Use True"),
+    ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be True or False, got 'yes'"),
+    (
+        {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": MixedPrecisionPolicy()},
+        ValueError,
+        "mixed_precision and mp_policy are two names of one argument",
+    ),
+    ({"mp_policy": "bf16"}, TypeError, "expected an hp_fsdp.MixedPrecisionPolicy, got str"),
+    ({"offload_policy": True}, TypeError, "expected an hp_fsdp.OffloadPolicy, got bool"),
+    ({"mesh": 2}, TypeError, "mesh must be an hp_dtensor.DeviceMesh, got int"),
+]
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_arguments(index: int):
+    options, error, text = REFUSED[index]
+    model = seeded(Net)
+    with pytest.raises(error, match=text):
+        fully_shard(model, **{"mesh": data_mesh(), **options})
+    assert type(model) is Net
+    fully_shard(model, data_mesh(), offload_policy=OffloadPolicy(), comm_fusion_zero_copy=True)
+
+
+@on_ranks(1)
+def test_modules():
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got list"):
+        fully_shard([nn.Linear(1, 1)])  # type: ignore[type-var]
+    with pytest.raises(ValueError, match=r"ModuleList has no forward of its own. Call fully_shard on each of its modules"):
+        fully_shard(nn.ModuleList([nn.Linear(1, 1)]))
+    _, model = pair()
+    with pytest.raises(ValueError, match=r"this HSDPNet is sharded already"):
+        fully_shard(model, data_mesh())
+    with pytest.raises(TypeError, match=r"expected modules that fully_shard was called on, got Linear"):
+        model.set_modules_to_forward_prefetch([model.last])
+    with pytest.raises(ValueError, match=r'expected "avg" or "sum", got <RedOpType.MAX'):
+        model.set_reduce_op_type(torch.distributed.ReduceOp.MAX)
+    model.set_reduce_op_type(torch.distributed.ReduceOp.SUM)
+    with pytest.raises(NotImplementedError, match=r"set_reshard_after_forward: reshard_after_forward=4"):
+        model.set_reshard_after_forward(4)
+    with pytest.raises(NotImplementedError, match=r"HSDPNet cannot be copied"):
+        copy.deepcopy(model)
+    with pytest.raises(NotImplementedError, match=r"HSDPNet cannot be pickled.*Save full_state_dict"):
+        pickle.dumps(model)
+
+
+@on_ranks(4)
+def test_meshes():
+    mesh = init_device_mesh(device_type(), (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"one axis \(shard\) or two \(replicate, shard\), got 3: \('a', 'b', 'c'\)"):
+        fully_shard(seeded(Net), mesh)
+
+
+@on_ranks(1)
+def test_half_of_a_group_on_meta():
+    model = seeded(Net)
+    model.first.to("meta")
+    with pytest.raises(ValueError, match=r"2 of \d+ parameters of Net are on the meta device \(first.weight"):
+        fully_shard(model, data_mesh())
+    cast = fully_shard(seeded(Net), data_mesh())
+    with pytest.raises(RuntimeError, match=r"was cast from torch.float64 to torch.float32 after it was sharded"):
+        cast.float()
