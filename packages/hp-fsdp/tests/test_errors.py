@@ -10,21 +10,30 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from hp_dtensor import init_device_mesh
 from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from hp_platform.testing import device_type, on_ranks
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, data_mesh, pair, seeded  # noqa: E402
+from fsdp_models import Net, data_mesh, pair, seeded
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"offload_policy": CPUOffloadPolicy()}, NotImplementedError, r"offload_policy=CPUOffloadPolicy\(pin_memory=True\) is not"),
+    (
+        {"offload_policy": CPUOffloadPolicy()},
+        NotImplementedError,
+        r"offload_policy=CPUOffloadPolicy\(pin_memory=True\) is not",
+    ),
     ({"deterministic": True}, NotImplementedError, "deterministic=True is not supported yet; leave it out"),
     ({"comm_fusion": False}, NotImplementedError, "comm_fusion=False is not supported yet"),
     ({"comm_fusion_zero_copy": False}, NotImplementedError, "comm_fusion_zero_copy=False is not supported yet"),
     ({"shard_placement_fn": print}, NotImplementedError, "shard_placement_fn is not supported yet"),
-    ({"reshard_after_forward": 2}, NotImplementedError, r"reshard_after_forward=2, the size of a smaller group.*Use True"),
+    (
+        {"reshard_after_forward": 2},
+        NotImplementedError,
+        r"reshard_after_forward=2, the size of a smaller group.*Use True",
+    ),
     ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be True or False, got 'yes'"),
     (
         {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": MixedPrecisionPolicy()},
@@ -52,7 +61,9 @@ def test_arguments(index: int):
 def test_modules():
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got list"):
         fully_shard([nn.Linear(1, 1)])  # type: ignore[type-var]
-    with pytest.raises(ValueError, match=r"ModuleList has no forward of its own. Call fully_shard on each of its modules"):
+    with pytest.raises(
+        ValueError, match=r"ModuleList has no forward of its own. Call fully_shard on each of its modules"
+    ):
         fully_shard(nn.ModuleList([nn.Linear(1, 1)]))
     _, model = pair()
     with pytest.raises(ValueError, match=r"this HSDPNet is sharded already"):

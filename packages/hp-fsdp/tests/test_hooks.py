@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
 from hp_fsdp import HSDPModule, fully_shard
 from hp_fsdp.torch.tree import map_tensors, tensors
 from hp_platform import count_collectives
 from hp_platform.testing import on_ranks
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import (  # noqa: E402
+from fsdp_models import (
     Block,
     Net,
     batch,

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hp_fsdp import MixedPrecisionPolicy, fully_shard
-from hp_platform.testing import device_type, on_ranks
 from torch import nn
 
+from hp_fsdp import MixedPrecisionPolicy, fully_shard
+from hp_platform.testing import device_type, on_ranks
+
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, seeded  # noqa: E402
+from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, seeded
 
 
 class Seen(Net):
@@ -60,7 +61,9 @@ def test_reduces_in_the_dtype_of_computation_by_default():
 @on_ranks(2)
 def test_inputs_are_cast_only_if_wanted():
     model = seeded(lambda: nn.Linear(5, 3), torch.float32)
-    fully_shard(model, data_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False))
+    fully_shard(
+        model, data_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    )
     with pytest.raises(RuntimeError, match="dtype"):
         model(torch.ones(2, 5, device=device_type()))
     assert model(torch.ones(2, 5, device=device_type(), dtype=torch.bfloat16)).dtype is torch.bfloat16

@@ -8,13 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from hp_dtensor import DTensor, RaggedShard, init_empty_weights, init_parameters
 from hp_fsdp import fully_shard
 from hp_platform.testing import device_type, on_ranks
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, same_gradients, same_weights, seeded, train  # noqa: E402, E501
+from fsdp_models import (
+    Net,
+    batch,
+    close,
+    data_mesh,
+    groups_of,
+    loss_of,
+    pair,
+    same_gradients,
+    same_weights,
+    seeded,
+    train,
+)
 
 
 class Tied(nn.Module):
@@ -46,7 +59,9 @@ def test_tied_parameters_stay_tied():
 def test_a_parameter_tied_to_another_group_is_an_error():
     model = seeded(Tied)
     fully_shard(model.embed, data_mesh())
-    with pytest.raises(ValueError, match=r"'head.weight' of Tied is tied to 'weight' of Embedding, which is sharded already"):
+    with pytest.raises(
+        ValueError, match=r"'head.weight' of Tied is tied to 'weight' of Embedding, which is sharded already"
+    ):
         fully_shard(model, data_mesh())
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from hp_fsdp import full_state_dict, load_full_state_dict
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, loss_of, pair, same_weights, seeded, train  # noqa: E402
+from fsdp_models import Net, batch, loss_of, pair, same_weights, seeded, train
 
 
 class Buffered(Net):

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from hp_dtensor import DeviceMesh, DTensor, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, global_grad_norm, load_full_state_dict
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import ROWS, close, loss_of, same_gradients, same_weights, seeded  # noqa: E402
+from fsdp_models import ROWS, close, loss_of, same_gradients, same_weights, seeded
 
 
 class Layer(nn.Module):

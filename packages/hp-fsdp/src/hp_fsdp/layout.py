@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 __all__ = ["FlatLayout"]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Parameters in one flat buffer that ``ranks`` ranks own in equal contiguous pieces. Make one with ``FlatLayout.of``.
+    """Parameters in one flat buffer that ``ranks`` ranks own in equal contiguous pieces. ``FlatLayout.of`` makes one.
 
     Example:
         >>> layout = FlatLayout.of([6, 3], ranks=2, align=4)
@@ -57,8 +58,8 @@ class FlatLayout:
         end = 0
         for numel in numels:
             offsets.append(end)
-            end += -(-numel // align) * align
-        piece = -(-(-(-end // ranks)) // align) * align
+            end += ceil(numel / align) * align
+        piece = ceil(end / (ranks * align)) * align
         return FlatLayout(tuple(numels), ranks, tuple(offsets), piece)
 
     @property

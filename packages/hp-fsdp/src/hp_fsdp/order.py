@@ -54,7 +54,7 @@ class ExecutionOrder(Generic[T]):
         self._at = 0
 
     def visit(self, item: T) -> T | None:
-        """Records ``item`` and returns what came after it in the last pass; None at its end, or where it is not known."""
+        """Records ``item`` and returns what came after it in the last pass; None at its end or if unknown."""
         self._now.append(item)
         last, at = self._last, self._at
         if at >= len(last) or last[at] is not item:

@@ -10,7 +10,7 @@ __all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a group's computation and communication. The sharded parameters keep theirs, so the optimizer step is exact.
+    """Dtypes of a group's computation and communication. Sharded parameters keep theirs: the optimizer step is exact.
 
     Args:
         param_dtype: dtype of the unsharded parameters, so of forward, backward and the all-gather. Each rank casts its

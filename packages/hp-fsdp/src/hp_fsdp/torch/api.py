@@ -137,7 +137,7 @@ def _check(
 
 def _device(module: nn.Module, parameters: list[ManagedParameter], mesh: DeviceMesh) -> torch.device:
     """Where the shards live: meta with parameters on meta, else this process's device, where buffers are moved, too."""
-    on_meta = [parameter.name for parameter in parameters if parameter.original.device.type == "meta"]  # type: ignore[union-attr]
+    on_meta = [p.name for p in parameters if p.original is not None and p.original.is_meta]
     if on_meta and len(on_meta) < len(parameters):
         raise ValueError(
             f"fully_shard: {len(on_meta)} of {len(parameters)} parameters of {type(module).__name__} are on the meta"

@@ -251,7 +251,7 @@ class Bucket:
 
 
 def _places(tensors: Iterable[tuple[ManagedParameter, Any]]) -> tuple[list[Any], list[Any]]:
-    """Where to put tensors, without a lookup later: straight into a module's dictionary, or by its own ``__setattr__``."""
+    """Where to put tensors, without a lookup later: into a module's dictionary, or by its own ``__setattr__``."""
     direct, attributes = [], []
     for parameter, tensor in tensors:
         for module, name in parameter.places:

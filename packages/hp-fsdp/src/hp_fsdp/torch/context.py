@@ -20,8 +20,8 @@ _plain = torch._C.DisableTorchFunctionSubclass
 class RootContext:
     """Made by the first forward of the outermost sharded module, for that module and all groups inside it.
 
-    At most two groups are gathered at a time (besides those that stay so): the one that computes, and the one that the last
-    pass ran after it. At most one group's gradients are being reduced, behind the computation of the next one.
+    At most two groups are gathered at a time (besides those that stay so): the one that computes, and the one that
+    the last pass ran after it. At most one group's gradients are being reduced, behind the computation of the next one.
 
     Args:
         root: the outermost group.
@@ -78,7 +78,9 @@ class RootContext:
         self.outermost = None
         self.drop_ahead()
 
-    def unshard(self, group: ParameterGroup, order: ExecutionOrder[ParameterGroup], chosen: list[ParameterGroup]) -> None:
+    def unshard(
+        self, group: ParameterGroup, order: ExecutionOrder[ParameterGroup], chosen: list[ParameterGroup]
+    ) -> None:
         """Makes the parameters of ``group`` ready, and starts to gather what comes after it.
 
         Args:
@@ -142,7 +144,7 @@ class RootContext:
             self.advance()
 
     def settle(self) -> None:
-        """Somebody looks at the parameters from outside: they are to find the sharded ones, and no half of a failed step."""
+        """Somebody looks at the parameters from outside: they find the sharded ones, and no half of a failed step."""
         if self.outermost is not None or _backward_id() != -1:
             return
         if self.backward is not None:

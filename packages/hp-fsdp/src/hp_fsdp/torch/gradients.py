@@ -1,15 +1,15 @@
 """GradientBuffer: takes a bucket's gradients from autograd, reduces them over ranks, hands out the shards.
 
 Note [One copy of the gradients]
-    Autograd hands over each gradient as it computed it; one ``_foreach_copy_`` moves a bucket's into the flat buffer, with
-    the cast to the reduction's dtype. Giving autograd views of the buffer as ``.grad`` instead means that it must be
-    zeroed and added to: 230 us for 800,000 floats against 150 us for the copy, and no cast.
+    Autograd hands over each gradient as it computed it; one ``_foreach_copy_`` moves a bucket's into the flat buffer,
+    with the cast to the reduction's dtype. Giving autograd views of the buffer as ``.grad`` instead means that it must
+    be zeroed and added to: 230 us for 800,000 floats against 150 us for the copy, and no cast.
 
 Note [Missing gradients]
     A parameter without a gradient on this rank may have one on another, so it takes part in the sum. What it adds is
     *minus* zero: -0.0 + x is x for every x, and the sum of nothing but minus zeros is minus zero. So where the reduced
-    piece is all minus zero no rank had a gradient, and ``.grad`` stays None as in a single process, with no communication
-    about it. A rank that owns no element of the parameter keeps None, too: it has nothing to update.
+    piece is all minus zero no rank had a gradient, and ``.grad`` stays None as in a single process, with no
+    communication about it. A rank that owns no element of the parameter keeps None, too: it has nothing to update.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from hp_dtensor.torch.autograd import grad_spec, reduce_partial_grads
 from hp_dtensor.torch.dtensor import wrap
-from hp_platform.torch import collectives
-
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.torch.parameter import ManagedParameter
+from hp_platform.torch import collectives
 
 __all__ = ["GradientBuffer", "Reduction"]
 

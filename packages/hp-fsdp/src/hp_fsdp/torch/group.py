@@ -76,7 +76,8 @@ class ParameterGroup:
         # What differs in dtype or takes part in no reduction is communicated apart.
         kinds: dict[Any, list[ManagedParameter]] = {}
         for parameter in parameters:
-            kinds.setdefault((parameter.original.dtype, parameter.trains), []).append(parameter)  # type: ignore[union-attr]
+            assert parameter.original is not None
+            kinds.setdefault((parameter.original.dtype, parameter.trains), []).append(parameter)
         self.class_name = owner = type(module).__name__
         self.buckets = [Bucket(members, axes, device, policy, owner) for members in kinds.values()]
         self.rename("")

@@ -56,7 +56,7 @@ class HSDPModule:
         """Gathers this module's own parameters (not those of sharded modules inside) and registers them.
 
         Args:
-            async_op: return at once. The parameters are there after ``wait()`` on the result, or in forward, which waits.
+            async_op: return at once. The parameters are there after ``wait()`` on the result; forward waits by itself.
         """
         self._hsdp_group.start_unshard()
         self._hsdp_group.keep()
@@ -102,7 +102,7 @@ class HSDPModule:
             group.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to free the gathered parameters after backward. Not freeing them saves a gather between micro-batches.
+        """Whether to free the gathered parameters after backward. Keeping them saves a gather between micro-batches.
 
         Args:
             reshard_after_backward: free them.
@@ -199,19 +199,20 @@ class HSDPModule:
         return made
 
     def _materialize(self, device: torch.device) -> None:
-        """Gives parameters on meta memory in a flat shard; hp_dtensor's ``init_parameters`` calls it before it fills them."""
+        """Gives parameters on meta memory in a flat shard; hp_dtensor's ``init_parameters`` calls it, then fills them."""
         for bucket in self._hsdp_group.buckets:
             bucket.materialize(device)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise NotImplementedError(
-            f"{type(self).__name__} cannot be copied: its parameters are parts of shared buffers. Build a second model and load "
-            "full_state_dict(model) into it"
+            f"{type(self).__name__} cannot be copied: its parameters are parts of shared buffers. Build a second model "
+            "and load full_state_dict(model) into it"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
-            f"{type(self).__name__} cannot be pickled: its parameters are parts of shared buffers. Save full_state_dict(model)"
+            f"{type(self).__name__} cannot be pickled: its parameters are parts of shared buffers. "
+            "Save full_state_dict(model)"
         )
 
 
@@ -220,8 +221,9 @@ def check_reshard(value: Any, where: str) -> None:
     if not isinstance(value, bool):
         if isinstance(value, int):
             raise NotImplementedError(
-                f"{where}: reshard_after_forward={value}, the size of a smaller group to reshard to, is not supported yet. Use True "
-                "(reshard over all ranks, least memory) or False (keep gathered until backward, least communication)"
+                f"{where}: reshard_after_forward={value}, the size of a smaller group to reshard to, is not supported "
+                "yet. Use True (reshard over all ranks, least memory) or False (keep gathered until backward, least "
+                "communication)"
             )
         raise TypeError(f"{where}: reshard_after_forward must be True or False, got {value!r}")
 
@@ -235,5 +237,5 @@ def _groups_of(modules: Sequence[HSDPModule], where: str) -> list[ParameterGroup
 
 def shard_class(module: nn.Module, group: ParameterGroup) -> None:
     """Makes ``module`` an ``HSDPModule`` that runs with ``group``."""
-    torch.nn.Module.__setattr__(module, "_hsdp_group", group)
+    module.__dict__["_hsdp_group"] = group
     module.__class__ = make_sharded_class(type(module))

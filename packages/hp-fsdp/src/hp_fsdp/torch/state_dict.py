@@ -19,7 +19,7 @@ __all__ = ["full_state_dict", "load_full_state_dict"]
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, torch.Tensor]:
-    """The model's state as whole plain tensors, with the names, order and values of an unsharded model's ``state_dict()``.
+    """The model's state as whole plain tensors: names, order and values of an unsharded model's ``state_dict()``.
 
     One all-gather for each bucket of parameters; every rank has to call it. Tied parameters appear under each name, as
     one tensor.
