@@ -2,10 +2,11 @@
 
     python packages/hp-dtensor/benchmarks/bench_dtensor.py [--rounds 30]
 
-Every table interleaves all candidates in each round and takes medians of CPU time, on one thread, with a fake process group of
-8 ranks (no communication: what is measured is the host). Overhead is the time minus that of the plain operation on the same
-local tensors; it is negative where ours spends less than torch's own ``backward()`` does in Python before the engine starts. The
-last column is the ratio to torch's DTensor. Of a replicated operand ours gives the summed gradient, torch's leaves it partial.
+Every table interleaves all candidates in each round and takes medians of CPU time, on one thread, with a fake process
+group of 8 ranks (no communication: what is measured is the host). Overhead is the time minus that of the plain
+operation on the same local tensors; it is negative where ours spends less than torch's own ``backward()`` does in
+Python before the engine starts. The last column is the ratio to torch's DTensor. Of a replicated operand ours gives the
+summed gradient, torch's leaves it partial.
 """
 
 from __future__ import annotations
@@ -70,7 +71,12 @@ def table(title: str, header: list[str], rows: list[list[Any]]) -> None:
     widths = [max(len(row[i]) for row in shown) for i in range(len(header))]
     print(f"\n{title}")
     for index, row in enumerate(shown):
-        print("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))))
+        print(
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+        )
         if index == 0:
             print("  ".join("-" * width for width in widths))
 
@@ -105,11 +111,15 @@ def bench_operations(rounds: int, backward: bool) -> None:
     theirs_mesh = peer_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
 
     def ours(local: torch.Tensor, dim: int | None) -> Any:
-        made = hp.DTensor.from_local(local.clone(), ours_mesh, [hp.Replicate() if dim is None else hp.Shard(dim)]).detach()
+        made = hp.DTensor.from_local(
+            local.clone(), ours_mesh, [hp.Replicate() if dim is None else hp.Shard(dim)]
+        ).detach()
         return made.requires_grad_(local.is_floating_point())
 
     def theirs(local: torch.Tensor, dim: int | None) -> Any:
-        made = peer.DTensor.from_local(local.clone(), theirs_mesh, [peer.Replicate() if dim is None else peer.Shard(dim)], run_check=False)
+        made = peer.DTensor.from_local(
+            local.clone(), theirs_mesh, [peer.Replicate() if dim is None else peer.Shard(dim)], run_check=False
+        )
         return made.detach().requires_grad_(local.is_floating_point())
 
     def plain(local: torch.Tensor, dim: int | None) -> Any:
@@ -122,7 +132,11 @@ def bench_operations(rounds: int, backward: bool) -> None:
             args = [make(local, dim) for local, dim in zip(operands, dims, strict=True)]
             if backward:
                 out = fn(*args)
-                gradient = out.detach().clone() if who != "ours" else hp.DTensor.from_local(torch.ones(out.local_shape), ours_mesh, out.placements)
+                gradient = (
+                    out.detach().clone()
+                    if who != "ours"
+                    else hp.DTensor.from_local(torch.ones(out.local_shape), ours_mesh, out.placements)
+                )
                 leaves = [a for a in args if a.requires_grad]
 
                 def run(fn: Any = fn, args: Any = args, gradient: Any = gradient, leaves: Any = leaves) -> None:
@@ -158,7 +172,8 @@ class Block(nn.Module):
         batch, length, _ = x.shape
         h = self.norm1(x)
         q, k, v = (m(h).view(batch, length, -1, self.head_dim).transpose(1, 2) for m in (self.q, self.k, self.v))
-        a = F.softmax(q @ k.transpose(-2, -1) * self.head_dim**-0.5, -1) @ v  # torch's DTensor has no fused attention on CPU
+        # by hand: torch's DTensor has no fused attention on CPU
+        a = F.softmax(q @ k.transpose(-2, -1) * self.head_dim**-0.5, -1) @ v
         x = x + self.o(a.transpose(1, 2).reshape(batch, length, -1))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -223,7 +238,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, one thread")
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores,"
+        " one thread"
+    )
     bench_operations(rounds, backward=False)
     bench_operations(rounds, backward=True)
     bench_transformer(rounds)

@@ -247,7 +247,12 @@ def _reductions() -> None:
     case("norm p", lambda x: torch.norm(x, p=1, dim=0), a)
     case("vector_norm", torch.linalg.vector_norm, a)
     case("vector_norm no grad", lambda x: torch.linalg.vector_norm(x.detach()), a)
-    case("vector_norm inf", lambda x: torch.linalg.vector_norm(x.detach(), float("inf")), (7, 3), refuses="holds no elements")
+    case(
+        "vector_norm inf",
+        lambda x: torch.linalg.vector_norm(x.detach(), float("inf")),
+        (7, 3),
+        refuses="holds no elements",
+    )
     case("vector_norm 1", lambda x: torch.linalg.vector_norm(x.detach(), 1), thin)
     case("vector_norm 0", lambda x: torch.linalg.vector_norm(x.double(), 0), (thin, "i2"))
     case("vector_norm dim", lambda x: torch.linalg.vector_norm(x, 2, -1), a)

@@ -30,7 +30,14 @@ def _products() -> None:
     case("matmul itself", lambda x: x @ x.t(), (5, 7))
     case("outer", torch.outer, (5,), (7,))
     case("addmm", torch.addmm, (5, 4), (5, 7), (7, 4), refuses="no sharding rule")
-    case("addmm row", lambda b, x, y: torch.addmm(b, x, y, beta=0.5, alpha=2), (4,), (5, 7), (7, 4), refuses="no sharding rule")
+    case(
+        "addmm row",
+        lambda b, x, y: torch.addmm(b, x, y, beta=0.5, alpha=2),
+        (4,),
+        (5, 7),
+        (7, 4),
+        refuses="no sharding rule",
+    )
     case("baddbmm", torch.baddbmm, (2, 5, 4), (2, 5, 3), (2, 3, 4), refuses="no sharding rule")
     case("linear", F.linear, (5, 7), (4, 7))
     case("linear bias", F.linear, (5, 7), (4, 7), (4,))
@@ -46,7 +53,9 @@ def _products() -> None:
     case("einsum dots", lambda x, y: torch.einsum("...d,de->...e", x, y), (2, 5, 7), (7, 3))
     case("einsum three", lambda x, y, z: torch.einsum("bi,ij,bj->b", x, y, z), (3, 5), (5, 4), (3, 4))
     case("einsum outer", lambda x, y: torch.einsum("i,j->ij", x, y), (5,), (4,))
-    case("einsum list", lambda x, y: torch.einsum("ij,jk->ik", [x, y]), (5, 7), (7, 3), refuses="no sharding rule|einsum")
+    case(
+        "einsum list", lambda x, y: torch.einsum("ij,jk->ik", [x, y]), (5, 7), (7, 3), refuses="no sharding rule|einsum"
+    )
     case("einsum own term", lambda x, y: torch.einsum("ij,k->k", x, y), (5, 7), (3,))
     case("tensordot", lambda x, y: torch.tensordot(x, y, 1), (5, 7), (7, 3))
     case("kron", torch.kron, (2, 3), (3, 1))
@@ -221,7 +230,9 @@ def _layers() -> None:
     case("layer_norm plain", lambda x: F.layer_norm(x, (7,)), A)
     case("layer_norm bias only", lambda x, b: F.layer_norm(x, (7,), None, b), A, (7,))
     case("rms_norm", lambda x, w: F.rms_norm(x, (7,), w, 1e-6), (4, 5, 7), (7,))
-    case("rms_norm by hand", lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), (4, 5, 7), (7,))
+    case(
+        "rms_norm by hand", lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), (4, 5, 7), (7,)
+    )
     case("group_norm", lambda x: F.group_norm(x, 2), (3, 4, 5), refuses="no sharding rule")
     case("normalize", lambda x: F.normalize(x, dim=-1), A)
     case("normalize default dim", lambda x: F.normalize(x), A)
@@ -233,24 +244,90 @@ def _layers() -> None:
     case("embedding small", F.embedding, ((4,), "i2"), (2, 1))
     case("embedding flat", F.embedding, ((), "i9"), (9, 5))
     for reduction in ("mean", "sum", "none"):
-        case(f"cross_entropy {reduction}", lambda x, t, r=reduction: F.cross_entropy(x, t, reduction=r), (5, 7), ((5,), "i7"))
-        case(f"cross_entropy ignored {reduction}", lambda x, t, r=reduction: F.cross_entropy(x, t, ignore_index=2, reduction=r), (6, 3), ((6,), "i3"))
-        case(f"cross_entropy weight {reduction}", lambda x, t, w, r=reduction: F.cross_entropy(x, t, w.detach(), ignore_index=1, reduction=r), (6, 3), ((6,), "i3"), ((3,), "p"))
-        case(f"nll_loss {reduction}", lambda x, t, r=reduction: F.nll_loss(x.log_softmax(-1), t, reduction=r), (5, 7), ((5,), "i7"))
+        case(
+            f"cross_entropy {reduction}",
+            lambda x, t, r=reduction: F.cross_entropy(x, t, reduction=r),
+            (5, 7),
+            ((5,), "i7"),
+        )
+        case(
+            f"cross_entropy ignored {reduction}",
+            lambda x, t, r=reduction: F.cross_entropy(x, t, ignore_index=2, reduction=r),
+            (6, 3),
+            ((6,), "i3"),
+        )
+        case(
+            f"cross_entropy weight {reduction}",
+            lambda x, t, w, r=reduction: F.cross_entropy(x, t, w.detach(), ignore_index=1, reduction=r),
+            (6, 3),
+            ((6,), "i3"),
+            ((3,), "p"),
+        )
+        case(
+            f"nll_loss {reduction}",
+            lambda x, t, r=reduction: F.nll_loss(x.log_softmax(-1), t, reduction=r),
+            (5, 7),
+            ((5,), "i7"),
+        )
         for loss in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
-            case(f"{loss} {reduction}", lambda x, t, f=getattr(F, loss), r=reduction: f(x, t, reduction=r), A, A, refuses="no sharding rule")
-        case(f"bce {reduction}", lambda x, t, r=reduction: F.binary_cross_entropy_with_logits(x, t, reduction=r), A, (A, "p"), refuses="no sharding rule")
+            case(
+                f"{loss} {reduction}",
+                lambda x, t, f=getattr(F, loss), r=reduction: f(x, t, reduction=r),
+                A,
+                A,
+                refuses="no sharding rule",
+            )
+        case(
+            f"bce {reduction}",
+            lambda x, t, r=reduction: F.binary_cross_entropy_with_logits(x, t, reduction=r),
+            A,
+            (A, "p"),
+            refuses="no sharding rule",
+        )
         if reduction != "mean":  # torch warns of that one
-            case(f"kl_div {reduction}", lambda x, t, r=reduction: F.kl_div(x, t, reduction=r), A, (A, "p"), refuses="no sharding rule")
+            case(
+                f"kl_div {reduction}",
+                lambda x, t, r=reduction: F.kl_div(x, t, reduction=r),
+                A,
+                (A, "p"),
+                refuses="no sharding rule",
+            )
     case("cross_entropy 3 dims", F.cross_entropy, (2, 5, 3), ((2, 3), "i5"))
     case("cross_entropy 1 dim", F.cross_entropy, (5,), ((), "i5"))
     case("cross_entropy probabilities", F.cross_entropy, (5, 7), ((5, 7), "p"))
     case("cross_entropy smoothing", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), (5, 7), ((5,), "i7"))
-    case("cross_entropy smoothing sum", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1, reduction="sum"), (5, 7), ((5,), "i7"))
-    case("cross_entropy smoothing ignored", lambda x, t: F.cross_entropy(x, t, ignore_index=2, label_smoothing=0.1), (6, 3), ((6,), "i3"))
-    case("cross_entropy smoothing weight", lambda x, t, w: F.cross_entropy(x, t, w.detach(), label_smoothing=0.1), (6, 3), ((6,), "i3"), ((3,), "p"))
-    case("cross_entropy keyword weight", lambda x, t, w: F.cross_entropy(input=x, target=t, weight=w.detach()), (6, 3), ((6,), "i3"), ((3,), "p"))
-    case("cross_entropy shifted", lambda x, t: F.cross_entropy(x[..., :-1, :].reshape(-1, 5), t[..., 1:].reshape(-1), ignore_index=-100), (2, 4, 5), ((2, 4), "i5"))
+    case(
+        "cross_entropy smoothing sum",
+        lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1, reduction="sum"),
+        (5, 7),
+        ((5,), "i7"),
+    )
+    case(
+        "cross_entropy smoothing ignored",
+        lambda x, t: F.cross_entropy(x, t, ignore_index=2, label_smoothing=0.1),
+        (6, 3),
+        ((6,), "i3"),
+    )
+    case(
+        "cross_entropy smoothing weight",
+        lambda x, t, w: F.cross_entropy(x, t, w.detach(), label_smoothing=0.1),
+        (6, 3),
+        ((6,), "i3"),
+        ((3,), "p"),
+    )
+    case(
+        "cross_entropy keyword weight",
+        lambda x, t, w: F.cross_entropy(input=x, target=t, weight=w.detach()),
+        (6, 3),
+        ((6,), "i3"),
+        ((3,), "p"),
+    )
+    case(
+        "cross_entropy shifted",
+        lambda x, t: F.cross_entropy(x[..., :-1, :].reshape(-1, 5), t[..., 1:].reshape(-1), ignore_index=-100),
+        (2, 4, 5),
+        ((2, 4), "i5"),
+    )
     # ---- attention ----
     q, kv = (2, 6, 5, 4), (2, 3, 5, 4)
     case("sdpa", sdpa, q, q, q)
@@ -262,7 +339,14 @@ def _layers() -> None:
     case("sdpa two dims", sdpa, (5, 4), (5, 4), (5, 4))
     case("sdpa other length", sdpa, (2, 4, 1, 4), (2, 4, 7, 4), (2, 4, 7, 3))
     case("sdpa mask", lambda q, k, v, m: sdpa(q, k, v, m), q, q, q, (2, 1, 5, 5))
-    case("sdpa bool mask", lambda q, k, v, m: sdpa(q, k, v, attn_mask=m | torch.eye(5, dtype=torch.bool).any()), q, q, q, ((5, 5), "b"))
+    case(
+        "sdpa bool mask",
+        lambda q, k, v, m: sdpa(q, k, v, attn_mask=m | torch.eye(5, dtype=torch.bool).any()),
+        q,
+        q,
+        q,
+        ((5, 5), "b"),
+    )
     case("sdpa heads of one", sdpa, (2, 1, 5, 4), (2, 1, 5, 4), (2, 1, 5, 4))
     case("sdpa by keyword", lambda q, k, v: sdpa(query=q, key=k, value=v), (6, 5, 4), (6, 5, 4), (6, 5, 4))
     case("attention by hand", _attend, (2, 6, 5, 4), (2, 6, 5, 4), (2, 6, 5, 4))

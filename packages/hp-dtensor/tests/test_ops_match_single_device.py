@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
 from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
-from hp_dtensor.redistribution.simulate import coordinates
 from hp_dtensor.sharding import take
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.autograd import grad_spec
@@ -21,8 +21,8 @@ from hp_dtensor.torch.dtensor import local_view, wrap
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tables; pytest imports tests by their path
-import op_cases_shapes  # noqa: E402, F401
-from op_cases import CASES, Arg, Case  # noqa: E402
+import op_cases_shapes  # noqa: F401
+from op_cases import CASES, Arg, Case
 
 NAMES = {case.name: case for case in CASES}
 assert len(NAMES) == len(CASES)
@@ -72,22 +72,17 @@ def _combinations(case: Case, axes: int, limit: int) -> list[tuple[tuple[Placeme
 
 
 def _leaf(whole: torch.Tensor, placements: tuple[Placement, ...], mesh: Any, seed: int) -> DTensor:
-    """A leaf whose full value is ``whole``."""
-    parts = {c: whole for c in coordinates(mesh.shape)}
-    gen = torch.Generator().manual_seed(seed)
-    for axis, placement in enumerate(placements):
-        if not placement.is_partial():
-            continue
-        count = mesh.shape[axis]
-        for line in {c[:axis] + c[axis + 1 :] for c in parts}:
-            here = [(*line[:axis], i, *line[axis:]) for i in range(count)]
-            rest = parts[here[0]] * (count if placement.is_partial("avg") else 1)
-            for c in here[1:]:
-                parts[c] = torch.randint(-64, 64, whole.shape, generator=gen).double() / 32
-                rest = rest - parts[c]
-            parts[here[0]] = rest
+    """A leaf whose full value is ``whole``; what a rank holds differs from others' along axes that are partial only."""
     mine = mesh.get_coordinate()
-    local = torch.from_numpy(take(parts[mine].numpy(), placements, mesh.shape, mine).copy()).to(mesh.device_type)
+    gen = torch.Generator().manual_seed(seed)
+    part = whole
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            count = mesh.shape[axis]
+            others = [torch.randint(-64, 64, whole.shape, generator=gen).double() / 32 for _ in range(count - 1)]
+            first = part * (count if placement.is_partial("avg") else 1) - sum(others)
+            part = [first, *others][mine[axis]]
+    local = torch.from_numpy(take(part.numpy(), placements, mesh.shape, mine).copy()).to(mesh.device_type)
     made = wrap(local, TensorSpec.of(mesh, placements, whole.shape))
     return made.requires_grad_(whole.is_floating_point())
 
@@ -126,7 +121,9 @@ def _run(case: Case, mesh: Any, placements: tuple[tuple[Placement, ...], ...], s
             assert type(made) is DTensor and made.device_mesh == mesh, f"{what}: {type(made)}"
             assert tuple(made.shape) == tuple(value.shape), f"{what}: shape {made.shape} for {value.shape}"
             assert made.dtype == value.dtype, f"{what}: {made.dtype} for {value.dtype}"
-            assert tuple(local_view(made).shape) == made._spec.local_shape, f"{what}: {made._spec} holds {local_view(made).shape}"
+            assert tuple(local_view(made).shape) == made._spec.local_shape, (
+                f"{what}: {made._spec} holds {local_view(made).shape}"
+            )
             _same(made.full_tensor(), value, what)
         for tensor, old in zip(given, before):
             assert torch.equal(local_view(tensor), old), f"{what}: an argument was changed"

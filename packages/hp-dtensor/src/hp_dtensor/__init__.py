@@ -1,15 +1,15 @@
 """Distributed tensors: mesh, placements, layouts, sharding rules, redistribution, DTensor.
 
-A DTensor holds this rank's part of a tensor and computes as the whole would. What needs a framework is loaded at first use.
+A DTensor holds this rank's part of a tensor and computes as the whole would. What needs a framework is loaded at first
+use.
 """
 
 from typing import TYPE_CHECKING
 
-from hp_platform import lazy_exports
-
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_platform import lazy_exports
 
 if TYPE_CHECKING:
     from hp_dtensor.torch.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros

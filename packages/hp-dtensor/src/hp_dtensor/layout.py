@@ -48,11 +48,15 @@ class Layout:
         count = math.prod(self.mesh_shape)
         self.rank_list = tuple(range(count)) if rank_list is None else tuple(int(rank) for rank in rank_list)
         if len(self.mesh_dim_names) != len(self.mesh_shape):
-            raise ValueError(f"Layout: {len(self.mesh_dim_names)} names {self.mesh_dim_names} for mesh_shape {self.mesh_shape}")
+            raise ValueError(
+                f"Layout: {len(self.mesh_dim_names)} names {self.mesh_dim_names} for mesh_shape {self.mesh_shape}"
+            )
         if len(set(self.mesh_dim_names)) != len(self.mesh_dim_names) or "None" in self.mesh_dim_names:
             raise ValueError(f"Layout: mesh_dim_names must be unique and not 'None', got {self.mesh_dim_names}")
         if len(self.rank_list) != count or len(set(self.rank_list)) != count:
-            raise ValueError(f"Layout: mesh_shape {self.mesh_shape} needs {count} different ranks, rank_list has {self.rank_list}")
+            raise ValueError(
+                f"Layout: mesh_shape {self.mesh_shape} needs {count} different ranks, rank_list has {self.rank_list}"
+            )
         self.placements: tuple[Placement, ...] | None = None
         self.ndim: int | None = None
         self._key: Any = None
@@ -82,7 +86,8 @@ class Layout:
                 used.add(name)
                 axes.append(self.mesh_dim_names.index(name))
             for position, axis in enumerate(axes):
-                # an axis named before this one but later in the mesh cuts first: what it leaves comes in that many blocks
+                # an axis named before this one but later in the mesh cuts first: what it leaves comes in that many
+                # blocks
                 outer = math.prod(self.mesh_shape[a] for a in axes[:position] if a > axis)
                 placements[axis] = Shard(dim) if outer == 1 else StridedShard(dim, outer)
         return self._placed(tuple(placements), len(dims) or None)
@@ -123,7 +128,10 @@ class Layout:
 
 
 def as_placements(
-    device_mesh: DeviceMesh | Layout | None, placements: Sequence[Placement] | None, default: DeviceMesh | None, what: str,
+    device_mesh: DeviceMesh | Layout | None,
+    placements: Sequence[Placement] | None,
+    default: DeviceMesh | None,
+    what: str,
     device_type: str | None = None,
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Reads ``(mesh, placements)`` or a Layout, as the public functions take them.

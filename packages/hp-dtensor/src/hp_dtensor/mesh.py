@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from hp_platform import get_platform
 
 __all__ = ["DeviceMesh", "get_current_mesh", "init_device_mesh"]
@@ -19,8 +20,8 @@ class DeviceMesh:
     """An n-d arrangement of ranks.
 
     Meshes are values: equal and of equal hash when device type, ranks, shape and axis names are equal. A group is made
-    for each axis when the mesh is made (unless ``_init_groups=False``); groups are cached by rank set, so two meshes over
-    the same ranks share communicators.
+    for each axis when the mesh is made (unless ``_init_groups=False``); groups are cached by rank set, so two meshes
+    over the same ranks share communicators.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))   # on 4 ranks
@@ -78,7 +79,9 @@ class DeviceMesh:
 
     # ---- values ----
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, DeviceMesh) and self._hash == other._hash and self._key == other._key)
+        return self is other or (
+            isinstance(other, DeviceMesh) and self._hash == other._hash and self._key == other._key
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -141,7 +144,9 @@ class DeviceMesh:
         """
         if mesh_dim is None:
             if self.ndim != 1:
-                raise RuntimeError(f"get_local_rank: name the axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}")
+                raise RuntimeError(
+                    f"get_local_rank: name the axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}"
+                )
             mesh_dim = 0
         if self._coordinate is None:
             raise RuntimeError(f"rank {self._rank} is not in {self}")
@@ -159,7 +164,9 @@ class DeviceMesh:
             index[axis] = slice(None)
             line = [int(rank) for rank in self.mesh[tuple(index)]]
             if line != sorted(line):
-                raise ValueError(f"DeviceMesh: ranks must ascend along each axis, axis {axis} has {line} in {self.mesh.tolist()}")
+                raise ValueError(
+                    f"DeviceMesh: ranks must ascend along each axis, axis {axis} has {line} in {self.mesh.tolist()}"
+                )
             made.append(groups.new_group(line))
         self._groups = tuple(made)
 
@@ -171,7 +178,9 @@ class DeviceMesh:
         """
         if mesh_dim is None:
             if self.ndim != 1:
-                raise RuntimeError(f"get_group: name the axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}")
+                raise RuntimeError(
+                    f"get_group: name the axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}"
+                )
             mesh_dim = 0
         if self._groups is None:
             self._make_groups()
@@ -221,7 +230,9 @@ class DeviceMesh:
                 raise RuntimeError("_flatten: give mesh_dim_name, this mesh has no mesh_dim_names to join")
             mesh_dim_name = "_".join(self.mesh_dim_names)
         if self.root.mesh_dim_names and mesh_dim_name in self.root.mesh_dim_names and self.ndim > 1:
-            raise ValueError(f"_flatten: {mesh_dim_name!r} is already an axis of the root mesh {self.root.mesh_dim_names}")
+            raise ValueError(
+                f"_flatten: {mesh_dim_name!r} is already an axis of the root mesh {self.root.mesh_dim_names}"
+            )
         flat = DeviceMesh(self.device_type, self.mesh.reshape(-1), (mesh_dim_name,), _root=self.root)
         self.root._flattened[mesh_dim_name] = flat
         return flat

@@ -32,8 +32,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
-    """Tensor dim ``dim`` is cut over the axis in contiguous chunks of ``ceil(size / ranks)``; the last ones may be smaller or empty.
+    """Tensor dim ``dim`` is cut over the axis in contiguous chunks of ``ceil(size / ranks)``.
 
+    The last chunks may be smaller or empty.
     Two axes that shard one dim cut it one after the other: the earlier axis is the outer one.
 
     Args:

@@ -80,21 +80,29 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what
         ValueError: wrong number of placements, or a dim out of range.
     """
     if isinstance(placements, Placement):
-        raise TypeError(f"{what}: placements must be a sequence with one placement an axis, got {placements!r}; write [{placements!r}]")
+        raise TypeError(
+            f"{what}: placements must be a sequence with one placement an axis, got {placements!r}; write"
+            f" [{placements!r}]"
+        )
     placements = tuple(placements)
     if len(placements) != mesh.ndim:
         raise ValueError(
-            f"{what}: {len(placements)} placements {placements} for a mesh of {mesh.ndim} axes {mesh.mesh_dim_names or mesh.shape}"
+            f"{what}: {len(placements)} placements {placements} for a mesh of {mesh.ndim} axes"
+            f" {mesh.mesh_dim_names or mesh.shape}"
         )
     made: list[Placement] = []
     for placement in placements:
         if isinstance(placement, (Shard, StridedShard)):
             if not -ndim <= placement.dim < ndim:
-                raise ValueError(f"{what}: {placement!r} of a tensor with {ndim} dims: the dim must be in [{-ndim}, {ndim - 1}]")
+                raise ValueError(
+                    f"{what}: {placement!r} of a tensor with {ndim} dims: the dim must be in [{-ndim}, {ndim - 1}]"
+                )
             if placement.dim < 0:
                 dim = placement.dim + ndim
                 placement = Shard(dim) if isinstance(placement, Shard) else StridedShard(dim, placement.split_factor)
         elif not isinstance(placement, (Replicate, Partial, RaggedShard)):
-            raise TypeError(f"{what}: {placement!r} is not a placement (Shard, StridedShard, RaggedShard, Replicate, Partial)")
+            raise TypeError(
+                f"{what}: {placement!r} is not a placement (Shard, StridedShard, RaggedShard, Replicate, Partial)"
+            )
         made.append(placement)
     return tuple(made)

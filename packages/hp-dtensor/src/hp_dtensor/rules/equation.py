@@ -41,8 +41,8 @@ def rule(
         reduce: factors that are summed over; sharding one gives partial results.
         whole: factors that must not be sharded.
         even: factors that may be sharded only in equal parts.
-        linear: operands (by number, separated by blanks) in each of which the operation is linear by itself; ``0+1`` where
-            it is linear in both together.
+        linear: operands (by number, separated by blanks) in each of which the operation is linear by itself; ``0+1``
+            where it is linear in both together.
 
     Raises:
         ValueError: the name is taken, or a factor is named that the equation does not have.

@@ -1,7 +1,7 @@
 """Factors: which dims of an operation's operands and results are one thing, and what follows for placements.
 
-Every dim of an operand or a result belongs to a *factor* (an index of the operation's loop nest), or to none where it is
-broadcast. Sharding a factor shards every dim that carries it; a factor that no result carries is a reduction, and
+Every dim of an operand or a result belongs to a *factor* (an index of the operation's loop nest), or to none where it
+is broadcast. Sharding a factor shards every dim that carries it; a factor that no result carries is a reduction, and
 sharding it leaves the result partial. This is the factor form of Shardy's sharding rules.
 """
 
@@ -156,8 +156,9 @@ def solve(
         offer([REPLICATE] * count, [False] * count, [REPLICATE] * len(outs), None)
         if best is None:
             raise NoLegalPlacement(
-                f"the operand that is written in place is {have[in_place or 0]!r} on axis {axis} of mesh {tuple(mesh_shape)}, "
-                f"the operands are {have} of shapes {[tuple(s) for s in shapes]}: it would have to be redistributed first"
+                f"the operand that is written in place is {have[in_place or 0]!r} on axis {axis} of mesh"
+                f" {tuple(mesh_shape)}, the operands are {have} of shapes {[tuple(s) for s in shapes]}: it would have"
+                " to be redistributed first"
             )
         _, want, varies, out, factor = best
         if factor is not None:
@@ -170,7 +171,9 @@ def solve(
     return Solution(tuple(map(tuple, targets)), tuple(map(tuple, vary)), tuple(map(tuple, outs)))
 
 
-def _sharded(factors: FactorMap, have: list[Placement], shapes: Sequence[Sequence[int]], ranks: int, splits: dict[int, int]):
+def _sharded(
+    factors: FactorMap, have: list[Placement], shapes: Sequence[Sequence[int]], ranks: int, splits: dict[int, int]
+):
     seen: set[tuple[int, Placement | None]] = set()
     for operand, placement in enumerate(have):
         factor = _shard_factor(factors.operands[operand], placement)
@@ -225,4 +228,9 @@ def _ragged(have: list[Placement], shapes: Sequence[Sequence[int]], results: Seq
     for placement in dict.fromkeys(p for p in have if isinstance(p, RaggedShard)):
         same = [tuple(shape) == tuple(results[0]) for shape in shapes]
         if all(fits or math.prod(shape) == 1 for fits, shape in zip(same, shapes, strict=True)):
-            yield [placement if fits else REPLICATE for fits in same], [not fits for fits in same], [placement] * len(results), None
+            yield (
+                [placement if fits else REPLICATE for fits in same],
+                [not fits for fits in same],
+                [placement] * len(results),
+                None,
+            )

@@ -38,12 +38,19 @@ def pointwise_factors(shapes: Shapes, results: Shapes, linear: Iterable[frozense
     """Operands broadcast against each other; dim ``k`` of the result is factor ``k``."""
     given = _known(shapes)
     ndim = max(len(shape) for shape in given)
-    size = [max((shape[k - ndim + len(shape)] for shape in given if k - ndim + len(shape) >= 0), default=1) for k in range(ndim)]
-    zero = [any(shape[k - ndim + len(shape)] == 0 for shape in given if k - ndim + len(shape) >= 0) for k in range(ndim)]
+    size = [
+        max((shape[k - ndim + len(shape)] for shape in given if k - ndim + len(shape) >= 0), default=1)
+        for k in range(ndim)
+    ]
+    zero = [
+        any(shape[k - ndim + len(shape)] == 0 for shape in given if k - ndim + len(shape) >= 0) for k in range(ndim)
+    ]
 
     def dims(shape: Sequence[int]) -> Dims:
         start = ndim - len(shape)
-        return tuple(None if s == 1 and (size[start + k] != 1 or zero[start + k]) else start + k for k, s in enumerate(shape))
+        return tuple(
+            None if s == 1 and (size[start + k] != 1 or zero[start + k]) else start + k for k, s in enumerate(shape)
+        )
 
     return FactorMap(
         operands=tuple(dims(shape) for shape in given),
@@ -115,7 +122,9 @@ def _einsum(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fa
     text = arguments["equation"].replace(" ", "")
     if "->" not in text:
         letters = text.replace(",", "").replace("...", "")
-        text += "->" + ("..." if "..." in text else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+        text += (
+            "->" + ("..." if "..." in text else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+        )
     left, right = text.split("->")
     spaced = [" ".join(term.replace("...", ".")).replace(".", "...") for term in [*left.split(","), right]]
     summed = [letter for letter in dict.fromkeys(left.replace(",", "").replace(".", "")) if letter not in right]
@@ -181,11 +190,14 @@ rule("linear_whole_dims", _linear_whole_dims)  # cumsum, flip, roll, tril, narro
 
 
 def _pad(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """Padded dims (``dim``, a tuple) are whole; ``linear`` says whether what is added is zero, or comes from the operand."""
+    """Padded dims (``dim``, a tuple) are whole; ``linear``: what is added is zero, or comes from the operand."""
     (shape,) = _known(shapes)
     made = pointwise_factors([shape], [shape])
     return FactorMap(
-        made.operands, made.results, whole=frozenset(arguments["dim"]), linear=(frozenset({0}),) if arguments["linear"] else ()
+        made.operands,
+        made.results,
+        whole=frozenset(arguments["dim"]),
+        linear=(frozenset({0}),) if arguments["linear"] else (),
     )
 
 
@@ -250,7 +262,8 @@ def _cat(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Facto
     dims = tuple(range(max(len(shape) for shape in given)))
     (dim,) = dims_argument(arguments.get("dim", 0), len(dims))
     return FactorMap(
-        operands=tuple(dims if len(shape) == len(dims) else (None,) for shape in given),  # an empty 1-d tensor is passed over
+        # an empty 1-d tensor is passed over
+        operands=tuple(dims if len(shape) == len(dims) else (None,) for shape in given),
         results=(dims,),
         whole=frozenset({dim}),
         linear=(frozenset(range(len(given))),),
@@ -317,7 +330,7 @@ rule("gather", _gather)
 
 # ---- attention and losses ----
 def _attention(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """Query, key, value and mask as ``... h q d``: batch and heads may be sharded, heads in equal parts (grouped queries)."""
+    """Query, key, value, mask as ``... h q d``: batch and heads may be sharded, heads evenly (grouped queries)."""
     q, k, v, *rest = shapes
     mask = rest[0] if rest else None
     assert q is not None and k is not None and v is not None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from hp_platform import get_platform
 
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh
@@ -15,6 +14,7 @@ from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import random
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.redistribute import execute
+from hp_platform import get_platform
 
 __all__ = ["distribute_module", "distribute_tensor", "empty", "from_local", "full", "ones", "rand", "randn", "zeros"]
 
@@ -32,7 +32,13 @@ def from_local(
     """See ``DTensor.from_local``."""
     if isinstance(local, DTensor):
         raise TypeError("from_local takes a plain tensor, got a DTensor; use redistribute to change its layout")
-    mesh, wanted = as_placements(device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "from_local", local.device.type)
+    mesh, wanted = as_placements(
+        device_mesh,
+        placements,
+        None if device_mesh is not None else get_current_mesh(),
+        "from_local",
+        local.device.type,
+    )
     ragged = any(isinstance(p, RaggedShard) for p in wanted)
     if ragged and shape is None:
         raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
@@ -46,8 +52,8 @@ def from_local(
     spec = TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
     if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape:
         raise ValueError(
-            f"from_local: a tensor of global shape {spec.shape} placed {wanted} on {mesh.shape} has {spec.local_shape} on rank "
-            f"{mesh.get_rank()} at {mesh.get_coordinate()}, got {tuple(local.shape)}"
+            f"from_local: a tensor of global shape {spec.shape} placed {wanted} on {mesh.shape} has {spec.local_shape}"
+            f" on rank {mesh.get_rank()} at {mesh.get_coordinate()}, got {tuple(local.shape)}"
         )
     if run_check:
         _check(local, spec)
@@ -64,14 +70,19 @@ def _check(local: torch.Tensor, spec: TensorSpec) -> None:
         collectives.all_reduce(low, "min", group=group)
         collectives.all_reduce(high, "max", group=group)
         if not torch.equal(low, high):
-            raise ValueError(f"from_local: ranks along axis {axis} disagree on the global shape: from {low.tolist()[1:]} to {high.tolist()[1:]}")
+            raise ValueError(
+                f"from_local: ranks along axis {axis} disagree on the global shape: from {low.tolist()[1:]} to"
+                f" {high.tolist()[1:]}"
+            )
         if spec.placements[axis].is_replicate():
             value = local.detach().contiguous()
             low, high = value.clone(), value.clone()
             collectives.all_reduce(low, "min", group=group)
             collectives.all_reduce(high, "max", group=group)
             if not torch.equal(low, high):
-                raise ValueError(f"from_local: values differ between ranks along axis {axis}, where the placement is Replicate()")
+                raise ValueError(
+                    f"from_local: values differ between ranks along axis {axis}, where the placement is Replicate()"
+                )
 
 
 def distribute_tensor(
@@ -84,18 +95,22 @@ def distribute_tensor(
     """A whole tensor, cut over a mesh.
 
     Args:
-        tensor: the whole tensor, of the same shape on every rank; it is not changed, and the result shares no memory with it.
-            A meta tensor gives a DTensor on meta. The result is a leaf, with the tensor's ``requires_grad``.
+        tensor: the whole tensor, of the same shape on every rank; it is not changed, and the result shares no memory
+            with it. A meta tensor gives a DTensor on meta. The result is a leaf, with the tensor's ``requires_grad``.
         device_mesh: the mesh, or a Layout; default the mesh of ``with mesh:``.
         placements: one an axis; default replicated.
-        src_data_rank: the index along each axis of the rank whose values count; they are broadcast. None: every rank's own
-            values are taken, nothing is communicated (they must agree).
+        src_data_rank: the index along each axis of the rank whose values count; they are broadcast. None: every rank's
+            own values are taken, nothing is communicated (they must agree).
 
     Raises:
         ValueError: placements that do not fit.
     """
     mesh, wanted = as_placements(
-        device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "distribute_tensor", tensor.device.type
+        device_mesh,
+        placements,
+        None if device_mesh is not None else get_current_mesh(),
+        "distribute_tensor",
+        tensor.device.type,
     )
     wanted = normalize(wanted, mesh, tensor.dim(), "distribute_tensor")
     if isinstance(tensor, DTensor):
@@ -104,7 +119,9 @@ def distribute_tensor(
         return tensor.redistribute(mesh, wanted)
     spec = TensorSpec.of(mesh, wanted, tuple(tensor.shape))
     if tensor.is_meta:
-        return wrap(torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta"), spec).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+        return wrap(torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta"), spec).requires_grad_(
+            tensor.requires_grad
+        )  # type: ignore[return-value]
     whole = tensor.detach()
     if src_data_rank is not None and mesh.get_coordinate() is not None:
         whole = whole.clone(memory_format=torch.contiguous_format)
@@ -145,7 +162,9 @@ def distribute_module(
     return module
 
 
-def replicate_parameters(module: torch.nn.Module, mesh: DeviceMesh, *, buffers: bool = True, src_data_rank: int | None = 0) -> None:
+def replicate_parameters(
+    module: torch.nn.Module, mesh: DeviceMesh, *, buffers: bool = True, src_data_rank: int | None = 0
+) -> None:
     """Makes the plain parameters (and buffers) that ``module`` itself holds replicated DTensors."""
     replicated = [Replicate()] * mesh.ndim
     for name, parameter in list(module._parameters.items()):
@@ -160,7 +179,14 @@ def replicate_parameters(module: torch.nn.Module, mesh: DeviceMesh, *, buffers: 
 
 # ---- factories ----
 def _make(
-    what: str, size: Any, dtype: torch.dtype | None, device_mesh: Any, placements: Any, requires_grad: bool, make: Callable[..., torch.Tensor], drawn: bool = False
+    what: str,
+    size: Any,
+    dtype: torch.dtype | None,
+    device_mesh: Any,
+    placements: Any,
+    requires_grad: bool,
+    make: Callable[..., torch.Tensor],
+    drawn: bool = False,
 ) -> DTensor:
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(int(s) for s in size)
     mesh, wanted = as_placements(device_mesh, placements, None if device_mesh is not None else get_current_mesh(), what)
@@ -173,33 +199,81 @@ def _make(
     return wrap(local, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-def zeros(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Any = None,
+) -> DTensor:
     """A DTensor of zeros; ``size`` is the global shape, ``placements`` default replicated."""
     return _make("zeros", size, dtype, device_mesh, placements, requires_grad, torch.zeros)
 
 
-def ones(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+def ones(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Any = None,
+) -> DTensor:
     """A DTensor of ones."""
     return _make("ones", size, dtype, device_mesh, placements, requires_grad, torch.ones)
 
 
-def empty(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+def empty(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Any = None,
+) -> DTensor:
     """A DTensor of memory as it is."""
     return _make("empty", size, dtype, device_mesh, placements, requires_grad, torch.empty)
 
 
 def full(
-    size: Any, fill_value: float, *, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None
+    size: Any,
+    fill_value: float,
+    *,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Any = None,
 ) -> DTensor:
     """A DTensor filled with ``fill_value``."""
-    return _make("full", (size,), dtype, device_mesh, placements, requires_grad, lambda shape, **o: torch.full(shape, fill_value, **o))
+    return _make(
+        "full",
+        (size,),
+        dtype,
+        device_mesh,
+        placements,
+        requires_grad,
+        lambda shape, **o: torch.full(shape, fill_value, **o),
+    )
 
 
-def rand(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Any = None,
+) -> DTensor:
     """Uniform on [0, 1): the part of what ``torch.rand`` draws on a single device."""
-    return _make("rand", size, dtype, device_mesh, placements, requires_grad, lambda whole: whole.uniform_(), drawn=True)
+    return _make(
+        "rand", size, dtype, device_mesh, placements, requires_grad, lambda whole: whole.uniform_(), drawn=True
+    )
 
 
-def randn(*size: Any, requires_grad: bool = False, dtype: torch.dtype | None = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    device_mesh: Any = None,
+    placements: Any = None,
+) -> DTensor:
     """Standard normal: the part of what ``torch.randn`` draws on a single device."""
-    return _make("randn", size, dtype, device_mesh, placements, requires_grad, lambda whole: whole.normal_(), drawn=True)
+    return _make(
+        "randn", size, dtype, device_mesh, placements, requires_grad, lambda whole: whole.normal_(), drawn=True
+    )

@@ -2,21 +2,23 @@
 
 Note [Gradient layouts]
 On each mesh axis a value's placement fixes its gradient's: Shard has Shard, Partial has Replicate, and Replicate has
-Replicate, unless an operation's result *varies* over the axis (it is Shard or Partial there): then each rank computes only its
-own part of the gradient, which is Partial. So the backward of every move is a move again, between the gradients' placements,
-and no scale factor appears. Source: the transpose rules of JAX's ``shard_map`` (pvary / psum), applied to each operation.
+Replicate, unless an operation's result *varies* over the axis (it is Shard or Partial there): then each rank computes
+only its own part of the gradient, which is Partial. So the backward of every move is a move again, between the
+gradients' placements, and no scale factor appears. Source: the transpose rules of JAX's ``shard_map`` (pvary / psum),
+applied to each operation.
 
 Note [One sum for q, k and v]
 A value that several operations read as varying must be summed once, not once an operation. The moved value is kept in a
-memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward. A memo on the
-tensor itself would be a cycle through autograd's C++ nodes that the garbage collector cannot see; a weak reference dies at once.
+memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward. A memo on
+the tensor itself would be a cycle through autograd's C++ nodes that the garbage collector cannot see; a weak reference
+dies at once.
 
 Note [Partial gradients of leaves]
-A leaf parameter that is replicated on an axis but used where the result varies (a norm's weight under sequence parallel)
-has a partial gradient there. Summing each as it comes would cost one small collective a parameter, and an autograd node a use. Such
-uses read a *shadow* instead: a second leaf on the same memory, made once for each set of axes, that collects the partial
-gradient. The shadows' gradients are summed together, one collective for each set of axes, and added to ``.grad`` when
-backward ends, or when ``reduce_partial_grads`` is called earlier for some parameters.
+A leaf parameter that is replicated on an axis but used where the result varies (a norm's weight under sequence
+parallel) has a partial gradient there. Summing each as it comes would cost one small collective a parameter, and an
+autograd node a use. Such uses read a *shadow* instead: a second leaf on the same memory, made once for each set of
+axes, that collects the partial gradient. The shadows' gradients are summed together, one collective for each set of
+axes, and added to ``.grad`` when backward ends, or when ``reduce_partial_grads`` is called earlier for some parameters.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
-    """The leaf to read ``leaf`` through; None where somebody watches its gradient. See Note [Partial gradients of leaves]."""
+    """The leaf to read ``leaf`` through; None where its gradient is watched. See Note [Partial gradients of leaves]."""
     if _pending and _graph_task() == -1:  # what a backward that failed left behind
         for _, stale in _pending.values():
             stale.grad = None
@@ -217,6 +219,8 @@ def recall(x: Any, dst: TensorSpec, how: Any) -> Any:
 
 def remember(x: Any, dst: TensorSpec, how: Any, made: Any) -> Any:
     """Keeps ``made``, what ``x`` became in layout ``dst``; see Note [One sum for q, k and v]."""
-    _memo.insert(0, (x, dst, how, made, _impl(_version, (), (x,)), _impl(_version, (), (made,)), torch.is_grad_enabled()))
+    _memo.insert(
+        0, (x, dst, how, made, _impl(_version, (), (x,)), _impl(_version, (), (made,)), torch.is_grad_enabled())
+    )
     del _memo[_MEMO_SIZE:]
     return made

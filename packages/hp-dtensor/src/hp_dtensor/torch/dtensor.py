@@ -3,7 +3,8 @@
 Note [A DTensor is its local tensor]
 The class of the local result is set to DTensor and the layout hangs on it. Functions are intercepted by
 ``__torch_function__``; the local operation runs with interception off, so autograd records plain local operations and
-backward runs with no dispatch at all. With interception off a DTensor is its local tensor in every respect, ``shape`` too.
+backward runs with no dispatch at all. With interception off a DTensor is its local tensor in every respect, ``shape``
+too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def local_view(tensor: torch.Tensor) -> torch.Tensor:
 class DTensor(torch.Tensor):
     """A tensor distributed over a DeviceMesh.
 
-    ``shape`` is the global shape; operations are those of ``torch.Tensor`` and give what a single device would, distributed.
+    ``shape`` is the global shape; operations are those of ``torch.Tensor`` and give what a single device would,
+    distributed.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))       # on 2 ranks
@@ -91,12 +93,13 @@ class DTensor(torch.Tensor):
             device_mesh: the mesh, or a ``Layout``, which stands for mesh and placements.
             placements: one an axis; default ``Replicate()`` on all.
             run_check: compare shapes (and replicated values) over the ranks first; communicates.
-            shape: global shape; needed where shards are uneven (without it, every rank is taken to hold as much as this one).
+            shape: global shape; needed where shards are uneven (without it, every rank is taken to hold as much as this
+                one).
             stride: accepted for torch's signature; strides follow from the local tensor.
 
         Raises:
-            ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not this
-                rank's part, or (``run_check``) ranks that disagree.
+            ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not
+                this rank's part, or (``run_check``) ranks that disagree.
         """
         from hp_dtensor.torch.api import from_local
 
@@ -167,8 +170,8 @@ class DTensor(torch.Tensor):
         """This rank's part as a plain tensor; differentiable.
 
         Args:
-            grad_placements: layout of the gradient that will come back, where it is not the tensor's own: ``Partial()`` on an
-                axis where the tensor is replicated and what follows differs between the ranks.
+            grad_placements: layout of the gradient that will come back, where it is not the tensor's own: ``Partial()``
+                on an axis where the tensor is replicated and what follows differs between the ranks.
         """
         spec = self._spec
         if grad_placements is None:
@@ -251,9 +254,15 @@ class DTensor(torch.Tensor):
     def grad(self, value: torch.Tensor | None) -> None:
         if _enabled() and value is not None:
             if not isinstance(value, DTensor):
-                raise TypeError(f"grad of a DTensor must be a DTensor or None, got {type(value).__name__} of shape {tuple(value.shape)}")
+                raise TypeError(
+                    f"grad of a DTensor must be a DTensor or None, got {type(value).__name__} of shape"
+                    f" {tuple(value.shape)}"
+                )
             if value._spec is not autograd.grad_spec(self._spec):
-                raise ValueError(f"grad is {value._spec.placements} of shape {tuple(value._spec.shape)}, the tensor needs {autograd.grad_spec(self._spec)}")
+                raise ValueError(
+                    f"grad is {value._spec.placements} of shape {tuple(value._spec.shape)}, the tensor needs"
+                    f" {autograd.grad_spec(self._spec)}"
+                )
         _impl(_set_grad, (), (self, value))
 
     @property
@@ -270,27 +279,37 @@ class DTensor(torch.Tensor):
         self.__dict__.pop("_shadows", None)  # they are on the old memory
         _impl(_set_data, (), (self, value))
 
-    def backward(self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:  # type: ignore[override]
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:  # type: ignore[override]
         """As torch's. Without ``gradient`` the tensor must have one element; parts of a sum each get a one."""
         spec = self._spec
         if any(placement.is_partial() and not placement.is_partial("sum") for placement in spec.placements):
             return self.reduce_partial().backward(gradient, retain_graph, create_graph, inputs)
         if gradient is None:
             if any(size != 1 for size in spec.shape):
-                raise RuntimeError(f"grad can be implicitly created only for scalar outputs, this DTensor has shape {tuple(spec.shape)}")
+                raise RuntimeError(
+                    "grad can be implicitly created only for scalar outputs, this DTensor has shape"
+                    f" {tuple(spec.shape)}"
+                )
             gradient = _impl(torch.ones_like, (), (self,))
         elif isinstance(gradient, DTensor):
             wanted = autograd.grad_spec(spec)
             gradient = local_view(gradient if gradient._spec is wanted else redistribute(gradient, wanted))
         elif tuple(gradient.shape) != tuple(_impl(_shape, (), (self,))):
-            raise RuntimeError(f"backward: gradient has shape {tuple(gradient.shape)}, the local part has {tuple(self.local_shape)}; pass a DTensor, or the local part")
+            raise RuntimeError(
+                f"backward: gradient has shape {tuple(gradient.shape)}, the local part has {tuple(self.local_shape)};"
+                " pass a DTensor, or the local part"
+            )
         if inputs is None:
             inputs = ()
         else:
             inputs = [inputs] if isinstance(inputs, T) else list(inputs)
             inputs = (*inputs, *(shadow for x in inputs for _, shadow in autograd.shadows(x)))
         retain = create_graph if retain_graph is None else retain_graph
-        _engine_run_backward((self,), (gradient,), retain, create_graph, inputs, allow_unreachable=True, accumulate_grad=True)
+        _engine_run_backward(
+            (self,), (gradient,), retain, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+        )
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
         spec = autograd.grad_spec(self._spec)
@@ -330,10 +349,19 @@ class DTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         local = _impl(T.__repr__, (), (_impl(T.detach, (), (self,)),))
         name = "Parameter(DTensor)" if isinstance(self, torch.nn.Parameter) else "DTensor"
-        return f"{name}(shape={tuple(self._spec.shape)}, placements={self._spec.placements}, mesh={self._spec.mesh!r}, local={local})"
+        return (
+            f"{name}(shape={tuple(self._spec.shape)}, placements={self._spec.placements}, mesh={self._spec.mesh!r},"
+            f" local={local})"
+        )
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 and spec else repr(self) if not spec else object.__format__(self, spec)
+        return (
+            format(self.item(), spec)
+            if self.dim() == 0 and spec
+            else repr(self)
+            if not spec
+            else object.__format__(self, spec)
+        )
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

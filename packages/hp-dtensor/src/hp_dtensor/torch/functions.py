@@ -30,7 +30,7 @@ def _signature(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _functions(names: str) -> list[Any]:
-    """Every torch function of these names: in torch, torch.Tensor, torch.nn.functional, torch.special and torch.linalg."""
+    """The torch functions of these names, in torch, torch.Tensor, torch.nn.functional, torch.special, torch.linalg."""
     found: dict[Any, None] = {}
     for name in names.split():
         here = [getattr(place, name, None) for place in (torch, T, F, torch.special, torch.linalg)]
@@ -65,35 +65,53 @@ def bind(rule: str, functions: Any, signature: str | None = None, operands: str 
         None if operands is None else tuple(operands.split()),
         **options,
     )
-    for func in _functions(functions) if isinstance(functions, str) else functions if isinstance(functions, list) else [functions]:
+    for func in (
+        _functions(functions)
+        if isinstance(functions, str)
+        else functions
+        if isinstance(functions, list)
+        else [functions]
+    ):
         BINDINGS[func] = binding
 
 
 def _bind_pointwise() -> None:
     """Element-by-element functions, with their in-place forms and operators."""
-    nonlinear = """abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atan2 arctan2 atanh
-        bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift ceil celu clamp clamp_max clamp_min
-        clip copysign cos cosh deg2rad digamma elu eq equal_ erf erfc erfinv exp exp2 expit expm1 fix float_power floor
-        floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0
-        isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p
-        log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt maximum minimum mish
-        nan_to_num ne nextafter not_equal pow polygamma rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid
-        sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc
-        true_divide_ xlogy xlog1py where masked_fill addcmul addcdiv bool int long short char byte
-        __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__ __lshift__ __rshift__ __rpow__ __rsub__ __rtruediv__ __rdiv__
-        __rfloordiv__ __floordiv__ __mod__ __rmod__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __abs__ fill"""
+    nonlinear = """abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atan2 arctan2
+        atanh bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift ceil celu clamp
+        clamp_max clamp_min clip copysign cos cosh deg2rad digamma elu eq equal_ erf erfc erfinv exp exp2 expit expm1
+        fix float_power floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardshrink
+        hardsigmoid hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal lcm
+        ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
+        logical_not logical_or logical_xor logit logsigmoid lt maximum minimum mish nan_to_num ne nextafter not_equal
+        pow polygamma rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin
+        sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc true_divide_ xlogy
+        xlog1py where masked_fill addcmul addcdiv bool int long short char byte __and__ __or__ __xor__ __rand__
+        __ror__ __rxor__ __invert__ __lshift__ __rshift__ __rpow__ __rsub__ __rtruediv__ __rdiv__ __rfloordiv__
+        __floordiv__ __mod__ __rmod__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __abs__ fill"""
     bind("pointwise", nonlinear)
     for name in nonlinear.split():
         if not name.startswith("_") and not name.endswith("_"):
             bind("pointwise", f"{name}_", in_place=True)
-    bind("pointwise", "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __ifloordiv__ __imod__", in_place=True)
+    bind(
+        "pointwise", "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __ifloordiv__ __imod__", in_place=True
+    )
     bind("add", "add sub subtract __add__ __radd__ __sub__")
     bind("add", "add_ sub_ subtract_ copy_ __iadd__ __isub__", in_place=True)
     bind("mul", "mul multiply __mul__ __rmul__")
     bind("mul", "mul_ multiply_ __imul__", in_place=True)
     bind("div", "div divide true_divide __truediv__ __div__", "input other rounding_mode=None", "input other")
-    bind("div", "div_ divide_ true_divide_ __itruediv__ __idiv__", "input other rounding_mode=None", "input other", in_place=True)
-    bind("linear_unary", "neg negative clone contiguous positive conj resolve_conj resolve_neg alias __neg__ __pos__ real")
+    bind(
+        "div",
+        "div_ divide_ true_divide_ __itruediv__ __idiv__",
+        "input other rounding_mode=None",
+        "input other",
+        in_place=True,
+    )
+    bind(
+        "linear_unary",
+        "neg negative clone contiguous positive conj resolve_conj resolve_neg alias __neg__ __pos__ real",
+    )
     bind("linear_unary", "neg_ negative_ zero_", in_place=True)
     bind("pointwise", "to float double half bfloat16 type cpu cuda", like=True)
     bind("pointwise", "type_as", like=True)
@@ -106,12 +124,41 @@ def _bind_products() -> None:
     bind("outer", "outer ger")
     bind("linear", F.linear, "input weight bias=None", "input weight bias", local=local.linear)
     bind("einsum", torch.einsum, arguments=local.einsum_arguments)
-    bind("embedding", F.embedding, "input weight padding_idx=None max_norm=None norm_type=2 scale_grad_by_freq=False sparse=False", "input weight", local=local.embedding)
-    bind("attention", F.scaled_dot_product_attention, "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False", "query key value attn_mask", local=local.attention)
-    bind("norm", [F.layer_norm, torch.layer_norm], "input normalized_shape weight=None bias=None eps=None cudnn_enable=True", "input weight bias")
+    bind(
+        "embedding",
+        F.embedding,
+        "input weight padding_idx=None max_norm=None norm_type=2 scale_grad_by_freq=False sparse=False",
+        "input weight",
+        local=local.embedding,
+    )
+    bind(
+        "attention",
+        F.scaled_dot_product_attention,
+        "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False",
+        "query key value attn_mask",
+        local=local.attention,
+    )
+    bind(
+        "norm",
+        [F.layer_norm, torch.layer_norm],
+        "input normalized_shape weight=None bias=None eps=None cudnn_enable=True",
+        "input weight bias",
+    )
     bind("norm", [F.rms_norm, torch.rms_norm], "input normalized_shape weight=None eps=None", "input weight")
-    bind("cross_entropy", F.cross_entropy, "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean label_smoothing=0", "input target weight", local=local.cross_entropy)
-    bind("cross_entropy", F.nll_loss, "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean", "input target weight", local=local.cross_entropy)
+    bind(
+        "cross_entropy",
+        F.cross_entropy,
+        "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean label_smoothing=0",
+        "input target weight",
+        local=local.cross_entropy,
+    )
+    bind(
+        "cross_entropy",
+        F.nll_loss,
+        "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean",
+        "input target weight",
+        local=local.cross_entropy,
+    )
 
 
 def _bind_reductions() -> None:
@@ -125,7 +172,10 @@ def _bind_reductions() -> None:
     bind("min", "all", *one)
     bind("whole_reduction", "argmax argmin nansum nanmean count_nonzero median nanmedian mode aminmax logsumexp", *one)
     bind("whole", "max min", "input dim=None keepdim=False", None, local=None)
-    bind("whole", "var std var_mean std_mean norm vector_norm matrix_norm multinomial isin unique_consecutive allclose equal")
+    bind(
+        "whole",
+        "var std var_mean std_mean norm vector_norm matrix_norm multinomial isin unique_consecutive allclose equal",
+    )
     bind("whole_dims", "softmax log_softmax", "input dim=-1 dtype=None", "input")
     bind("whole_dims", [F.softmax, F.log_softmax, F.softmin], "input dim=-1 _stacklevel=3 dtype=None", "input")
     bind("whole_dims", "cummax cummin cumprod logcumsumexp", "input dim dtype=None", "input")
@@ -154,7 +204,13 @@ def _bind_moves() -> None:
     bind("linear_whole_dims", "split split_with_sizes tensor_split", "input split_size_or_sections dim=0", "input")
     bind("linear_whole_dims", "chunk unsafe_chunk", "input chunks dim=0", "input")
     bind("linear_whole_dims", "narrow", "input dim start length", "input")
-    bind("linear_whole_dims", "repeat_interleave", "input repeats dim=None output_size=None", "input", arguments=local.repeat_interleave)
+    bind(
+        "linear_whole_dims",
+        "repeat_interleave",
+        "input repeats dim=None output_size=None",
+        "input",
+        arguments=local.repeat_interleave,
+    )
     bind("linear_whole_dims", "repeat tile", arguments=local.repeat_dims, hot=False)
     bind("unbind", "unbind", "input dim=0", "input")
     bind("index", "select", "input dim index", "input", arguments=local.select_arguments)
@@ -163,7 +219,11 @@ def _bind_moves() -> None:
     bind("gather", "gather", "input dim index", "input index")
     bind("gather", "take_along_dim", "input indices dim=None", "input indices")
     bind("pad", F.pad, "input pad mode=constant value=None", "input", arguments=local.pad_arguments)
-    bind("whole", "one_hot scatter scatter_add index_add index_copy index_put masked_select take diag diagonal diag_embed trace tensordot bincount searchsorted bucketize")
+    bind(
+        "whole",
+        "one_hot scatter scatter_add index_add index_copy index_put masked_select take diag diagonal diag_embed trace"
+        " tensordot bincount searchsorted bucketize",
+    )
 
 
 _bind_pointwise()

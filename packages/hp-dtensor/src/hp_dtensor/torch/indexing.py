@@ -1,7 +1,7 @@
 """Indexing by tensors: the dims that the index takes in full stay sharded, the others are gathered.
 
-A mask, a bool or a 0-d tensor in the index makes the result's shape (or what is read) a matter of values: then everything is
-gathered first, and the result is replicated.
+A mask, a bool or a 0-d tensor in the index makes the result's shape (or what is read) a matter of values: then
+everything is gathered first, and the result is replicated.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def _full(pattern: tuple[Any, ...], ndim: int, shape: tuple[int, ...]) -> list[b
     dots = items.index(Ellipsis) if Ellipsis in items else len(items)
     after = items[dots + 1 :]
     items = [*items[:dots], *[slice(None)] * (ndim - dots - len(after)), *after]
-    return [isinstance(item, slice) and item.indices(size) == (0, size, 1) for item, size in zip(items, shape, strict=True)]
+    return [
+        isinstance(item, slice) and item.indices(size) == (0, size, 1) for item, size in zip(items, shape, strict=True)
+    ]
 
 
 def _local(call: Call) -> Any:

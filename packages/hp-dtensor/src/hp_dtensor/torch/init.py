@@ -43,10 +43,12 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
 
     Args:
         module: the module; parameters that hold memory already are initialised again with the rest.
-        device: where to put plain meta parameters; default the device type of the DTensors, else the accelerator or CPU.
+        device: where to put plain meta parameters; default the device type of the DTensors, else the accelerator or
+            CPU.
 
     Raises:
-        RuntimeError: a submodule holds parameters on meta but has no ``reset_parameters``, and no parent initialises it.
+        RuntimeError: a submodule holds parameters on meta but has no ``reset_parameters``, and no parent initialises
+            it.
     """
     target = torch.device(device) if device is not None else _device_of(module)
     made: dict[int, Any] = {}
@@ -80,8 +82,9 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
             empty = [n for n in held if n in was_meta]
             if empty and id(child) not in filled:
                 raise RuntimeError(
-                    f"init_parameters: {type(child).__name__} ({name or 'the module itself'}) holds {empty} on meta and has no "
-                    "reset_parameters() to give them values; add one, or build the module outside init_empty_weights()"
+                    f"init_parameters: {type(child).__name__} ({name or 'the module itself'}) holds {empty} on meta and"
+                    " has no reset_parameters() to give them values; add one, or build the module outside"
+                    " init_empty_weights()"
                 )
     return module
 
@@ -106,7 +109,9 @@ def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     made = wrap(local, tensor._spec) if isinstance(tensor, DTensor) else local
     if isinstance(tensor, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        made.__dict__.update({k: v for k, v in tensor.__dict__.items() if k not in ("_spec", "_moved_from", "_is_hf_initialized")})
+        made.__dict__.update(
+            {k: v for k, v in tensor.__dict__.items() if k not in ("_spec", "_moved_from", "_is_hf_initialized")}
+        )
     return made
 
 

@@ -28,7 +28,8 @@ class Binding:
     Attributes:
         rule: the rule's name, or ``"view"``.
         signature: parameter names in positional order, with defaults; None where only tensors matter.
-        operands: names of the tensor parameters that the rule reads, in its order; None: every tensor argument in order.
+        operands: names of the tensor parameters that the rule reads, in its order; None: every tensor argument in
+            order.
         arguments: makes the rule's arguments from the bound call; default: the bound parameters themselves.
         local: makes the local function of a planned call; None runs the function itself, unchanged.
         like: the result has the first operand's shape, and the function can't run on meta tensors.
@@ -127,7 +128,9 @@ def _collect(call: Call, binding: Binding) -> None:
     if binding.signature is not None:
         names = [name for name, _ in binding.signature]
         if len(call.args) > len(names):
-            raise TypeError(f"{call.func}: {len(call.args)} positional arguments, at most {len(names)} are known: {names}")
+            raise TypeError(
+                f"{call.func}: {len(call.args)} positional arguments, at most {len(names)} are known: {names}"
+            )
         call.bound = dict(binding.signature)
         call.bound.update(zip(names, call.args, strict=False))
         call.bound.update(call.kwargs)
@@ -163,6 +166,7 @@ def _collect(call: Call, binding: Binding) -> None:
 
 def _on_meta(call: Call, binding: Binding) -> Any:
     """The results' shapes: the function itself on meta tensors, so that its own argument checks come first."""
+
     def change(value: Any) -> Any:
         if isinstance(value, DTensor):
             return torch.empty(value._spec.shape, dtype=value.dtype, device="meta")

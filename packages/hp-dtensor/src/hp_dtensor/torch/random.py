@@ -1,10 +1,11 @@
 """Random numbers: each rank draws what a single device would have drawn for its part.
 
 Note [One stream for all layouts]
-A random operation draws the *global* tensor from the device's default generator and keeps the local part. So the bits are
-those of the single-device program for any layout, the generators of all ranks stay in step, and plain and distributed
-draws interleave as they would on one device. It costs the time and, for a moment, the memory of the global tensor. Ranks must be
-seeded alike (``manual_seed``); the first draw on a mesh compares their generators and raises where they differ.
+A random operation draws the *global* tensor from the device's default generator and keeps the local part. So the bits
+are those of the single-device program for any layout, the generators of all ranks stay in step, and plain and
+distributed draws interleave as they would on one device. It costs the time and, for a moment, the memory of the global
+tensor. Ranks must be seeded alike (``manual_seed``); the first draw on a mesh compares their generators and raises
+where they differ.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import zlib
 from typing import Any
 
 import torch
-from hp_platform import get_platform
 
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.redistribute import execute
+from hp_platform import get_platform
 
 __all__ = ["draw", "fill", "special"]
 
@@ -61,7 +62,10 @@ def fill(func: Any, args: Any, kwargs: Any) -> Any:
     """``x.normal_()`` and its kin."""
     x = args[0]
     if x.is_partial():
-        raise RuntimeError(f"{func.__name__} on a DTensor placed {x._spec.placements}: a partial value can't be drawn; reduce_partial() first")
+        raise RuntimeError(
+            f"{func.__name__} on a DTensor placed {x._spec.placements}: a partial value can't be drawn;"
+            " reduce_partial() first"
+        )
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         made = draw(x._spec, x, lambda whole: func(whole, *args[1:], **kwargs))
     return _copy_into(x, made)
@@ -74,7 +78,14 @@ def _copy_into(x: DTensor, local: torch.Tensor) -> DTensor:
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "p", "train" if func is torch.dropout else "training", "inplace")
-    bound = {"p": 0.5, "training": True, "train": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
+    bound = {
+        "p": 0.5,
+        "training": True,
+        "train": True,
+        "inplace": False,
+        **dict(zip(names, args, strict=False)),
+        **kwargs,
+    }
     x, p = bound["input"], float(bound["p"])
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
