@@ -1,13 +1,12 @@
 """Parallel styles: tensor and sequence parallelism declared on modules.
 
-Names, defaults and behaviour are those of ``torch.distributed.tensor.parallel``; gradients of replicated parameters are right
-wherever they are used.
+Names, defaults and behaviour are those of ``torch.distributed.tensor.parallel``; gradients of replicated parameters are
+right wherever they are used.
 """
 
 from typing import TYPE_CHECKING
 
 from hp_platform import lazy_exports
-
 from hp_styles.styles import (
     ColwiseParallel,
     ParallelStyle,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
@@ -79,13 +79,18 @@ class ColwiseParallel(ParallelStyle):
         elif kind == "embedding":
             f.partition(module, device_mesh, {"weight": Shard(1)}, self.src_data_rank)
         else:
-            raise NotImplementedError(f"ColwiseParallel shards Linear and Embedding modules, got {type(module).__name__}")
+            raise NotImplementedError(
+                f"ColwiseParallel shards Linear and Embedding modules, got {type(module).__name__}"
+            )
         f.on_input(module, device_mesh, self.input_layouts, Replicate())
         f.on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 
     def __repr__(self) -> str:
-        return f"ColwiseParallel(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
+        return (
+            f"ColwiseParallel(input_layouts={self.input_layouts}, output_layouts={self.output_layouts},"
+            f" use_local_output={self.use_local_output})"
+        )
 
 
 class RowwiseParallel(ParallelStyle):
@@ -93,8 +98,8 @@ class RowwiseParallel(ParallelStyle):
 
     Args:
         input_layouts: placement of a plain input; default ``Shard(-1)`` for a Linear, ``Replicate()`` for an Embedding.
-        output_layouts: placement that the output is brought to; default ``Replicate()``, an all-reduce; ``Shard(1)`` is a
-            reduce-scatter over the sequence.
+        output_layouts: placement that the output is brought to; default ``Replicate()``, an all-reduce; ``Shard(1)`` is
+            a reduce-scatter over the sequence.
         use_local_output: return the local part as a plain tensor; default True.
 
     Raises:
@@ -122,19 +127,24 @@ class RowwiseParallel(ParallelStyle):
             f.partition(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
             f.on_input(module, device_mesh, self.input_layouts or Replicate(), Replicate())
         else:
-            raise NotImplementedError(f"RowwiseParallel shards Linear and Embedding modules, got {type(module).__name__}")
+            raise NotImplementedError(
+                f"RowwiseParallel shards Linear and Embedding modules, got {type(module).__name__}"
+            )
         f.on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 
     def __repr__(self) -> str:
-        return f"RowwiseParallel(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
+        return (
+            f"RowwiseParallel(input_layouts={self.input_layouts}, output_layouts={self.output_layouts},"
+            f" use_local_output={self.use_local_output})"
+        )
 
 
 class SequenceParallel(ParallelStyle):
     """Keeps a norm's or dropout's activations sharded over the sequence; its parameters are replicated.
 
-    A plain input is taken as this rank's part of the sequence. Source: Korthikanti et al., "Reducing Activation Recomputation
-    in Large Transformer Models", 2022.
+    A plain input is taken as this rank's part of the sequence. Source: Korthikanti et al., "Reducing Activation
+    Recomputation in Large Transformer Models", 2022.
 
     Args:
         sequence_dim: the sequence dim of input and output; default 1.
@@ -160,15 +170,16 @@ class PrepareModuleInput(ParallelStyle):
     """Makes a module's inputs DTensors and brings them to wanted placements.
 
     Args:
-        input_layouts: placement of each positional input where it is a plain tensor; None for inputs that stay as they are.
+        input_layouts: placement of each positional input where it is a plain tensor; None for inputs that stay as they
+            are.
         desired_input_layouts: placement each positional input is brought to, of the same length.
         input_kwarg_layouts: the same for keyword inputs, by name.
         desired_input_kwarg_layouts: likewise, for the same names.
         use_local_output: hand the module local parts as plain tensors; default False.
 
     Raises:
-        ValueError: input and desired layouts that do not match each other, or (in forward) a number of inputs that is not
-            the number of layouts.
+        ValueError: input and desired layouts that do not match each other, or (in forward) a number of inputs that is
+            not the number of layouts.
     """
 
     def __init__(
@@ -190,7 +201,8 @@ class PrepareModuleInput(ParallelStyle):
                 raise ValueError("PrepareModuleInput: input_layouts needs desired_input_layouts")
             if len(self.input_layouts) != len(self.desired_input_layouts):
                 raise ValueError(
-                    f"PrepareModuleInput: {len(self.input_layouts)} input_layouts, {len(self.desired_input_layouts)} desired_input_layouts"
+                    f"PrepareModuleInput: {len(self.input_layouts)} input_layouts, {len(self.desired_input_layouts)}"
+                    " desired_input_layouts"
                 )
         elif self.desired_input_layouts is not None:
             raise ValueError("PrepareModuleInput: desired_input_layouts needs input_layouts")
@@ -231,11 +243,14 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
         if len(self.output_layouts) != len(self.desired_output_layouts):
             raise ValueError(
-                f"PrepareModuleOutput: {len(self.output_layouts)} output_layouts, {len(self.desired_output_layouts)} desired_output_layouts"
+                f"PrepareModuleOutput: {len(self.output_layouts)} output_layouts, {len(self.desired_output_layouts)}"
+                " desired_output_layouts"
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        framework().on_outputs(module, device_mesh, self.output_layouts, self.desired_output_layouts, self.use_local_output)
+        framework().on_outputs(
+            module, device_mesh, self.output_layouts, self.desired_output_layouts, self.use_local_output
+        )
         return module
 
 
@@ -243,7 +258,8 @@ class PrepareModuleInputOutput(ParallelStyle):
     """PrepareModuleInput and PrepareModuleOutput in one.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: see ``PrepareModuleInput``.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: see
+            ``PrepareModuleInput``.
         use_local_input: its ``use_local_output``; default False.
         output_layouts, desired_output_layouts, use_local_output: see ``PrepareModuleOutput``.
     """
@@ -268,7 +284,9 @@ class PrepareModuleInputOutput(ParallelStyle):
             use_local_output=use_local_input,
         )
         self.prepare_module_output = PrepareModuleOutput(
-            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts, use_local_output=use_local_output
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
         )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
-from hp_dtensor import DeviceMesh, get_current_mesh
 
+from hp_dtensor import DeviceMesh, get_current_mesh
 from hp_styles.styles import ParallelStyle
 from hp_styles.torch.modules import retie
 
@@ -29,22 +29,23 @@ def parallelize_module(
     Args:
         module: the module.
         device_mesh: a mesh of one axis; default that of ``with mesh:``.
-        parallelize_plan: a style for the module itself, or ``{name or fnmatch pattern: style}``; patterns match dotted names of
-            submodules, ``layers.*.mlp.up``. ``""`` is the module itself.
+        parallelize_plan: a style for the module itself, or ``{name or fnmatch pattern: style}``; patterns match dotted
+            names of submodules, ``layers.*.mlp.up``. ``""`` is the module itself.
         src_data_rank: the rank along the axis whose parameters count; None takes each rank's own.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: a mesh of several axes, a key that matches no submodule (near misses are listed), a module that two keys
-            match, or modules that share a parameter and get different placements.
+        ValueError: a mesh of several axes, a key that matches no submodule (near misses are listed), a module that two
+            keys match, or modules that share a parameter and get different placements.
         TypeError: something that is no style.
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     if mesh.ndim != 1:
         raise ValueError(
-            f"parallelize_module: a mesh of one axis is needed, got axes {mesh.mesh_dim_names or mesh.shape}; slice it: mesh['tp']"
+            f"parallelize_module: a mesh of one axis is needed, got axes {mesh.mesh_dim_names or mesh.shape}; slice it:"
+            " mesh['tp']"
         )
     if parallelize_plan is None:
         raise ValueError("parallelize_module: parallelize_plan is missing; pass a style or {pattern: style}")
@@ -63,7 +64,9 @@ def parallelize_module(
             )
         for name in found:
             if name in chosen and chosen[name][0] != pattern:
-                raise ValueError(f"parallelize_module: {name!r} is matched by {chosen[name][0]!r} and by {pattern!r}; keep one")
+                raise ValueError(
+                    f"parallelize_module: {name!r} is matched by {chosen[name][0]!r} and by {pattern!r}; keep one"
+                )
             chosen[name] = (pattern, style)
     before = {
         (name, key): parameter

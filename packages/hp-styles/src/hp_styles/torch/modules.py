@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
 from hp_dtensor import DeviceMesh, DTensor, Placement, Replicate, distribute_tensor
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
@@ -20,11 +21,14 @@ def kind(module: torch.nn.Module) -> str:
     return "embedding" if isinstance(module, torch.nn.Embedding) else "other"
 
 
-def partition(module: torch.nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Placement], src_data_rank: int | None) -> None:
+def partition(
+    module: torch.nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Placement], src_data_rank: int | None
+) -> None:
     """Distributes the parameters that the module itself holds, by name.
 
     Raises:
-        ValueError: a parameter is a DTensor already (two styles on one module, or weights tied to a module styled otherwise).
+        ValueError: a parameter is a DTensor already (two styles on one module, or weights tied to a module styled
+            otherwise).
     """
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
@@ -35,8 +39,9 @@ def partition(module: torch.nn.Module, mesh: DeviceMesh, layouts: Mapping[str, P
             if parameter.device_mesh == mesh and parameter.placements == wanted:
                 continue
             raise ValueError(
-                f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)} is placed {parameter.placements} on {parameter.device_mesh} "
-                f"already, this style wants {wanted}: two styles on one module, or on two modules that share the parameter"
+                f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)} is placed {parameter.placements} on"
+                f" {parameter.device_mesh} already, this style wants {wanted}: two styles on one module, or on two"
+                " modules that share the parameter"
             )
         made = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=src_data_rank)
         new = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
@@ -65,7 +70,8 @@ def retie(module: torch.nn.Module, before: Mapping[tuple[str, str], torch.nn.Par
         held = modules[owner]._parameters[name]
         if isinstance(held, DTensor) and held is not new and held._spec is not new._spec:  # type: ignore[attr-defined]
             raise ValueError(
-                f"{owner}.{name} shares its weight with another module, and the styles place it {held.placements} here and "
+                f"{owner}.{name} shares its weight with another module, and the styles place it {held.placements} here"
+                " and "
                 f"{new.placements} there; give both one placement"  # type: ignore[attr-defined]
             )
         modules[owner]._parameters[name] = new
@@ -80,7 +86,7 @@ def _spec(mesh: DeviceMesh, layout: Placement, local: torch.Tensor) -> TensorSpe
 
 
 def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placement, desired: Placement) -> Any:
-    """A plain tensor as the local part of ``layout``; then, and any DTensor, in ``desired``; read by several modules, moved once."""
+    """A plain tensor as the local part of ``layout``, or a DTensor, in ``desired``; several readers move it once."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor):
@@ -90,7 +96,10 @@ def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placement, desired: Placem
         return value if value._spec is wanted else redistribute_shared(value, wanted)
     src = _spec(mesh, layout, value)
     if src.local_shape != tuple(value.shape):
-        raise ValueError(f"parallel style: a local input of shape {tuple(value.shape)} placed {layout!r} over {mesh.size()} ranks is uneven; pass a DTensor")
+        raise ValueError(
+            f"parallel style: a local input of shape {tuple(value.shape)} placed {layout!r} over {mesh.size()} ranks is"
+            " uneven; pass a DTensor"
+        )
     wanted = src.with_placements(normalize([desired], mesh, value.dim(), "parallel style"))
     return redistribute_shared(value, wanted, src)
 
@@ -142,7 +151,10 @@ def on_inputs(
     def convert(mod: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if layouts is not None and desired is not None:
             if len(args) != len(layouts):
-                raise ValueError(f"PrepareModuleInput on {type(mod).__name__}: {len(args)} positional inputs, {len(layouts)} input_layouts")
+                raise ValueError(
+                    f"PrepareModuleInput on {type(mod).__name__}: {len(args)} positional inputs, {len(layouts)}"
+                    " input_layouts"
+                )
             args = tuple(one(*given) for given in zip(args, layouts, desired, strict=True))
         return args, {k: one(v, kwarg_layouts.get(k), desired_kwargs.get(k)) for k, v in kwargs.items()}
 
@@ -150,14 +162,20 @@ def on_inputs(
 
 
 def on_outputs(
-    module: torch.nn.Module, mesh: DeviceMesh, layouts: Sequence[Placement | None], desired: Sequence[Placement | None], local: bool
+    module: torch.nn.Module,
+    mesh: DeviceMesh,
+    layouts: Sequence[Placement | None],
+    desired: Sequence[Placement | None],
+    local: bool,
 ) -> None:
     """Converts outputs by their layouts."""
 
     def convert(mod: torch.nn.Module, args: Any, output: Any) -> Any:
         values = output if isinstance(output, (tuple, list)) else (output,)
         if len(values) != len(layouts):
-            raise ValueError(f"PrepareModuleOutput on {type(mod).__name__}: {len(values)} outputs, {len(layouts)} output_layouts")
+            raise ValueError(
+                f"PrepareModuleOutput on {type(mod).__name__}: {len(values)} outputs, {len(layouts)} output_layouts"
+            )
         made = []
         for value, layout, want in zip(values, layouts, desired, strict=True):
             if layout is not None and value is not None:
