@@ -60,8 +60,9 @@ def test_torch_is_chosen(choose, wanted, installed, imported):
 def test_mindspore_is_not_in_this_version(choose, wanted, installed, imported):
     with pytest.raises(NotImplementedError) as caught:
         choose(wanted, installed, imported)
-    assert str(caught.value) == (
-        "the mindspore platform is not available in this version of hp-platform, which has: torch. "
+    assert (
+        str(caught.value)
+        == "the mindspore platform is not available in this version of hp-platform, which has: torch. "
         "Set HYPER_PARALLEL_PLATFORM=torch to use PyTorch."
     )
 
@@ -69,14 +70,14 @@ def test_mindspore_is_not_in_this_version(choose, wanted, installed, imported):
 def test_an_unknown_name_lists_the_choices(choose):
     with pytest.raises(ValueError) as caught:
         choose("jax", ["torch"])
-    assert str(caught.value) == ("HYPER_PARALLEL_PLATFORM='jax' names no platform. Choose one of: torch, mindspore.")
+    assert str(caught.value) == "HYPER_PARALLEL_PLATFORM='jax' names no platform. Choose one of: torch, mindspore."
 
 
 def test_no_framework_tells_how_to_install_one(choose):
     with pytest.raises(ImportError) as caught:
         choose()
-    assert str(caught.value) == (
-        "no framework is installed: hp-platform needs one of torch, mindspore. "
+    assert (
+        str(caught.value) == "no framework is installed: hp-platform needs one of torch, mindspore. "
         "Install one with: pip install 'hp-platform[torch]'"
     )
 
@@ -84,8 +85,9 @@ def test_no_framework_tells_how_to_install_one(choose):
 def test_a_named_framework_that_is_missing(choose):
     with pytest.raises(ImportError) as caught:
         choose("torch", ["mindspore"])
-    assert str(caught.value) == (
-        "HYPER_PARALLEL_PLATFORM=torch, but torch is not installed. Install it with: pip install 'hp-platform[torch]'"
+    assert (
+        str(caught.value) == "HYPER_PARALLEL_PLATFORM=torch, but torch is not installed. Install it with: pip install"
+        " 'hp-platform[torch]'"
     )
 
 
