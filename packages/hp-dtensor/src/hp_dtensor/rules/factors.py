@@ -8,7 +8,7 @@ sharding it leaves the result partial. This is the factor form of Shardy's shard
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
@@ -16,6 +16,8 @@ from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Sh
 __all__ = ["Dims", "FactorMap", "NoLegalPlacement", "Solution", "solve"]
 
 Dims = tuple["int | None", ...]
+# Placements of the operands, where they vary, placements of the results, and the factor that is sharded.
+Candidate = tuple[list[Placement], list[bool], list[Placement], "int | None"]
 REPLICATE = Replicate()
 
 
@@ -173,7 +175,7 @@ def solve(
 
 def _sharded(
     factors: FactorMap, have: list[Placement], shapes: Sequence[Sequence[int]], ranks: int, splits: dict[int, int]
-):
+) -> Iterator[Candidate]:
     seen: set[tuple[int, Placement | None]] = set()
     for operand, placement in enumerate(have):
         factor = _shard_factor(factors.operands[operand], placement)
@@ -212,7 +214,7 @@ def _sharded(
             yield want, varies, out, factor
 
 
-def _partial(factors: FactorMap, have: list[Placement]):
+def _partial(factors: FactorMap, have: list[Placement]) -> Iterator[Candidate]:
     for jointly in factors.linear:
         op = {have[i] for i in jointly}
         if len(op) != 1:
@@ -224,7 +226,9 @@ def _partial(factors: FactorMap, have: list[Placement]):
         yield want, [i not in jointly for i in range(len(have))], [placement] * len(factors.results), None
 
 
-def _ragged(have: list[Placement], shapes: Sequence[Sequence[int]], results: Sequence[Sequence[int]]):
+def _ragged(
+    have: list[Placement], shapes: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+) -> Iterator[Candidate]:
     for placement in dict.fromkeys(p for p in have if isinstance(p, RaggedShard)):
         same = [tuple(shape) == tuple(results[0]) for shape in shapes]
         if all(fits or math.prod(shape) == 1 for fits, shape in zip(same, shapes, strict=True)):

@@ -18,7 +18,7 @@ from hp_platform import get_platform
 
 __all__ = ["distribute_module", "distribute_tensor", "empty", "from_local", "full", "ones", "rand", "randn", "zeros"]
 
-_impl = torch._C._disabled_torch_function_impl
+_impl: Any = torch._C._disabled_torch_function_impl
 
 
 def from_local(

@@ -36,7 +36,7 @@ from hp_dtensor.torch.redistribute import execute
 
 __all__ = ["convert", "grad_spec", "move", "recall", "reduce_partial_grads", "remember", "shadows"]
 
-_impl = torch._C._disabled_torch_function_impl
+_impl: Any = torch._C._disabled_torch_function_impl
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]

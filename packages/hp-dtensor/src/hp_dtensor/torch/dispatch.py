@@ -21,7 +21,7 @@ from hp_dtensor.torch.dtensor import DTensor, wrap
 
 __all__ = ["dispatch", "implicit_replication"]
 
-_impl = torch._C._disabled_torch_function_impl
+_impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
 _PLANS: dict[Any, Any] = {}
 _LIMIT = 1 << 16

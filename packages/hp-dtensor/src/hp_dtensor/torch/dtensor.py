@@ -24,7 +24,7 @@ from hp_dtensor.torch import autograd
 
 __all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "wrap"]
 
-_impl = torch._C._disabled_torch_function_impl
+_impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor
 _shape = T.shape.__get__  # type: ignore[attr-defined]
@@ -276,7 +276,7 @@ class DTensor(torch.Tensor):
             raise TypeError("data of a DTensor must be a DTensor: distribute_tensor(value, mesh, placements)")
         if isinstance(value, DTensor) and _enabled():
             self._spec = value._spec
-        self.__dict__.pop("_shadows", None)  # they are on the old memory
+        vars(self).pop("_shadows", None)  # they are on the old memory
         _impl(_set_data, (), (self, value))
 
     def backward(
@@ -334,7 +334,7 @@ class DTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("only DTensors that are leaves of the graph support deepcopy; detach() first")
         made = wrap(_impl(T.clone, (), (local_view(self),)), self._spec)
-        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in _OWN})
+        vars(made).update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in _OWN})
         memo[id(self)] = made
         made.requires_grad_(self.requires_grad)
         grad = self.grad
@@ -396,5 +396,5 @@ def redistribute_shared(x: torch.Tensor, spec: TensorSpec, src: TensorSpec | Non
 
 def _rebuild(local: torch.Tensor, spec: TensorSpec, requires_grad: bool, state: dict[str, Any]) -> DTensor:
     made = wrap(local.detach(), spec)
-    made.__dict__.update(state)
+    vars(made).update(state)
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]

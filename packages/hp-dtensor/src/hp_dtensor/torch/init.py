@@ -109,7 +109,7 @@ def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     made = wrap(local, tensor._spec) if isinstance(tensor, DTensor) else local
     if isinstance(tensor, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        made.__dict__.update(
+        vars(made).update(
             {k: v for k, v in tensor.__dict__.items() if k not in ("_spec", "_moved_from", "_is_hf_initialized")}
         )
     return made

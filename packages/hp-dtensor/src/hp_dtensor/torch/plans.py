@@ -17,7 +17,7 @@ from hp_dtensor.torch.dtensor import DTensor, wrap
 
 __all__ = ["Binding", "Call", "Plan", "make_plan"]
 
-_impl = torch._C._disabled_torch_function_impl
+_impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
 
 

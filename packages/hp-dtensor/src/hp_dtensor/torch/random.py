@@ -24,7 +24,7 @@ from hp_platform import get_platform
 
 __all__ = ["draw", "fill", "special"]
 
-_impl = torch._C._disabled_torch_function_impl
+_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _replicate = Replicate()
 _compared: set[DeviceMesh] = set()

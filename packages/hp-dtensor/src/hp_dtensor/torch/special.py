@@ -18,7 +18,7 @@ from hp_dtensor.torch.redistribute import execute
 
 __all__ = ["install"]
 
-_impl = torch._C._disabled_torch_function_impl
+_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 Handler = Callable[[Any, Any, Any], Any]
 

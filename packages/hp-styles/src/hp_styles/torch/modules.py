@@ -45,7 +45,7 @@ def partition(
             )
         made = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=src_data_rank)
         new = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        new.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in new.__dict__})
+        vars(new).update({k: v for k, v in parameter.__dict__.items() if k not in new.__dict__})
         module._parameters[name] = new
 
 
