@@ -1,0 +1,61 @@
+"""A plan as data: how a model is trained on many ranks, declared, then linted, applied and verified.
+
+`ParallelPlan` is a frozen value and a TOML file, the same content. What needs a framework is loaded at first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hp_plan.findings import Finding, PlanError
+from hp_plan.plan import ParallelPlan
+from hp_plan.sections import (
+    DataSection,
+    FsdpSection,
+    MeshSection,
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+    ScheduleSection,
+)
+from hp_plan.verification import ModuleDifference, VerifyResult
+from hp_platform import lazy_exports
+
+__all__ = [
+    "DataSection",
+    "Finding",
+    "FsdpSection",
+    "MeshSection",
+    "ModelSection",
+    "ModuleDifference",
+    "OptimizerSection",
+    "ParallelPlan",
+    "PlanError",
+    "RunSection",
+    "ScheduleSection",
+    "VerifyResult",
+    "apply",
+    "build_model",
+    "build_optimizer",
+    "build_schedule",
+    "lint",
+    "verify",
+]
+
+if TYPE_CHECKING:
+    from hp_plan.torch.apply import apply
+    from hp_plan.torch.build import build_model, build_optimizer, build_schedule
+    from hp_plan.torch.lint import lint
+    from hp_plan.torch.verify import verify
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "apply": "apply",
+        "build_model": "build",
+        "build_optimizer": "build",
+        "build_schedule": "build",
+        "lint": "lint",
+        "verify": "verify",
+    },
+)

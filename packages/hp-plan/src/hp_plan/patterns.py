@@ -1,0 +1,31 @@
+"""Patterns of dotted names: fnmatch in each part, so that `layers.*` is the layers and not what is inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether each dotted part of `name` matches the same part of `pattern`.
+
+    >>> matches("model.layers.*.mlp", "model.layers.0.mlp"), matches("model.layers.*", "model.layers.0.mlp")
+    (True, False)
+    """
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that `pattern` matches, in their order."""
+    return [name for name in names if matches(pattern, name)]
+
+
+def generalise(names: Iterable[str]) -> list[str]:
+    """The names with numbers replaced by `*`, each once: what a near miss is looked for in.
+
+    >>> generalise(["layers.0.mlp", "layers.1.mlp", "norm"])
+    ['layers.*.mlp', 'norm']
+    """
+    dotted = (".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return list(dict.fromkeys(name for name in dotted if name))

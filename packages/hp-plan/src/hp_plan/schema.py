@@ -1,0 +1,131 @@
+"""Reads tables (of a TOML file, of a dictionary) into the frozen sections, finding every fault at once."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hp_plan.findings import Finding, near_misses
+
+Section = TypeVar("Section")
+
+
+def read_section(
+    section: type[Section], table: Any, *, key: str, elsewhere: Mapping[str, list[str]]
+) -> tuple[Section, list[Finding]]:
+    """Builds `section` from `table`; what is at fault keeps its default and is reported.
+
+    Args:
+        section: one of the dataclasses of `hp_plan.sections`.
+        table: what the file has there.
+        key: the section's name in the file.
+        elsewhere: field name -> sections that know it, to say where a misplaced key belongs.
+    """
+    if not isinstance(table, Mapping):
+        message = f"got {_describe(table)}, expected a table"
+        return section(), [Finding(key, message, f"write it as [{key}] with one key a line")]
+    known = {item.name: item for item in fields(section)}  # pyright: ignore[reportArgumentType]
+    hints = get_type_hints(section)
+    found: list[Finding] = []
+    values: dict[str, Any] = {}
+    for name, got in table.items():
+        where = f"{key}.{name}"
+        if name not in known:
+            found.append(_unknown(where, name, key, known, elsewhere))
+            continue
+        value, problem = _conform(got, hints[name])
+        problem = problem or _bounds(value, known[name])
+        if problem:
+            found.append(
+                Finding(where, f"got {_describe(got)}, expected {problem}", _advice(got, hints[name], problem))
+            )
+        else:
+            values[name] = value
+    return section(**values), found
+
+
+def _unknown(where: str, name: str, key: str, known: Mapping[str, Any], elsewhere: Mapping[str, list[str]]) -> Finding:
+    others = [other for other in elsewhere.get(name, []) if other != key]
+    if others:
+        fix = f"'{name}' belongs to [{others[0]}]: move it there"
+    else:
+        fix = near_misses(name, known)
+    return Finding(where, f"[{key}] has no key '{name}'", fix)
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _bounds(value: Any, item: Field[Any]) -> str | None:
+    if value is None or not isinstance(value, (int, float)):
+        return None
+    if "minimum" in item.metadata and not value >= item.metadata["minimum"]:
+        return f"a number of at least {item.metadata['minimum']}"
+    if "above" in item.metadata and not value > item.metadata["above"]:
+        return f"a number more than {item.metadata['above']}"
+    return None
+
+
+def _advice(got: Any, hint: Any, expected: str) -> str:
+    choices = _choices(hint)
+    if choices and isinstance(got, str):
+        return near_misses(got, choices)
+    return f"write {expected}"
+
+
+def _choices(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return [str(choice) for choice in get_args(hint)]
+    if get_origin(hint) in (Union, types.UnionType):
+        return [choice for option in get_args(hint) for choice in _choices(option)]
+    return []
+
+
+def _conform(value: Any, hint: Any) -> tuple[Any, str | None]:
+    """The value as `hint` wants it (lists become tuples, integers floats), or what was expected instead."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        problems = []
+        for option in arguments:
+            conformed, problem = _conform(value, option)
+            if problem is None:
+                return conformed, None
+            if option is not type(None):
+                problems.append(problem)
+        return value, " or ".join(problems)
+    if origin is Literal:
+        return value, None if value in arguments and isinstance(value, str) else f"one of {', '.join(arguments)}"
+    if origin is tuple:
+        return _conform_tuple(value, arguments)
+    if hint is type(None):
+        return value, None if value is None else "nothing"
+    if origin is not None:
+        return (_listed(value), None) if isinstance(value, Mapping) else (value, "a table")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value), None
+    plain = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[hint]
+    return value, None if type(value) is hint else plain
+
+
+def _listed(value: Any) -> Any:
+    """Free-form values as TOML reads them back: tuples as lists."""
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _conform_tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, str | None]:
+    open_ended = arguments[-1] is Ellipsis
+    inner = arguments[0]
+    length = "" if open_ended else f"{len(arguments)} "
+    expected = f"a list of {length}{'strings' if inner is str else 'numbers'}"
+    if not isinstance(value, (list, tuple)) or (not open_ended and len(value) != len(arguments)):
+        return value, expected
+    items = [_conform(item, inner) for item in value]
+    if any(problem for _, problem in items):
+        return value, expected
+    return tuple(item for item, _ in items), None

@@ -1,0 +1,167 @@
+"""The sections of a plan, each a frozen value that is checked by `hp_plan.schema`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# Outermost first: the innermost axis (tp) has neighbouring ranks.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+def _at_least(minimum: float, default: Any) -> Any:
+    return field(default=default, metadata={"minimum": minimum})
+
+
+def _more_than(bound: float, default: Any) -> Any:
+    return field(default=default, metadata={"above": bound})
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Which model: a transformers configuration class, or a function of the user's.
+
+    Attributes:
+        config: name of a configuration class of transformers, such as `"Qwen3Config"`; the model is the
+            causal language model that transformers builds from it.
+        function: `"module:function"`; called with the overrides, returns an `nn.Module` whose `forward(input_ids,
+            labels)` returns an object with `.loss`.
+        overrides: keyword arguments of either.
+    """
+
+    config: str | None = None
+    function: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    """How many ranks each mesh axis has. An axis of size 1 is left out of the mesh.
+
+    Attributes:
+        dp_replicate: data parallel replicas, each a whole copy.
+        dp_shard: data parallel ranks that share one copy (fully sharded).
+        cp: context parallel.
+        tp: tensor parallel.
+        pp: pipeline stages.
+        ep: expert parallel.
+    """
+
+    dp_replicate: int = _at_least(1, 1)
+    dp_shard: int = _at_least(1, 1)
+    cp: int = _at_least(1, 1)
+    tp: int = _at_least(1, 1)
+    pp: int = _at_least(1, 1)
+    ep: int = _at_least(1, 1)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the device mesh, outermost first, and their sizes.
+
+        Never empty: one rank is a `dp_shard` axis of size 1, and replicas always have a `dp_shard` axis inside.
+        """
+        sizes = {name: getattr(self, name) for name in AXES}
+        kept = {name: size for name, size in sizes.items() if size > 1}
+        if not kept or set(kept) == {"dp_replicate"} or ("dp_replicate" in kept and "dp_shard" not in kept):
+            kept["dp_shard"] = sizes["dp_shard"]
+        return {name: kept[name] for name in AXES if name in kept}
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the plan needs: the product of the axes."""
+        return math.prod(self.axes.values())
+
+    @property
+    def data_parallel(self) -> int:
+        """Into how many parts the global batch is cut."""
+        return self.dp_replicate * self.dp_shard
+
+
+@dataclass(frozen=True)
+class FsdpSection:
+    """How parameters are sharded over `dp_shard`.
+
+    Attributes:
+        groups: patterns of modules whose parameters are gathered together; what no group holds belongs to the root.
+        reshard_after_forward: free the gathered parameters after forward (true, false, or the size of a smaller
+            group to keep them sharded over).
+        param_dtype: compute in this dtype.
+        reduce_dtype: reduce gradients in this dtype.
+    """
+
+    groups: tuple[str, ...] = ()
+    reshard_after_forward: bool | int = True
+    param_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    reduce_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """The optimizer and its constants.
+
+    Attributes:
+        name: `adamw` or `sgd`.
+        lr: the learning rate at the schedule's top.
+        betas: AdamW's averaging of the gradient and of its square.
+        eps: AdamW's divisor offset.
+        weight_decay: decoupled for AdamW, added to the gradient for SGD.
+        momentum: SGD's.
+    """
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = _more_than(0.0, 1e-3)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = _more_than(0.0, 1e-8)
+    weight_decay: float = _at_least(0.0, 0.01)
+    momentum: float = _at_least(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """The learning rate over the run: up from 0 in `warmup_steps`, then by `kind` down to `final * lr`.
+
+    Attributes:
+        kind: `constant`, `linear` or `cosine`.
+        warmup_steps: optimizer steps until the learning rate is the optimizer's.
+        final: the last learning rate as a part of the optimizer's (no use for `constant`).
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = _at_least(0, 0)
+    final: float = _at_least(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """What is trained on: text as bytes (a vocabulary of 256).
+
+    Attributes:
+        paths: files or folders; none means the Python sources of the running interpreter's standard library.
+        sequence_length: tokens of one sample.
+        batch_size: samples of one step over all ranks.
+        max_bytes: read no more than this of the text.
+    """
+
+    paths: tuple[str, ...] = ()
+    sequence_length: int = _at_least(2, 128)
+    batch_size: int = _at_least(1, 8)
+    max_bytes: int = _at_least(1, 64_000_000)
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """One training run.
+
+    Attributes:
+        steps: optimizer steps.
+        seed: of the weights and of the samples.
+        dtype: of the weights.
+        grad_clip: scale gradients down to this global norm; none leaves them alone.
+    """
+
+    steps: int = _at_least(1, 100)
+    seed: int = _at_least(0, 0)
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    grad_clip: float | None = _more_than(0.0, None)

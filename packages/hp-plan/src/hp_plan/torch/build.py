@@ -1,0 +1,164 @@
+"""What a plan declares, built: the model, its optimizer, the optimizer's schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_plan.findings import Finding, PlanError, near_misses
+from hp_plan.plan import ParallelPlan
+from hp_plan.sections import ScheduleSection
+
+# Taken by every configuration of transformers without being a field of it.
+_CONFIG_KEYS = ("attn_implementation", "dtype", "layer_types", "name_or_path")
+
+
+def build_model(
+    plan: ParallelPlan, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The model of `plan.model`, its weights drawn from `plan.run.seed`: the same on every rank.
+
+    Args:
+        plan: the plan.
+        device: where; `"meta"` for shapes alone. None is the default device.
+        dtype: of the weights; None is `plan.run.dtype`.
+
+    Raises:
+        PlanError: the model can't be built from what the plan says.
+        ImportError: the plan names a configuration class and transformers isn't installed.
+    """
+    dtype = getattr(torch, plan.run.dtype) if dtype is None else dtype
+    found = model_section_faults(plan)
+    if found:
+        raise PlanError(found)
+    section = plan.model
+    with torch.device(device) if device is not None else contextlib.nullcontext(), _default_dtype(dtype):
+        torch.manual_seed(plan.run.seed)
+        try:
+            if section.function is not None:
+                return _function(section.function)(**section.overrides)
+            config = config_class(str(section.config))(**section.overrides)
+            return _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except PlanError:
+            raise
+        except Exception as error:  # Whatever the user's own function or transformers' validation raises.
+            name = "function" if section.function is not None else "config"
+            message = f"building {getattr(section, name)} failed: {type(error).__name__}: {error}"
+            fix = "correct [model.overrides], which are its arguments"
+            raise PlanError([Finding(f"model.{name}", message, fix)]) from error
+
+
+def model_section_faults(plan: ParallelPlan) -> list[Finding]:
+    """What is wrong with `[model]` before anything is built: neither or both kinds, unknown names."""
+    section = plan.model
+    if (section.config is None) == (section.function is None):
+        got = "neither 'config' nor 'function'" if section.config is None else "both 'config' and 'function'"
+        fix = 'give one: config = "Qwen3Config" or function = "package.module:function"'
+        return [Finding("model", f"[model] has {got}", fix)]
+    if section.function is not None:
+        try:
+            _function(section.function)
+        except PlanError as error:
+            return list(error.findings)
+        return []
+    try:
+        known = _config_keys(config_class(str(section.config)))
+    except PlanError as error:
+        return list(error.findings)
+    return [
+        Finding(f"model.overrides.{name}", f"{section.config} has no setting '{name}'", near_misses(name, known))
+        for name in section.overrides
+        if name not in known
+    ]
+
+
+def config_class(name: str) -> type:
+    """The configuration class of transformers called `name`; `PlanError` with near misses where there is none."""
+    transformers = _transformers()
+    if not name.endswith("Config") or not hasattr(transformers, name):
+        known = [item for item in dir(transformers) if item.endswith("Config")]  # A second's work.
+        message = f"transformers has no configuration class '{name}'"
+        raise PlanError([Finding("model.config", message, near_misses(name, known))])
+    return getattr(transformers, name)
+
+
+def build_optimizer(plan: ParallelPlan, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of `plan.optimizer` over those of `parameters` that are trained."""
+    section = plan.optimizer
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if section.name == "adamw":
+        make = functools.partial(torch.optim.AdamW, betas=section.betas, eps=section.eps)
+    else:
+        make = functools.partial(torch.optim.SGD, momentum=section.momentum)
+    # torch takes one parameter at a time where they are no plain tensors, unless told otherwise.
+    return make(trained, lr=section.lr, weight_decay=section.weight_decay, foreach=True)
+
+
+def build_schedule(plan: ParallelPlan, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
+    section, steps = plan.schedule, plan.run.steps
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))
+
+
+def schedule_factor(section: ScheduleSection, step: int, steps: int) -> float:
+    """What part of the learning rate step `step` (from 0) of `steps` uses.
+
+    >>> [schedule_factor(ScheduleSection("linear", warmup_steps=2), step, 6) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < section.warmup_steps:
+        return (step + 1) / section.warmup_steps
+    if section.kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - section.warmup_steps) / max(1, steps - section.warmup_steps))
+    falling = 1.0 - progress if section.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return section.final + (1.0 - section.final) * falling
+
+
+def _config_keys(config: type) -> list[str]:
+    names = [item.name for item in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
+    settable = [name for name in dir(config) if isinstance(getattr(config, name, None), property)]
+    return [*names, *getattr(config, "attribute_map", {}), *settable, *_CONFIG_KEYS]
+
+
+def _function(name: str) -> Any:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        fix = 'write it as "package.module:function"'
+        raise PlanError([Finding("model.function", f"got '{name}', expected a module and a function", fix)])
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        fix = "check the name, and that the module's folder is on PYTHONPATH"
+        raise PlanError([Finding("model.function", f"can't import '{module_name}': {error}", fix)]) from error
+    if not hasattr(module, function_name):
+        message = f"module '{module_name}' has no '{function_name}'"
+        raise PlanError([Finding("model.function", message, near_misses(function_name, dir(module)))])
+    return getattr(module, function_name)
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(
+            "a plan with [model] config = ... needs transformers: pip install 'hp-plan[torch]'"
+        ) from error
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,159 @@
+"""What can be checked of a plan against its model: patterns, styles, shapes. Reads names and shapes only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from hp_plan.findings import Finding, PlanError, near_misses
+from hp_plan.patterns import generalise, matching
+from hp_plan.plan import ParallelPlan
+from hp_plan.style_names import ALIASES, STYLES
+from hp_plan.torch.tables import resolve, style_table, tied_names
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def model_faults(plan: ParallelPlan, model: nn.Module) -> list[Finding]:
+    """Every fault of the plan that shows once the model's names and shapes are known."""
+    found = [*_group_faults(plan, model), *_expert_faults(plan, model), *_length_faults(plan, model)]
+    if plan.mesh.tp == 1 and isinstance(plan.styles, str):
+        return found  # No table is looked up where none is used.
+    try:
+        table = style_table(plan, model)
+    except PlanError as error:
+        return [*error.findings, *found]
+    return [*_style_faults(table, model), *_head_faults(plan, table, model), *_tied_faults(table, model), *found]
+
+
+def _style_faults(table: Mapping[str, str], model: nn.Module) -> list[Finding]:
+    found = []
+    names = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters()]
+    resolved = resolve(table, model)
+    for pattern, style in table.items():
+        key = f'styles."{pattern}"'
+        matched = matching(pattern, names)
+        if style not in STYLES:
+            found.append(Finding(key, f"there is no style '{style}'", near_misses(style, [*STYLES, *ALIASES])))
+        elif not matched:
+            found.append(_nothing_matches(key, pattern, names, parameters))
+        for shown, modules in _by_kind(matched if style in STYLES else [], model):
+            problem = _unsuited(style, modules[0])
+            if problem:
+                found.append(Finding(key, f"'{style}' on {shown}, which is a {type(modules[0]).__name__}", problem))
+    doubled: dict[tuple[str, ...], list[str]] = {}
+    for name, patterns in resolved.items():
+        if len(patterns) > 1:
+            doubled.setdefault(tuple(patterns), []).append(name)
+    for patterns, modules in doubled.items():
+        which = " and ".join(f"'{pattern}' = '{table[pattern]}'" for pattern in patterns)
+        message = f"{len(patterns)} styles on {_some(modules)}: {which}"
+        found.append(
+            Finding(f'styles."{patterns[-1]}"', message, "make the patterns exclude each other, or remove one")
+        )
+    return found
+
+
+def _nothing_matches(key: str, pattern: str, names: list[str], parameters: list[str]) -> Finding:
+    if matching(pattern, parameters):
+        fix = f"a style is for a module: leave the last part off, '{pattern.rpartition('.')[0]}'"
+        return Finding(key, f"'{pattern}' matches a parameter, not a module", fix)
+    return Finding(key, f"'{pattern}' matches no module", near_misses(pattern, generalise(names)))
+
+
+def _by_kind(names: Iterable[str], model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """Modules by class, with a name to show: a pattern that is wrong for one layer is wrong for all alike."""
+    kinds: dict[type, list[str]] = {}
+    for name in names:
+        kinds.setdefault(type(model.get_submodule(name)), []).append(name)
+    return [(_some(named), [model.get_submodule(name) for name in named]) for named in kinds.values()]
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _unsuited(style: str, module: nn.Module) -> str | None:
+    linear, embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
+    if style.startswith("embedding_") and not embedding:
+        return f"use '{style.removeprefix('embedding_')}' for a Linear" if linear else "it is for an Embedding"
+    if style.startswith(("colwise", "rowwise")) and not linear:
+        return f"use 'embedding_{style}' for an Embedding" if embedding else "it is for a Linear"
+    return None
+
+
+def _head_faults(plan: ParallelPlan, table: Mapping[str, str], model: nn.Module) -> list[Finding]:
+    """Attention splits the features of q, k and v into heads: ranks must hold whole ones."""
+    found: dict[str, Finding] = {}
+    tp = plan.mesh.tp
+    for name, patterns in resolve(table, model).items():
+        module, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+        size = getattr(owner, "head_dim", None)
+        if table[patterns[0]] != "colwise" or not isinstance(module, nn.Linear) or not isinstance(size, int):
+            continue
+        heads = module.out_features // size
+        if heads % tp:
+            shown = generalise([name])[0]
+            divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+            message = f"{shown} has {heads} heads of {size}, which tp = {tp} ranks do not divide"
+            fix = f"make mesh.tp one of {divisors}, or the number of heads a multiple of {tp}"
+            found.setdefault(shown, Finding("mesh.tp", message, fix))
+    return list(found.values())
+
+
+def _tied_faults(table: Mapping[str, str], model: nn.Module) -> list[Finding]:
+    found = []
+    styled = {name: table[patterns[0]] for name, patterns in resolve(table, model).items()}
+    for names in tied_names(model):
+        modules = [name.rpartition(".")[0] for name in names]
+        dims = {module: _sharded_dim(styled.get(module, "replicate")) for module in modules}
+        if len(set(dims.values())) > 1:
+            message = f"{' and '.join(names)} are one tensor with " + " and ".join(
+                f"'{styled.get(module, 'replicate')}'" for module in modules
+            )
+            fix = "give them styles that shard the same dim, such as 'embedding_rowwise' and 'colwise_gather_output'"
+            found.append(Finding(f'styles."{modules[0]}"', message, fix))
+    return found
+
+
+def _sharded_dim(style: str) -> int | None:
+    """Which dim of the weight a style shards."""
+    if style.startswith(("colwise", "embedding_rowwise")):
+        return 0
+    return 1 if style.startswith(("rowwise", "embedding_colwise")) else None
+
+
+def _group_faults(plan: ParallelPlan, model: nn.Module) -> list[Finding]:
+    found = []
+    modules = dict(model.named_modules())
+    names = [name for name in modules if name]
+    for index, pattern in enumerate(plan.fsdp.groups):
+        key, matched = f"fsdp.groups[{index}]", matching(pattern, names)
+        if not matched:
+            found.append(Finding(key, f"'{pattern}' matches no module", near_misses(pattern, generalise(names))))
+        for name in matched:
+            if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+                message = f"'{pattern}' matches {name}, a {type(modules[name]).__name__}, which is never called"
+                found.append(Finding(key, message, f"group its members: '{name}.*'"))
+    return found
+
+
+def _expert_faults(plan: ParallelPlan, model: nn.Module) -> list[Finding]:
+    found = []
+    for name in _EXPERTS:
+        experts = getattr(getattr(model, "config", None), name, None)
+        if isinstance(experts, int) and experts % plan.mesh.ep:
+            message = f"{name} is {experts}, which ep = {plan.mesh.ep} ranks do not divide"
+            found.append(Finding("mesh.ep", message, f"make mesh.ep a divisor of {experts}"))
+    return found
+
+
+def _length_faults(plan: ParallelPlan, model: nn.Module) -> list[Finding]:
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(limit, int) or plan.data.sequence_length <= limit:
+        return []
+    message = f"{plan.data.sequence_length} tokens a sample, and the model's max_position_embeddings is {limit}"
+    fix = f"make it at most {limit}, or raise max_position_embeddings in [model.overrides]"
+    return [Finding("data.sequence_length", message, fix)]

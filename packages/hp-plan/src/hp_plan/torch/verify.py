@@ -1,0 +1,215 @@
+"""A plan proved: the same steps under it and in one process, compared tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_dtensor import DTensor
+from hp_fsdp import clip_grad_norm_
+from hp_plan.plan import ParallelPlan
+from hp_plan.torch.apply import apply
+from hp_plan.torch.build import build_model, build_optimizer, build_schedule
+from hp_plan.torch.float64 import Float64
+from hp_plan.torch.samples import data_parallel_rows, forward_loss
+from hp_plan.verification import ModuleDifference, VerifyResult
+from hp_platform import get_platform
+
+_KINDS = ("output", "gradient", "weight")
+
+
+def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> VerifyResult:
+    """Trains the plan's model twice in float64, under the plan and in one process, and compares what comes out.
+
+    Every rank calls it. Each runs the one-process program for itself and compares every module's output on its own
+    samples, and after each step the loss, every gradient and every weight.
+
+    Args:
+        plan: the plan; its dtypes are replaced by float64, its text by random tokens.
+        steps: optimizer steps.
+        tolerance: the largest relative difference that passes.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        PlanError: the plan doesn't fit its model or the number of ranks.
+    """
+    plan = _in_float64(plan)
+    with Float64():
+        device = get_platform().devices.current_device()
+        single, parallel = build_model(plan).to(device), apply(build_model(plan).to(device), plan)
+        runs = [_Run(plan, single), _Run(plan, parallel)]
+        compared = _Compared(single, parallel)
+        rows = data_parallel_rows(plan)
+        for step in range(steps):
+            tokens = _tokens(plan, single, step)
+            with compared.expected_outputs():
+                expected = runs[0].forward(tokens)
+            with compared.outputs(rows, batch=len(tokens)):
+                got = runs[1].forward(tokens[rows])
+            compared.loss(got, expected, parts=plan.mesh.data_parallel)
+            compared.tensors("gradient", lambda parameter: parameter.grad)
+            runs[0].update(nn.utils.clip_grad_norm_)
+            runs[1].update(clip_grad_norm_)
+            compared.tensors("weight", lambda parameter: parameter.detach())
+    return compared.result(tolerance=tolerance, steps=steps)
+
+
+class _Run:
+    """One of the two programs: a model and its optimizer."""
+
+    def __init__(self, plan: ParallelPlan, model: nn.Module) -> None:
+        self._plan, self._model = plan, model
+        self._optimizer = build_optimizer(plan, model.parameters())
+        self._schedule = build_schedule(plan, self._optimizer)
+
+    def forward(self, tokens: torch.Tensor) -> float:
+        """Forward and backward; the loss."""
+        self._optimizer.zero_grad()
+        loss = forward_loss(self._plan, self._model, tokens)
+        loss.backward()
+        return loss.item()
+
+    def update(self, clip: Callable[..., Any]) -> None:
+        """Clips the gradients where the plan says so, and takes the optimizer's step."""
+        if self._plan.run.grad_clip is not None:
+            clip(self._model.parameters(), self._plan.run.grad_clip)
+        self._optimizer.step()
+        self._schedule.step()
+
+
+class _Compared:
+    """The differences so far, by module in the order in which modules finish."""
+
+    def __init__(self, single: nn.Module, parallel: nn.Module) -> None:
+        self._single, self._parallel = single, parallel
+        self._expected: dict[str, torch.Tensor] = {}
+        self._found: dict[str, dict[str, float]] = {}
+        self._loss = 0.0
+
+    @contextlib.contextmanager
+    def expected_outputs(self) -> Iterator[None]:
+        """Keeps what each module of the one-process model returns."""
+        self._expected.clear()
+        with _after_forward(self._single, self._keep):
+            yield
+
+    @contextlib.contextmanager
+    def outputs(self, rows: slice, *, batch: int) -> Iterator[None]:
+        """Compares what each module returns with what was kept.
+
+        Args:
+            rows: this rank's samples.
+            batch: how many samples the kept outputs have.
+        """
+
+        def compare(name: str, output: torch.Tensor) -> None:
+            expected = self._expected[name]
+            mine = expected[rows] if expected.ndim and len(expected) == batch else expected
+            self._note(name, "output", _difference(_whole(output), mine))
+
+        with _after_forward(self._parallel, compare):
+            yield
+
+    def _keep(self, name: str, output: torch.Tensor) -> None:
+        self._expected[name] = output.detach()
+        self._note(name, "output", 0.0)
+
+    def loss(self, got: float, expected: float, *, parts: int) -> None:
+        """Compares the loss: the global one is the mean of the data parallel parts."""
+        total = torch.tensor([got], dtype=torch.float64, device=get_platform().devices.current_device())
+        _all_reduce(total, "sum")
+        mean = total.item() / get_platform().groups.size()
+        self._loss = max(self._loss, _difference(torch.tensor(mean), torch.tensor(expected)))
+
+    def tensors(self, kind: str, read: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Compares what `read` takes of every parameter."""
+        singles = dict(self._single.named_parameters(remove_duplicate=False))
+        for name, parameter in self._parallel.named_parameters(remove_duplicate=False):
+            got, expected = read(parameter), read(singles[name])
+            module = name.rpartition(".")[0]
+            if (got is None) != (expected is None):
+                self._note(module, kind, math.inf)
+            elif got is not None and expected is not None:
+                self._note(module, kind, _difference(_whole(got), expected))
+
+    def result(self, *, tolerance: float, steps: int) -> VerifyResult:
+        """The largest differences of all ranks."""
+        values = [found.get(kind, 0.0) for found in self._found.values() for kind in _KINDS]
+        numbers = torch.tensor(
+            [self._loss, *values], dtype=torch.float64, device=get_platform().devices.current_device()
+        )
+        _all_reduce(numbers, "max")
+        loss, *values = numbers.tolist()
+        rows = [
+            ModuleDifference(name, *values[index * len(_KINDS) : (index + 1) * len(_KINDS)])
+            for index, name in enumerate(self._found)
+        ]
+        return VerifyResult(tuple(rows), loss, tolerance, get_platform().groups.size(), steps)
+
+    def _note(self, module: str, kind: str, difference: float) -> None:
+        found = self._found.setdefault(module, {})
+        found[kind] = max(found.get(kind, 0.0), difference)
+
+
+@contextlib.contextmanager
+def _after_forward(model: nn.Module, seen: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Calls `seen` with the name and the first output tensor of every innermost module when it has run."""
+
+    def hook(name: str) -> Any:
+        def run(module: nn.Module, inputs: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if isinstance(tensor, torch.Tensor):
+                seen(name, tensor)
+
+        return run
+
+    innermost = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
+    handles = [module.register_forward_hook(hook(name)) for name, module in innermost]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the largest expected element; infinite where shapes differ or a number isn't one."""
+    if got.shape != expected.shape:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    scale = expected.abs().max().item() or 1.0
+    largest = (got - expected.to(got.device)).abs().max().item() / scale
+    return largest if math.isfinite(largest) else math.inf
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _all_reduce(tensor: torch.Tensor, op: str) -> None:
+    platform = get_platform()
+    group = platform.groups.new_group(range(platform.groups.size()))
+    platform.collectives.all_reduce(tensor, op, group=group)
+
+
+def _tokens(plan: ParallelPlan, model: nn.Module, step: int) -> torch.Tensor:
+    """The same random tokens on every rank."""
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", 256)
+    generator = torch.Generator().manual_seed(plan.run.seed * 1_000_003 + step)
+    shape = (plan.data.batch_size, plan.data.sequence_length)
+    tokens = torch.randint(vocabulary, shape, generator=generator, dtype=torch.int64)
+    return tokens.to(get_platform().devices.current_device())
+
+
+def _in_float64(plan: ParallelPlan) -> ParallelPlan:
+    fsdp = dataclasses.replace(plan.fsdp, param_dtype=None, reduce_dtype=None)
+    return dataclasses.replace(plan, fsdp=fsdp, run=dataclasses.replace(plan.run, dtype="float64"))

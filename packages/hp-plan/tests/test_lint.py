@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from hp_plan import Finding, ParallelPlan, lint
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+def plan_of(config="Qwen3Config", overrides=(), **sections):
+    model = {"config": config, "overrides": {**SMALL, **dict(overrides)}}
+    return {"model": model, "data": {"sequence_length": 32}, **sections}
+
+
+def texts(tables, world_size=None):
+    return [str(finding) for finding in lint(tables, world_size)]
+
+
+@pytest.mark.parametrize("config", ["LlamaConfig", "Qwen3Config", "MistralConfig"])
+@pytest.mark.parametrize("styles", ["auto", "auto-sequence"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_nothing_is_wrong_with_the_automatic_tables(config, styles, tied):
+    tables = plan_of(
+        config,
+        {"tie_word_embeddings": tied},
+        styles=styles,
+        mesh={"tp": 2, "dp_shard": 2},
+        fsdp={"groups": ["model.layers.*"]},
+    )
+    assert lint(tables, 4) == ()
+    assert lint(ParallelPlan.from_dict(tables), 4) == ()
+
+
+def test_all_findings_come_at_once():
+    tables = plan_of(
+        overrides={"hiddn_size": 3},
+        mesh={"tp": 4, "dp_shard": 3, "cp": 2},
+        fsdp={"groups": ["model.layer.*", "model.layers"]},
+        optimizr={},
+        schedule={"warmup_steps": 101},
+        data={"sequence_length": 128},
+    )
+    assert texts(tables, 8) == [
+        "optimizr: there is no section or key 'optimizr'; did you mean 'optimizer'?",
+        "mesh.cp: cp = 2, and this version has no cp axis; leave it out; the axes are dp_replicate, dp_shard, tp",
+        "mesh: the mesh dp_shard 3 x cp 2 x tp 4 has 24 ranks, and there are 8; start 24 ranks (--nproc 24) or "
+        "change the "
+        "sizes in [mesh]",
+        "data.batch_size: the global batch of 8 does not divide over dp_replicate 1 x dp_shard 3 = 3 ranks; "
+        "make it 6 or "
+        "another multiple of 3",
+        "schedule.warmup_steps: 101 warm-up steps in a run of 100; make it at most 100",
+        "model.overrides.hiddn_size: Qwen3Config has no setting 'hiddn_size'; did you mean 'hidden_size' or "
+        "'hidden_act'?",
+        "mesh.tp: model.layers.*.self_attn.k_proj has 2 heads of 8, which tp = 4 ranks do not divide; make "
+        "mesh.tp one of "
+        "1, 2, or the number of heads a multiple of 4",
+        "mesh.tp: model.layers.*.self_attn.v_proj has 2 heads of 8, which tp = 4 ranks do not divide; make "
+        "mesh.tp one of "
+        "1, 2, or the number of heads a multiple of 4",
+        "fsdp.groups[0]: 'model.layer.*' matches no module; did you mean 'model.layers.*' or 'model.layers' or "
+        "'model.layers.*.mlp'?",
+        "fsdp.groups[1]: 'model.layers' matches model.layers, a ModuleList, which is never called; group its members: "
+        "'model.layers.*'",
+        "data.sequence_length: 128 tokens a sample, and the model's max_position_embeddings is 64; make it at "
+        "most 64, or "
+        "raise max_position_embeddings in [model.overrides]",
+    ]
+
+
+def test_styles_that_do_not_fit_the_model():
+    tables = plan_of(
+        overrides={"tie_word_embeddings": True},
+        mesh={"tp": 2},
+        styles={
+            "model.layers.*.self_attn.q_pro": "colwise",
+            "model.layers.*.self_attn.k_proj": "colwis",
+            "lm_head": "colwise_gather_output",
+            "model.norm": "colwise",
+            "model.layers.*.mlp.*_proj": "rowwise",
+            "model.layers.0.mlp.up_proj": "colwise",
+            "model.embed_tokens.weight": "embedding_rowwise",
+        },
+    )
+    assert texts(tables) == [
+        "styles.\"model.layers.*.self_attn.q_pro\": 'model.layers.*.self_attn.q_pro' matches no module; did you mean "
+        "'model.layers.*.self_attn.q_proj' or 'model.layers.*.self_attn.v_proj' or 'model.layers.*.self_attn.o_proj'?",
+        "styles.\"model.layers.*.self_attn.k_proj\": there is no style 'colwis'; did you mean 'colwise' or "
+        "'colwise_rep' or "
+        "'rowwise'?",
+        "styles.\"model.norm\": 'colwise' on model.norm, which is a Qwen3RMSNorm; it is for a Linear",
+        "styles.\"model.embed_tokens.weight\": 'model.embed_tokens.weight' matches a parameter, not a module; a "
+        "style is for "
+        "a module: leave the last part off, 'model.embed_tokens'",
+        "styles.\"model.layers.0.mlp.up_proj\": 2 styles on model.layers.0.mlp.up_proj: 'model.layers.*.mlp.*_proj' = "
+        "'rowwise' and 'model.layers.0.mlp.up_proj' = 'colwise'; make the patterns exclude each other, or remove one",
+        'styles."model.embed_tokens": model.embed_tokens.weight and lm_head.weight are one tensor with '
+        "'replicate' and "
+        "'colwise_gather_output'; give them styles that shard the same dim, such as 'embedding_rowwise' and "
+        "'colwise_gather_output'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({}, "model: [model] has neither 'config' nor 'function'; give one: config = \"Qwen3Config\" or"),
+        (
+            {"config": "Qwen3Confg"},
+            "model.config: transformers has no configuration class 'Qwen3Confg'; did you mean 'Qwen3Config'",
+        ),
+        (
+            {"config": "LlamaConfig", "overrides": {"hidden_size": 30}},
+            "The hidden size (30) is not a multiple of the number of attention heads (32).; correct [model.overrides]",
+        ),
+        ({"function": "torch.nn"}, "model.function: got 'torch.nn', expected a module and a function; write it as"),
+        ({"function": "torch.nn:Linearr"}, "module 'torch.nn' has no 'Linearr'; did you mean 'Linear'"),
+        (
+            {"function": "no_such_module:model"},
+            "can't import 'no_such_module': No module named 'no_such_module'; check",
+        ),
+        (
+            {"function": "torch.nn:Linear", "overrides": {"in_feature": 3}},
+            "building torch.nn:Linear failed: TypeError: Linear.__init__() got an unexpected keyword argument "
+            "'in_feature'",
+        ),
+    ],
+)
+def test_a_model_that_can_not_be_built(model, expected):
+    (text,) = texts({"model": model})
+    assert expected in text
+
+
+def test_experts_that_an_axis_does_not_divide():
+    overrides = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2}
+    tables = {
+        "model": {"config": "MixtralConfig", "overrides": overrides},
+        "mesh": {"ep": 4},
+        "data": {"sequence_length": 32},
+    }
+    assert any(
+        "num_local_experts is 6, which ep = 4 ranks do not divide; make mesh.ep a divisor of 6" in text
+        for text in texts(tables)
+    )
+
+
+def test_a_model_without_a_table_needs_styles():
+    tables = {
+        "model": {"function": "torch.nn:Linear", "overrides": {"in_features": 4, "out_features": 4}},
+        "mesh": {"tp": 2},
+    }
+    assert texts(tables) == [
+        "styles: there is no tensor parallel table for Linear (model_type None); write [styles] with one "
+        "pattern = style a "
+        "line; built in are llama, mistral, qwen3"
+    ]
+
+
+def test_sequence_parallel_is_known_for_some_families():
+    (text,) = texts(plan_of("Gemma2Config", styles="auto-sequence", mesh={"tp": 2}))
+    assert text.startswith(
+        "styles: 'auto-sequence' knows llama, mistral, qwen3, not model_type 'gemma2'; write [styles]"
+    )
+
+
+def test_a_file_with_every_kind_of_fault_is_read_to_its_end(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('[model]\nconfig = "Qwen3Config"\n[mesh]\ntp = 3\n[run]\nstep = 3\n')
+    assert [finding.key for finding in lint(path, 2)] == ["run.step", "mesh"] + ["mesh.tp"] * 3
+    path.write_text("[mesh\n")
+    assert lint(path)[0].message.startswith("is not TOML")
+
+
+def test_transformers_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"needs transformers: pip install 'hp-plan\[torch\]'"):
+        lint(plan_of())
+
+
+def test_a_finding_reads_as_a_line():
+    assert str(Finding("run.steps", "got 0", "write 1")) == "run.steps: got 0; write 1"

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hp_plan
+from hp_plan import MeshSection, OptimizerSection, ParallelPlan, PlanError, RunSection
+
+NAMES = st.text("abcxyz_.*0", min_size=1, max_size=8)
+VALUES = st.recursive(
+    st.booleans()
+    | st.integers(-(2**31), 2**31)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=4,
+)
+POSITIVE = st.floats(1e-12, 1e3)
+PLANS = st.fixed_dictionaries(
+    {
+        "model": st.fixed_dictionaries(
+            {"overrides": st.dictionaries(NAMES, VALUES, max_size=3)}, optional={"config": NAMES, "function": NAMES}
+        ),
+        "mesh": st.fixed_dictionaries(
+            {}, optional={axis: st.integers(1, 8) for axis in ("dp_shard", "tp", "pp", "ep")}
+        ),
+        "styles": st.sampled_from(["auto", "auto-sequence"]) | st.dictionaries(NAMES, NAMES, max_size=3),
+        "fsdp": st.fixed_dictionaries(
+            {"groups": st.lists(NAMES, max_size=3)},
+            optional={"reshard_after_forward": st.booleans() | st.integers(1, 4), "param_dtype": st.just("bfloat16")},
+        ),
+        "optimizer": st.fixed_dictionaries(
+            {"lr": POSITIVE}, optional={"name": st.just("sgd"), "betas": st.tuples(POSITIVE, POSITIVE)}
+        ),
+        "schedule": st.fixed_dictionaries({}, optional={"kind": st.sampled_from(["constant", "linear", "cosine"])}),
+        "data": st.fixed_dictionaries({"paths": st.lists(NAMES, max_size=2)}),
+        "run": st.fixed_dictionaries({}, optional={"grad_clip": POSITIVE, "steps": st.integers(1, 9)}),
+    }
+)
+
+
+def findings(tables):
+    with pytest.raises(PlanError) as raised:
+        ParallelPlan.from_dict(tables)
+    return {finding.key: f"{finding.message}; {finding.fix}" for finding in raised.value.findings}
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables=PLANS)
+def test_a_plan_survives_toml_dictionaries_and_its_repr(tmp_path_factory, tables):
+    plan = ParallelPlan.from_dict(tables)
+    path = tmp_path_factory.mktemp("plan") / "plan.toml"
+    path.write_text(plan.to_toml(), encoding="utf-8")
+    assert ParallelPlan.from_toml(path) == plan
+    assert ParallelPlan.from_dict(plan.to_dict()) == plan
+    assert eval(repr(plan), vars(hp_plan)) == plan
+
+
+def test_every_fault_is_found_at_once():
+    found = findings(
+        {
+            "styles": "atuo",
+            "steps": 3,
+            "optimzer": {},
+            "optimizer": {"name": "adam", "lr": 0, "betas": [1], "steps": 3, "lrr": 1},
+            "mesh": {"tp": "2", "pp": 0},
+            "fsdp": 3,
+            "run": {"grad_clip": "x", "dtype": 16, "steps": True},
+        }
+    )
+    assert found == {
+        "styles": "got 'atuo', expected 'auto', 'auto-sequence' or a table of pattern = style; did you mean 'auto'?",
+        "steps": "'steps' stands outside every section; it belongs to [run]: move it there",
+        "optimzer": "there is no section or key 'optimzer'; did you mean 'optimizer'?",
+        "optimizer.name": "got 'adam' (str), expected one of adamw, sgd; did you mean 'adamw'?",
+        "optimizer.lr": "got 0 (int), expected a number more than 0.0; write a number more than 0.0",
+        "optimizer.betas": "got [1] (list), expected a list of 2 numbers; write a list of 2 numbers",
+        "optimizer.steps": "[optimizer] has no key 'steps'; 'steps' belongs to [run]: move it there",
+        "optimizer.lrr": "[optimizer] has no key 'lrr'; did you mean 'lr'?",
+        "mesh.tp": "got '2' (str), expected an integer; write an integer",
+        "mesh.pp": "got 0 (int), expected a number of at least 1; write a number of at least 1",
+        "fsdp": "got 3 (int), expected a table; write it as [fsdp] with one key a line",
+        "run.grad_clip": "got 'x' (str), expected a number; write a number",
+        "run.dtype": "got 16 (int), expected one of float64, float32, bfloat16, float16; write one of float64, "
+        "float32, "
+        "bfloat16, float16",
+        "run.steps": "got True (bool), expected an integer; write an integer",
+    }
+
+
+def test_the_constructor_checks_as_the_file_does():
+    with pytest.raises(PlanError, match="run.steps: got 0 "):
+        ParallelPlan(run=RunSection(steps=0))
+    with pytest.raises(PlanError, match="run: got {'steps': 3}, expected a RunSection"):
+        ParallelPlan(run={"steps": 3})  # type: ignore[arg-type]
+
+
+def test_values_become_what_the_section_says():
+    plan = ParallelPlan(optimizer=OptimizerSection(lr=1, betas=[0.8, 0.9]))  # type: ignore[arg-type]
+    assert plan.optimizer.betas == (0.8, 0.9)
+    assert type(plan.optimizer.lr) is float
+
+
+def test_a_file_that_is_not_toml_names_the_line(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text("[mesh\ntp = 2\n")
+    with pytest.raises(PlanError, match=r"plan.toml: is not TOML: .*line 1"):
+        ParallelPlan.from_toml(path)
+
+
+def test_null_has_no_toml():
+    plan = ParallelPlan.from_dict({"model": {"overrides": {"sliding_window": None}}})
+    with pytest.raises(PlanError, match="model.overrides: can't be written as TOML: .*TOML has no null"):
+        plan.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        ({}, {"dp_shard": 1}),
+        ({"tp": 2}, {"tp": 2}),
+        ({"tp": 2, "dp_shard": 3}, {"dp_shard": 3, "tp": 2}),
+        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 1}),
+        ({"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
+    ],
+)
+def test_axes_of_one_rank_are_left_out(sizes, axes):
+    mesh = MeshSection(**sizes)
+    assert mesh.axes == axes
+    assert list(mesh.axes) == list(axes)
+
+
+def test_a_plan_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ParallelPlan().run = RunSection()  # type: ignore[misc]

@@ -1,0 +1,231 @@
+"""The `hyper-parallel` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hp_plan import Finding, ParallelPlan, PlanError, VerifyResult, lint
+from hp_plan.plan import read_plan, read_toml
+from hp_platform import get_platform
+from hyper_parallel.data import VOCABULARY, DataError, check_text
+from hyper_parallel.display import fault_table, make_console, verify_table
+from hyper_parallel.launch import Interrupted, Job, RankFailure, inside_launcher
+from hyper_parallel.output import OutputError, prepare_folder
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
+Ranks = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Ranks to start; by default the mesh's.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON lines in place of tables.")]
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _hyper_parallel() -> None:
+    """Train a model on many devices by declaring how."""
+
+
+@app.command()
+def train(
+    plan: PlanFile,
+    nproc: Ranks = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="In place of the plan's run.steps.", show_default=False)
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(metavar="PATH...", help="Files or folders to train on.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; by default runs/<plan>-<time>.", show_default=False)
+    ] = None,
+    json_lines: Json = False,
+) -> None:
+    """Train the plan's model; starts the ranks, or joins them when torchrun has started this."""
+    with _errors():
+        tables = read_toml(plan)
+        if steps is not None:
+            _override(tables, "run", "steps", steps)
+        if data:
+            _override(tables, "data", "paths", list(data))
+        ranks = _prepare(tables, nproc)
+        checked = _checked(tables, ranks, training=True)
+        check_text(checked.data.paths, sequence_length=checked.data.sequence_length, max_bytes=checked.data.max_bytes)
+        # Inside a launcher only rank 0 writes, and this is that rank's own process.
+        writes = os.environ.get("RANK", "0") == "0"
+        folder = prepare_folder(out, name=plan.stem) if writes else Path()
+        _run("train_rank", Job(checked, folder, json_lines), ranks)
+
+
+@app.command()
+def verify(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> None:
+    """Compare two float64 steps under the plan with the same in one process; exit 1 where they differ."""
+    with _errors():
+        os.environ.setdefault("HYPER_PARALLEL_DEVICE", "cpu")
+        tables = read_toml(plan)
+        ranks = _prepare(tables, nproc)
+        result = _run("verify_rank", Job(_checked(tables, ranks)), ranks)
+        if os.environ.get("RANK", "0") == "0":
+            _show_verified(result, json_lines=json_lines)
+        if not result.passed:
+            raise typer.Exit(1)
+
+
+@app.command(name="lint")
+def lint_plan(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> None:
+    """Read the plan against its model without starting a rank; exit 1 where something is wrong."""
+    with _errors():
+        _set_environment()
+        faults = lint(plan, nproc)
+        if json_lines:
+            typer.echo(json.dumps({"findings": [dataclasses.asdict(fault) for fault in faults]}))
+        elif faults:
+            _show_faults(faults, source=str(plan))
+        else:
+            make_console().print(f"{plan}: nothing wrong was found")
+        if faults:
+            raise typer.Exit(1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command.
+
+    Args:
+        arguments: by default those of the process.
+    """
+    app(_spread("--data", list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _spread(option: str, arguments: list[str]) -> list[str]:
+    """`--data a b` as `--data a --data b`: click's options take one value each.
+
+    >>> _spread("--data", ["plan.toml", "--data", "a", "b", "--json"])
+    ['plan.toml', '--data', 'a', '--data', 'b', '--json']
+    """
+    spread: list[str] = []
+    taking = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            taking = argument == option
+        elif taking and spread[-1] != option:
+            spread.append(option)
+        spread.append(argument)
+    return spread
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """What a user can mend is said in words and ends the command with 1; anything else is a bug and shows as one."""
+    try:
+        yield
+    except PlanError as error:
+        _show_faults(error.findings)
+    except Interrupted as error:
+        _say(f"interrupted by {error}")
+        raise typer.Exit(130) from None
+    except (DataError, OutputError, RankFailure, ImportError, OSError) as error:
+        if inside_launcher() and not isinstance(error, (DataError, OutputError)):
+            raise
+        _say(str(error))
+    else:
+        return
+    raise typer.Exit(1)
+
+
+def _say(text: str) -> None:
+    # An interrupted live display leaves the cursor hidden.
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+    typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
+
+
+def _set_environment() -> None:
+    """Nothing is fetched, and the user's own modules are found as with `python -m`."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _prepare(tables: dict[str, Any], nproc: int | None) -> int:
+    """Gets the ranks' libraries loading while the plan is checked; how many ranks there will be."""
+    _set_environment()
+    if inside_launcher():
+        return int(os.environ["WORLD_SIZE"])
+    read, faults = read_plan(tables)
+    ranks = nproc or read.mesh.world_size
+    if not faults:
+        _platform_module("launch").start_server(ranks)
+    return ranks
+
+
+def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> ParallelPlan:
+    faults = list(lint(tables, ranks))
+    read, _ = read_plan(tables)
+    vocabulary = read.model.overrides.get("vocab_size")
+    if training and isinstance(vocabulary, int) and vocabulary < VOCABULARY:
+        message = f"the model knows {vocabulary} tokens, and text as bytes has {VOCABULARY}"
+        faults.append(Finding("model.overrides.vocab_size", message, f"make it {VOCABULARY} or more"))
+    devices = get_platform().devices
+    if devices.kind != "cpu" and not inside_launcher() and ranks > devices.count:
+        message = f"{ranks} ranks, and this machine has {devices.count} {devices.kind} devices"
+        faults.append(Finding("mesh", message, "make the mesh smaller, or set HYPER_PARALLEL_DEVICE=cpu"))
+    if faults:
+        raise PlanError(faults)
+    return read
+
+
+def _run(work: str, job: Job, ranks: int) -> Any:
+    """What rank 0 returned, of new ranks or of the one that this process is."""
+    function = getattr(_platform_module("worker"), work)
+    if inside_launcher():
+        return function(job)
+    return _platform_module("launch").launch(function, job, ranks=ranks)[0]
+
+
+def _platform_module(name: str) -> Any:
+    return importlib.import_module(f"hyper_parallel.{get_platform().name}.{name}")
+
+
+def _override(tables: dict[str, Any], section: str, key: str, value: Any) -> None:
+    table = tables.setdefault(section, {})
+    if isinstance(table, dict):  # Else lint says what is wrong with it.
+        table[key] = value
+
+
+def _show_faults(faults: Sequence[Finding], *, source: str = "the plan") -> None:
+    try:
+        console = make_console(stderr=True)
+    except ImportError:
+        _say(str(PlanError(faults, source=source)))
+        return
+    console.print(f"[red]error:[/red] {source} has {len(faults)} fault{'s' if len(faults) != 1 else ''}")
+    console.print(fault_table((fault.key, fault.message, fault.fix) for fault in faults))
+
+
+def _show_verified(result: VerifyResult, *, json_lines: bool) -> None:
+    if json_lines:
+        typer.echo(json.dumps({**dataclasses.asdict(result), "passed": result.passed, "first": result.first}))
+        return
+    console = make_console()
+    console.print(verify_table(result))
+    count = f"{result.steps} steps on {result.ranks} rank{'s' if result.ranks != 1 else ''}"
+    if result.passed:
+        console.print(
+            f"equal: {count}, largest relative difference {result.largest:.1e} of {result.tolerance:.0e} allowed"
+        )
+    else:
+        first = result.first or "the loss"
+        console.print(
+            f"[red]different:[/red] {first} is the first in forward order that differs; {count}, largest "
+            f"relative difference {result.largest:.1e} of {result.tolerance:.0e} allowed"
+        )

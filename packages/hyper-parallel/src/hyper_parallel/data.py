@@ -1,0 +1,119 @@
+"""Text as bytes: the files that are trained on, and the samples of each step."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+VOCABULARY = 256
+_NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+class DataError(ValueError):
+    """Text that can't be trained on."""
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """The files to read, sorted, so that every rank reads the same text.
+
+    Args:
+        paths: files and folders (all files inside, hidden ones left out); none means the Python sources of the
+            running interpreter's standard library.
+
+    Raises:
+        DataError: a path doesn't exist, a file is empty, a folder has no files.
+    """
+    if not paths:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        found = (path for path in library.rglob("*.py") if not _NOT_STANDARD_LIBRARY.intersection(path.parts))
+        return sorted(path for path in found if path.is_file())
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(
+                file
+                for file in path.rglob("*")
+                if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            )
+            if not inside:
+                raise DataError(f"the data folder {path} has no files; give files or folders of text with --data")
+            files += inside
+        elif not path.exists():
+            raise DataError(f"the data file {path} does not exist; give files or folders of text with --data")
+        elif path.stat().st_size == 0:
+            raise DataError(f"the data file {path} is empty (0 bytes); leave it out, or give another with --data")
+        else:
+            files.append(path)
+    return files
+
+
+def check_text(paths: Sequence[str], *, sequence_length: int, max_bytes: int) -> int:
+    """How many bytes of text `paths` have, up to `max_bytes`, known to be enough for a sample.
+
+    Raises:
+        DataError: nothing to read, a file can't be read, or less text than one sample.
+    """
+    files = find_files(paths)
+    for file in files:
+        try:
+            with open(file, "rb"):
+                pass
+        except OSError as error:
+            raise DataError(f"the data file {file} can't be read: {error.strerror}; leave it out") from error
+    size = min(max_bytes, sum(file.stat().st_size for file in files))
+    if size < sequence_length:
+        shown = ", ".join(paths) if paths else "the standard library's sources"
+        raise DataError(
+            f"{shown} has {size} bytes of text, and one sample takes {sequence_length}: give more with --data, or make "
+            f"data.sequence_length at most {size}"
+        )
+    return size
+
+
+class ByteText:
+    """All the text, a token a byte, from which any rank draws its part of any step's batch.
+
+    Which samples a step sees depends on the seed and the step alone: every layout of ranks trains on the same ones.
+
+    Args:
+        paths: as for `find_files`.
+        max_bytes: read no more than this.
+    """
+
+    def __init__(self, paths: Sequence[str], *, max_bytes: int) -> None:
+        import numpy
+
+        self._numpy = numpy
+        self._text = numpy.frombuffer(_read(find_files(paths), max_bytes), dtype=numpy.uint8)
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def batch(self, *, seed: int, step: int, batch_size: int, sequence_length: int, rows: slice) -> np.ndarray:
+        """Samples `rows` of step `step`'s global batch: int64 of shape (rows, sequence_length).
+
+        Args:
+            seed: of the run.
+            step: from 0.
+            batch_size: samples in the global batch.
+            sequence_length: tokens a sample.
+            rows: this rank's part of the global batch.
+        """
+        last = len(self._text) - sequence_length
+        starts = self._numpy.random.default_rng((seed, step)).integers(0, last, size=batch_size, endpoint=True)[rows]
+        return self._text[starts[:, None] + self._numpy.arange(sequence_length)].astype(self._numpy.int64)
+
+
+def _read(files: Iterable[Path], max_bytes: int) -> bytes:
+    text = bytearray()
+    for file in files:
+        with open(file, "rb") as source:
+            text += source.read(max_bytes - len(text))
+        if len(text) >= max_bytes:
+            break
+    return bytes(text)

@@ -1,0 +1,229 @@
+"""What rank 0 shows of a run: a live display, plain lines where there is no terminal, or JSON."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from hp_plan import VerifyResult
+from hyper_parallel.metrics import Step, Summary, as_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory a rank": 19}
+
+
+class Reporter(Protocol):
+    """Shows a run."""
+
+    def running(self, title: str, *, steps: int) -> contextlib.AbstractContextManager[None]:
+        """Around all steps."""
+        ...
+
+    def step(self, step: Step) -> None:
+        """After each step."""
+        ...
+
+    def finished(self, summary: Summary) -> None:
+        """Once, at the end."""
+        ...
+
+
+class JsonReporter:
+    """One line of JSON a step, and one for the run.
+
+    Args:
+        stream: where to; standard output unless given.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+
+    @contextlib.contextmanager
+    def running(self, title: str, *, steps: int) -> Iterator[None]:
+        """Nothing to open or close."""
+        yield
+
+    def step(self, step: Step) -> None:
+        """Writes the step's line."""
+        self._line(as_json(step))
+
+    def finished(self, summary: Summary) -> None:
+        """Writes the run's line."""
+        self._line(as_json(summary))
+
+    def _line(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class RichReporter:
+    """A progress bar under a table of the latest steps.
+
+    Args:
+        console: where to; standard output unless given.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._console = console or make_console()
+        self._latest: collections.deque[Step] = collections.deque(maxlen=8)
+        count = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
+        self._progress = Progress(count, BarColumn(bar_width=None), TimeElapsedColumn(), TimeRemainingColumn())
+        self._live = Live(console=self._console, get_renderable=self._picture)
+
+    @contextlib.contextmanager
+    def running(self, title: str, *, steps: int) -> Iterator[None]:
+        """Opens the live display, and closes it whatever happens."""
+        self._console.print(title)
+        self._progress.add_task("train", total=steps)
+        with self._live:
+            yield
+
+    def step(self, step: Step) -> None:
+        """Draws the step."""
+        self._latest.append(step)
+        self._progress.update(self._progress.task_ids[0], completed=step.step)
+
+    def finished(self, summary: Summary) -> None:
+        """Prints the final table and what the model wrote."""
+        print_summary(self._console, summary)
+
+    def _picture(self):
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False)
+        for name, width in _COLUMNS.items():
+            table.add_column(name, justify="right", min_width=width)
+        for step in self._latest:
+            table.add_row(*_cells(step))
+        return Group(table, self._progress)
+
+
+class LineReporter:
+    """A line now and then, for output that is no terminal.
+
+    Args:
+        console: where to; standard output unless given.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or make_console()
+        self._every = 1
+
+    @contextlib.contextmanager
+    def running(self, title: str, *, steps: int) -> Iterator[None]:
+        """Prints the title and the names of the columns."""
+        self._every = max(1, steps // 20)
+        self._console.print(title)
+        self._line(_COLUMNS)
+        yield
+
+    def step(self, step: Step) -> None:
+        """Prints the first step and about twenty more."""
+        if step.step == 1 or step.step % self._every == 0:
+            self._line(_cells(step))
+
+    def finished(self, summary: Summary) -> None:
+        """Prints the final table and what the model wrote."""
+        print_summary(self._console, summary)
+
+    def _line(self, cells: Iterable[str]) -> None:
+        self._console.print(" ".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values())))
+
+
+def make_reporter(*, json_lines: bool) -> Reporter:
+    """What fits the output: JSON where asked for, else a live display on a terminal, else lines.
+
+    Raises:
+        ImportError: rich isn't installed.
+    """
+    if json_lines:
+        return JsonReporter()
+    console = make_console()
+    return RichReporter(console) if console.is_terminal else LineReporter(console)
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console of rich.
+
+    Raises:
+        ImportError: rich isn't installed.
+    """
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise ImportError("the display needs rich: pip install 'hyper-parallel[train]', or use --json") from error
+    return Console(stderr=stderr, highlight=False)
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """The final table, and what the model wrote."""
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="finished", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    memory = ", ".join(_bytes(peak) for peak in summary.peak_memory)
+    for name, value in {
+        "steps": f"{summary.steps}",
+        "loss": f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at the end",
+        "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s: {summary.tokens_per_second:,.0f} a second",
+        "peak memory": f"{memory} (rank 0, 1, ...)",
+        "run folder": summary.folder,
+        "checkpoint": summary.checkpoint,
+    }.items():
+        table.add_row(name, Text(value))
+    console.print(table)
+    if summary.sample is not None:
+        console.print(Panel(Text(summary.sample), title="written by the model, loaded back from the checkpoint"))
+
+
+def fault_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """What lint found: the key, what is wrong, what to change."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("key", "what is wrong", "what to change", show_lines=True)
+    for row in rows:
+        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    return table
+
+
+def verify_table(result: VerifyResult) -> Table:
+    """Every module's largest relative differences."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"relative difference from one process (loss: {result.loss:.1e})")
+    table.add_column("module", overflow="fold")
+    for name in ("output", "gradient", "weight", "largest"):
+        table.add_column(name, justify="right")
+    for row in result.rows:
+        numbers = [f"{number:.1e}" for number in (row.output, row.gradient, row.weight, row.largest)]
+        table.add_row(Text(row.module), *numbers, style="red" if row.largest > result.tolerance else "")
+    return table
+
+
+def _cells(step: Step) -> tuple[str, ...]:
+    return (
+        str(step.step),
+        f"{step.loss:.4f}",
+        f"{step.grad_norm:.3f}",
+        f"{step.tokens_per_second:,.0f}",
+        _bytes(step.peak_memory),
+    )
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"

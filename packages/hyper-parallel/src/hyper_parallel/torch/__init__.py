@@ -1,0 +1,1 @@
+"""hyper_parallel on PyTorch: same file names as the other frameworks' folders."""

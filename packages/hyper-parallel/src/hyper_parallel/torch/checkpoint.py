@@ -1,0 +1,79 @@
+"""The full model as files that transformers loads, and text written by what was loaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_fsdp import full_state_dict
+from hp_plan import ParallelPlan, build_model
+from hp_platform import get_platform
+from hyper_parallel.data import VOCABULARY
+
+PROMPT = "def "
+
+
+def save_checkpoint(plan: ParallelPlan, model: nn.Module, folder: Path) -> None:
+    """Gathers the whole model and writes it on rank 0: config.json and model.safetensors. Every rank calls it.
+
+    Args:
+        plan: what the model was built from.
+        model: after `hp_plan.apply`.
+        folder: which exists.
+    """
+    state = full_state_dict(model, cpu=True)
+    if get_platform().groups.rank() != 0:
+        return
+    if plan.model.config is None:
+        from safetensors.torch import save_file
+
+        save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, folder / "model.safetensors")
+        return
+    # transformers writes its own format from its own class; on meta, so that the weights are held once.
+    plain: Any = build_model(plan, device="meta")
+    plain.load_state_dict(state, assign=True)
+    plain.tie_weights()
+    plain.save_pretrained(folder)
+
+
+def write_sample(folder: Path, *, seed: int, tokens: int = 96) -> str:
+    """Loads a checkpoint with `from_pretrained` and lets it write on from a prompt.
+
+    Args:
+        folder: of the checkpoint.
+        seed: of the choice of tokens.
+        tokens: how many to write.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _no_progress_bars():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    prompt = torch.tensor([list(PROMPT.encode())])
+    torch.manual_seed(seed)
+    written = model.eval().generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        do_sample=True,
+        temperature=0.7,
+        pad_token_id=0,
+    )
+    return bytes(token for token in written[0].tolist() if token < VOCABULARY).decode("utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,96 @@
+"""Ranks by torchrun's launcher, forked from one process that has the libraries loaded.
+
+Note [Ranks are forked from a server]
+Importing torch and transformers takes seconds of processor time a process. The ranks are forked from multiprocessing's
+fork server, which imports them once and does nothing else (a process that has run threads or touched a device must not
+be forked). It is started before the plan is checked, so that its imports run meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
+
+Result = TypeVar("Result")
+
+_PRELOADED = (
+    "hyper_parallel.torch.worker",
+    "transformers.models.auto.modeling_auto",
+    "transformers.masking_utils",
+    "transformers.modeling_layers",
+    "transformers.modeling_utils",
+)
+
+
+def start_server(ranks: int) -> None:
+    """Starts the process that ranks will be forked from; it imports the libraries on its own time.
+
+    Args:
+        ranks: how many there will be, which decides the threads of each.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(divide_threads(ranks)))
+    multiprocessing.set_forkserver_preload(list(_PRELOADED))
+    multiprocessing.forkserver.ensure_running()
+
+
+def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, Result]:
+    """Runs `work(job)` on new ranks of this machine, by torchrun's launcher, and waits for all of them.
+
+    A rank that fails, or a signal to this process, ends all ranks.
+
+    Args:
+        work: a function at the top of a module.
+        job: handed to it.
+        ranks: how many.
+
+    Returns:
+        What each rank returned.
+
+    Raises:
+        RankFailure: a rank raised or was killed.
+        Interrupted: this process got SIGINT or SIGTERM.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Its messages say again, and less, what RankFailure says.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    start_server(ranks)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # A free port, as `torchrun --standalone` takes.
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        return elastic_launch(config, work)(job)
+    except ChildFailedError as error:
+        raise RankFailure(*_first_failure(error)) from None
+    except SignalException as error:
+        raise Interrupted(f"{signal.Signals(error.sigval).name}: all ranks are ended") from None
+
+
+def _first_failure(error: Any) -> tuple[int, str]:
+    rank, failure = error.get_first_failure()
+    message = failure.message
+    if isinstance(message, dict):
+        message = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+    if failure.exitcode < 0:
+        message = f"killed by {signal.Signals(-failure.exitcode).name} (process {failure.pid})"
+    return rank, str(message).rstrip()
