@@ -37,6 +37,8 @@ def check(package: str, mode: str) -> str:
         if "torch" in sys.modules:
             raise SystemExit(f"{package}: loading the command {command.name} imported torch")
 
+    if not hasattr(module, "__all__"):
+        raise SystemExit(f"{package}: {module.__name__} has no __all__, so nobody can tell what is public")
     errors = unresolved(module, module.__all__)
     if mode == "with-torch":
         if errors:
