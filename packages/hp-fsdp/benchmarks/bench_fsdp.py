@@ -1,4 +1,4 @@
-"""fully_shard against torch's FSDP2, both in the same processes, taking turns; ratio last.
+"""fully_shard against torch's FSDP2 on one model, in the same processes, taking turns; ratio last.
 
 python packages/hp-fsdp/benchmarks/bench_fsdp.py [--repeats N] [--ranks N] [--hidden N]
 """
@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-LAYERS, VOCABULARY = 12, 1024
+LAYERS, VOCABULARY, FAKE_RANKS = 12, 1024, 64
+Row = dict[str, float]
 
 
 class Block(nn.Module):
-    """A llama-like block: 9 parameters."""
+    """A GPT-like block of 16 parameters."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.heads = max(1, hidden // 64)
-        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(hidden, 3 * hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(3 * hidden, hidden, bias=False)
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, hidden = x.shape
@@ -37,8 +37,7 @@ class Block(nn.Module):
         q, k, v = (p(h).view(batch, length, self.heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, hidden)
         x = x + self.o(h)
-        h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Model(nn.Module):
@@ -48,7 +47,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, hidden)
         self.blocks = nn.ModuleList(Block(hidden) for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(hidden)
+        self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -58,10 +57,8 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(kind: str, hidden: int) -> nn.Module:
+def shard(kind: str, model: nn.Module) -> nn.Module:
     """The model, sharded by ``kind``: ours, torch or none."""
-    torch.manual_seed(0)
-    model = Model(hidden)
     if kind == "ours":
         from hp_fsdp import fully_shard
     elif kind == "torch":
@@ -73,9 +70,16 @@ def build(kind: str, hidden: int) -> nn.Module:
     return fully_shard(model)
 
 
-def step_of(model: nn.Module, tokens: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> Callable[[], float]:
-    """A training step; without an optimizer, forward and backward."""
+def build(kind: str, hidden: int) -> nn.Module:
+    """The same weights for each kind."""
+    torch.manual_seed(0)
+    return shard(kind, Model(hidden))
 
+
+def step_of(
+    model: nn.Module, tokens: torch.Tensor, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], float]:
+    """A training step; without an optimizer, forward and backward."""
     parameters = list(model.parameters())
 
     def step() -> float:
@@ -90,7 +94,11 @@ def step_of(model: nn.Module, tokens: torch.Tensor, optimizer: torch.optim.Optim
     return step
 
 
-def take_turns(steps: dict[str, Callable[[], float]], repeats: int, wait: Callable[[], None]) -> dict[str, float]:
+def optimizer_of(model: nn.Module, fused: bool | None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+
+
+def take_turns(steps: dict[str, Callable[[], float]], repeats: int, wait: Callable[[], object]) -> Row:
     """Median seconds of each step, taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeats + 3):
@@ -103,91 +111,103 @@ def take_turns(steps: dict[str, Callable[[], float]], repeats: int, wait: Callab
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def optimizer_of(model: nn.Module, fused: bool | None) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
-
-
-def measure(
-    hidden: int, tokens_shape: tuple[int, int], repeats: int, kinds: tuple[str, ...]
-) -> dict[str, dict[str, float]]:
+def measure_steps(hidden: int, shape: tuple[int, int], repeats: int) -> dict[str, Row]:
     """Seconds by row and kind, in the process group that is there."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
-    tokens = torch.randint(VOCABULARY, tokens_shape)
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(VOCABULARY, shape)
     fake = dist.get_backend() == "fake"
-    wait = (lambda: None) if fake else (lambda: dist.barrier())
+    wait = (lambda: None) if fake else dist.barrier
+    kinds = ("ours", "torch", "none")
     models = {kind: build(kind, hidden) for kind in kinds}
-    rows = {}
-    plain = {kind: step_of(model, tokens, None) for kind, model in models.items()}
-    rows["forward + backward"] = take_turns(plain, repeats, wait)
-    for name, fused in (("step, AdamW", None), ("step, AdamW fused", True)):
+    rows = {"forward + backward": take_turns({k: step_of(m, tokens) for k, m in models.items()}, repeats, wait)}
+    for name, fused in (("step with AdamW", None), ("step with AdamW, fused", True)):
         steps = {kind: step_of(model, tokens, optimizer_of(model, fused)) for kind, model in models.items()}
         rows[name] = take_turns(steps, repeats, wait)
         losses = {kind: step() for kind, step in steps.items()}
         if not fake and abs(losses["ours"] - losses["torch"]) > 1e-3 * abs(losses["torch"]):
             raise AssertionError(f"the losses differ: {losses}")
+    plain = [Model(hidden) for _ in range(10)]
+    for kind in ("ours", "torch"):
+        start = time.perf_counter()
+        for model in plain[:5]:
+            shard(kind, model)
+        rows.setdefault("wrapping", {})[kind] = (time.perf_counter() - start) / 5
+        plain = plain[5:]
     return rows
 
 
-def measure_fake(ranks: int, hidden: int, repeats: int) -> dict[str, dict[str, float]]:
-    """The same on a fake group: this process is rank 0 of ``ranks``, and nothing is communicated."""
+def measure_memory(kind: str, hidden: int) -> float:
+    """Most resident bytes of a rank in three steps with AdamW, beyond what was resident before the model."""
+    from hp_platform import get_platform
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    devices = get_platform().devices
+    tokens = torch.randint(VOCABULARY, (2, 32))
+    step_of(shard(kind, Model(16)), tokens)()  # what is loaded at the first use
+    devices.reset_peak_memory()
+    before = devices.peak_memory()
+    model = build(kind, hidden)
+    step = step_of(model, tokens, optimizer_of(model, True))
+    devices.reset_peak_memory()
+    for _ in range(3):
+        step()
+    return float(devices.peak_memory() - before)
+
+
+def measure_fake(hidden: int, repeats: int) -> dict[str, Row]:
+    """Steps on a fake group: this process is rank 0 of many, and nothing is communicated."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=FAKE_RANKS)
     try:
-        return measure(hidden, (1, 8), repeats, ("ours", "torch", "none"))
+        return measure_steps(hidden, (1, 8), repeats)
     finally:
         dist.destroy_process_group()
 
 
-def show(
-    title: str, rows: dict[str, dict[str, float]], targets: dict[str, float], *, without: str | None = None
-) -> None:
+def show(title: str, rows: dict[str, Row], targets: dict[str, float], unit: float = 1e3, what: str = "ms") -> None:
     print(f"\n{title}")
-    print(f"{'':34}{'ours ms':>10}{'FSDP2 ms':>10}{'none ms':>10}{'ratio':>8}{'target':>8}")
+    print(f"{'':38}{'ours ' + what:>10}{'FSDP2 ' + what:>10}{'none ' + what:>10}{'ratio':>8}{'target':>9}")
     for name, row in rows.items():
-        lines = [(name, row["ours"], row["torch"], targets.get(name))]
-        if without in row:
-            less = row[without]
-            lines.append((f"{name}, less the model's", row["ours"] - less, row["torch"] - less, None))
-        for label, ours, theirs, target in lines:
-            none = f"{row['none'] * 1e3:10.2f}" if "none" in row and label == name else " " * 10
-            print(
-                f"{label:34}{ours * 1e3:10.2f}{theirs * 1e3:10.2f}{none}{ours / theirs:8.2f}"
-                + (f"{'<= ' + str(target):>8}" if target else "")
-            )
+        none = f"{row['none'] * unit:10.2f}" if "none" in row else " " * 10
+        target = f"{'<= ' + str(targets[name]):>9}" if name in targets else ""
+        ratio = row["ours"] / row["torch"]
+        print(f"{name:38}{row['ours'] * unit:10.2f}{row['torch'] * unit:10.2f}{none}{ratio:8.2f}{target}")
 
 
 def main() -> None:
-    from hp_platform.testing import run_ranks
+    from hp_platform.testing import close_pools, run_ranks
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=30, help="measured steps of each kind (default: 30)")
+    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size on the gloo ranks (default: 256)")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(
-        f"torch {torch.__version__}, {os.cpu_count()} CPUs, one thread a rank, medians of {arguments.repeats}, taking"
-        " turns"
-    )
-    rows = run_ranks(
-        arguments.ranks, measure, arguments.hidden, (2, 32), arguments.repeats, ("ours", "torch", "none"), timeout=600.0
-    )[0]
+    print(f"torch {torch.__version__}, {os.cpu_count()} CPUs, one thread a rank, medians of {arguments.repeats}")
+    ranks, hidden = arguments.ranks, arguments.hidden
     show(
-        f"{arguments.ranks} gloo ranks, {LAYERS} layers, hidden {arguments.hidden}, 2 x 32 tokens a rank",
-        rows,
-        {"step, AdamW": 0.85},
+        f"{ranks} gloo ranks, {LAYERS} layers, hidden {hidden}, 2 x 32 tokens a rank",
+        run_ranks(ranks, measure_steps, hidden, (2, 32), arguments.repeats, timeout=900.0)[0],
+        {"step with AdamW": 0.85},
     )
-    rows = measure_fake(64, 64, arguments.repeats)
+    rows = measure_fake(64, arguments.repeats)
+    for name in ("forward + backward", "step with AdamW"):
+        row = rows[name]
+        rows[f"{name}, less the model's"] = {kind: row[kind] - row["none"] for kind in ("ours", "torch")}
     show(
-        f"host time: fake group of 64 ranks, {LAYERS} layers, hidden 64, 8 tokens",
+        f"host time: fake group of {FAKE_RANKS} ranks, {LAYERS} layers, hidden 64, 8 tokens",
         rows,
-        {"forward + backward": 0.4, "step, AdamW": 0.4},
-        without="none",
+        dict.fromkeys(("step with AdamW", "forward + backward, less the model's", "step with AdamW, less the model's"), 0.4),
     )
+    memory: Row = {}
+    for kind in ("ours", "torch", "none"):
+        close_pools()  # fresh processes
+        memory[kind] = run_ranks(ranks, measure_memory, kind, hidden, timeout=300.0)[0]
+    show(f"peak resident memory of a rank, {ranks} gloo ranks, hidden {hidden}", {"step": memory}, {}, 2.0**-20, "MB")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ class RootContext:
         context = RootContext(root, groups)
         for group in groups:
             group.context = context
+            group.enter_backward = functools.partial(context.enter_backward, group)
+            group.leave_backward = functools.partial(context.leave_backward, group)
         return context
 
     # ---- forward ----
@@ -112,6 +115,18 @@ class RootContext:
         _engine.queue_callback(self.end_backward)
         if not self.backward_order.known:
             self.backward_order.start(list(reversed(self.finished)))
+
+    def enter_backward(self, group: ParameterGroup, *_: Any) -> None:
+        """The backward of ``group`` is about to begin."""
+        if not group.in_backward:
+            self.begin_backward()
+            group.in_backward = True
+            self.unshard(group, self.backward_order, group.prefetch_in_backward)
+
+    def leave_backward(self, group: ParameterGroup, *_: Any) -> None:
+        """The gradient has left ``group`` through one of its inputs."""
+        if group.in_backward:
+            self.finish_group(group)
 
     def end_backward(self) -> None:
         """The backward pass is over: the groups whose inputs needed no gradient, and the last reductions."""

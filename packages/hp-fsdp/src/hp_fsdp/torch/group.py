@@ -38,6 +38,8 @@ class ParameterGroup:
     Attributes:
         name: the module's name from the root; its class's before the first forward.
         context: what the groups of one model share; None before the first forward.
+        enter_backward: hook that the context sets, for before the first node of the module's backward.
+        leave_backward: hook that the context sets, for after the last one.
         unsharded: the unsharded parameters are gathered.
         hidden: they are, but the sharded ones are registered, because somebody looked between forward and backward.
         pinned: the user asked for them.
@@ -58,6 +60,8 @@ class ParameterGroup:
         self.axes = axes
         self.policy = policy
         self.context: RootContext | None = None
+        self.enter_backward: Any = None
+        self.leave_backward: Any = None
         self.order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
         # The root's parameters are used last in forward and first in backward: True stands for "all but the root".
         self.reshard_after_forward: bool | None = None if reshard_after_forward else False

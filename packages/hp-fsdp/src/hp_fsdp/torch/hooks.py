@@ -64,8 +64,10 @@ def run_forward(
             watch = torch.is_grad_enabled()
             if watch:
                 with _plain():
-                    watch_input = functools.partial(_watch_input, group)
-                    args, kwargs = map_tensors(watch_input, args), map_tensors(watch_input, kwargs)
+                    watch_input = functools.partial(_watch_input, group.leave_backward)
+                    args = map_tensors(watch_input, args)
+                    if kwargs:
+                        kwargs = map_tensors(watch_input, kwargs)
             output = forward(*args, **kwargs)
             watched = watch and _watch_outputs(group, output)
             context.finished.append(group)
@@ -99,11 +101,11 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
 
 
-def _watch_input(group: ParameterGroup, tensor: torch.Tensor) -> torch.Tensor:
+def _watch_input(hook: Callable[..., None], tensor: torch.Tensor) -> torch.Tensor:
     if not _requires_grad(tensor):
         return tensor
     view = tensor.view_as(tensor)
-    _grad_fn(view).register_hook(functools.partial(_post_backward, group))
+    _grad_fn(view).register_hook(hook)
     return wrap(view, tensor._spec) if isinstance(tensor, DTensor) else view
 
 
@@ -115,26 +117,8 @@ def _watch_outputs(group: ParameterGroup, output: Any) -> bool:
                 continue
             watched = True
             node = _grad_fn(tensor)
-            hook = functools.partial(_pre_backward, group)
             if node is None:
-                tensor.register_hook(hook)
+                tensor.register_hook(group.enter_backward)
             else:
-                node.register_prehook(hook)
+                node.register_prehook(group.enter_backward)
     return watched
-
-
-def _pre_backward(group: ParameterGroup, *_: Any) -> None:
-    if group.in_backward:
-        return
-    context = group.context
-    assert context is not None
-    context.begin_backward()
-    group.in_backward = True
-    context.unshard(group, context.backward_order, group.prefetch_in_backward)
-
-
-def _post_backward(group: ParameterGroup, *_: Any) -> None:
-    if group.in_backward:
-        context = group.context
-        assert context is not None
-        context.finish_group(group)

@@ -199,7 +199,7 @@ class HSDPModule:
         return made
 
     def _materialize(self, device: torch.device) -> None:
-        """Gives parameters on meta memory in a flat shard; hp_dtensor's ``init_parameters`` calls it, then fills them."""
+        """Gives parameters on meta memory in a flat shard; `hp_dtensor.init_parameters` calls it, then fills them."""
         for bucket in self._hsdp_group.buckets:
             bucket.materialize(device)
 

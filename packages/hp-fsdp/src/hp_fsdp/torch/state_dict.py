@@ -13,6 +13,7 @@ from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.redistribute import execute
 from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.module import group_of
+from hp_platform import get_platform
 from hp_platform.torch import collectives
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
@@ -29,21 +30,20 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
         rank0_only: other ranks than the first take part and get an empty dictionary. Default False: all get the same.
         cpu: put the tensors on the host.
     """
-    keep = not rank0_only or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    whole: dict[int, torch.Tensor] = {}
-    for bucket in _buckets(model):
+    keep = not rank0_only or get_platform().groups.rank() == 0
+    buckets = _buckets(model)
+    own = model.state_dict(keep_vars=True)
+    whole: dict[int, Any] = {}
+    for bucket in buckets:
         for sharded, tensor in _gathered(bucket):
-            if keep:
-                whole[id(sharded)] = _own(tensor, cpu)
-    made: dict[str, torch.Tensor] = {}
+            whole[id(sharded)] = _own(tensor, cpu) if keep else None
     with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            found = whole.get(id(tensor))
-            if found is None and isinstance(tensor, torch.Tensor):
-                found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                found = whole[id(tensor)] = _own(found.detach(), cpu) if keep else found
-            made[name] = tensor if found is None else found
-    return made if keep else {}
+        for value in own.values():
+            if isinstance(value, torch.Tensor) and id(value) not in whole:
+                tensor = value.full_tensor() if isinstance(value, DTensor) else value
+                whole[id(value)] = _own(tensor.detach(), cpu) if keep else None
+    # What is no tensor (a module's extra state) is kept as it is.
+    return {name: whole.get(id(value), value) for name, value in own.items()} if keep else {}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -84,13 +84,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
                 local_view(target).copy_(_part(source, target._spec if isinstance(target, DTensor) else None))
 
 
-def _buckets(model: nn.Module) -> Iterator[Bucket]:
+def _buckets(model: nn.Module) -> list[Bucket]:
+    """The buckets under ``model``, with the sharded parameters registered."""
+    found = []
     for module in model.modules():
         group = group_of(module)
         if group is not None:
             group.reshard()
             group.check()
-            yield from group.buckets
+            found += group.buckets
+    return found
 
 
 def _gathered(bucket: Bucket) -> Iterator[tuple[Any, torch.Tensor]]:

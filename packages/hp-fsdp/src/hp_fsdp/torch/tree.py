@@ -37,8 +37,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, (tuple, list)):
-        made = [map_tensors(function, item) for item in tree]
-        if all(new is old for new, old in zip(made, tree)):
+        made = []
+        same = True
+        for item in tree:
+            new = function(item) if isinstance(item, Tensor) else map_tensors(function, item)
+            same = same and new is item
+            made.append(new)
+        if same:
             return tree
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return type(tree)(*made)
