@@ -34,7 +34,8 @@ class DeviceMesh:
         mesh_dim_names: one name an axis, unique; also accepted by keyword.
 
     Raises:
-        ValueError: repeated ranks, repeated names, or a number of names that is not the number of axes.
+        ValueError: repeated ranks, ranks that the world has not, ranks that descend along an axis, repeated names, or a
+            number of names that is not the number of axes.
     """
 
     def __init__(
@@ -154,10 +155,16 @@ class DeviceMesh:
 
     # ---- groups ----
     def _make_groups(self) -> None:
+        groups = get_platform().groups
+        world = groups.size()
+        outside = [rank for rank in self._key[2] if not 0 <= rank < world]
+        if outside:
+            raise ValueError(
+                f"DeviceMesh: ranks {outside} of {self.mesh.tolist()} are not in the world of {world} ranks"
+            )
         if self._coordinate is None:
             self._groups = ()
             return
-        groups = get_platform().groups
         made = []
         for axis in range(self.ndim):
             index: list[Any] = list(self._coordinate)
@@ -224,6 +231,10 @@ class DeviceMesh:
 
         Args:
             mesh_dim_name: the new axis's name; default the names joined by ``_``.
+
+        Raises:
+            ValueError: the name is an axis of the root mesh, or that of other ranks.
+            RuntimeError: no name, and no axis names to join.
         """
         if mesh_dim_name is None:
             if self.mesh_dim_names is None:
@@ -232,6 +243,14 @@ class DeviceMesh:
         if self.root.mesh_dim_names and mesh_dim_name in self.root.mesh_dim_names and self.ndim > 1:
             raise ValueError(
                 f"_flatten: {mesh_dim_name!r} is already an axis of the root mesh {self.root.mesh_dim_names}"
+            )
+        known = self.root._flattened.get(mesh_dim_name)
+        if known is not None:
+            if known.mesh.tolist() == self.mesh.reshape(-1).tolist():
+                return known
+            raise ValueError(
+                f"_flatten: {mesh_dim_name!r} is already the name of ranks {known.mesh.tolist()}, "
+                f"asked for {self.mesh.reshape(-1).tolist()}; choose another name"
             )
         flat = DeviceMesh(self.device_type, self.mesh.reshape(-1), (mesh_dim_name,), _root=self.root)
         self.root._flattened[mesh_dim_name] = flat
@@ -294,8 +313,14 @@ def init_device_mesh(
         mesh_dim_names: one name an axis.
 
     Raises:
-        ValueError: the product of ``mesh_shape`` is not the world size.
+        ValueError: the product of ``mesh_shape`` is not the world size, or ``device_type`` has an index.
     """
+    if ":" in device_type:
+        kind = device_type.partition(":")[0]
+        raise ValueError(
+            f"init_device_mesh: device_type {device_type!r} names one device; give the kind, {kind!r}: "
+            "each rank uses the current device of that kind"
+        )
     groups = get_platform().groups
     if not groups.is_initialized():
         groups.init_process_group()
