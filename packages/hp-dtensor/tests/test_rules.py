@@ -1,0 +1,165 @@
+"""The rule language and the choice of placements."""
+
+from __future__ import annotations
+
+import pytest
+
+import hp_dtensor.rules.library  # noqa: F401  (defines the rules)
+from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.rules import RULES, FactorMap, NoLegalPlacement, rule, solve
+from hp_dtensor.rules.equation import from_equation
+from hp_dtensor.rules.library import dims_argument
+
+R, P = Replicate(), Partial()
+
+
+def _solve(name: str, shapes, results, placements, ranks=2, in_place=None, sizes=None, **arguments):
+    """Placements of operands, of results, and what varies, on one axis; placements may be tuples on several."""
+    each = [p if isinstance(p, tuple) else (p,) for p in placements]
+    mesh = ranks if isinstance(ranks, tuple) else (ranks,)
+    factors = RULES[name](shapes, results, arguments)
+    found = solve(factors, shapes, each, mesh, sizes or [4] * len(shapes), results, in_place)
+    one = len(mesh) == 1
+    return tuple([x[0] if one else x for x in group] for group in (found.operands, found.results, found.vary))
+
+
+# ---- the language ----
+def test_an_equation_names_factors() -> None:
+    made = from_equation("... m k, ... k n -> ... m n", [(2, 5, 7), (7, 3)], [(2, 5, 3)], reduce=["k"])
+    assert made.operands == ((0, 1, 2), (2, 3)) and made.results == ((0, 1, 3),)
+    assert made.reduce == {2: "sum"}
+
+
+def test_a_dim_of_size_one_is_broadcast() -> None:
+    made = from_equation("... d, ... d -> ... d", [(5, 7), (1, 7)], [(5, 7)])
+    assert made.operands == ((0, 1), (None, 1)) and made.results == ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("equation", "options", "message"),
+    [
+        ("a b", {}, "rule 'x': the equation 'a b' has no '->'"),
+        ("a b -> a", {"reduce": "c"}, "rule 'x': factor 'c' is not in 'a b -> a'"),
+        ("a b -> a", {"whole": "ab"}, "rule 'x': factor 'ab' is not in"),
+    ],
+)
+def test_errors_of_the_language(equation: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rule("x", equation, **options)
+    assert "x" not in RULES
+
+
+def test_a_rule_has_one_name() -> None:
+    with pytest.raises(ValueError, match="rule 'matmul' exists already"):
+        rule("matmul", "a -> a")
+
+
+def test_shapes_that_do_not_fit_the_equation() -> None:
+    with pytest.raises(ValueError, match=r"shape \(5,\) does not fit 'm k' of 'm k, k -> m'"):
+        from_equation("m k, k -> m", [(5,), (5,)], [(5,)])
+
+
+def test_dims() -> None:
+    assert dims_argument(None, 3) == (0, 1, 2) == dims_argument((), 3)
+    assert dims_argument(-1, 3) == (2,) and dims_argument([0, -1], 3) == (0, 2) and dims_argument(0, 0) == ()
+    with pytest.raises(IndexError, match="dim 3 is out of range for a tensor with 3 dims"):
+        dims_argument(3, 3)
+
+
+# ---- the choice ----
+def test_colwise_and_rowwise_matmul() -> None:
+    shapes, out = [(4, 8), (8, 6)], [(4, 6)]
+    assert _solve("matmul", shapes, out, [R, Shard(1)])[:2] == ([R, Shard(1)], [Shard(1)])
+    assert _solve("matmul", shapes, out, [Shard(1), Shard(0)])[:2] == ([Shard(1), Shard(0)], [P])
+    assert _solve("matmul", shapes, out, [Shard(0), R])[:2] == ([Shard(0), R], [Shard(0)])
+
+
+def test_a_replicated_operand_varies_where_the_result_does() -> None:
+    assert _solve("matmul", [(4, 8), (8, 6)], [(4, 6)], [R, Shard(1)])[2] == [True, False]
+    assert _solve("matmul", [(4, 8), (8, 6)], [(4, 6)], [R, R])[2] == [False, False]
+    # sharded with the other operand, a value does not vary: each part is used once
+    assert _solve("matmul", [(4, 8), (8, 6)], [(4, 6)], [R, Shard(0)])[::2] == ([Shard(1), Shard(0)], [False, False])
+
+
+def test_the_cheapest_move_wins() -> None:
+    # gather the small weight, not the large activation
+    assert _solve("matmul", [(1000, 8), (8, 6)], [(1000, 6)], [Shard(0), Shard(0)])[0] == [Shard(0), R]
+    assert _solve("matmul", [(4, 8), (8, 600)], [(4, 600)], [Shard(0), Shard(1)])[0] == [R, Shard(1)]
+    # bytes, not elements
+    both = [(100, 8), (8, 101)], [(100, 101)], [Shard(0), Shard(1)]
+    assert _solve("matmul", *both, sizes=[8, 2])[0] == [Shard(0), R]
+
+
+def test_partial_passes_where_the_operation_is_linear() -> None:
+    shapes, out = [(4, 6), (4, 6)], [(4, 6)]
+    assert _solve("add", shapes, out, [P, P])[:2] == ([P, P], [P])
+    assert _solve("add", shapes, out, [P, R])[:2] == ([R, R], [R]), "a + b is linear in both together only"
+    assert _solve("mul", shapes, out, [P, R]) == ([P, R], [P], [False, True])
+    assert _solve("mul", shapes, out, [P, P])[1] in ([P], [R]) and _solve("mul", shapes, out, [P, P])[0].count(P) < 2
+    assert _solve("add", shapes, out, [Partial("max"), Partial("max")])[0] == [R, R], "max is not linear"
+    assert _solve("pointwise", shapes[:1], out, [P])[:2] == ([R], [R])
+    assert _solve("div", shapes, out, [R, P])[0] == [R, R], "1 / x is not linear in x"
+
+
+def test_reductions() -> None:
+    assert _solve("sum", [(4, 6)], [(6,)], [Shard(0)], dim=0)[1] == [P]
+    assert _solve("sum", [(4, 6)], [(6,)], [Shard(1)], dim=0)[1] == [Shard(0)]
+    assert _solve("sum", [(4, 6)], [(1, 6)], [Shard(1)], dim=0, keepdim=True)[1] == [Shard(1)]
+    assert _solve("max", [(4, 6)], [(6,)], [Shard(0)], dim=0)[1] == [Partial("max")]
+    assert _solve("max", [(4, 6)], [(6,)], [Shard(0)], ranks=3, dim=0)[0] == [R], "no maximum of an empty part"
+    assert _solve("whole_reduction", [(4, 6)], [(6,)], [Shard(0)], dim=0)[0] == [R]
+
+
+def test_uneven_and_strided_shards() -> None:
+    assert _solve("add", [(5, 3), (5, 3)], [(5, 3)], [Shard(0), Shard(0)])[:2] == ([Shard(0)] * 2, [Shard(0)])
+    strided = StridedShard(0, 2)
+    assert _solve("add", [(8, 3), (8, 3)], [(8, 3)], [strided, strided])[1] == [strided]
+    assert _solve("add", [(8, 3), (8, 3)], [(8, 3)], [strided, Shard(0)])[0] in ([strided] * 2, [Shard(0)] * 2)
+
+
+def test_heads_are_cut_in_equal_parts() -> None:
+    q, kv = (2, 6, 5, 4), (2, 3, 5, 4)
+    out = [q]
+    assert _solve("attention", [q, kv, kv], out, [Shard(1)] * 3, ranks=3)[1] == [Shard(1)]
+    assert _solve("attention", [q, kv, kv], out, [Shard(1)] * 3, ranks=2)[0] == [R, R, R], "3 heads on 2 ranks"
+
+
+def test_embedding_over_the_vocabulary_is_partial() -> None:
+    assert _solve("embedding", [(4, 6), (9, 5)], [(4, 6, 5)], [R, Shard(0)])[1] == [P]
+    assert _solve("embedding", [(4, 6), (9, 5)], [(4, 6, 5)], [R, Shard(1)])[1] == [Shard(2)]
+
+
+def test_ragged_operands_of_one_layout_go_element_by_element() -> None:
+    ragged = RaggedShard((0, 1), (10, 5))
+    assert _solve("mul", [(5, 3), (5, 3)], [(5, 3)], [ragged, ragged])[:2] == ([ragged] * 2, [ragged])
+    assert _solve("mul", [(5, 3), ()], [(5, 3)], [ragged, R]) == ([ragged, R], [ragged], [False, True])
+    assert _solve("matmul", [(5, 3), (3, 2)], [(5, 2)], [ragged, R])[0] == [R, R]
+
+
+def test_axes_are_solved_one_by_one() -> None:
+    operands, results, vary = _solve("matmul", [(4, 8), (8, 6)], [(4, 6)], [(Shard(0), R), (R, Shard(1))], ranks=(2, 2))
+    assert operands == [(Shard(0), R), (R, Shard(1))] and results == [(Shard(0), Shard(1))]
+    assert vary == [(False, True), (True, False)]
+
+
+def test_a_dim_cut_by_two_axes() -> None:
+    twice = (Shard(0), Shard(0))
+    assert _solve("add", [(8, 3), (8, 3)], [(8, 3)], [twice, twice], ranks=(2, 2))[1] == [twice]
+
+
+def test_what_is_written_to_stays() -> None:
+    shapes, out = [(4, 6), (4, 6)], [(4, 6)]
+    assert _solve("add", shapes, out, [Shard(0), R], in_place=0)[0] == [Shard(0), Shard(0)]
+    assert _solve("add", shapes, out, [R, Shard(0)], in_place=0)[0] == [R, R]
+    with pytest.raises(NoLegalPlacement, match=r"written in place is Partial\(\) on axis 0 of mesh \(2,\)"):
+        _solve("add", shapes, out, [P, Shard(0)], in_place=0)
+
+
+def test_a_factor_that_nothing_explains_is_gathered() -> None:
+    made = FactorMap(operands=((0, 1),), results=((1,),))  # dim 0 vanishes, and no reduction says how
+    assert solve(made, [(4, 6)], [(Shard(0),)], (2,), [4], [(6,)]).operands == ((R,),)
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_rules_are_named_once_and_callable(name: str) -> None:
+    assert callable(RULES[name])
