@@ -198,7 +198,11 @@ def embedding(call: Call) -> Any:
     if sharded and (bound["max_norm"] is not None or bound["scale_grad_by_freq"] or bound["sparse"]):
         raise NotImplementedError("F.embedding on a sharded weight: max_norm, scale_grad_by_freq and sparse are not supported")
     if not axes:
-        return None
+        if bound["max_norm"] is not None:
+            return None
+        none = -1 if bound["padding_idx"] is None else bound["padding_idx"] % weight.shape[0]
+        by_freq, sparse = bound["scale_grad_by_freq"], bound["sparse"]
+        return lambda input, weight, *_, **__: torch.embedding(weight, input, none, by_freq, sparse)
     start, size = _offset(weight, 0)
     padding = bound["padding_idx"]
     if padding is not None:
@@ -230,7 +234,7 @@ def attention(call: Call) -> Any:
     """Dropout is refused at each call: its probability is a float, which a plan does not depend on."""
     if call.results[0].replicated:
         return None
-    func, placements = call.func, call.results[0].placements
+    func, placements, empty = call.func, call.results[0].placements, 0 in call.results[0].local_shape
 
     def run(*args: Any, **kwargs: Any) -> T:
         probability = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
@@ -239,7 +243,11 @@ def attention(call: Call) -> Any:
                 f"scaled_dot_product_attention with dropout_p={probability} on {placements}: its mask can't be drawn for a shard; "
                 "use eager attention (its dropout is exact), or dropout_p=0"
             )
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        if empty and mask is not None and mask.requires_grad:
+            out = out + mask.sum() * 0  # torch leaves it out, but every rank takes part in its gradient's sum
+        return out
 
     return run
 
