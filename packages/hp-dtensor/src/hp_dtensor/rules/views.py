@@ -1,7 +1,7 @@
 """Views: how a placement goes through a change of shape that keeps the elements' order.
 
-A sharded dim is described by what stands before it: ``outer`` blocks, of which each has its ``size`` cut over the axis. The
-same blocks are then looked for in the new shape, where they are a whole dim (Shard), or part of one (StridedShard).
+A sharded dim is described by what stands before it: ``outer`` blocks, of which each has its ``size`` cut over the axis.
+The same blocks are then looked for in the new shape, where they are a whole dim (Shard), or part of one (StridedShard).
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def view_placements(
     return tuple(operand), tuple(out)
 
 
-def _move(shape: Sequence[int], result: Sequence[int], placement: Shard | StridedShard, pieces: int) -> Placement | None:
+def _move(
+    shape: Sequence[int], result: Sequence[int], placement: Shard | StridedShard, pieces: int
+) -> Placement | None:
     outer = math.prod(shape[: placement.dim])
     size = shape[placement.dim]
     if isinstance(placement, StridedShard):

@@ -1,8 +1,9 @@
 """Dispatch: a torch function on DTensors becomes a plan, made once for each combination of layouts and arguments.
 
 Note [What a plan is found by]
-The function, the layouts (interned, with global shapes in them) and every other argument. Floats stand for their type: no rule
-reads a float, and a schedule's learning rate would fill the cache. The cache is emptied when it has many entries.
+The function, the layouts (interned, with global shapes in them) and every other argument. Floats stand for their type:
+no rule reads a float, and a schedule's learning rate would fill the cache. The cache is emptied when it has many
+entries.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                 (
                     func,
                     *[a._spec if type(a) is DTensor else a for a in args],
-                    *[(k, v._spec if type(v) is DTensor else float if type(v) is float else v) for k, v in kwargs.items()],
+                    *[
+                        (k, v._spec if type(v) is DTensor else float if type(v) is float else v)
+                        for k, v in kwargs.items()
+                    ],
                 )
             ]
         else:
@@ -99,7 +103,12 @@ def _part(value: Any) -> Any:
 
 def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     if kwargs:
-        return (func, "*", *map(_part, args), *[part for name, value in kwargs.items() for part in (name, _part(value))])
+        return (
+            func,
+            "*",
+            *map(_part, args),
+            *[part for name, value in kwargs.items() for part in (name, _part(value))],
+        )
     return (func, "*", *map(_part, args))
 
 
@@ -121,7 +130,10 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         plan = plan_of(key, func, args, kwargs or {})
         if plan.hot and (not any(type(a) is float for a in args) or (len(args) == 2 and not kwargs)):
             short = [a._spec if type(a) is DTensor else float if type(a) is float else a for a in args]
-            named = [(k, v._spec if type(v) is DTensor else float if type(v) is float else v) for k, v in (kwargs or {}).items()]
+            named = [
+                (k, v._spec if type(v) is DTensor else float if type(v) is float else v)
+                for k, v in (kwargs or {}).items()
+            ]
             with contextlib.suppress(TypeError):  # a list among the arguments: found by the long key alone
                 _PLANS[(func, *short, *named)] = plan
     return plan.run(args, kwargs)
@@ -140,7 +152,11 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Plain tensors as replicated DTensors: scalars always, others where the user said so."""
+    """Plain tensors as replicated DTensors: scalars always, others where the user said so.
+
+    Raises:
+        ValueError: others (a TypeError would be taken for an operator that is not supported).
+    """
     some = next(tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor)
     mesh = some._spec.mesh
     in_place = _name(func).rstrip(")").endswith("_") and not _name(func).endswith("__")
@@ -151,18 +167,18 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not isinstance(value, Tensor) or type(value) is DTensor:
             return value
         if value.dim() and not _implicit.get():
-            raise TypeError(
-                f"{_name(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape {tuple(some.shape)} "
-                f"placed {some._spec.placements}. Distribute it (distribute_tensor or DTensor.from_local), "
-                "or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
+            raise ValueError(
+                f"{_name(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"
+                f" {tuple(some.shape)} placed {some._spec.placements}. Distribute it (distribute_tensor or"
+                " DTensor.from_local), or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
             )
         if first and in_place:
-            raise TypeError(
-                f"{_name(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape {tuple(value.shape)}; "
-                "gather it first: full_tensor()"
+            raise ValueError(
+                f"{_name(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape"
+                f" {tuple(value.shape)}; gather it first: full_tensor()"
             )
         if type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
-            raise TypeError(f"{_name(func)}: {type(value).__name__} can't be mixed with DTensors")
+            raise ValueError(f"{_name(func)}: {type(value).__name__} can't be mixed with DTensors")
         alias = _impl(Tensor.view_as, (), (value, value)) if value.requires_grad else _impl(Tensor.detach, (), (value,))
         return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
 
@@ -184,24 +200,28 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
 
     binding = BINDINGS.get(func)
     if kwargs.get("out") is not None:
-        raise NotImplementedError(f"{_name(func)}: out= is not supported with DTensors; use the returned tensor, or copy_ it")
-    if binding is None:
-        shown = ", ".join(f"{tuple(t.shape)} {t._spec.placements}" for t in _tensors(args, kwargs) if type(t) is DTensor)
         raise NotImplementedError(
-            f"no sharding rule for {_name(func)} (DTensors: {shown}). Write one (one line, see CONTRIBUTING, 'Add a sharding rule'), "
-            "gather the operands first with full_tensor(), or let it run on gathered values: "
-            "hp_dtensor.torch.functions.bind('whole', func)"
+            f"{_name(func)}: out= is not supported with DTensors; use the returned tensor, or copy_ it"
+        )
+    if binding is None:
+        shown = ", ".join(
+            f"{tuple(t.shape)} {t._spec.placements}" for t in _tensors(args, kwargs) if type(t) is DTensor
+        )
+        raise NotImplementedError(
+            f"no sharding rule for {_name(func)} (DTensors: {shown}). Write one (one line, see CONTRIBUTING, 'Add a"
+            " sharding rule'), gather the operands first with full_tensor(), or let it run on gathered values:"
+            " hp_dtensor.torch.functions.bind('whole', func)"
         )
     meshes = list(dict.fromkeys(t._spec.mesh for t in _tensors(args, kwargs) if type(t) is DTensor))
     if len(meshes) > 1:
         raise ValueError(
-            f"{_name(func)}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the other's mesh first"
+            f"{_name(func)}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the"
+            " other's mesh first"
         )
     try:
         return make_plan(func, binding, args, kwargs)
     except NoLegalPlacement as error:
         raise RuntimeError(f"{_name(func)}: {error}") from None
-
 
 
 def planned(func: Any, args: Any, kwargs: Any) -> Any:

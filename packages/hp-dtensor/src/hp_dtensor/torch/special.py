@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hp_platform import get_platform
 
 from hp_dtensor.placements import RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import autograd, dispatch, indexing, random
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_dtensor.torch.functions import bind
-from hp_dtensor.torch.redistribute import execute
+from hp_platform import get_platform
 
 __all__ = ["install"]
 
@@ -68,9 +67,11 @@ def _data(func: Any, args: Any, kwargs: Any) -> Any:
 
 # ---- autograd's functions ----
 def _roots(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
-    """Local tensors to start backward from, and their local gradients; an average is reduced first, which scales its gradient."""
+    """Local tensors to start backward from, their gradients; an average is reduced first: that scales its gradient."""
     tensors = [tensors] if isinstance(tensors, T) else list(tensors)
-    gradients = [gradients] if isinstance(gradients, T) else list(gradients) if gradients is not None else [None] * len(tensors)
+    gradients = (
+        [gradients] if isinstance(gradients, T) else list(gradients) if gradients is not None else [None] * len(tensors)
+    )
     ready = []
     for index, gradient in enumerate(gradients):
         tensor = tensors[index]
@@ -79,12 +80,16 @@ def _roots(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
                 tensor = tensors[index] = tensor.reduce_partial()
             if gradient is None:
                 if any(size != 1 for size in tensor._spec.shape):
-                    raise RuntimeError(f"grad can be implicitly created only for scalar outputs, output {index} has shape {tuple(tensor.shape)}")
+                    raise RuntimeError(
+                        f"grad can be implicitly created only for scalar outputs, output {index} has shape"
+                        f" {tuple(tensor.shape)}"
+                    )
                 gradient = torch.ones_like(local_view(tensor))
             elif isinstance(gradient, DTensor):
                 gradient = redistribute(gradient, autograd.grad_spec(tensor._spec))
         ready.append(local_of(gradient) if gradient is not None else None)
-    return [local_of(tensor) for tensor in tensors], ready
+    with torch.enable_grad():  # reentrant checkpointing calls from a backward, where gradients are off
+        return [local_of(tensor) for tensor in tensors], ready
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
@@ -99,7 +104,17 @@ def _backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grad(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
+    names = (
+        "outputs",
+        "inputs",
+        "grad_outputs",
+        "retain_graph",
+        "create_graph",
+        "only_inputs",
+        "allow_unused",
+        "is_grads_batched",
+        "materialize_grads",
+    )
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     outputs, inputs = bound.pop("outputs"), bound.pop("inputs")
     given = bound.pop("grad_outputs", None)
@@ -126,7 +141,11 @@ def _grad(func: Any, args: Any, kwargs: Any) -> Any:
                 f"One of the differentiated Tensors (input {index}) appears to not have been used in the graph. "
                 "Set allow_unused=True if this is the desired behavior."
             )
-        grads.append(wrap(grad.view_as(grad), autograd.grad_spec(x._spec)) if isinstance(x, DTensor) and grad is not None else grad)
+        grads.append(
+            wrap(grad.view_as(grad), autograd.grad_spec(x._spec))
+            if isinstance(x, DTensor) and grad is not None
+            else grad
+        )
     return tuple(grads)
 
 
@@ -168,7 +187,7 @@ def _extreme(by_dim: Any, elementwise: Any, whole: Any, parts: Any) -> Handler:
         if other is not None:
             return dispatch.planned(by_dim, args, kwargs)
         x = args[0] if args else kwargs["input"]
-        return (_reduced(whole)(parts, (x,), {}))
+        return _reduced(whole)(parts, (x,), {})
 
     return handle
 
@@ -199,8 +218,8 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
             have = getattr(other[index], "_spec", None)
             if have is not spec and other[index].dim() and tensor.dim():
                 raise ValueError(
-                    f"{func.__name__}: element {index} of the lists is {_place(tensor)} in one and {_place(other[index])} in the other; "
-                    "redistribute them to one layout first"
+                    f"{func.__name__}: element {index} of the lists is {_place(tensor)} in one and"
+                    f" {_place(other[index])} in the other; redistribute them to one layout first"
                 )
         if spec is not None and any(p.is_partial() for p in spec.placements):
             raise ValueError(f"{func.__name__}: element {index} is {spec.placements}; reduce_partial() first")
@@ -213,7 +232,11 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _place(tensor: Any) -> str:
-    return f"DTensor {tensor._spec.placements} of shape {tuple(tensor.shape)}" if isinstance(tensor, DTensor) else f"a plain tensor of shape {tuple(tensor.shape)}"
+    return (
+        f"DTensor {tensor._spec.placements} of shape {tuple(tensor.shape)}"
+        if isinstance(tensor, DTensor)
+        else f"a plain tensor of shape {tuple(tensor.shape)}"
+    )
 
 
 def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
@@ -222,12 +245,20 @@ def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
     tensors = [t.reduce_partial() if isinstance(t, DTensor) and t.is_partial() else t for t in tensors]
     locals_ = [local_view(t) for t in tensors]
     if order in (math.inf, -math.inf) and any(not t.numel() for t in locals_):
-        raise NotImplementedError(f"norm of order {order} where a rank holds no elements of a tensor; gather it first: full_tensor()")
-    norms = list(torch._foreach_norm(locals_, order)) if dtype is None else [torch.linalg.vector_norm(t, order, dtype=dtype) for t in locals_]
+        raise NotImplementedError(
+            f"norm of order {order} where a rank holds no elements of a tensor; gather it first: full_tensor()"
+        )
+    norms = (
+        list(torch._foreach_norm(locals_, order))
+        if dtype is None
+        else [torch.linalg.vector_norm(t, order, dtype=dtype) for t in locals_]
+    )
     buckets: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            axes = tuple(a for a, p in enumerate(tensor._spec.placements) if isinstance(p, (Shard, StridedShard, RaggedShard)))
+            axes = tuple(
+                a for a, p in enumerate(tensor._spec.placements) if isinstance(p, (Shard, StridedShard, RaggedShard))
+            )
             if axes:
                 buckets.setdefault((tensor._spec.mesh, axes, norms[i].dtype, norms[i].device), []).append(i)
     collectives = get_platform().collectives
@@ -243,7 +274,11 @@ def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
         for i, norm in zip(members, flat.unbind(), strict=True):
             norms[i] = norm
     return [
-        wrap(norm, TensorSpec.of(t._spec.mesh, [Replicate()] * t._spec.mesh.ndim, norm.shape)) if isinstance(t, DTensor) else norm
+        (
+            wrap(norm, TensorSpec.of(t._spec.mesh, [Replicate()] * t._spec.mesh.ndim, norm.shape))
+            if isinstance(t, DTensor)
+            else norm
+        )
         for norm, t in zip(norms, tensors, strict=True)
     ]
 
@@ -255,7 +290,14 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """The norm of all elements without gradients is a reduction; everything else is computed on the whole."""
-    bound = {"ord": 2, "dim": None, "keepdim": False, "dtype": None, **dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)), **kwargs}
+    bound = {
+        "ord": 2,
+        "dim": None,
+        "keepdim": False,
+        "dtype": None,
+        **dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)),
+        **kwargs,
+    }
     x = bound["x"]
     if bound["dim"] is None and not bound["keepdim"] and not (torch.is_grad_enabled() and x.requires_grad):
         return _norms([x], bound["ord"], bound["dtype"])[0]
@@ -270,7 +312,8 @@ def _set_item(func: Any, args: Any, kwargs: Any) -> Any:
         (x, value, *items), _ = dispatch._replicate_plain(func, (x, value, *items), {})
     if not x._spec.replicated:
         raise NotImplementedError(
-            f"x[...] = value on a DTensor placed {x._spec.placements}: redistribute it to Replicate() first, or write into to_local()"
+            f"x[...] = value on a DTensor placed {x._spec.placements}: redistribute it to Replicate() first, or write"
+            " into to_local()"
         )
     if isinstance(value, DTensor):
         value = local_of(redistribute(value, value._spec.with_placements([Replicate()] * value._spec.mesh.ndim)))
@@ -306,15 +349,16 @@ def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
 def install() -> None:
     """Puts the handlers in place; called once, when hp_dtensor's torch side is imported."""
     table = dispatch._SPECIAL
-    getters = """is_leaf grad_fn is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_mps is_xla is_xpu is_npu is_nested _version
-        output_nr retains_grad names layout itemsize nbytes is_ipu is_maia is_vulkan is_mtia is_sparse_csr volatile _backward_hooks
-        _post_accumulate_grad_hooks _base _grad_fn _cdata"""
+    getters = """is_leaf grad_fn is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_mps is_xla is_xpu is_npu
+        is_nested _version output_nr retains_grad names layout itemsize nbytes is_ipu is_maia is_vulkan is_mtia
+        is_sparse_csr volatile _backward_hooks _post_accumulate_grad_hooks _base _grad_fn _cdata"""
     for name in getters.split():
         if hasattr(T, name) and hasattr(getattr(T, name), "__get__"):
             table[_get(name)] = _local
-    for name in """data_ptr element_size untyped_storage storage_offset is_floating_point is_complex is_signed is_contiguous retain_grad
-        get_device is_inference is_pinned is_shared share_memory_ __hash__ is_same_size register_post_accumulate_grad_hook _is_view is_conj is_neg
-        storage _typed_storage is_set_to dim_order record_stream is_coalesced is_distributed _is_zerotensor const_data_ptr""".split():
+    for name in """data_ptr element_size untyped_storage storage_offset is_floating_point is_complex is_signed
+        is_contiguous retain_grad get_device is_inference is_pinned is_shared share_memory_ __hash__ is_same_size
+        register_post_accumulate_grad_hook _is_view is_conj is_neg storage _typed_storage is_set_to dim_order
+        record_stream is_coalesced is_distributed _is_zerotensor const_data_ptr""".split():
         if hasattr(T, name):
             table[getattr(T, name)] = _local
     for name in "is_floating_point is_complex is_conj is_neg is_inference is_signed get_device is_same_size".split():
@@ -322,13 +366,15 @@ def install() -> None:
     for func in (T.detach, torch.detach, T.detach_, T.requires_grad_, T.pin_memory):
         table[func] = _same
     table[_get("data")] = _data
-    for name in "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __contains__ __array__ is_nonzero".split():
+    read = "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __contains__ __array__ is_nonzero"
+    for name in read.split():
         if hasattr(T, name):
             table[getattr(T, name)] = _read
     table[torch.is_nonzero] = _read
-    for name in """equal allclose bincount searchsorted bucketize unique unique_consecutive masked_select nonzero multinomial isin
-        tensordot diag diagonal diag_embed trace take scatter scatter_add index_add index_copy index_put masked_scatter
-        norm matrix_norm var std var_mean std_mean cdist argwhere histc kron cross cov corrcoef quantile renorm""".split():
+    for name in """equal allclose bincount searchsorted bucketize unique unique_consecutive masked_select nonzero
+        multinomial isin tensordot diag diagonal diag_embed trace take scatter scatter_add index_add index_copy
+        index_put masked_scatter norm matrix_norm var std var_mean std_mean cdist argwhere histc kron cross cov
+        corrcoef quantile renorm""".split():
         for place in (torch, T, torch.linalg):
             if hasattr(place, name):
                 table[getattr(place, name)] = _gathered
@@ -350,7 +396,9 @@ def install() -> None:
     for func in (_amax, _amin, _prod, _max_dim, _min_dim):
         bind("whole_reduction", func, *one)
     for name in dir(torch):
-        if name.startswith("_foreach_") or (name.startswith("_fused_") and name.endswith("_") and ("adam" in name or "sgd" in name or "adagrad" in name)):
+        if name.startswith("_foreach_") or (
+            name.startswith("_fused_") and name.endswith("_") and ("adam" in name or "sgd" in name or "adagrad" in name)
+        ):
             table[getattr(torch, name)] = _lists
     table[torch._foreach_norm] = _foreach_norm
     table.update(random.special())
