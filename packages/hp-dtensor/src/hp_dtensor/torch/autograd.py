@@ -99,12 +99,15 @@ class _Redistribute(torch.autograd.Function):
         return (moved if scale == 1.0 else moved * scale), None, None, None, None
 
 
+def _drop_stale() -> None:
+    """Forgets what a backward that failed left behind; outside backward nothing else waits."""
+    for _, stale in _pending.values():
+        stale.grad = None
+    _pending.clear()
+
+
 def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
     """The leaf to read ``leaf`` through; None where its gradient is watched. See Note [Partial gradients of leaves]."""
-    if _pending and _graph_task() == -1:  # what a backward that failed left behind
-        for _, stale in _pending.values():
-            stale.grad = None
-        _pending.clear()
     if _impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,)):
         return None
     shadow = _impl(torch.Tensor.detach, (), (leaf,)).requires_grad_()
@@ -187,6 +190,8 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
     if src is dst:
         if vary is None or not grad:
             return x
+        if _pending and _graph_task() == -1:
+            _drop_stale()
         shadow = x.__dict__.get("_shadows", _NONE).get(vary)
         if shadow is None and _impl(_is_leaf, (), (x,)):
             shadow = _shadow(x, vary)

@@ -71,6 +71,8 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
             else:
                 plan = _PLANS[(func, *[a._spec if type(a) is DTensor else a for a in args])]
     except (KeyError, TypeError, AttributeError):
+        plan = None
+    if plan is None:  # outside the handler: an error of the operation has nothing to do with the one that was caught
         return dispatch(func, types, args, kwargs)
     if plan.direct:
         out = _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
@@ -112,20 +114,27 @@ def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return (func, "*", *map(_part, args))
 
 
+def _key_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """The key of a call; None where a plain tensor is among the arguments."""
+    try:
+        key = _key(func, args, kwargs)
+        hash(key)
+    except _Unhashable:
+        return None
+    except TypeError as error:
+        raise TypeError(f"{_name(func)}: an argument of a DTensor operation can't be hashed: {error}") from None
+    return key
+
+
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Runs ``func`` on DTensors: special functions by their handler, others by their plan."""
     special = _SPECIAL.get(func)
     if special is not None:
         return special(func, args, kwargs or {})
-    try:
-        key = _key(func, args, kwargs)
-        plan = _PLANS.get(key)
-    except _Unhashable:
+    key = _key_of(func, args, kwargs)
+    if key is None:
         return dispatch(func, types, *_replicate_plain(func, args, kwargs or {}))
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        raise TypeError(f"{_name(func)}: an argument of a DTensor operation can't be hashed: {error}") from error
+    plan = _PLANS.get(key)
     if plan is None:
         plan = plan_of(key, func, args, kwargs or {})
         if plan.hot and (not any(type(a) is float for a in args) or (len(args) == 2 and not kwargs)):
@@ -226,9 +235,8 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
 
 def planned(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs ``func`` by its plan, passing over its special handler."""
-    try:
-        key = _key(func, args, kwargs)
-    except _Unhashable:
+    key = _key_of(func, args, kwargs)
+    if key is None:
         return planned(func, *_replicate_plain(func, args, kwargs))
     plan = _PLANS.get(key)
     if plan is None:

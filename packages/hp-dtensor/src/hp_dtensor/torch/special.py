@@ -244,15 +244,16 @@ def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
     order = float(order)
     tensors = [t.reduce_partial() if isinstance(t, DTensor) and t.is_partial() else t for t in tensors]
     locals_ = [local_view(t) for t in tensors]
-    if order in (math.inf, -math.inf) and any(not t.numel() for t in locals_):
-        raise NotImplementedError(
-            f"norm of order {order} where a rank holds no elements of a tensor; gather it first: full_tensor()"
-        )
-    norms = (
-        list(torch._foreach_norm(locals_, order))
-        if dtype is None
-        else [torch.linalg.vector_norm(t, order, dtype=dtype) for t in locals_]
-    )
+    if math.isinf(order):  # a part without elements has no norm of its own: it must not decide
+        least = 0.0 if order > 0 else math.inf
+        norms = [
+            torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else t.new_full((), least, dtype=dtype)
+            for t in locals_
+        ]
+    elif dtype is None:
+        norms = list(torch._foreach_norm(locals_, order))
+    else:
+        norms = [torch.linalg.vector_norm(t, order, dtype=dtype) for t in locals_]
     buckets: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
