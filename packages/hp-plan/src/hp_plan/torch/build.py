@@ -35,18 +35,18 @@ def build_model(
         PlanError: the model can't be built from what the plan says.
         ImportError: the plan names a configuration class and transformers isn't installed.
     """
-    dtype = getattr(torch, plan.run.dtype) if dtype is None else dtype
+    chosen: torch.dtype = getattr(torch, plan.run.dtype) if dtype is None else dtype
     found = model_section_faults(plan)
     if found:
         raise PlanError(found)
     section = plan.model
-    with torch.device(device) if device is not None else contextlib.nullcontext(), _default_dtype(dtype):
+    with torch.device(device) if device is not None else contextlib.nullcontext(), _default_dtype(chosen):
         torch.manual_seed(plan.run.seed)
         try:
             if section.function is not None:
                 return _function(section.function)(**section.overrides)
             config = config_class(str(section.config))(**section.overrides)
-            return _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return _transformers().AutoModelForCausalLM.from_config(config, dtype=chosen)
         except PlanError:
             raise
         except Exception as error:  # Whatever the user's own function or transformers' validation raises.
