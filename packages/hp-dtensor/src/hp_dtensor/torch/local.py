@@ -1,7 +1,7 @@
 """What a planned call does on local tensors, where the function itself with its own arguments would not do.
 
-Functions here read a ``Call``: those ``…_arguments`` give the rule its arguments, the others return what runs: a function, a
-pair ``(function, arguments after the first)``, or None for the function as it is.
+Functions here read a ``Call``: those ``…_arguments`` give the rule its arguments, the others return what runs: a
+function, a pair ``(function, arguments after the first)``, or None for the function as it is.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from hp_platform import get_platform
 
 from hp_dtensor.placements import Shard
 from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.sharding import chunk
+from hp_platform import get_platform
 
 if TYPE_CHECKING:
     from hp_dtensor.torch.plans import Call
@@ -50,7 +50,9 @@ def transpose_arguments(call: Call) -> dict[str, Any]:
 
 
 def movedim_arguments(call: Call) -> dict[str, Any]:
-    order = torch.movedim(torch.empty(tuple(range(1, _ndim(call) + 1)), device="meta"), call.bound["source"], call.bound["destination"])
+    order = torch.movedim(
+        torch.empty(tuple(range(1, _ndim(call) + 1)), device="meta"), call.bound["source"], call.bound["destination"]
+    )
     return {"order": tuple(size - 1 for size in order.shape)}
 
 
@@ -150,7 +152,9 @@ def view(call: Call) -> Any:
     size = call.results[0].local_shape
     copies = call.func.__name__ in ("reshape", "reshape_as", "flatten", "ravel")
     if call.func is T.view and call.args[1:] and isinstance(call.args[1], torch.dtype):
-        raise NotImplementedError("Tensor.view(dtype) of a DTensor: reinterpret the local tensor, to_local().view(dtype)")
+        raise NotImplementedError(
+            "Tensor.view(dtype) of a DTensor: reinterpret the local tensor, to_local().view(dtype)"
+        )
     return (T.reshape if copies else T.view), (size,)
 
 
@@ -162,7 +166,9 @@ def expand(call: Call) -> Any:
 def mean(call: Call) -> Any:
     """Over a sharded dim: the local sum over the global count, a part of the mean."""
     target, result = call.targets[0], call.results[0]
-    if not any(p.is_partial() and not q.is_partial() for p, q in zip(result.placements, target.placements, strict=True)):
+    if not any(
+        p.is_partial() and not q.is_partial() for p, q in zip(result.placements, target.placements, strict=True)
+    ):
         return None
     dims = dims_argument(call.bound["dim"], len(target.shape))
     count = math.prod(target.shape[d] for d in dims)
@@ -179,12 +185,17 @@ def linear(call: Call) -> Any:
     if len(call.targets) < 3:
         return None
     coordinate = call.results[0].mesh.get_coordinate()
-    partial = [a for a, (p, q) in enumerate(zip(call.results[0].placements, call.targets[2].placements, strict=True)) if p.is_partial() and not q.is_partial()]
-    if all(coordinate[axis] == 0 for axis in partial):
+    partial = [
+        a
+        for a, (p, q) in enumerate(zip(call.results[0].placements, call.targets[2].placements, strict=True))
+        if p.is_partial() and not q.is_partial()
+    ]
+    if coordinate is None or all(coordinate[axis] == 0 for axis in partial):
         return None
 
     def run(input: T, weight: T, bias: T) -> T:
-        return F.linear(input, weight, bias.masked_fill(bias.new_ones((), dtype=torch.bool), 0))  # stays in the graph: every rank takes part in its gradient's sum
+        # the bias stays in the graph: every rank takes part in its gradient's sum
+        return F.linear(input, weight, bias.masked_fill(bias.new_ones((), dtype=torch.bool), 0))
 
     return run
 
@@ -196,7 +207,9 @@ def embedding(call: Call) -> Any:
     bound = call.bound
     sharded = bool(axes) or any(not p.is_replicate() for p in result.placements)
     if sharded and (bound["max_norm"] is not None or bound["scale_grad_by_freq"] or bound["sparse"]):
-        raise NotImplementedError("F.embedding on a sharded weight: max_norm, scale_grad_by_freq and sparse are not supported")
+        raise NotImplementedError(
+            "F.embedding on a sharded weight: max_norm, scale_grad_by_freq and sparse are not supported"
+        )
     if not axes:
         if bound["max_norm"] is not None:
             return None
@@ -240,8 +253,8 @@ def attention(call: Call) -> Any:
         probability = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         if probability:
             raise NotImplementedError(
-                f"scaled_dot_product_attention with dropout_p={probability} on {placements}: its mask can't be drawn for a shard; "
-                "use eager attention (its dropout is exact), or dropout_p=0"
+                f"scaled_dot_product_attention with dropout_p={probability} on {placements}: its mask can't be drawn"
+                " for a shard; use eager attention (its dropout is exact), or dropout_p=0"
             )
         out = func(*args, **kwargs)
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
@@ -258,7 +271,11 @@ def cross_entropy(call: Call) -> Any:
     bound = call.bound
     if bound["size_average"] is not None or bound["reduce"] is not None:
         raise NotImplementedError("cross_entropy of DTensors: size_average and reduce are deprecated, use reduction=")
-    axes = [a for a, (p, q) in enumerate(zip(result.placements, target.placements, strict=True)) if p.is_partial() and not q.is_partial()]
+    axes = [
+        a
+        for a, (p, q) in enumerate(zip(result.placements, target.placements, strict=True))
+        if p.is_partial() and not q.is_partial()
+    ]
     if not axes or bound["reduction"] != "mean":
         return None
     func, ignore, mesh = call.func, bound["ignore_index"], result.mesh
@@ -276,7 +293,12 @@ def cross_entropy(call: Call) -> Any:
         counted = target != ignore
         count = counted.sum().to(input.dtype)
         if weight is not None:
-            count = weight[target.where(counted, torch.zeros_like(target))].where(counted, weight.new_zeros(())).sum().detach()
+            count = (
+                weight[target.where(counted, torch.zeros_like(target))]
+                .where(counted, weight.new_zeros(()))
+                .sum()
+                .detach()
+            )
         for axis in axes:
             get_platform().collectives.all_reduce(count, "sum", group=mesh.get_group(axis))
         return total / count
