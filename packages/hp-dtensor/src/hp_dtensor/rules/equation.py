@@ -31,6 +31,7 @@ def rule(
     whole: str = "",
     even: str = "",
     linear: str = "",
+    once: str = "",
 ) -> None:
     """Defines the sharding rule of an operation.
 
@@ -62,6 +63,7 @@ def rule(
         "whole": tuple(whole.split()),
         "even": tuple(even.split()),
         "linear": tuple(frozenset(int(i) for i in group.split("+")) for group in linear.split()),
+        "once": tuple(int(i) for i in once.split()),
     }
     RULES[name] = partial(_from_rule, equation, options)
 
@@ -80,6 +82,7 @@ def from_equation(
     whole: Sequence[str] = (),
     even: Sequence[str] = (),
     linear: Sequence[frozenset[int]] = (),
+    once: Sequence[int] = (),
 ) -> FactorMap:
     """The FactorMap of an equation for given shapes; absent operands are None.
 
@@ -121,4 +124,5 @@ def from_equation(
         whole=frozenset(names[name] for name in whole if name in names),
         even=frozenset(names[name] for name in even if name in names),
         linear=tuple(linear),
+        once=frozenset(once),
     )

@@ -37,6 +37,7 @@ class FactorMap:
         even: factors whose every dim must be a multiple of the number of shards.
         full: factors of which no rank may hold an empty shard.
         linear: sets of operands; the operation is linear in each set jointly, so partial sums pass through it.
+        once: operands that are added to a sum on one rank alone; the sum's gradient is theirs on every rank.
         elementwise: results are computed element by element from operands of the result's shape.
         forgetful: values of partial operands don't matter (``zeros_like``).
     """
@@ -48,6 +49,7 @@ class FactorMap:
     even: frozenset[int] = frozenset()
     full: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
+    once: frozenset[int] = frozenset()
     elementwise: bool = False
     forgetful: bool = False
 
@@ -201,7 +203,7 @@ def _sharded(
         for dims in factors.operands:
             placed = _placed(dims, factor, placement)
             want.append(placed or REPLICATE)
-            varies.append(placed is None)
+            varies.append(placed is None and not (factor in factors.reduce and len(varies) in factors.once))
         out: list[Placement] = []
         for dims in factors.results:
             placed = _placed(dims, factor, placement)

@@ -85,7 +85,7 @@ rule("forgetful", _forgetful)
 
 # ---- products ----
 rule("linear_plain", "... k, n k -> ... n", reduce="k", linear="0 1")
-rule("linear_bias", "... k, n k, n -> ... n", reduce="k")  # with k sharded, one rank of the axis adds the bias
+rule("linear_bias", "... k, n k, n -> ... n", reduce="k", once="2")
 rule("matmul", "... m k, ... k n -> ... m n", reduce="k", linear="0 1")
 rule("matvec", "... m k, k -> ... m", reduce="k", linear="0 1")
 rule("vecmat", "k, ... k n -> ... n", reduce="k", linear="0 1")

@@ -193,11 +193,19 @@ def linear(call: Call) -> Any:
     if coordinate is None or all(coordinate[axis] == 0 for axis in partial):
         return None
 
-    def run(input: T, weight: T, bias: T) -> T:
-        # the bias stays in the graph: every rank takes part in its gradient's sum
-        return F.linear(input, weight, bias.masked_fill(bias.new_ones((), dtype=torch.bool), 0))
+    return lambda input, weight, bias: F.linear(input, weight, _Elsewhere.apply(bias))
 
-    return run
+
+class _Elsewhere(torch.autograd.Function):
+    """Zeros for a value that another rank adds to a sum. The sum's gradient is the same on all ranks, and so is its."""
+
+    @staticmethod
+    def forward(ctx: Any, value: T) -> T:
+        return torch.zeros_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> T:  # type: ignore[override]
+        return grad
 
 
 def embedding(call: Call) -> Any:

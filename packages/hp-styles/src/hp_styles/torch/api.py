@@ -57,7 +57,7 @@ def parallelize_module(
             raise TypeError(f"parallelize_module: {pattern!r} is given a {type(style).__name__}, not a ParallelStyle")
         found = [pattern] if pattern in modules else [name for name in modules if name and fnmatchcase(name, pattern)]
         if not found:
-            near = difflib.get_close_matches(pattern, modules, n=3)
+            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.5)
             raise ValueError(
                 f"parallelize_module: {pattern!r} matches no submodule of {type(module).__name__}"
                 + (f"; near: {', '.join(near)}" if near else "")
