@@ -146,7 +146,8 @@ def measure_memory(kind: str, hidden: int) -> float:
     torch.set_num_threads(1)
     devices = get_platform().devices
     tokens = torch.randint(VOCABULARY, (2, 32))
-    step_of(shard(kind, Model(16)), tokens)()  # what is loaded at the first use
+    small = shard(kind, Model(16))
+    step_of(small, tokens, optimizer_of(small, True))()  # what is loaded at the first use is loaded before
     devices.reset_peak_memory()
     before = devices.peak_memory()
     model = build(kind, hidden)
@@ -201,7 +202,9 @@ def main() -> None:
     show(
         f"host time: fake group of {FAKE_RANKS} ranks, {LAYERS} layers, hidden 64, 8 tokens",
         rows,
-        dict.fromkeys(("step with AdamW", "forward + backward, less the model's", "step with AdamW, less the model's"), 0.4),
+        dict.fromkeys(
+            ("step with AdamW", "forward + backward, less the model's", "step with AdamW, less the model's"), 0.4
+        ),
     )
     memory: Row = {}
     for kind in ("ours", "torch", "none"):

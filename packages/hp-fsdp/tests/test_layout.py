@@ -15,20 +15,21 @@ def test_parameters_lie_one_after_the_other_and_pieces_are_equal():
     assert (layout.units(0), layout.units(1)) == ((6, 0), (0, 3))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_each_element_has_one_owner(seed: int):
     rng = random.Random(seed)
     numels = [rng.choice([0, 1, 5, 16, 33, 100]) for _ in range(rng.randint(1, 8))]
-    ranks, align = rng.choice([1, 2, 3, 4, 8, 64, 1000]), rng.choice([1, 4, 16])
+    ranks, align = rng.choice([1, 2, 3, 4, 8, 64]), rng.choice([1, 4, 16])
     layout = FlatLayout.of(numels, ranks, align=align)
     assert layout.piece % align == 0 and layout.total >= sum(numels)
     owned = [[0] * numel for numel in numels]
+    units = [layout.units(index) for index in range(len(numels))]
     for rank in range(ranks):
         sizes, runs = layout.splits(rank)
         assert sum(sizes) == layout.piece
         for index, run in enumerate(runs):
             start, stop = layout.part(index, rank)
-            assert layout.units(index)[rank] == sizes[run] == stop - start
+            assert units[index][rank] == sizes[run] == stop - start
             place = layout.place(index, rank)
             assert place[1] - place[0] == stop - start
             if stop > start:

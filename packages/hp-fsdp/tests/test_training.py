@@ -22,6 +22,7 @@ from fsdp_models import (
     loss_of,
     pair,
     same_gradients,
+    same_weights,
     seeded,
     train,
 )
@@ -152,3 +153,23 @@ class Recurrent(nn.Module):
 @on_ranks(2)
 def test_modules_that_keep_lists_of_their_parameters():
     train(*pair(Recurrent), steps=2)
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_in_backward():
+    reference, model = pair()
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for net in (reference, model):
+        for parameter in net.parameters():
+            optimizers[parameter] = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(step)
+    for index in range(2):
+        whole, own = batch(index)
+        loss_of(reference(whole)).backward()
+        loss_of(model(own)).backward()
+    same_weights(model, reference)
