@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hp_dtensor.placements import RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import autograd, dispatch, indexing, random
+from hp_dtensor.torch import autograd, dispatch, indexing, norms, random
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_dtensor.torch.functions import bind
-from hp_platform import get_platform
 
 __all__ = ["install"]
 
@@ -239,70 +238,11 @@ def _place(tensor: Any) -> str:
     )
 
 
-def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
-    """Norms of whole tensors: local norms in one pass, one reduction for each set of axes."""
-    order = float(order)
-    tensors = [t.reduce_partial() if isinstance(t, DTensor) and t.is_partial() else t for t in tensors]
-    locals_ = [local_view(t) for t in tensors]
-    if math.isinf(order):  # a part without elements has no norm of its own: it must not decide
-        least = 0.0 if order > 0 else math.inf
-        norms = [
-            torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else t.new_full((), least, dtype=dtype)
-            for t in locals_
-        ]
-    elif dtype is None:
-        norms = list(torch._foreach_norm(locals_, order))
-    else:
-        norms = [torch.linalg.vector_norm(t, order, dtype=dtype) for t in locals_]
-    buckets: dict[Any, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
-            axes = tuple(
-                a for a, p in enumerate(tensor._spec.placements) if isinstance(p, (Shard, StridedShard, RaggedShard))
-            )
-            if axes:
-                buckets.setdefault((tensor._spec.mesh, axes, norms[i].dtype, norms[i].device), []).append(i)
-    collectives = get_platform().collectives
-    for (mesh, axes, _, _), members in buckets.items():
-        flat = torch.stack([norms[i] for i in members])
-        op = "max" if order == math.inf else "min" if order == -math.inf else "sum"
-        if op == "sum" and order:
-            flat = flat.pow(order)
-        for axis in axes:
-            collectives.all_reduce(flat, op, group=mesh.get_group(axis))
-        if op == "sum" and order:
-            flat = flat.pow(1.0 / order)
-        for i, norm in zip(members, flat.unbind(), strict=True):
-            norms[i] = norm
-    return [
-        (
-            wrap(norm, TensorSpec.of(t._spec.mesh, [Replicate()] * t._spec.mesh.ndim, norm.shape))
-            if isinstance(t, DTensor)
-            else norm
-        )
-        for norm, t in zip(norms, tensors, strict=True)
-    ]
-
-
-def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return _norms(list(args[0]), order, kwargs.get("dtype"))
-
-
-def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """The norm of all elements without gradients is a reduction; everything else is computed on the whole."""
-    bound = {
-        "ord": 2,
-        "dim": None,
-        "keepdim": False,
-        "dtype": None,
-        **dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)),
-        **kwargs,
-    }
-    x = bound["x"]
-    if bound["dim"] is None and not bound["keepdim"] and not (torch.is_grad_enabled() and x.requires_grad):
-        return _norms([x], bound["ord"], bound["dtype"])[0]
-    return _gathered(func, args, kwargs)
+def _maximum(func: Any, args: Any, kwargs: Any) -> Any:
+    """Torch's own optimizers (amsgrad, Adamax) write maxima into ``out=``."""
+    out = kwargs.get("out")
+    made = dispatch.planned(func, args, {k: v for k, v in kwargs.items() if k != "out"})
+    return made if out is None else out.copy_(made)
 
 
 def _set_item(func: Any, args: Any, kwargs: Any) -> Any:
@@ -362,7 +302,8 @@ def install() -> None:
         record_stream is_coalesced is_distributed _is_zerotensor const_data_ptr""".split():
         if hasattr(T, name):
             table[getattr(T, name)] = _local
-    for name in "is_floating_point is_complex is_conj is_neg is_inference is_signed get_device is_same_size".split():
+    for name in """is_floating_point is_complex is_conj is_neg is_inference is_signed get_device is_same_size
+        _has_compatible_shallow_copy_type""".split():
         table[getattr(torch, name)] = _local
     for func in (T.detach, torch.detach, T.detach_, T.requires_grad_, T.pin_memory):
         table[func] = _same
@@ -380,8 +321,9 @@ def install() -> None:
             if hasattr(place, name):
                 table[getattr(place, name)] = _gathered
     table[torch.nn.functional.one_hot] = _gathered
-    table[torch.linalg.vector_norm] = _vector_norm
+    table[torch.linalg.vector_norm] = functools.partial(norms.vector_norm, _gathered)
     table[T.__getitem__] = _get_item
+    table[torch.maximum] = _maximum
     table[T.view_as], table[T.reshape_as], table[T.expand_as] = map(_shaped_as, (T.view, T.reshape, T.expand))
     table[T.__setitem__] = _set_item
     table[torch.autograd.backward] = _backward
@@ -401,5 +343,5 @@ def install() -> None:
             name.startswith("_fused_") and name.endswith("_") and ("adam" in name or "sgd" in name or "adagrad" in name)
         ):
             table[getattr(torch, name)] = _lists
-    table[torch._foreach_norm] = _foreach_norm
+    table[torch._foreach_norm] = norms.foreach_norm
     table.update(random.special())

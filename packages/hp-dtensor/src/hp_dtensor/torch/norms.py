@@ -1,0 +1,82 @@
+"""Norms of whole tensors from the norms of their parts, as gradient clipping asks for them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hp_dtensor.placements import RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
+from hp_platform import get_platform
+
+__all__ = ["foreach_norm", "vector_norm"]
+
+
+def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
+    """Norms of whole tensors: local norms in one pass, one reduction for each set of axes."""
+    order = float(order)
+    tensors = [t.reduce_partial() if isinstance(t, DTensor) and t.is_partial() else t for t in tensors]
+    locals_ = [local_view(t) for t in tensors]
+    if math.isinf(order):  # a part without elements has no norm of its own: it must not decide
+        least = 0.0 if order > 0 else math.inf
+        norms = [
+            torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else t.new_full((), least, dtype=dtype)
+            for t in locals_
+        ]
+    elif dtype is None:
+        norms = list(torch._foreach_norm(locals_, order))
+    else:
+        norms = [torch.linalg.vector_norm(t, order, dtype=dtype) for t in locals_]
+    buckets: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            axes = tuple(
+                a for a, p in enumerate(tensor._spec.placements) if isinstance(p, (Shard, StridedShard, RaggedShard))
+            )
+            if axes:
+                buckets.setdefault((tensor._spec.mesh, axes, norms[i].dtype, norms[i].device), []).append(i)
+    collectives = get_platform().collectives
+    for (mesh, axes, _, _), members in buckets.items():
+        flat = torch.stack([norms[i] for i in members])
+        op = "max" if order == math.inf else "min" if order == -math.inf else "sum"
+        if op == "sum" and order:
+            flat = flat.pow(order)
+        for axis in axes:
+            collectives.all_reduce(flat, op, group=mesh.get_group(axis))
+        if op == "sum" and order:
+            flat = flat.pow(1.0 / order)
+        for i, norm in zip(members, flat.unbind(), strict=True):
+            norms[i] = norm
+    return [
+        (
+            wrap(norm, TensorSpec.of(t._spec.mesh, [Replicate()] * t._spec.mesh.ndim, norm.shape))
+            if isinstance(t, DTensor)
+            else norm
+        )
+        for norm, t in zip(norms, tensors, strict=True)
+    ]
+
+
+def foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch._foreach_norm``, which clipping calls: one reduction for all tensors of equal axes."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _norms(list(args[0]), order, kwargs.get("dtype"))
+
+
+def vector_norm(gathered: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """The norm of all elements without gradients is a reduction; everything else is computed on the whole."""
+    bound = {
+        "ord": 2,
+        "dim": None,
+        "keepdim": False,
+        "dtype": None,
+        **dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)),
+        **kwargs,
+    }
+    x = bound["x"]
+    if bound["dim"] is None and not bound["keepdim"] and not (torch.is_grad_enabled() and x.requires_grad):
+        return _norms([x], bound["ord"], bound["dtype"])[0]
+    return gathered(func, args, kwargs)
