@@ -1,7 +1,7 @@
 """Every call of the tables, on combinations of placements: values, shapes and gradients of one device.
 
-The default run tries a few combinations of each call: every placement of every argument, on two ranks or on three. After
-a change of the rules run them all: set HYPER_PARALLEL_SWEEP to the number that is enough of one call, 100 say.
+The default run tries a few combinations of each call: every placement of every argument, on two ranks or on three. To
+run them all, as after a change of the rules, set HYPER_PARALLEL_SWEEP to how many of one call are enough, 100 say.
 """
 
 from __future__ import annotations
