@@ -27,7 +27,7 @@ class ModelSection:
         config: name of a configuration class of transformers, such as `"Qwen3Config"`; the model is the
             causal language model that transformers builds from it.
         function: `"module:function"`; called with the overrides, returns an `nn.Module` whose `forward(input_ids,
-            labels)` returns an object with `.loss`.
+            labels)` returns a mapping with `loss`, as the models of transformers do.
         overrides: keyword arguments of either.
     """
 

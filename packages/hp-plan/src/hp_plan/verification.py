@@ -15,7 +15,7 @@ class ModuleDifference:
         module: its name.
         output: of what it computed in forward.
         gradient: of its own parameters' gradients.
-        weight: of its own parameters after the optimizer's steps.
+        weight: of its own parameters after the optimizer's step.
     """
 
     module: str
@@ -34,23 +34,34 @@ class VerifyResult:
     """A comparison of a plan with one process.
 
     Attributes:
-        rows: every module that computes or has parameters, in forward order.
-        loss: largest relative difference of the loss over the steps.
+        steps: for each optimizer step, every module that computes or has parameters, in forward order.
+        losses: relative difference of the loss at each step.
         tolerance: the largest difference that passes.
         ranks: how many ranks the plan ran on.
-        steps: optimizer steps that were compared.
     """
 
-    rows: tuple[ModuleDifference, ...]
-    loss: float
+    steps: tuple[tuple[ModuleDifference, ...], ...]
+    losses: tuple[float, ...]
     tolerance: float
     ranks: int
-    steps: int
+
+    @property
+    def rows(self) -> tuple[ModuleDifference, ...]:
+        """Every module with its largest differences over the steps."""
+        return tuple(
+            ModuleDifference(
+                same[0].module,
+                max(row.output for row in same),
+                max(row.gradient for row in same),
+                max(row.weight for row in same),
+            )
+            for same in zip(*self.steps, strict=True)
+        )
 
     @property
     def largest(self) -> float:
         """The largest relative difference of all."""
-        return max([self.loss, *(row.largest for row in self.rows)])
+        return max([*self.losses, *(row.largest for rows in self.steps for row in rows)])
 
     @property
     def passed(self) -> bool:
@@ -61,9 +72,12 @@ class VerifyResult:
     def first(self) -> str | None:
         """The first module in forward order that differs, None where none does.
 
-        A wrong forward pass makes every gradient wrong, those of earlier modules too; so the first wrong output decides
-        where there is one, and the first wrong gradient or weight where all outputs are right.
+        One wrong output makes every gradient wrong, then every weight, then every output of the next step. So the first
+        kind of difference that there was decides: of the first step's outputs, its gradients, its weights, and so on.
         """
-        outputs = [row.module for row in self.rows if row.output > self.tolerance]
-        others = [row.module for row in self.rows if row.largest > self.tolerance]
-        return next(iter([*outputs, *others]), None)
+        for rows in self.steps:
+            for kind in ("output", "gradient", "weight"):
+                for row in rows:
+                    if getattr(row, kind) > self.tolerance:
+                        return row.module
+        return None

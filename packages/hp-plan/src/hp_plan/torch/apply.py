@@ -64,7 +64,7 @@ def apply(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh | None = None) 
     _check_mesh(mesh, axes)
     if "tp" in axes:
         _shard_tensors(model, style_table(plan, model), mesh["tp"])
-        _keep_border_plain(model)
+        _keep_border_plain(model, mesh["tp"])
     if "dp_shard" in axes:
         _shard_groups(model, plan, mesh["dp_replicate", "dp_shard"] if "dp_replicate" in axes else mesh["dp_shard"])
     return model
@@ -120,15 +120,14 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _keep_border_plain(model: nn.Module) -> None:
+def _keep_border_plain(model: nn.Module, mesh: DeviceMesh) -> None:
     """See Note [Plain tensors at the border]."""
     _run_inside_replication(model)
+    model.register_forward_hook(lambda module, inputs, output: _plain(output))
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
-            # Activation checkpointing calls the blocks again in backward, outside the model's forward.
             for block in module:
-                _run_inside_replication(block)
-    model.register_forward_hook(lambda module, inputs, output: _plain(output))
+                _take_distributed_inputs(block, mesh)
 
 
 def _run_inside_replication(module: nn.Module) -> None:
@@ -145,6 +144,22 @@ def _run_inside_replication(module: nn.Module) -> None:
 
     module.register_forward_pre_hook(enter, prepend=True)
     module.register_forward_hook(leave, always_call=True)
+
+
+def _take_distributed_inputs(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Activation checkpointing computes a block again in backward, outside the model's forward, from these inputs."""
+
+    def convert(value: Any) -> Any:
+        if type(value) is torch.Tensor:
+            return DTensor.from_local(value, mesh, [Replicate()])
+        return type(value)(map(convert, value)) if type(value) in (list, tuple) else value
+
+    def enter(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if not module.training:
+            return None
+        return tuple(map(convert, inputs)), {name: convert(value) for name, value in keywords.items()}
+
+    block.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def _plain(value: Any) -> Any:

@@ -22,9 +22,9 @@ def forward_loss(plan: ParallelPlan, model: nn.Module, tokens: torch.Tensor) -> 
 
     Args:
         plan: tells whether the model is transformers' own.
-        model: called with `input_ids` and `labels`, returns an object with `.loss`.
+        model: called with `input_ids` and `labels`, returns a mapping with `loss`.
         tokens: (samples, sequence length).
     """
     # transformers fills a key-value cache unless told that nothing is generated.
     options = {"use_cache": False} if plan.model.config is not None else {}
-    return model(input_ids=tokens, labels=tokens, **options).loss
+    return model(input_ids=tokens, labels=tokens, **options)["loss"]

@@ -50,16 +50,17 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
         rows = data_parallel_rows(plan)
         for step in range(steps):
             tokens = _tokens(plan, single, step)
+            compared.begin_step()
             with compared.expected_outputs():
                 expected = runs[0].forward(tokens)
             with compared.outputs(rows, batch=len(tokens)):
                 got = runs[1].forward(tokens[rows])
-            compared.loss(got, expected, parts=plan.mesh.data_parallel)
+            compared.loss(got, expected)
             compared.tensors("gradient", lambda parameter: parameter.grad)
             runs[0].update(nn.utils.clip_grad_norm_)
             runs[1].update(clip_grad_norm_)
             compared.tensors("weight", lambda parameter: parameter.detach())
-    return compared.result(tolerance=tolerance, steps=steps)
+    return compared.result(tolerance)
 
 
 class _Run:
@@ -86,13 +87,17 @@ class _Run:
 
 
 class _Compared:
-    """The differences so far, by module in the order in which modules finish."""
+    """The differences of each step, by module in the order in which modules finish."""
 
     def __init__(self, single: nn.Module, parallel: nn.Module) -> None:
         self._single, self._parallel = single, parallel
         self._expected: dict[str, torch.Tensor] = {}
-        self._found: dict[str, dict[str, float]] = {}
-        self._loss = 0.0
+        self._steps: list[dict[str, dict[str, float]]] = []
+        self._losses: list[float] = []
+
+    def begin_step(self) -> None:
+        """What follows belongs to a new step."""
+        self._steps.append({})
 
     @contextlib.contextmanager
     def expected_outputs(self) -> Iterator[None]:
@@ -122,12 +127,12 @@ class _Compared:
         self._expected[name] = output.detach()
         self._note(name, "output", 0.0)
 
-    def loss(self, got: float, expected: float, *, parts: int) -> None:
+    def loss(self, got: float, expected: float) -> None:
         """Compares the loss: the global one is the mean of the data parallel parts."""
         total = torch.tensor([got], dtype=torch.float64, device=get_platform().devices.current_device())
         _all_reduce(total, "sum")
         mean = total.item() / get_platform().groups.size()
-        self._loss = max(self._loss, _difference(torch.tensor(mean), torch.tensor(expected)))
+        self._losses.append(_difference(torch.tensor(mean), torch.tensor(expected)))
 
     def tensors(self, kind: str, read: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Compares what `read` takes of every parameter."""
@@ -140,22 +145,22 @@ class _Compared:
             elif got is not None and expected is not None:
                 self._note(module, kind, _difference(_whole(got), expected))
 
-    def result(self, *, tolerance: float, steps: int) -> VerifyResult:
+    def result(self, tolerance: float) -> VerifyResult:
         """The largest differences of all ranks."""
-        values = [found.get(kind, 0.0) for found in self._found.values() for kind in _KINDS]
-        numbers = torch.tensor(
-            [self._loss, *values], dtype=torch.float64, device=get_platform().devices.current_device()
+        numbers = [found.get(kind, 0.0) for step in self._steps for found in step.values() for kind in _KINDS]
+        device = get_platform().devices.current_device()
+        together = torch.tensor([*self._losses, *numbers], dtype=torch.float64, device=device)
+        _all_reduce(together, "max")
+        largest = iter(together.tolist())
+        losses = tuple(next(largest) for _ in self._losses)
+        steps = tuple(
+            tuple(ModuleDifference(name, next(largest), next(largest), next(largest)) for name in step)
+            for step in self._steps
         )
-        _all_reduce(numbers, "max")
-        loss, *values = numbers.tolist()
-        rows = [
-            ModuleDifference(name, *values[index * len(_KINDS) : (index + 1) * len(_KINDS)])
-            for index, name in enumerate(self._found)
-        ]
-        return VerifyResult(tuple(rows), loss, tolerance, get_platform().groups.size(), steps)
+        return VerifyResult(steps, losses, tolerance, get_platform().groups.size())
 
     def _note(self, module: str, kind: str, difference: float) -> None:
-        found = self._found.setdefault(module, {})
+        found = self._steps[-1].setdefault(module, {})
         found[kind] = max(found.get(kind, 0.0), difference)
 
 

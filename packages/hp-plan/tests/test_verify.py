@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hp_plan.torch.verify as module
+from hp_plan import ModuleDifference, ParallelPlan, VerifyResult, verify
+from hp_plan.torch.float64 import Float64
+from hp_platform.testing import on_ranks
+
+PLAN = ParallelPlan.from_dict(
+    {
+        "model": {
+            "config": "LlamaConfig",
+            "overrides": {
+                "vocab_size": 16,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+            },
+        },
+        "mesh": {"tp": 2},
+        "data": {"sequence_length": 8, "batch_size": 2},
+    }
+)
+SPOILED = "model.layers.1.mlp.up_proj"
+
+
+def spoil_output(model):
+    model.get_submodule(SPOILED).register_forward_hook(lambda module, inputs, output: output * (1 + 1e-7))
+
+
+def spoil_gradient(model):
+    model.get_submodule(SPOILED).weight.register_hook(lambda gradient: gradient * (1 + 1e-7))
+
+
+def spoil_one_rank(model):
+    """An error that rank 0 alone would not see."""
+    if torch.distributed.get_rank() == 1:
+        spoil_output(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("spoil", [spoil_output, spoil_gradient, spoil_one_rank])
+def test_the_first_module_that_differs_is_named(spoil):
+    apply = module.apply
+
+    def apply_and_spoil(model, plan):
+        spoil(apply(model, plan))
+        return model
+
+    module.apply = apply_and_spoil
+    try:
+        result = verify(PLAN)
+    finally:
+        module.apply = apply
+    assert not result.passed
+    assert result.first == SPOILED
+    assert 1e-9 < result.largest < 1e-2
+    by_name = {row.module: row for row in result.rows}
+    assert (by_name[SPOILED].output > 1e-9) == (spoil is not spoil_gradient)
+
+
+@on_ranks(2)
+def test_rows_stand_in_forward_order():
+    result = verify(PLAN, steps=1)
+    assert result.passed
+    assert (result.ranks, len(result.steps), len(result.losses)) == (2, 1, 1)
+    names = [row.module for row in result.rows]
+    layer = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    layer += ["post_attention_layernorm", "mlp.gate_proj", "mlp.act_fn", "mlp.up_proj", "mlp.down_proj"]
+    assert names == [
+        "model.embed_tokens",
+        "model.rotary_emb",
+        *(f"model.layers.{index}.{name}" for index in range(2) for name in layer),
+        "model.norm",
+        "lm_head",
+    ]
+
+
+def test_a_wrong_output_decides_before_gradients_of_earlier_modules():
+    rows = (ModuleDifference("embed", 0.0, 1e-3, 1e-3), ModuleDifference("mlp", 1e-5, 1e-3, 0.0))
+    later = (ModuleDifference("embed", 1e-2, 1e-3, 1e-3), ModuleDifference("mlp", 1e-5, 1e-3, 0.0))
+    result = VerifyResult((rows, later), (0.0, 1e-3), 1e-9, 2)
+    assert result.first == "mlp"
+    assert result.rows == (ModuleDifference("embed", 1e-2, 1e-3, 1e-3), rows[1])
+    assert result.largest == 1e-2
+    assert VerifyResult((rows[:1],), (0.0,), 1e-9, 2).first == "embed"
+    assert VerifyResult(((),), (1e-3,), 1e-9, 2).first is None
+    assert not VerifyResult(((),), (1e-3,), 1e-9, 2).passed
+
+
+def test_float32_becomes_float64_wherever_it_is_asked_for():
+    x = torch.ones(2, dtype=torch.float64)
+    with Float64():
+        made = [
+            x.float(),
+            x.to(torch.float32),
+            x.to(dtype=torch.float32),
+            torch.softmax(x, 0, dtype=torch.float32),
+            torch.arange(3, dtype=torch.float),
+        ]
+    assert {tensor.dtype for tensor in made} == {torch.float64}
+    assert x.float().dtype is torch.float32
