@@ -164,7 +164,7 @@ def _prepare(tables: dict[str, Any], nproc: int | None) -> int:
     read, faults = read_plan(tables)
     ranks = nproc or read.mesh.world_size
     if not faults:
-        _platform_module("launch").start_server(ranks)
+        _platform_module("launch").start_server(read, ranks)
     return ranks
 
 
@@ -214,11 +214,13 @@ def _show_faults(faults: Sequence[Finding], *, source: str = "the plan") -> None
 
 def _show_verified(result: VerifyResult, *, json_lines: bool) -> None:
     if json_lines:
-        typer.echo(json.dumps({**dataclasses.asdict(result), "passed": result.passed, "first": result.first}))
+        rows = [dataclasses.asdict(row) for row in result.rows]
+        numbers = {"passed": result.passed, "first": result.first, "largest": result.largest, "ranks": result.ranks}
+        typer.echo(json.dumps({**numbers, "tolerance": result.tolerance, "losses": result.losses, "rows": rows}))
         return
     console = make_console()
     console.print(verify_table(result))
-    count = f"{result.steps} steps on {result.ranks} rank{'s' if result.ranks != 1 else ''}"
+    count = f"{len(result.steps)} steps on {result.ranks} rank{'s' if result.ranks != 1 else ''}"
     if result.passed:
         console.print(
             f"equal: {count}, largest relative difference {result.largest:.1e} of {result.tolerance:.0e} allowed"

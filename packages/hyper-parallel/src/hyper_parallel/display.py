@@ -205,7 +205,7 @@ def verify_table(result: VerifyResult) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"relative difference from one process (loss: {result.loss:.1e})")
+    table = Table(title=f"relative difference from one process (loss: {max(result.losses):.1e})")
     table.add_column("module", overflow="fold")
     for name in ("output", "gradient", "weight", "largest"):
         table.add_column(name, justify="right")

@@ -38,7 +38,8 @@ def save_checkpoint(plan: ParallelPlan, model: nn.Module, folder: Path) -> None:
     plain: Any = build_model(plan, device="meta")
     plain.load_state_dict(state, assign=True)
     plain.tie_weights()
-    plain.save_pretrained(folder)
+    with _no_progress_bars():
+        plain.save_pretrained(folder)
 
 
 def write_sample(folder: Path, *, seed: int, tokens: int = 96) -> str:

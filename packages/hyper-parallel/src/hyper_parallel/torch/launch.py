@@ -17,12 +17,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from hp_plan import ParallelPlan
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
 
 Result = TypeVar("Result")
 
-_PRELOADED = (
-    "hyper_parallel.torch.worker",
+_TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
     "transformers.masking_utils",
     "transformers.modeling_layers",
@@ -30,14 +30,17 @@ _PRELOADED = (
 )
 
 
-def start_server(ranks: int) -> None:
+def start_server(plan: ParallelPlan, ranks: int) -> None:
     """Starts the process that ranks will be forked from; it imports the libraries on its own time.
 
     Args:
+        plan: tells which libraries.
         ranks: how many there will be, which decides the threads of each.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(divide_threads(ranks)))
-    multiprocessing.set_forkserver_preload(list(_PRELOADED))
+    libraries = _TRANSFORMERS if plan.model.config is not None else ()
+    # Optimizers import torch._dynamo at their first step.
+    multiprocessing.set_forkserver_preload(["hyper_parallel.torch.worker", "torch._dynamo", *libraries])
     multiprocessing.forkserver.ensure_running()
 
 
@@ -62,9 +65,8 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Its messages say again, and less, what RankFailure says.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    start_server(ranks)
+    _silence_torchrun()
+    start_server(job.plan, ranks)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -84,6 +86,13 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
         raise RankFailure(*_first_failure(error)) from None
     except SignalException as error:
         raise Interrupted(f"{signal.Signals(error.sigval).name}: all ranks are ended") from None
+
+
+def _silence_torchrun() -> None:
+    """Its messages say again, and less, what RankFailure says; each of its loggers has a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _first_failure(error: Any) -> tuple[int, str]:

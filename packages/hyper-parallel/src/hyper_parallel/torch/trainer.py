@@ -33,9 +33,11 @@ def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None)
     platform = get_platform()
     leader = platform.groups.rank() == 0
     device = platform.devices.current_device()
-    model = apply(build_model(plan).to(device), plan)
+    model = build_model(plan)
+    name = type(model).__name__
+    model = apply(model.to(device), plan)
     text = ByteText(plan.data.paths, max_bytes=plan.data.max_bytes)
-    title = f"{type(model).__name__} of {_count(model):,} parameters on {_mesh(plan)}, {len(text):,} bytes of text"
+    title = f"{name} of {_count(model):,} parameters on {_mesh(plan)}, {len(text):,} bytes of text"
     showing = reporter.running(title, steps=plan.run.steps) if reporter else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(open(folder / "metrics.jsonl", "w", encoding="utf-8")) if leader else None
@@ -52,7 +54,7 @@ def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None)
     if not leader:
         return None
     (folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-    draw_loss(loop.steps, folder / "loss.png", title=f"{type(model).__name__} on {_mesh(plan)}")
+    draw_loss(loop.steps, folder / "loss.png", title=f"{name} on {_mesh(plan)}")
     summary = Summary(
         steps=len(loop.steps),
         first_loss=loop.steps[0].loss,

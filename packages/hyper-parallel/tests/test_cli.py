@@ -1,0 +1,142 @@
+"""What the command says before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel import cli
+from hyper_parallel.__main__ import main
+
+EXAMPLES = sorted(Path(__file__).parents[3].glob("examples/*.toml"))
+PLAN = """
+[model]
+config = "LlamaConfig"
+[model.overrides]
+vocab_size = 256
+hidden_size = 16
+intermediate_size = 24
+num_hidden_layers = 1
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 32
+[mesh]
+tp = 2
+[data]
+sequence_length = 16
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs the command on a plan; what it wrote, and its exit status. It fails the test where a rank would start."""
+    import hyper_parallel.torch.launch as launch
+
+    def no_ranks(*args, **kwargs):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launch, "start_server", lambda plan, ranks: None)
+    monkeypatch.setattr(launch, "launch", no_ranks)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HYPER_PARALLEL_DEVICE", "cpu")
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, plan: str = PLAN) -> tuple[str, str, int]:
+        (tmp_path / "plan.toml").write_text(plan)
+        with pytest.raises(SystemExit) as ended:
+            cli.main([arguments[0], "plan.toml", *arguments[1:]])
+        out, err = capsys.readouterr()
+        return out, err, int(ended.value.code or 0)
+
+    return run
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_have_no_faults(path, command):
+    out, err, status = command("lint", plan=path.read_text())
+    assert (out, err, status) == ("plan.toml: nothing wrong was found\n", "", 0)
+
+
+def test_lint_shows_every_fault_and_exits_1(command):
+    out, err, status = command("lint", "--nproc", "3", plan=PLAN + "[run]\nstpes = 3\n")
+    assert status == 1
+    assert out == ""
+    assert "plan.toml has 2 faults" in err
+    assert "[run] has no key 'stpes'" in err
+    assert "did you mean 'steps'" in err
+    assert "the mesh tp 2 has 2 ranks, and there are 3" in err
+
+
+def test_lint_as_json(command):
+    out, _, status = command("lint", "--json", plan=PLAN.replace("tp = 2", "tp = 4"))
+    assert status == 1
+    assert {finding["key"] for finding in json.loads(out)["findings"]} == {"mesh.tp"}
+    out, _, status = command("lint", "--json")
+    assert (json.loads(out), status) == ({"findings": []}, 0)
+
+
+@pytest.mark.parametrize("action", ["train", "verify"])
+def test_faults_end_the_command_before_ranks_start(command, action):
+    _, err, status = command(action, plan=PLAN.replace("tp = 2", "tp = 4") + "[optimizer]\nleraning_rate = 1.0\n")
+    assert status == 1
+    assert "[optimizer] has no key 'leraning_rate'" in err
+    assert "has 2 heads of 4, which tp = 4 ranks do not divide" in err
+
+
+def test_a_mesh_that_is_not_the_world(command):
+    _, err, status = command("train", "--nproc", "3")
+    assert status == 1
+    assert "the mesh tp 2 has 2 ranks, and there are 3" in err
+    assert "start 2 ranks (--nproc 2) or change the sizes in [mesh]" in err
+
+
+def test_data_that_is_missing_or_empty(command, tmp_path):
+    (tmp_path / "empty").touch()
+    _, err, status = command("train", "--data", "nowhere.txt")
+    assert status == 1
+    assert "error: the data file nowhere.txt does not exist; give files or folders of text with --data" in err
+    _, err, status = command("train", "--data", "plan.toml", "empty", "--steps", "3")
+    assert status == 1
+    assert "error: the data file empty is empty (0 bytes); leave it out, or give another with --data" in err
+    _, err, status = command("train", plan=PLAN + 'paths = ["short"]\n')
+    assert (status, "the data file short does not exist" in err) == (1, True)
+
+
+def test_a_folder_that_can_not_be_written(command, tmp_path):
+    (tmp_path / "file").touch()
+    _, err, status = command("train", "--out", "file/run")
+    assert status == 1
+    assert "error: the checkpoint can't be written to file/run: Not a directory" in err
+
+
+def test_a_vocabulary_that_has_no_room_for_bytes(command):
+    _, err, status = command("train", plan=PLAN.replace("256", "255"))
+    assert status == 1
+    assert "the model knows 255 tokens, and text as bytes has 256" in err
+
+
+def test_a_plan_that_is_not_there(command):
+    command("lint")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["lint", "missing.toml"])
+    assert ended.value.code == 1
+
+
+def test_one_data_option_takes_several_paths():
+    assert cli._spread("--data", ["p", "--data", "a", "b", "--json", "c"]) == [
+        "p",
+        *["--data", "a", "--data", "b"],
+        *["--json", "c"],
+    ]
+
+
+def test_the_command_without_typer_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "hyper_parallel.cli")
+    monkeypatch.delattr("hyper_parallel.cli")
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'hyper-parallel\[train\]'"):
+        main()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from hp_plan import ModuleDifference, VerifyResult
+from hyper_parallel.display import JsonReporter, LineReporter, RichReporter, verify_table
+from hyper_parallel.metrics import Step, Summary, draw_loss, last_loss
+
+STEPS = [Step(i, 5.0 / i, 1.25, 1e-3, 12345.6, 300 << 20, 0.5) for i in range(1, 41)]
+SUMMARY = Summary(40, 5.0, 0.13, 1000, 20.0, (300 << 20, 200 << 20), "runs/x", "runs/x/checkpoint", "def [bold]f():")
+
+
+def shown(reporter, stream) -> str:
+    with reporter.running("a model", steps=len(STEPS)):
+        for step in STEPS:
+            reporter.step(step)
+    reporter.finished(SUMMARY)
+    return stream.getvalue()
+
+
+def test_json_is_a_line_a_step_and_one_for_the_run():
+    stream = io.StringIO()
+    lines = [json.loads(line) for line in shown(JsonReporter(stream), stream).splitlines()]
+    assert [line["step"] for line in lines[:-1]] == list(range(1, 41))
+    assert lines[0] == {
+        "step": 1,
+        "loss": 5.0,
+        "grad_norm": 1.25,
+        "lr": 1e-3,
+        "tokens_per_second": 12345.6,
+        "peak_memory": 300 << 20,
+        "seconds": 0.5,
+    }
+    assert lines[-1]["checkpoint"] == "runs/x/checkpoint"
+    assert lines[-1]["peak_memory"] == [300 << 20, 200 << 20]
+
+
+def test_lines_where_there_is_no_terminal():
+    stream = io.StringIO()
+    text = shown(LineReporter(Console(file=stream, width=100)), stream)
+    lines = text.splitlines()
+    assert lines[1].split() == "step loss grad norm tokens/s peak memory a rank".split()
+    assert lines[2].split() == ["1", "5.0000", "1.250", "12,346", "300", "MiB"]
+    assert [line.split()[0] for line in lines[2:23]] == ["1", *map(str, range(2, 41, 2))]
+    assert "def [bold]f():" in text
+    assert "300 MiB, 200 MiB" in text
+
+
+def test_a_live_display_on_a_terminal():
+    stream = io.StringIO()
+    text = shown(RichReporter(Console(file=stream, width=100, force_terminal=True)), stream)
+    assert "step 40/40" in text
+    assert "0.1250" in text
+    assert "written by the model" in text
+
+
+def test_the_end_of_the_curve_is_a_mean():
+    assert last_loss(STEPS[:5]) == STEPS[4].loss
+    assert last_loss(STEPS) == sum(step.loss for step in STEPS[-4:]) / 4
+
+
+def test_the_curve_is_a_png(tmp_path):
+    draw_loss(STEPS, tmp_path / "loss.png", title="x")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_module_that_differs_stands_in_the_table():
+    rows = (ModuleDifference("embed", 0.0, 1e-3, 0.0), ModuleDifference("head", 1e-4, 0.0, 0.0))
+    result = VerifyResult((rows,), (0.0,), 1e-9, 2)
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(verify_table(result))
+    assert "embed" in stream.getvalue()
+    assert "1.0e-03" in stream.getvalue()
+    assert result.first == "head"

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hyper_parallel.output import OutputError, prepare_folder
+
+
+def test_the_folder_is_named_by_plan_and_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = prepare_folder(None, name="qwen3")
+    assert re.fullmatch(r"runs/qwen3-\d{8}-\d{6}", folder.as_posix())
+    assert [path.name for path in folder.iterdir()] == ["checkpoint"]
+    assert not list((folder / "checkpoint").iterdir())
+
+
+def test_a_folder_that_can_not_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        OutputError, match=r"the checkpoint can't be written to .*file/run: Not a directory .*with --out"
+    ):
+        prepare_folder(tmp_path / "file" / "run", name="x")
