@@ -136,6 +136,9 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return dispatch(func, types, *_replicate_plain(func, args, kwargs or {}))
     plan = _PLANS.get(key)
     if plan is None:
+        by_name = _SPECIAL.get(("torch.nn.init", getattr(func, "__name__", "")))
+        if by_name is not None:  # transformers puts functions of its own in torch.nn.init's place
+            return by_name(func, args, kwargs or {})
         plan = plan_of(key, func, args, kwargs or {})
         if plan.hot and (not any(type(a) is float for a in args) or (len(args) == 2 and not kwargs)):
             short = [a._spec if type(a) is DTensor else float if type(a) is float else a for a in args]

@@ -41,6 +41,8 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
     ``reset_parameters`` runs in the order of construction (inner modules first), then a ``transformers`` model's own
     ``init_weights``; random numbers are drawn for the whole tensor, see Note [One stream for all layouts].
 
+    A parameter that several modules hold gets the values of the first.
+
     Args:
         module: the module; parameters that hold memory already are initialised again with the rest.
         device: where to put plain meta parameters; default the device type of the DTensors, else the accelerator or
@@ -50,43 +52,62 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
         RuntimeError: a submodule holds parameters on meta but has no ``reset_parameters``, and no parent initialises
             it.
     """
+    _check_initializers(module)
     target = torch.device(device) if device is not None else _device_of(module)
-    made: dict[int, Any] = {}
-    was_meta = {name for name, tensor in _named(module) if tensor.is_meta}
     for child in module.modules():
         materialize = getattr(child, "_materialize", None)
         if callable(materialize):
             materialize(target)
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity; holds the old ones, so that ids stay theirs
     for child in module.modules():
         for store in (child._parameters, child._buffers):
             for name, tensor in store.items():
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in made:
-                        made[id(tensor)] = _empty(tensor, target)
-                    store[name] = made[id(tensor)]
-    own = getattr(module, "init_weights", None)
-    filled: set[int] = set()
+                        made[id(tensor)] = tensor, _empty(tensor, target)
+                    store[name] = made[id(tensor)][1]
+    for child in module.modules():
+        if hasattr(child, "_is_hf_initialized"):
+            child._is_hf_initialized = False  # type: ignore[assignment]
+    ties = _untie(module)
     for child in _inner_first(module):
-        reset = getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
-        if callable(reset):
-            reset()
-            filled.update(id(child_) for child_ in child.modules())
-    if callable(own):
-        for child in module.modules():
-            if hasattr(child, "_is_hf_initialized"):
-                child._is_hf_initialized = False  # type: ignore[assignment]
-        own()
-    else:
-        for name, child in module.named_modules():
-            held = [f"{name}.{n}".lstrip(".") for n in (*child._parameters, *child._buffers)]
-            empty = [n for n in held if n in was_meta]
-            if empty and id(child) not in filled:
-                raise RuntimeError(
-                    f"init_parameters: {type(child).__name__} ({name or 'the module itself'}) holds {empty} on meta and"
-                    " has no reset_parameters() to give them values; add one, or build the module outside"
-                    " init_empty_weights()"
-                )
+        for initialize in _initializers(child):
+            initialize()
+    for store, name, tensor in ties:
+        store[name] = tensor
     return module
+
+
+def _untie(module: torch.nn.Module) -> list[tuple[Any, str, torch.Tensor]]:
+    """Gives all but the first holder of a parameter one of its own, to be drawn and dropped as constructors do."""
+    ties, seen = [], set()
+    for child in module.modules():
+        for name, tensor in child._parameters.items():
+            if tensor is not None and id(tensor) in seen:
+                ties.append((child._parameters, name, tensor))
+                child._parameters[name] = _empty(tensor, tensor.device)
+            seen.add(id(tensor))
+    return ties
+
+
+def _initializers(module: torch.nn.Module) -> list[Any]:
+    """What gives a module its values, as its constructor does: a transformers model calls ``init_weights`` in its own."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    own = getattr(module, "init_weights", None)
+    return [one for one in (reset, own) if callable(one)]
+
+
+def _check_initializers(module: torch.nn.Module) -> None:
+    filled = {id(inner) for child in module.modules() if _initializers(child) for inner in child.modules()}
+    for name, child in module.named_modules():
+        held = {**child._parameters, **child._buffers}
+        empty = [key for key, tensor in held.items() if tensor is not None and tensor.is_meta]
+        if empty and id(child) not in filled:
+            raise RuntimeError(
+                f"init_parameters: {type(child).__name__} ({name or 'the module itself'}) holds {empty} on meta and"
+                " has no reset_parameters() to give them values; add one, or build the module outside"
+                " init_empty_weights()"
+            )
 
 
 def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

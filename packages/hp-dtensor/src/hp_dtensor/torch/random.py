@@ -59,15 +59,16 @@ def draw(spec: TensorSpec, like: torch.Tensor, fill: Any) -> torch.Tensor:
 
 
 def fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.normal_()`` and its kin."""
-    x = args[0]
+    """``x.normal_()``, ``torch.nn.init.normal_(x)`` and their kin."""
+    x, args = (args[0], args[1:]) if args else (kwargs["tensor"], ())
+    kwargs = {name: value for name, value in kwargs.items() if name != "tensor"}
     if x.is_partial():
         raise RuntimeError(
             f"{func.__name__} on a DTensor placed {x._spec.placements}: a partial value can't be drawn;"
             " reduce_partial() first"
         )
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        made = draw(x._spec, x, lambda whole: func(whole, *args[1:], **kwargs))
+        made = draw(x._spec, x, lambda whole: func(whole, *args, **kwargs))
     return _copy_into(x, made)
 
 
@@ -144,6 +145,11 @@ def special() -> dict[Any, Any]:
     made: dict[Any, Any] = {}
     for name in "normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_".split():
         made[getattr(T, name)] = fill
+    for name in dir(
+        torch.nn.init
+    ):  # they compute with the global shape; some are intercepted, the others call the above
+        if name.endswith("_") and not name.startswith("_"):
+            made[getattr(torch.nn.init, name)] = made["torch.nn.init", name] = torch.no_grad()(fill)
     made[torch.dropout] = made[torch.nn.functional.dropout] = _dropout
     for like in (torch.rand_like, torch.randn_like, torch.randint_like):
         made[like] = _like
