@@ -88,7 +88,10 @@ def close(a: torch.Tensor | None, b: torch.Tensor | None, what: str, limit: floa
     if a is None or b is None:
         assert a is None and b is None, f"{what}: {a} against {b}"
         return
-    error = (a - b).abs().max().item() if a.numel() else 0.0
+    assert a.shape == b.shape, f"{what}: shape {tuple(a.shape)} against {tuple(b.shape)}"
+    if not b.numel():
+        return
+    error = (a - b).abs().max().item()
     assert error <= limit * (1.0 + b.abs().max().item()), f"{what}: differs by {error}"
 
 

@@ -148,6 +148,24 @@ def test_sharded_parameters_are_ragged_dtensors_of_the_global_shape():
     assert len({p.sharded.to_local().untyped_storage().data_ptr() for p in group.parameters}) == 1
 
 
+class Odd(Net):
+    """Parameters of no dim, of no element, and not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.first.weight = nn.Parameter(torch.randn(5, 7).T)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + self.empty.sum()
+
+
+@on_ranks(1, 2, 3)
+def test_parameters_of_odd_shapes():
+    train(*pair(Odd))
+
+
 @on_ranks(2)
 def test_ignored_parameters_stay_as_they_are():
     model = seeded(Net)
@@ -166,9 +184,14 @@ def test_attributes_of_a_parameter_stay_on_it():
 
 
 class Initialised(Net):
+    """Drawn in float64: a cast afterwards would not be repeated by ``init_parameters``."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.double()
+        torch.set_default_dtype(torch.float64)
+        try:
+            super().__init__()
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 @on_ranks(2, 3)

@@ -183,12 +183,11 @@ class HSDPModule:
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _settle(self) -> None:
-        settled: set[int] = set()
-        for group in self._groups(True):
-            context = group.context
-            if context is not None and id(context) not in settled:
-                settled.add(id(context))
-                context.settle()
+        context = self._hsdp_group.context
+        # Without one of its own, parts of this module may have run alone.
+        contexts = [context] if context else {id(c): c for g in self._groups(True) if (c := g.context)}.values()
+        for each in contexts:
+            each.settle()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for group in self._groups(True):
