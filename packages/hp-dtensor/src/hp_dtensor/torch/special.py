@@ -131,7 +131,8 @@ def _grad(func: Any, args: Any, kwargs: Any) -> Any:
         for vary, _ in shadows[index]:
             part = next(parts)
             if part is not None:
-                whole = autograd.move(part, autograd.grad_spec(x._spec, vary), x._spec)  # type: ignore[attr-defined]
+                spec = x._spec  # type: ignore[attr-defined]
+                whole = autograd.move(part, autograd.grad_spec(spec, vary), autograd.grad_spec(spec))
                 grad = whole if grad is None else grad + whole
         if grad is None and zeros:
             grad = torch.zeros_like(local_view(x))
