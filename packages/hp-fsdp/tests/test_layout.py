@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import doctest
 import random
 
 import pytest
 
+from hp_fsdp import layout, order
 from hp_fsdp.layout import FlatLayout
 
 
 def test_parameters_lie_one_after_the_other_and_pieces_are_equal():
-    layout = FlatLayout.of([6, 3], ranks=2, align=4)
-    assert (layout.offsets, layout.piece, layout.total) == ((0, 8), 8, 16)
-    assert (layout.units(0), layout.units(1)) == ((6, 0), (0, 3))
+    made = FlatLayout.of([6, 3], ranks=2, align=4)
+    assert (made.offsets, made.piece, made.total) == ((0, 8), 8, 16)
+    assert (made.units(0), made.units(1)) == ((6, 0), (0, 3))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -20,30 +22,35 @@ def test_each_element_has_one_owner(seed: int):
     rng = random.Random(seed)
     numels = [rng.choice([0, 1, 5, 16, 33, 100]) for _ in range(rng.randint(1, 8))]
     ranks, align = rng.choice([1, 2, 3, 4, 8, 64]), rng.choice([1, 4, 16])
-    layout = FlatLayout.of(numels, ranks, align=align)
-    assert layout.piece % align == 0 and layout.total >= sum(numels)
+    made = FlatLayout.of(numels, ranks, align=align)
+    assert made.piece % align == 0 and made.total >= sum(numels)
     owned = [[0] * numel for numel in numels]
-    units = [layout.units(index) for index in range(len(numels))]
+    units = [made.units(index) for index in range(len(numels))]
     for rank in range(ranks):
-        sizes, runs = layout.splits(rank)
-        assert sum(sizes) == layout.piece
+        sizes, runs = made.splits(rank)
+        assert sum(sizes) == made.piece
         for index, run in enumerate(runs):
-            start, stop = layout.part(index, rank)
+            start, stop = made.part(index, rank)
             assert units[index][rank] == sizes[run] == stop - start
-            place = layout.place(index, rank)
+            place = made.place(index, rank)
             assert place[1] - place[0] == stop - start
             if stop > start:
-                assert place[0] == sum(sizes[:run]) and rank * layout.piece + place[0] == layout.offsets[index] + start
+                assert place[0] == sum(sizes[:run]) and rank * made.piece + place[0] == made.offsets[index] + start
             for element in range(start, stop):
                 owned[index][element] += 1
     assert all(count == 1 for counts in owned for count in counts)
 
 
 def test_a_thousand_ranks_own_a_small_parameter():
-    layout = FlatLayout.of([10], ranks=1000)
-    assert layout.piece == 1 and layout.units(0) == (1,) * 10 + (0,) * 990
+    made = FlatLayout.of([10], ranks=1000)
+    assert made.piece == 1 and made.units(0) == (1,) * 10 + (0,) * 990
 
 
 def test_no_ranks_is_an_error():
     with pytest.raises(ValueError, match=r"ranks and align must be at least 1, got ranks=0, align=1"):
         FlatLayout.of([1], 0)
+
+
+def test_examples_of_the_docstrings():
+    for module in (layout, order):
+        assert doctest.testmod(module).failed == 0
