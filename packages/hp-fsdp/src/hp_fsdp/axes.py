@@ -82,7 +82,9 @@ class DataAxes:
     def _joined(self, name: str, inner: DeviceMesh) -> DeviceMesh:
         ours, theirs = self.mesh.mesh_dim_names, inner.mesh_dim_names
         root = self.mesh.root
-        if ours is None or theirs is None or inner.root != root or set(ours) & set(theirs):
+        # Equal meshes are one value, whatever they were cut from: what counts is that this root has the inner axes.
+        named = ours is not None and theirs is not None and set(theirs) <= set(root.mesh_dim_names or ())
+        if not (named and ours and theirs) or set(ours) & set(theirs) or root[theirs] != inner:
             raise ValueError(
                 f"fully_shard: parameter {name!r} is a DTensor on {inner}, the group is to be sharded on {self.mesh}."
                 " Both must be slices of one mesh, of different axes, by name: mesh = init_device_mesh(...,"
