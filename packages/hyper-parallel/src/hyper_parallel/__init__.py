@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    value = facade.resolve(name)
+    value = facade.names() if name == "__all__" else facade.resolve(name)
     globals()[name] = value
     return value
 
