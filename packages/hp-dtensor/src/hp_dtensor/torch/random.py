@@ -51,6 +51,8 @@ def _compare_generators(mesh: DeviceMesh, device: torch.device) -> None:
 
 def draw(spec: TensorSpec, like: torch.Tensor, fill: Any) -> torch.Tensor:
     """This rank's part of a global tensor that ``fill`` fills in place, of ``like``'s dtype and device."""
+    if like.is_meta:
+        return torch.empty(spec.local_shape, dtype=like.dtype, device=like.device)
     _compare_generators(spec.mesh, like.device)
     whole = torch.empty(spec.shape, dtype=like.dtype, device=like.device)
     fill(whole)
@@ -107,6 +109,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
     """``rand_like`` and its kin."""
     x = args[0]
+    kwargs = dict(kwargs)
     requires_grad = kwargs.pop("requires_grad", False)
     template = torch.empty(0, dtype=kwargs.pop("dtype", None) or x.dtype, device=kwargs.pop("device", None) or x.device)
     kwargs.pop("memory_format", None)
@@ -120,8 +123,8 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
         elif name == "randn_like":
             whole.normal_()
         else:
-            low, high = (0, args[1]) if len(args) == 2 else args[1:3]
-            whole.random_(low, high)
+            bounds = [*args[1:], *(kwargs[bound] for bound in ("low", "high") if bound in kwargs)]
+            whole.random_(*(bounds if len(bounds) == 2 else (0, bounds[0])))
 
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         made = draw(spec, template, fill_whole)
