@@ -44,6 +44,7 @@ def rule(
         even: factors that may be sharded only in equal parts.
         linear: operands (by number, separated by blanks) in each of which the operation is linear by itself; ``0+1``
             where it is linear in both together.
+        once: operands (by number) that one rank alone adds, where a summed factor is sharded: a bias.
 
     Raises:
         ValueError: the name is taken, or a factor is named that the equation does not have.

@@ -58,7 +58,7 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
         materialize = getattr(child, "_materialize", None)
         if callable(materialize):
             materialize(target)
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity; holds the old ones, so that ids stay theirs
+    made: dict[int, tuple[torch.Tensor, Any]] = {}  # by identity; holds the old ones, so that ids stay theirs
     for child in module.modules():
         for store in (child._parameters, child._buffers):
             for name, tensor in store.items():
@@ -91,7 +91,7 @@ def _untie(module: torch.nn.Module) -> list[tuple[Any, str, torch.Tensor]]:
 
 
 def _initializers(module: torch.nn.Module) -> list[Any]:
-    """What gives a module its values, as its constructor does: a transformers model calls ``init_weights`` in its own."""
+    """What gives a module its values, as its constructor does; transformers models call ``init_weights`` in theirs."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     own = getattr(module, "init_weights", None)
     return [one for one in (reset, own) if callable(one)]
@@ -125,7 +125,7 @@ def _device_of(module: torch.nn.Module) -> torch.device:
     return found or torch.device("cpu")
 
 
-def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _empty(tensor: torch.Tensor, device: torch.device) -> Any:
     local = torch.empty_like(local_view(tensor), device=device)
     made = wrap(local, tensor._spec) if isinstance(tensor, DTensor) else local
     if isinstance(tensor, torch.nn.Parameter):
