@@ -34,7 +34,7 @@ from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.redistribute import execute
 
-__all__ = ["convert", "grad_spec", "move", "recall", "reduce_partial_grads", "remember", "shadows"]
+__all__ = ["convert", "forget", "grad_spec", "move", "recall", "reduce_partial_grads", "remember", "shadows"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -220,6 +220,11 @@ def recall(x: Any, dst: TensorSpec, how: Any) -> Any:
             if entry[5] == _impl(_version, (), (entry[3],)):
                 return entry[3]
     return None
+
+
+def forget() -> None:
+    """Drops what ``remember`` kept: for who changes tensors where their version counters don't show it."""
+    _memo.clear()
 
 
 def remember(x: Any, dst: TensorSpec, how: Any, made: Any) -> Any:

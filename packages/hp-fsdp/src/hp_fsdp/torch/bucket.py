@@ -204,7 +204,7 @@ class Bucket:
     def gather(self) -> Any:
         """Starts to fill the gathered buffer from all ranks' shards; returns a handle, or None where nothing moves."""
         if self.has_inner:
-            _autograd._memo.clear()  # what it keeps of the unsharded parameters may be of older values
+            _autograd.forget()  # what it keeps of the unsharded parameters may be of older values
         if self.aliased:
             return None
         self.full_storage.resize_(self.full_bytes)
