@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from op_cases import case
+from op_cases import MOVES, case
 
 A, THIN, DEEP = (5, 7), (4, 1, 3), (3, 4, 6)
 sdpa = F.scaled_dot_product_attention
@@ -178,6 +178,8 @@ def _parts() -> None:
     case("index row mask", lambda x, m: x[m], A, ((5,), "b"))
     case("index 0-d", lambda x, i: x[i], A, ((), "i5"))
     case("index bool", lambda x: x[True], A)
+    case("index one and true", lambda x: (x[1], x[True], x[0], x[False]), A)
+    case("fill rows", _fill_rows, A, refuses=MOVES)
     case("index slice tensor", lambda x, i: x[: i + 1], A, ((), "i5"))
     case("index apart", lambda x, i, j: x[i, :, j], DEEP, ((2,), "i3"), ((2,), "i6"))
     case("index int and tensor", lambda x, i: x[0, :, i], DEEP, ((2,), "i6"))
@@ -209,6 +211,14 @@ def _parts() -> None:
 def _set(x: Any, y: Any) -> Any:
     x = x.clone()
     x[2] = y
+    return x
+
+
+def _fill_rows(x: Any) -> Any:
+    x = x.detach().clone()
+    x[1].fill_(0.5)
+    x[:, 2:4].zero_()
+    x[-1, 3].fill_(7.0)
     return x
 
 

@@ -313,6 +313,7 @@ class DTensor(torch.Tensor):
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
         spec = autograd.grad_spec(self._spec)
+        self.__dict__.pop("_shadows", None)  # their gradients would pass the hook by
 
         def on_local(grad: torch.Tensor) -> Any:
             made = hook(wrap(grad.view_as(grad), spec))

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.placements import Replicate
 from hp_dtensor.torch import dispatch
-from hp_dtensor.torch.dtensor import DTensor
+from hp_dtensor.torch.dtensor import DTensor, local_view
 from hp_dtensor.torch.functions import bind
 from hp_dtensor.torch.plans import Call
+from hp_dtensor.torch.redistribute import execute
 
-__all__ = ["get_item"]
+__all__ = ["fill", "get_item"]
 
 _impl = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -41,6 +43,31 @@ def get_item(func: Any, args: Any, gathered: Any) -> Any:
         return func(x, tuple(items))
     pattern = tuple(_HERE if isinstance(item, T) else item for item in items)
     return dispatch.planned(_index, (x, pattern, *(item for item in items if isinstance(item, T))), {})
+
+
+def fill(x: DTensor, index: Any, value: float) -> None:
+    """``x[index] = value`` on each rank's part: nothing is sent.
+
+    Args:
+        x: the tensor.
+        index: ints and slices, of whole dims too.
+        value: a number.
+    """
+    spec = x._spec
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise NotImplementedError(
+            f"x[index].fill_(value) of a DTensor placed {spec.placements} that requires grad: x[index] had to be"
+            " gathered; fill it under torch.no_grad(), or use torch.where"
+        )
+    if x.is_partial():
+        raise NotImplementedError(
+            f"x[index].fill_(value) of a DTensor placed {spec.placements}; reduce_partial() first"
+        )
+    mask = torch.zeros(spec.shape, dtype=torch.bool, device=x.device)
+    mask[index] = True
+    replicated = spec.with_placements([Replicate()] * spec.mesh.ndim)
+    with torch.no_grad():
+        local_view(x).masked_fill_(execute(mask, replicated, spec), value)
 
 
 def _without_tensors(item: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,12 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
     """``item``, ``tolist``, ``bool(x)``: the whole value, gathered where it has to be."""
     return func(local_view(args[0].full_tensor()), *args[1:], **kwargs)
+
+
+def _watch(func: Any, args: Any, kwargs: Any) -> Any:
+    """``register_post_accumulate_grad_hook``: from now on the leaf's gradient is summed before it is accumulated."""
+    args[0].__dict__.pop("_shadows", None)
+    return _impl(func, (), args, kwargs)
 
 
 def _data(func: Any, args: Any, kwargs: Any) -> Any:
@@ -268,7 +275,7 @@ def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
     x, index = args
     if type(x) is not DTensor:
         return indexing.get_item(func, args, _gathered)
-    key: list[Any] = [func, x._spec]
+    key: list[Any] = [func, "index", x._spec]  # not a key that (func, spec, True) equals where an index is 1
     for item in index if type(index) is tuple else (index,):
         kind = type(item)
         if kind is slice:
@@ -285,7 +292,20 @@ def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(part, T) for part in key):
             return indexing.get_item(func, args, _gathered)
         plan = dispatch.plan_of(tuple(key), func, args, kwargs)
-    return plan.run(args, kwargs)
+    out = plan.run(args, kwargs)
+    if plan.fixes:  # gathered: no view of x, so a fill has to be sent to x as well
+        out._taken_from = weakref.ref(x), index
+    return out
+
+
+def _fill(func: Any, args: Any, kwargs: Any) -> Any:
+    """``fill_`` and ``zero_``, which reach the tensor that a gathered ``x[index]`` was taken from."""
+    source, index = args[0].__dict__.get("_taken_from", (None, None)) if type(args[0]) is DTensor else (None, None)
+    whole = source() if source is not None else None
+    if whole is not None:
+        value = args[1] if len(args) > 1 else kwargs.get("value", 0)
+        indexing.fill(whole, index, value.item() if isinstance(value, T) else value)
+    return dispatch.planned(func, args, kwargs)
 
 
 def install() -> None:
@@ -299,7 +319,7 @@ def install() -> None:
             table[_get(name)] = _local
     for name in """data_ptr element_size untyped_storage storage_offset is_floating_point is_complex is_signed
         is_contiguous retain_grad get_device is_inference is_pinned is_shared share_memory_ __hash__ is_same_size
-        register_post_accumulate_grad_hook _is_view is_conj is_neg storage _typed_storage is_set_to dim_order
+        _is_view is_conj is_neg storage _typed_storage is_set_to dim_order
         record_stream is_coalesced is_distributed _is_zerotensor const_data_ptr""".split():
         if hasattr(T, name):
             table[getattr(T, name)] = _local
@@ -309,6 +329,7 @@ def install() -> None:
     for func in (T.detach, torch.detach, T.detach_, T.requires_grad_, T.pin_memory):
         table[func] = _same
     table[_get("data")] = _data
+    table[T.register_post_accumulate_grad_hook] = _watch
     read = "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __contains__ __array__ is_nonzero"
     for name in read.split():
         if hasattr(T, name):
@@ -325,6 +346,7 @@ def install() -> None:
     table[torch.linalg.vector_norm] = functools.partial(norms.vector_norm, _gathered)
     table[T.__getitem__] = _get_item
     table[torch.maximum] = _maximum
+    table[T.fill_] = table[T.zero_] = table[torch.fill_] = table[torch.zero_] = _fill
     table[T.view_as], table[T.reshape_as], table[T.expand_as] = map(_shaped_as, (T.view, T.reshape, T.expand))
     table[T.__setitem__] = _set_item
     table[torch.autograd.backward] = _backward
