@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ def verify_rank(job: Job) -> VerifyResult:
 @contextmanager
 def _rank() -> Iterator[None]:
     """A process group around the work; the first rank that fails is the one that is reported."""
+    # Ctrl-C reaches every process of a terminal; the launcher reports it for all.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     torch.set_num_threads(divide_threads(local_world))
     devices = get_platform().devices
