@@ -49,11 +49,10 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
             plan = _PLANS[
                 (
                     func,
+                    len(args),
                     *[a._spec if type(a) is DTensor else a for a in args],
-                    *[
-                        (k, v._spec if type(v) is DTensor else float if type(v) is float else v)
-                        for k, v in kwargs.items()
-                    ],
+                    *kwargs,
+                    *[v._spec if type(v) is DTensor else float if type(v) is float else v for v in kwargs.values()],
                 )
             ]
         else:
@@ -142,12 +141,11 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         plan = plan_of(key, func, args, kwargs or {})
         if plan.hot and (not any(type(a) is float for a in args) or (len(args) == 2 and not kwargs)):
             short = [a._spec if type(a) is DTensor else float if type(a) is float else a for a in args]
-            named = [
-                (k, v._spec if type(v) is DTensor else float if type(v) is float else v)
-                for k, v in (kwargs or {}).items()
-            ]
+            if kwargs:
+                values = [v._spec if type(v) is DTensor else float if type(v) is float else v for v in kwargs.values()]
+                short = [len(args), *short, *kwargs, *values]
             with contextlib.suppress(TypeError):  # a list among the arguments: found by the long key alone
-                _PLANS[(func, *short, *named)] = plan
+                _PLANS[(func, *short)] = plan
     return plan.run(args, kwargs)
 
 

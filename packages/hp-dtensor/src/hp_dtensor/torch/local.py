@@ -1,7 +1,8 @@
 """What a planned call does on local tensors, where the function itself with its own arguments would not do.
 
 Functions here read a ``Call``: those ``…_arguments`` give the rule its arguments, the others return what runs: a
-function, a pair ``(function, arguments after the first)``, or None for the function as it is.
+function, a pair ``(function, arguments after the first)``, a pair ``(function of the list of positional arguments,
+None)``, or None for the function as it is.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ def embedding(call: Call) -> Any:
             return None
         none = -1 if bound["padding_idx"] is None else bound["padding_idx"] % weight.shape[0]
         by_freq, sparse = bound["scale_grad_by_freq"], bound["sparse"]
-        return lambda input, weight, *_, **__: torch.embedding(weight, input, none, by_freq, sparse)
+        return lambda args: torch.embedding(args[1], args[0], none, by_freq, sparse), None
     start, size = _offset(weight, 0)
     padding = bound["padding_idx"]
     if padding is not None:

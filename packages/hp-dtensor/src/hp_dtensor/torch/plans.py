@@ -74,7 +74,7 @@ class Call:
 class Plan:
     """A planned call: moves, the local function, the results' layouts."""
 
-    __slots__ = ("direct", "fixes", "func", "hot", "local", "outs", "spec", "tail")
+    __slots__ = ("direct", "fixes", "func", "hot", "listed", "local", "outs", "spec", "tail")
 
     def __init__(self, func: Any, fixes: list[Any], outs: list[TensorSpec], single: bool, hot: bool) -> None:
         self.func = func
@@ -85,6 +85,7 @@ class Plan:
         self.tail: tuple[Any, ...] | None = None
         self.hot = hot
         self.direct = False
+        self.listed = False
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Runs the call on operands whose layouts are those that the plan was made for."""
@@ -92,6 +93,8 @@ class Plan:
             args, kwargs = self._moved(args, kwargs)
         if self.tail is not None:
             out = _impl(self.func, (), (args[0], *self.tail))
+        elif self.listed:
+            out = _impl(self.local, (), (args,))
         elif kwargs:
             out = _impl(self.local or self.func, (), args, kwargs)
         else:
@@ -224,7 +227,9 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
             fixes.append((path, target, varies if any(varies) else None))
     plan = Plan(func, fixes, call.results, single, binding.hot)
     local = binding.local(call) if binding.local is not None else None
-    if isinstance(local, tuple):
+    if isinstance(local, tuple) and local[1] is None:
+        plan.local, plan.listed = local[0], True
+    elif isinstance(local, tuple):
         plan.func, plan.tail = local
     else:
         plan.local = local
