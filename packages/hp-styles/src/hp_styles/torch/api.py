@@ -30,7 +30,8 @@ def parallelize_module(
         module: the module.
         device_mesh: a mesh of one axis; default that of ``with mesh:``.
         parallelize_plan: a style for the module itself, or ``{name or fnmatch pattern: style}``; patterns match dotted
-            names of submodules, ``layers.*.mlp.up``. ``""`` is the module itself.
+            names of submodules part by part: ``layers.*.mlp.up``; ``layers.*`` is the layers, not what is inside them.
+            ``""`` is the module itself.
         src_data_rank: the rank along the axis whose parameters count; None takes each rank's own.
 
     Returns:
@@ -39,7 +40,7 @@ def parallelize_module(
     Raises:
         ValueError: a mesh of several axes, a key that matches no submodule (near misses are listed), a module that two
             keys match, or modules that share a parameter and get different placements.
-        TypeError: something that is no style.
+        TypeError: something that is no style, or no plan.
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     if mesh.ndim != 1:
@@ -49,13 +50,18 @@ def parallelize_module(
         )
     if parallelize_plan is None:
         raise ValueError("parallelize_module: parallelize_plan is missing; pass a style or {pattern: style}")
-    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else dict(parallelize_plan)
-    modules = dict(module.named_modules())
-    chosen: dict[str, tuple[str, ParallelStyle]] = {}
+    if not isinstance(parallelize_plan, (ParallelStyle, Mapping)):
+        raise TypeError(
+            "parallelize_module: parallelize_plan must be a ParallelStyle or {pattern: style}, got"
+            f" {type(parallelize_plan).__name__}"
+        )
+    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    modules = dict(module.named_modules(remove_duplicate=False))
+    chosen: dict[int, tuple[str, str, ParallelStyle]] = {}
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"parallelize_module: {pattern!r} is given a {type(style).__name__}, not a ParallelStyle")
-        found = [pattern] if pattern in modules else [name for name in modules if name and fnmatchcase(name, pattern)]
+        found = [pattern] if pattern in modules else [name for name in modules if _matches(pattern, name)]
         if not found:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.5)
             raise ValueError(
@@ -63,18 +69,16 @@ def parallelize_module(
                 + (f"; near: {', '.join(near)}" if near else "")
             )
         for name in found:
-            if name in chosen and chosen[name][0] != pattern:
-                raise ValueError(
-                    f"parallelize_module: {name!r} is matched by {chosen[name][0]!r} and by {pattern!r}; keep one"
-                )
-            chosen[name] = (pattern, style)
+            _, other, _ = chosen.setdefault(id(modules[name]), (name, pattern, style))
+            if other != pattern:
+                raise ValueError(f"parallelize_module: {name!r} is matched by {other!r} and by {pattern!r}; keep one")
     before = {
         (name, key): parameter
-        for name, child in modules.items()
+        for name, child in module.named_modules()
         for key, parameter in child._parameters.items()
         if parameter is not None
     }
-    for name, (_, style) in chosen.items():
+    for name, _, style in chosen.values():
         previous = style.src_data_rank
         style.src_data_rank = src_data_rank
         try:
@@ -83,3 +87,8 @@ def parallelize_module(
             style.src_data_rank = previous
     retie(module, before)
     return module
+
+
+def _matches(pattern: str, name: str) -> bool:
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))

@@ -88,7 +88,7 @@ def _spec(mesh: DeviceMesh, layout: Placement, local: torch.Tensor) -> TensorSpe
 def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placement, desired: Placement) -> Any:
     """A plain tensor as the local part of ``layout``, or a DTensor, in ``desired``; several readers move it once."""
     if not isinstance(value, torch.Tensor):
-        return value
+        raise TypeError(f"parallel style: {layout!r} is for a tensor, got {type(value).__name__}")
     if isinstance(value, DTensor):
         if value.device_mesh != mesh:
             raise ValueError(f"parallel style: the input is on {value.device_mesh}, the module on {mesh}")
@@ -105,15 +105,22 @@ def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placement, desired: Placem
 
 
 def on_input(module: torch.nn.Module, mesh: DeviceMesh, layout: Placement, desired: Placement) -> None:
-    """Converts the first positional input (or, where there is none, the first keyword tensor)."""
+    """Converts the first positional input (or, where there is none, the first keyword tensor).
+
+    Raises:
+        TypeError: (in forward) there is no such input, or it is no tensor.
+    """
 
     def convert(mod: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
+        if args and isinstance(args[0], torch.Tensor):
             return (_to_dtensor(args[0], mesh, layout, desired), *args[1:]), kwargs
         for name, value in kwargs.items():
             if isinstance(value, torch.Tensor):
                 return args, {**kwargs, name: _to_dtensor(value, mesh, layout, desired)}
-        return args, kwargs
+        given = [type(value).__name__ for value in (*args, *kwargs.values())]
+        raise TypeError(
+            f"parallel style on {type(mod).__name__}: the first input must be a tensor, the inputs are {given}"
+        )
 
     module.register_forward_pre_hook(convert, with_kwargs=True)
 
@@ -181,6 +188,8 @@ def on_outputs(
             if layout is not None and value is not None:
                 value = _output(_to_dtensor(value, mesh, layout, want or layout), mesh, want or layout, local)
             made.append(value)
-        return type(output)(made) if isinstance(output, (tuple, list)) else made[0]
+        if not isinstance(output, (tuple, list)):
+            return made[0]
+        return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
 
     module.register_forward_hook(convert)
