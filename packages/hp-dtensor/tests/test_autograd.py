@@ -102,6 +102,10 @@ def test_without_gradients() -> None:
             out = given * weight
             assert not out.requires_grad and out.grad_fn is None
             _close(out, x * w)
+            rows = _place(x.t().clone(), mesh, Shard(0), grad=False)
+            hidden = given * 2
+            for _ in range(2):  # moved, and found where that is remembered
+                _close(hidden @ rows, 2 * x @ x.t())
     out = given * weight  # what was remembered without gradients is not used with them
     assert out.requires_grad
     out.sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hp_dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
+from hp_dtensor.torch import dispatch
 from hp_dtensor.torch.dtensor import local_view
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
@@ -184,3 +186,24 @@ def test_lists_of_different_layouts_are_errors() -> None:
         torch._foreach_add([a], [_arange(4)])
     with pytest.raises(ValueError, match=r"element 0 is \(Partial\(\),\); reduce_partial\(\) first"):
         torch._foreach_mul([_dt(4, placement=P)], 2.0)
+
+
+@on_ranks(2)
+def test_nothing_grows():
+    mesh = _mesh()
+    x = distribute_tensor(_arange(4, 3), mesh, [Shard(0)]).requires_grad_()
+    w = distribute_tensor(_arange(3), mesh, [R]).requires_grad_()
+
+    def step(scale):
+        ((x * scale + 0.5 * scale) * w).clamp(-scale, scale).sum().backward()
+        x.grad = w.grad = None
+
+    for i in range(3):
+        step(1.0 + i)
+    gc.collect()
+    plans, objects = len(dispatch._PLANS), len(gc.get_objects())
+    for i in range(200):
+        step(0.1 * i + 2)
+    gc.collect()
+    assert len(dispatch._PLANS) == plans
+    assert len(gc.get_objects()) < objects + 100

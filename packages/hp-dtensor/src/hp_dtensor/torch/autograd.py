@@ -214,7 +214,11 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
 
 def recall(x: Any, dst: TensorSpec, how: Any) -> Any:
     """What ``remember`` kept for ``x``, unless ``x`` or it has been written to since; None where there is nothing."""
-    version, grad = _impl(_version, (), (x,)), torch.is_grad_enabled()
+    grad = torch.is_grad_enabled()
+    try:
+        version = _impl(_version, (), (x,))
+    except RuntimeError:  # an inference tensor: nothing tells whether it has been written to
+        return None
     for entry in _memo:
         if entry[0] is x and entry[1] is dst and entry[2] == how and entry[4] == version and entry[6] == grad:
             if entry[5] == _impl(_version, (), (entry[3],)):
@@ -229,8 +233,10 @@ def forget() -> None:
 
 def remember(x: Any, dst: TensorSpec, how: Any, made: Any) -> Any:
     """Keeps ``made``, what ``x`` became in layout ``dst``; see Note [One sum for q, k and v]."""
-    _memo.insert(
-        0, (x, dst, how, made, _impl(_version, (), (x,)), _impl(_version, (), (made,)), torch.is_grad_enabled())
-    )
+    try:
+        versions = _impl(_version, (), (x,)), _impl(_version, (), (made,))
+    except RuntimeError:  # an inference tensor, see recall
+        return made
+    _memo.insert(0, (x, dst, how, made, *versions, torch.is_grad_enabled()))
     del _memo[_MEMO_SIZE:]
     return made

@@ -39,7 +39,7 @@ _set_data = T.data.__set__  # type: ignore[attr-defined]
 _version = T._version.__get__  # type: ignore[attr-defined]
 
 
-_OWN = ("_spec", "_moved_from", "_shadows")  # attributes that belong to this very tensor
+_OWN = ("_spec", "_moved_from", "_shadows", "_taken_from")  # attributes that belong to this very tensor
 
 
 def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:
@@ -388,11 +388,11 @@ def redistribute_shared(x: torch.Tensor, spec: TensorSpec, src: TensorSpec | Non
         spec: the wanted layout.
         src: the layout of a plain ``x``.
     """
-    found = autograd.recall(x, spec, "shared")
+    found = autograd.recall(x, spec, ("shared", src))
     if found is not None:
         return found
     value = x if isinstance(x, DTensor) else wrap(x.view_as(x), src or spec)
-    return autograd.remember(x, spec, "shared", value if value._spec is spec else redistribute(value, spec))
+    return autograd.remember(x, spec, ("shared", src), value if value._spec is spec else redistribute(value, spec))
 
 
 def _rebuild(local: torch.Tensor, spec: TensorSpec, requires_grad: bool, state: dict[str, Any]) -> DTensor:
