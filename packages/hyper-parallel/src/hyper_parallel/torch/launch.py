@@ -102,4 +102,6 @@ def _first_failure(error: Any) -> tuple[int, str]:
         message = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
     if failure.exitcode < 0:
         message = f"killed by {signal.Signals(-failure.exitcode).name} (process {failure.pid})"
+        if -failure.exitcode == signal.SIGKILL:
+            message += "; the system does that when memory runs out: take a smaller model or batch, or more ranks"
     return rank, str(message).rstrip()
