@@ -26,7 +26,7 @@ def save_checkpoint(plan: ParallelPlan, model: nn.Module, folder: Path) -> None:
         model: after `hp_plan.apply`.
         folder: which exists.
     """
-    state = full_state_dict(model, cpu=True)
+    state = full_state_dict(model, rank0_only=True, cpu=True)
     if get_platform().groups.rank() != 0:
         return
     if plan.model.config is None:

@@ -55,6 +55,9 @@ def _rank() -> Iterator[None]:
     try:
         init_process_group()
         yield
+        # Ranks end together: rank 0 has more to do at the end, and may fail in it. A process that ends while gloo's
+        # threads still let go of its last collective's tensors is aborted.
+        get_platform().collectives.barrier()
         destroy_process_group()
     except RuntimeError as error:
         if any(sign in str(error) for sign in _PEER_LOST):
