@@ -233,7 +233,7 @@ def _ragged(
 ) -> Iterator[Candidate]:
     for placement in dict.fromkeys(p for p in have if isinstance(p, RaggedShard)):
         same = [tuple(shape) == tuple(results[0]) for shape in shapes]
-        if all(fits or math.prod(shape) == 1 for fits, shape in zip(same, shapes, strict=True)):
+        if all(fits or tuple(shape) in ((), (1,)) for fits, shape in zip(same, shapes, strict=True)):
             yield (
                 [placement if fits else REPLICATE for fits in same],
                 [not fits for fits in same],
