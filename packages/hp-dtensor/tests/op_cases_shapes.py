@@ -179,7 +179,7 @@ def _parts() -> None:
     case("index 0-d", lambda x, i: x[i], A, ((), "i5"))
     case("index bool", lambda x: x[True], A)
     case("index one and true", lambda x: (x[1], x[True], x[0], x[False]), A)
-    case("fill rows", _fill_rows, A, refuses=MOVES)
+    case("fill rows", _fill_rows, A, refuses=f"{MOVES}|reduce_partial")
     case("index slice tensor", lambda x, i: x[: i + 1], A, ((), "i5"))
     case("index apart", lambda x, i, j: x[i, :, j], DEEP, ((2,), "i3"), ((2,), "i6"))
     case("index int and tensor", lambda x, i: x[0, :, i], DEEP, ((2,), "i6"))

@@ -1,7 +1,8 @@
 """Every call of the tables, on combinations of placements: values, shapes and gradients of one device.
 
 The default run tries a few combinations of each call: every placement of every argument, on two ranks or on three. To
-run them all, as after a change of the rules, set HYPER_PARALLEL_SWEEP to how many of one call are enough, 100 say.
+run them all, as after a change of the rules, set HYPER_PARALLEL_SWEEP to how many of one call are enough, 100 say;
+strided and ragged shards are then among them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
-from hp_dtensor.sharding import take
+from hp_dtensor import DTensor, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard, init_device_mesh
+from hp_dtensor.sharding import local_shape, take
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.autograd import grad_spec
 from hp_dtensor.torch.dtensor import local_view, wrap
@@ -84,19 +85,37 @@ def _truth(case: Case) -> Truth:
     return Truth(case, wholes, values, cotangents, [p.grad for p in plain])
 
 
-def _choices(arg: Arg, only: str) -> list[Placement]:
+def _choices(arg: Arg, only: str, ranks: int) -> list[Placement]:
     found: list[Placement] = [Replicate()]
     if "shard" in only:
         found += [Shard(dim) for dim in range(len(arg.shape))]
+    if LIMIT and "shard" in only and arg.shape:
+        found += [StridedShard(dim, 2) for dim, size in enumerate(arg.shape) if size and size % 2 == 0]
+        count = torch.Size(arg.shape).numel()
+        if count >= ranks:
+            units = (1,) * (ranks - 2) + (0, count - ranks + 2)
+            found.append(RaggedShard(tuple(range(len(arg.shape))), units))
     if arg.kind in "fp":
         found += [Partial()] * ("partial" in only) + [Partial("avg")] * ("avg" in only)
     return found
 
 
-def _combinations(case: Case, axes: int, limit: int) -> list[tuple[tuple[Placement, ...], ...]]:
+def _exists(arg: Arg, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> bool:
+    """Whether there is such a tensor: a split_factor, or the units of a run, may not divide what other axes leave."""
+    try:
+        for place in itertools.product(*map(range, mesh_shape)):
+            local_shape(arg.shape, placements, mesh_shape, place)
+    except ValueError:
+        return False
+    return True
+
+
+def _combinations(case: Case, mesh_shape: tuple[int, ...], limit: int) -> list[tuple[tuple[Placement, ...], ...]]:
     """All combinations, or as many as ``limit`` of them, but every placement of every argument on one axis."""
     rng = random.Random(zlib.crc32(case.name.encode()))
-    choices = [list(itertools.product(_choices(arg, case.only), repeat=axes)) for arg in case.args]
+    axes = len(mesh_shape)
+    choices = [list(itertools.product(_choices(arg, case.only, mesh_shape[0]), repeat=axes)) for arg in case.args]
+    choices = [[p for p in each if _exists(arg, p, mesh_shape)] for arg, each in zip(case.args, choices)]
     every = 1
     for each in choices:
         every *= len(each)
@@ -208,20 +227,20 @@ def _check_gradients(truth: Truth, out: list[Any], given: list[DTensor], what: s
 def _sweep(first: int, mesh: Any, limit: int) -> None:
     for case in CASES[first : first + GROUP]:
         truth = _truth(case)
-        combinations = _combinations(case, mesh.ndim, max(limit, LIMIT))
+        combinations = _combinations(case, mesh.shape, max(limit, LIMIT))
         if not LIMIT and mesh.ndim == 1 and len(combinations) > 1:  # one half on two ranks, the other on three
             combinations = combinations[mesh.size() % 2 :: 2]
         ran = [_run(truth, mesh, p) for p in combinations]
         assert any(ran) or case.refuses, f"{case.name} refuses every combination"
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, timeout=300.0)
 @pytest.mark.parametrize("first", GROUPS)
 def test_one_axis(first: int, ranks: int) -> None:
     _sweep(first, init_device_mesh(device_type(), (ranks,)), 2)
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=300.0)
 @pytest.mark.parametrize("first", GROUPS)
 def test_two_axes(first: int) -> None:
     _sweep(first, init_device_mesh(device_type(), (2, 2)), 1)

@@ -103,7 +103,35 @@ def solve(
     results: Sequence[Sequence[int]],
     in_place: int | None = None,
 ) -> Solution:
-    """The legal placements that move the fewest bytes.
+    """The legal placements that move the fewest bytes; see ``_solve``, whose choice axis by axis may not exist together.
+
+    A run of elements is cut in units of what the other axes leave of it: beside another cut than its own there may be no
+    such tensor. Then runs are gathered.
+    """
+    found = _solve(factors, shapes, placements, mesh_shape, itemsizes, results, in_place, ragged=True)
+    known = {(tuple(given), tuple(shape)) for given, shape in zip(placements, shapes, strict=True)}
+    chosen = [*zip(found.operands, shapes, strict=True), *zip(found.results, results, strict=True)]
+    if any(_run_and_cut(given) and (given, tuple(shape)) not in known for given, shape in chosen):
+        return _solve(factors, shapes, placements, mesh_shape, itemsizes, results, in_place, ragged=False)
+    return found
+
+
+def _run_and_cut(placements: Sequence[Placement]) -> bool:
+    kinds = [type(placement) for placement in placements]
+    return RaggedShard in kinds and (Shard in kinds or StridedShard in kinds)
+
+
+def _solve(
+    factors: FactorMap,
+    shapes: Sequence[Sequence[int]],
+    placements: Sequence[Sequence[Placement]],
+    mesh_shape: Sequence[int],
+    itemsizes: Sequence[int],
+    results: Sequence[Sequence[int]],
+    in_place: int | None,
+    ragged: bool,
+) -> Solution:
+    """The legal placements that move the fewest bytes, on each axis by itself.
 
     Each axis is solved by itself: a factor that some operand is sharded on there, partial values passed through an
     operation that is linear in them, or everything replicated. Of equal candidates the sharded one wins.
@@ -116,6 +144,7 @@ def solve(
         itemsizes: bytes an element of each operand.
         results: global shape of each result.
         in_place: index of an operand that is written to and so can't move.
+        ragged: whether runs of elements may stay runs.
 
     Raises:
         NoLegalPlacement: ``in_place`` leaves no legal combination.
@@ -152,7 +181,7 @@ def solve(
             offer(*candidate)
         for candidate in _partial(factors, have):
             offer(*candidate)
-        if factors.elementwise:
+        if factors.elementwise and ragged:
             for candidate in _ragged(have, shapes, results):
                 offer(*candidate)
         if factors.forgetful and any(p.is_partial() for p in have):

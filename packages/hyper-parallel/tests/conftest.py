@@ -1,0 +1,10 @@
+"""Ranks find imported what pytest has imported: transformers is read once, and not in every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+for _family in ("auto", "qwen3"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hp_plan import ParallelPlan
+from hp_platform import get_platform
+from hp_platform.testing import on_ranks, run_ranks
+from hyper_parallel.output import prepare_folder
+from hyper_parallel.torch.trainer import train
+
+TABLES = {
+    "model": {
+        "config": "Qwen3Config",
+        "overrides": {
+            "vocab_size": 256,
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 4,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+        },
+    },
+    "fsdp": {"groups": ["model.layers.*"]},
+    "data": {"sequence_length": 8, "batch_size": 4},
+    "run": {"steps": 3, "grad_clip": 1.0, "dtype": "float64"},
+}
+
+
+def run(folder, mesh):
+    (folder / "text").write_bytes(b"to be or not to be, " * 20)
+    tables = {**TABLES, "mesh": mesh, "data": {**TABLES["data"], "paths": [str(folder / "text")]}}
+    return train(ParallelPlan.from_dict(tables), prepare_folder(folder / "run", name="x"))
+
+
+@on_ranks(2)
+def test_the_checkpoint_is_a_model_of_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+    summary = run(tmp_path, {"dp_shard": 2})
+    if get_platform().groups.rank() != 0:
+        assert summary is None
+        return
+    assert summary is not None
+    assert summary.steps == 3
+    assert summary.tokens == 3 * 4 * 8
+    assert len(summary.peak_memory) == 2
+    assert summary.sample is not None
+    assert summary.sample.startswith("def ")
+    model = AutoModelForCausalLM.from_pretrained(summary.checkpoint)
+    assert type(model) is Qwen3ForCausalLM
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tokens = torch.tensor([list(b"to be or")])
+    with torch.no_grad():
+        assert 0 < model(tokens, labels=tokens).loss < summary.first_loss
+    assert ParallelPlan.from_toml(tmp_path / "run" / "plan.toml").run.steps == 3
+
+
+def losses(folder) -> list[float]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [value for step in map(json.loads, lines) for value in (step["loss"], step["grad_norm"])]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    run_ranks(1, run, folder, {})
+    return losses(folder)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}], ids=str)
+def test_every_layout_trains_on_the_same_text_to_the_same_loss(tmp_path, alone, mesh):
+    run_ranks(4, run, tmp_path, mesh)
+    # transformers computes norms and softmax in float32 whatever the weights are.
+    assert losses(tmp_path) == pytest.approx(alone, abs=1e-5)
