@@ -103,10 +103,10 @@ def solve(
     results: Sequence[Sequence[int]],
     in_place: int | None = None,
 ) -> Solution:
-    """The legal placements that move the fewest bytes; see ``_solve``, whose choice axis by axis may not exist together.
+    """The legal placements that move the fewest bytes; see ``_solve``, whose choices by axis may not exist together.
 
-    A run of elements is cut in units of what the other axes leave of it: beside another cut than its own there may be no
-    such tensor. Then runs are gathered.
+    A run of elements is cut in units of what the other axes leave of it: beside another cut than its own there may be
+    no such tensor. Then runs are gathered.
     """
     found = _solve(factors, shapes, placements, mesh_shape, itemsizes, results, in_place, ragged=True)
     known = {(tuple(given), tuple(shape)) for given, shape in zip(placements, shapes, strict=True)}

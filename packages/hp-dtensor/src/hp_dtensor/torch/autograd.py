@@ -1,11 +1,4 @@
-"""Moving values between placements with the right gradient.
-
-Note [Gradient layouts]
-On each mesh axis a value's placement fixes its gradient's: Shard has Shard, Partial has Replicate, and Replicate has
-Replicate, unless an operation's result *varies* over the axis (it is Shard or Partial there): then each rank computes
-only its own part of the gradient, which is Partial. So the backward of every move is a move again, between the
-gradients' placements, and no scale factor appears. Source: the transpose rules of JAX's ``shard_map`` (pvary / psum),
-applied to each operation.
+"""Moving values between placements with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
 
 Note [One sum for q, k and v]
 A value that several operations read as varying must be summed once, not once an operation. The moved value is kept in a
@@ -23,14 +16,14 @@ axes, and added to ``.grad`` when backward ends, or when ``reduce_partial_grads`
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from hp_dtensor.placements import Partial, Placement, Replicate
+from hp_dtensor.gradients import backward_scale, grad_spec
+from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.redistribute import execute
 
@@ -55,31 +48,6 @@ _tasks: list[int | None] = [None]
 _NONE: dict[Any, Any] = {}
 
 
-@functools.lru_cache(maxsize=16384)
-def grad_spec(spec: TensorSpec, vary: tuple[bool, ...] | None = None) -> TensorSpec:
-    """The layout of a value's gradient; see Note [Gradient layouts]."""
-    made: list[Placement] = []
-    for axis, placement in enumerate(spec.placements):
-        if vary is not None and vary[axis] and placement.is_replicate():
-            made.append(Partial())
-        else:
-            made.append(Replicate() if placement.is_partial() else placement)
-    return spec.with_placements(made)
-
-
-@functools.lru_cache(maxsize=16384)
-def _backward_scale(src: TensorSpec, dst: TensorSpec) -> float:
-    """An average's parts get a share of its gradient: the only factor there is, for ``Partial("avg")``."""
-    scale = 1.0
-    for axis, (a, b) in enumerate(zip(src.placements, dst.placements, strict=True)):
-        ranks = src.mesh.shape[axis]
-        if a.is_partial("avg") and not b.is_partial("avg"):
-            scale /= ranks
-        if b.is_partial("avg") and not a.is_partial("avg"):
-            scale *= ranks
-    return scale
-
-
 class _Redistribute(torch.autograd.Function):
     """Moves a local tensor from one layout to another; ``value`` is the moved value where it is known already."""
 
@@ -94,7 +62,7 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         _memo.clear()
         src, dst, vary = ctx.layouts
-        scale = _backward_scale(src, dst)
+        scale = backward_scale(src, dst)
         moved = move(grad, grad_spec(dst, vary), grad_spec(src))
         return (moved if scale == 1.0 else moved * scale), None, None, None, None
 

@@ -11,81 +11,24 @@ Note [Even cuts are a transpose]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
-from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.placements import Placement, RaggedShard, Shard
+from hp_dtensor.redistribution.cuts import Cut, Place, common
 from hp_dtensor.redistribution.simulate import neutral
 from hp_dtensor.redistribution.steps import Step
-from hp_dtensor.sharding import Interval, cut_dim, local_shape, parts, ragged_of, run_view
+from hp_dtensor.sharding import Interval, cut_dim, ragged_of
 from hp_platform import get_platform
 
-__all__ = ["Cut", "Place", "Run", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice_", "to_partial"]
+__all__ = ["Run", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice_", "to_partial"]
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 PADDING = 1.25
 """Uneven pieces are padded for an all-gather up to this ratio of padded to real size, else sent by all-to-all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A step seen from one rank: shapes local to the other axes, and this rank's index among the axis's ``n``."""
-
-    n: int
-    me: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    whole: tuple[int, ...]
-    bare: tuple[Placement, ...]
-
-    @staticmethod
-    def of(step: Step, shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: Sequence[int]) -> Place:
-        bare = (*step.before[: step.axis], Replicate(), *step.before[step.axis + 1 :])
-        before, after, whole = (
-            local_shape(shape, placements, mesh_shape, coordinate) for placements in (step.before, step.after, bare)
-        )
-        return Place(mesh_shape[step.axis], coordinate[step.axis], before, after, whole, bare)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a placement cuts the whole tensor: Note [One run of elements] in `hp_dtensor.sharding`."""
-
-    outer: int
-    run: int
-    inner: int
-    held: tuple[tuple[Interval, ...], ...]
-    blocks: int | None
-    """``O`` of Note [Even cuts are a transpose]; None where the cut is uneven."""
-
-    @staticmethod
-    def of(placement: Placement, place: Place) -> Cut:
-        outer, run, inner = run_view(placement, place.bare, place.whole)
-        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        even = run % (factor * place.n) == 0
-        if isinstance(placement, RaggedShard):
-            even = len(set(placement.units)) == 1
-        return Cut(outer, run, inner, parts(placement, run, place.n), outer * factor if even else None)
-
-    def of_run(self, run: int) -> Cut:
-        """The same cut of the longer run that begins with this one's dim."""
-        scale = run // self.run
-        held = tuple(tuple((start * scale, length * scale) for start, length in each) for each in self.held)
-        return Cut(self.outer, run, self.inner // scale, held, self.blocks)
-
-    @property
-    def lengths(self) -> list[int]:
-        """How much of the run each rank holds."""
-        return [sum(length for _, length in held) for held in self.held]
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the pieces, one after the other, are the tensor."""
-        return self.outer == 1 and all(len(held) < 2 for held in self.held)
 
 
 def all_reduce(op: str, place: Place, group: Any, *, owned: bool) -> Run:
@@ -285,8 +228,8 @@ def _same_run_all_to_all(source: Cut, target: Cut, place: Place, group: Any) -> 
     """Both placements cut the same run: ranks exchange the intersections of their intervals."""
     send = get_platform().collectives.all_to_all
     outer, inner, me, after = source.outer, source.inner, place.me, place.after
-    sent = [_common(source.held[me], there) for there in target.held]
-    received = [_common(target.held[me], there) for there in source.held]
+    sent = [common(source.held[me], there) for there in target.held]
+    received = [common(target.held[me], there) for there in source.held]
     send_sizes = [outer * inner * sum(length for _, length in each) for each in sent]
     receive_sizes = [outer * inner * sum(length for _, length in each) for each in received]
     pack, unpack = (outer > 1 or not _is_prefix(each) for each in (sent, received))
@@ -303,19 +246,6 @@ def _same_run_all_to_all(source: Cut, target: Cut, place: Place, group: Any) -> 
         return out.view(after)
 
     return run
-
-
-def _common(mine: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:
-    """What of ``theirs`` lies in ``mine``, as (offset in the concatenation of ``mine``, length), in order."""
-    found: list[Interval] = []
-    offset = 0
-    for start, length in mine:
-        for other, size in theirs:
-            low, high = max(start, other), min(start + length, other + size)
-            if low < high:
-                found.append((offset + low - start, high - low))
-        offset += length
-    return found
 
 
 def _is_prefix(pieces: Sequence[Sequence[Interval]]) -> bool:

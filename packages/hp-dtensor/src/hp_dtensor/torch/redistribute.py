@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hp_dtensor.redistribution.cuts import Cut, Place
 from hp_dtensor.redistribution.planner import plan
 from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
 from hp_dtensor.torch import exchange
-from hp_dtensor.torch.exchange import Cut, Place, Run
+from hp_dtensor.torch.exchange import Run
 
 if TYPE_CHECKING:
     from hp_dtensor.spec import TensorSpec

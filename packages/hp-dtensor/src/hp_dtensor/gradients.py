@@ -1,0 +1,43 @@
+"""What layout a value's gradient has.
+
+Note [Gradient layouts]
+On each mesh axis a value's placement fixes its gradient's: Shard has Shard, Partial has Replicate, and Replicate has
+Replicate, unless an operation's result *varies* over the axis (it is Shard or Partial there): then each rank computes
+only its own part of the gradient, which is Partial. So the backward of every move is a move again, between the
+gradients' placements, and no scale factor appears. Source: the transpose rules of JAX's ``shard_map`` (pvary / psum),
+applied to each operation.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from hp_dtensor.placements import Partial, Placement, Replicate
+from hp_dtensor.spec import TensorSpec
+
+__all__ = ["backward_scale", "grad_spec"]
+
+
+@functools.lru_cache(maxsize=16384)
+def grad_spec(spec: TensorSpec, vary: tuple[bool, ...] | None = None) -> TensorSpec:
+    """The layout of a value's gradient; see Note [Gradient layouts]."""
+    made: list[Placement] = []
+    for axis, placement in enumerate(spec.placements):
+        if vary is not None and vary[axis] and placement.is_replicate():
+            made.append(Partial())
+        else:
+            made.append(Replicate() if placement.is_partial() else placement)
+    return spec.with_placements(made)
+
+
+@functools.lru_cache(maxsize=16384)
+def backward_scale(src: TensorSpec, dst: TensorSpec) -> float:
+    """An average's parts get a share of its gradient: the only factor there is, for ``Partial("avg")``."""
+    scale = 1.0
+    for axis, (a, b) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        ranks = src.mesh.shape[axis]
+        if a.is_partial("avg") and not b.is_partial("avg"):
+            scale /= ranks
+        if b.is_partial("avg") and not a.is_partial("avg"):
+            scale *= ranks
+    return scale

@@ -1,0 +1,82 @@
+"""A step of a redistribution as one rank sees it: sizes and intervals, the same for every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hp_dtensor.placements import Placement, RaggedShard, Replicate, StridedShard
+from hp_dtensor.redistribution.steps import Step
+from hp_dtensor.sharding import Interval, local_shape, parts, run_view
+
+__all__ = ["Cut", "Place", "common"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A step seen from one rank: shapes local to the other axes, and this rank's index among the axis's ``n``."""
+
+    n: int
+    me: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    whole: tuple[int, ...]
+    bare: tuple[Placement, ...]
+
+    @staticmethod
+    def of(step: Step, shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: Sequence[int]) -> Place:
+        bare = (*step.before[: step.axis], Replicate(), *step.before[step.axis + 1 :])
+        before, after, whole = (
+            local_shape(shape, placements, mesh_shape, coordinate) for placements in (step.before, step.after, bare)
+        )
+        return Place(mesh_shape[step.axis], coordinate[step.axis], before, after, whole, bare)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a placement cuts the whole tensor: Note [One run of elements] in `hp_dtensor.sharding`."""
+
+    outer: int
+    run: int
+    inner: int
+    held: tuple[tuple[Interval, ...], ...]
+    blocks: int | None
+    """``O`` of Note [Even cuts are a transpose] in `hp_dtensor.torch.exchange`; None where the cut is uneven."""
+
+    @staticmethod
+    def of(placement: Placement, place: Place) -> Cut:
+        outer, run, inner = run_view(placement, place.bare, place.whole)
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        even = run % (factor * place.n) == 0
+        if isinstance(placement, RaggedShard):
+            even = len(set(placement.units)) == 1
+        return Cut(outer, run, inner, parts(placement, run, place.n), outer * factor if even else None)
+
+    def of_run(self, run: int) -> Cut:
+        """The same cut of the longer run that begins with this one's dim."""
+        scale = run // self.run
+        held = tuple(tuple((start * scale, length * scale) for start, length in each) for each in self.held)
+        return Cut(self.outer, run, self.inner // scale, held, self.blocks)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How much of the run each rank holds."""
+        return [sum(length for _, length in held) for held in self.held]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the pieces, one after the other, are the tensor."""
+        return self.outer == 1 and all(len(held) < 2 for held in self.held)
+
+
+def common(mine: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:
+    """What of ``theirs`` lies in ``mine``, as (offset in the concatenation of ``mine``, length), in order."""
+    found: list[Interval] = []
+    offset = 0
+    for start, length in mine:
+        for other, size in theirs:
+            low, high = max(start, other), min(start + length, other + size)
+            if low < high:
+                found.append((offset + low - start, high - low))
+        offset += length
+    return found
