@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hp_dtensor.torch.init import init_empty_weights, init_on_device, init_parameters
 
 __all__ = [
+    "DFunction",
     "DTensor",
     "DeviceMesh",
     "Layout",
@@ -26,7 +27,9 @@ __all__ = [
     "RaggedShard",
     "Replicate",
     "Shard",
+    "SkipDTensorDispatch",
     "StridedShard",
+    "custom_shard",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -38,6 +41,7 @@ __all__ = [
     "init_on_device",
     "init_parameters",
     "ones",
+    "parallelize_value_and_grad",
     "rand",
     "randn",
     "zeros",
@@ -46,7 +50,10 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "DFunction": "functional",
         "DTensor": "dtensor",
+        "SkipDTensorDispatch": "dispatch",
+        "custom_shard": "functional",
         "distribute_module": "api",
         "distribute_tensor": "api",
         "empty": "api",
@@ -56,6 +63,7 @@ __getattr__, __dir__ = lazy_exports(
         "init_on_device": "init",
         "init_parameters": "init",
         "ones": "api",
+        "parallelize_value_and_grad": "functional",
         "rand": "api",
         "randn": "api",
         "zeros": "api",

@@ -1,0 +1,107 @@
+"""Moving values between placements with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
+
+Note [One sum for q, k and v]
+A value that several operations read as varying must be summed once, not once an operation. The moved value is kept in a
+memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+from mindspore import Tensor, _Function, ops
+from mindspore._c_expression import NoFallbackGuard, TensorPy  # type: ignore[attr-defined]
+from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
+
+from hp_dtensor.gradients import backward_scale, grad_spec
+from hp_dtensor.mindspore.redistribute import execute
+from hp_dtensor.spec import TensorSpec
+
+__all__ = ["convert", "forget", "grad_enabled", "local_mode", "local_only", "move"]
+
+_local_depth: contextvars.ContextVar[int] = contextvars.ContextVar("local_depth", default=0)
+_memo: list[tuple[Any, ...]] = []
+_MEMO_SIZE = 4
+
+
+@contextlib.contextmanager
+def local_mode() -> Iterator[None]:
+    """Inside, DTensors are their local parts in every respect, shape too, and results are plain tensors. Nests."""
+    token = _local_depth.set(_local_depth.get() + 1)
+    try:
+        with NoFallbackGuard():
+            yield
+    finally:
+        _local_depth.reset(token)
+
+
+def local_only() -> bool:
+    """Tell whether DTensors are their local parts here."""
+    return _local_depth.get() > 0
+
+
+def grad_enabled() -> bool:
+    """Tell whether operations are recorded."""
+    return bool(_pynative_executor.grad_flag())
+
+
+class _Redistribute(_Function):
+    """Moves a local tensor from one layout to another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> Tensor:  # type: ignore[override]
+        ctx.layouts = src, dst, vary
+        with local_mode():
+            if src is dst:
+                return TensorPy.reshape(x, src.local_shape)
+            return execute(x, src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        _memo.clear()
+        src, dst, vary = ctx.layouts
+        scale = backward_scale(src, dst)
+        with local_mode():
+            moved = execute(grad, grad_spec(dst, vary), grad_spec(src))
+            return (moved if scale == 1.0 else moved * scale), None, None, None
+
+
+def move(local: Tensor, src: TensorSpec, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
+    """A plain local tensor of layout ``src`` in layout ``dst``, differentiable."""
+    if grad_enabled() and local._requires_grad:
+        return local if src is dst and vary is None else _Redistribute.apply(local, src, dst, vary)
+    if src is dst:
+        return local
+    with local_mode():
+        return execute(ops.stop_gradient(local), src, dst)
+
+
+def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
+    """A DTensor's local value in layout ``dst``, as an operation reads it.
+
+    Args:
+        x: a DTensor.
+        dst: the layout to read it in.
+        vary: by axis, True where the operation's result varies; None where nowhere.
+    """
+    src = x._spec
+    recorded = grad_enabled() and x._requires_grad
+    if src is dst and (vary is None or not recorded):
+        return x
+    version = x._version
+    for source, layout, how, made, then, after, flag in _memo:
+        if source is x and layout is dst and how == vary and then == version and flag == recorded:
+            if made._version == after:
+                return made
+    made = move(x, src, dst, vary)
+    _memo.insert(0, (x, dst, vary, made, version, made._version, recorded))
+    del _memo[_MEMO_SIZE:]
+    return made
+
+
+def forget() -> None:
+    """Drops what is kept of moved values: where a new gradient is begun, and where memory is exchanged."""
+    _memo.clear()

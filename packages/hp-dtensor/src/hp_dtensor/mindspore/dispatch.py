@@ -1,0 +1,205 @@
+"""Dispatch: a MindSpore kernel on DTensors becomes a plan, made once for each combination of layouts and arguments.
+
+Kernels come in two forms: ``func(*args, **kwargs)``, and ``func(primitive, name, args)`` for the primitives that are
+classes. Those of the second form whose tensors stand in a list (``Stack``, ``AddN``) do not come at all; `install`
+catches them where MindSpore's Python runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mindspore import Tensor, ops
+from mindspore._c_expression import NoFallbackGuard  # type: ignore[attr-defined]
+from mindspore.ops import Primitive, primitive
+
+from hp_dtensor.mindspore.autograd import local_mode, local_only
+from hp_dtensor.mindspore.dtensor import DTensor, wrap
+from hp_dtensor.mindspore.plans import Call, Plan, make_plan
+from hp_dtensor.placements import Replicate
+from hp_dtensor.rules.factors import NoLegalPlacement
+from hp_dtensor.spec import TensorSpec
+
+__all__ = ["SkipDTensorDispatch", "dispatch", "implicit_replication", "run_kernel"]
+
+_PLANS: dict[Any, Plan] = {}
+_LIMIT = 1 << 16
+_implicit: contextvars.ContextVar[bool] = contextvars.ContextVar("implicit_replication", default=False)
+
+
+@contextlib.contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, a plain tensor that meets DTensors in an operation counts as replicated on their mesh.
+
+    It must then hold the same values on every rank of the mesh. Outside, mixing the two is an error.
+    """
+    token = _implicit.set(True)
+    try:
+        yield
+    finally:
+        _implicit.reset(token)
+
+
+class SkipDTensorDispatch:
+    """Context: inside, DTensors are their local parts in every respect. Nests; each thread has its own.
+
+    What works element by element on local parts, an optimizer's step above all, runs in it untouched.
+
+    Example:
+        >>> with SkipDTensorDispatch():
+        ...     optimizer(gradients)
+    """
+
+    def __init__(self) -> None:
+        self._contexts: list[Any] = []
+
+    def __enter__(self) -> SkipDTensorDispatch:
+        context = local_mode()
+        context.__enter__()
+        self._contexts.append(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.pop().__exit__(*error)
+
+
+def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs what ``__fallback__`` intercepted."""
+    if len(args) == 3 and isinstance(args[0], Primitive) and isinstance(args[1], str):
+        prim, name, values = args
+
+        def run(given: Sequence[Any], named: dict[str, Any]) -> Any:
+            return func(prim, name, tuple(given))
+
+        attributes = tuple(sorted((k, v) for k, v in prim.attrs.items() if isinstance(v, (bool, int, str))))
+        return run_kernel(name, run, tuple(values), {}, (attributes,))
+    return run_kernel(func.name, lambda given, named: func(*given, **named), tuple(args), dict(kwargs))
+
+
+def run_kernel(name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], extra: Any = ()) -> Any:
+    """Runs a kernel on DTensors by its plan.
+
+    Args:
+        name: the kernel's name, as in the table of `hp_dtensor.mindspore.functions`.
+        run: calls it: ``run(positional values, keyword values)``.
+        args, kwargs: its arguments.
+        extra: what else the plan depends on.
+
+    Raises:
+        NotImplementedError: the kernel has no binding.
+        ValueError: plain tensors among DTensors, or DTensors of two meshes.
+    """
+    if local_only():
+        with NoFallbackGuard():
+            return run(args, kwargs)
+    args, kwargs = _replicate_plain(name, args, kwargs)
+    key: Any = None
+    with contextlib.suppress(TypeError):
+        key = (name, extra, *map(_part, args), *((k, _part(v)) for k, v in kwargs.items()))
+        found = _PLANS.get(key)
+        if found is not None:
+            return found.run(run, args, kwargs)
+    made = _make(Call(name, run, args, kwargs))
+    if key is not None:
+        if len(_PLANS) > _LIMIT:
+            _PLANS.clear()
+        _PLANS[key] = made
+    return made.run(run, args, kwargs)
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._spec, value.itemsize
+    if type(value) is float:
+        return float  # no rule reads one
+    if isinstance(value, (list, tuple)):
+        return (type(value) is list, *map(_part, value))
+    hash(value)
+    return type(value), value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Plain tensors as replicated DTensors: scalars always, others where the user said so."""
+    given = list(_tensors((*args, *kwargs.values())))
+    some = next(tensor for tensor in given if isinstance(tensor, DTensor))
+    if all(isinstance(tensor, DTensor) for tensor in given):
+        return args, kwargs
+    mesh = some._spec.mesh
+
+    def change(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+            return [change(v) for v in value]
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        if value.ndim and not _implicit.get():
+            raise ValueError(
+                f"{name}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape {some._spec.shape}"
+                f" placed {some._spec.placements}. Distribute it (distribute_tensor or DTensor.from_local), or take"
+                " plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
+            )
+        with NoFallbackGuard():
+            alias = value.reshape(value.shape) if value._requires_grad else ops.stop_gradient(value)
+        return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
+
+    if "Inplace" in name and not isinstance(args[0], DTensor):
+        raise ValueError(
+            f"{name}: writing a DTensor of shape {some._spec.shape} into a plain tensor of shape"
+            f" {tuple(args[0].shape)}; gather it first: full_tensor()"
+        )
+    return tuple(change(a) for a in args), {k: change(v) for k, v in kwargs.items()}
+
+
+def _make(call: Call) -> Plan:
+    from hp_dtensor.mindspore.functions import BINDINGS
+
+    binding = BINDINGS.get(call.name)
+    given = [t for t in _tensors((*call.args, *call.kwargs.values())) if isinstance(t, DTensor)]
+    shown = ", ".join(f"{t._spec.shape} {t._spec.placements}" for t in given)
+    if binding is None:
+        raise NotImplementedError(
+            f"no sharding rule for MindSpore's kernel {call.name} (DTensors: {shown}). Bind it in"
+            " hp_dtensor.mindspore.functions (one line), or gather the operands first with full_tensor()"
+        )
+    meshes = list(dict.fromkeys(t._spec.mesh for t in given))
+    if len(meshes) > 1:
+        raise ValueError(
+            f"{call.name}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the"
+            " other's mesh first"
+        )
+    try:
+        return make_plan(call, binding)
+    except NoLegalPlacement as error:
+        raise RuntimeError(f"{call.name}: {error}") from None
+
+
+def install() -> None:
+    """Catches the primitives whose tensors stand in a list, once a process."""
+    plain = primitive._run_op
+    if getattr(plain, "_of_dtensors", False):
+        return
+
+    def run_op(obj: Any, op_name: str, args: Any) -> Any:
+        if not local_only():
+            for value in args:
+                if isinstance(value, (list, tuple)) and any(isinstance(v, DTensor) for v in value):
+                    attributes = tuple((k, v) for k, v in sorted(obj.attrs.items()) if isinstance(v, (bool, int, str)))
+                    named = {"axis": obj.attrs["axis"]} if "axis" in obj.attrs else {}
+                    return run_kernel(op_name, lambda given, _: plain(obj, op_name, given), args, named, attributes)
+        return plain(obj, op_name, args)
+
+    run_op._of_dtensors = True  # type: ignore[attr-defined]
+    primitive._run_op = run_op
+
+
+install()

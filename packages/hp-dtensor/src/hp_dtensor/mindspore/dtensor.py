@@ -1,0 +1,359 @@
+"""DTensor: a MindSpore tensor that holds this rank's part and knows the whole.
+
+Note [A DTensor is its local tensor]
+The class of the local tensor is set to DTensor and the layout hangs on it. Kernels are intercepted by ``__fallback__``;
+the local operation runs with interception off, so PyNative's autograd records plain local operations and the backward
+pass runs with no dispatch at all. A Parameter stays the Parameter that it is: its class becomes one that is both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mindspore import Parameter, Tensor, ops
+from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
+
+from hp_dtensor.gradients import grad_spec
+from hp_dtensor.layout import Layout, as_placements
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mindspore import autograd
+from hp_dtensor.mindspore.autograd import local_mode, local_only
+from hp_dtensor.placements import Placement, Replicate
+from hp_dtensor.spec import TensorSpec, normalize
+
+__all__ = ["DParameter", "DTensor", "local_of", "local_view", "redistribute", "unwrap", "wrap"]
+
+_shape = TensorPy.shape.__get__
+
+
+def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
+    """Makes ``local`` itself a DTensor of layout ``spec``: sets its class, adds no autograd node.
+
+    Args:
+        local: this rank's part, of shape ``spec.local_shape``; not used as a plain tensor afterwards.
+        spec: the layout.
+    """
+    local.__class__ = DParameter if isinstance(local, Parameter) else DTensor
+    local._spec = spec
+    return local  # type: ignore[return-value]
+
+
+def unwrap(tensor: DTensor) -> Tensor:
+    """Makes a DTensor the plain tensor (or Parameter) that its local part is: `wrap` undone, in place."""
+    tensor.__class__ = Parameter if isinstance(tensor, DParameter) else Tensor  # type: ignore[assignment]
+    return tensor
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local part as a plain tensor, in the graph; a plain tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with local_mode():
+        return TensorPy.reshape(tensor, tensor._spec.local_shape)
+
+
+def local_view(tensor: Tensor) -> Tensor:
+    """A plain tensor of a DTensor's local part (or of a plain tensor), outside autograd."""
+    with local_mode():
+        return ops.stop_gradient(tensor)
+
+
+class DTensor(Tensor):
+    """A tensor distributed over a DeviceMesh.
+
+    ``shape`` is the global shape; operations are those of ``mindspore.Tensor`` and give what a single device would,
+    distributed.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))       # on 2 workers
+        >>> x = distribute_tensor(mindspore.ops.arange(6.0), mesh, [Shard(0)])
+        >>> x.to_local().shape, (x * 2).sum().item()
+        ((3,), 30.0)
+    """
+
+    _spec: TensorSpec
+
+    # ---- making one ----
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | Layout | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> DTensor:
+        """A DTensor from each rank's part. Differentiable: the local tensor gets its part of the gradient.
+
+        Args:
+            local_tensor: this rank's part.
+            device_mesh: the mesh, or a ``Layout``, which stands for mesh and placements.
+            placements: one an axis; default ``Replicate()`` on all.
+            run_check: compare shapes and replicated values over the ranks first; communicates.
+            shape: global shape; needed where shards are uneven.
+
+        Raises:
+            ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not
+                this rank's part, or (``run_check``) ranks that disagree.
+        """
+        from hp_dtensor.mindspore.api import from_local
+
+        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
+
+    # ---- layout ----
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement an axis."""
+        return self._spec.placements
+
+    @property
+    def layout(self) -> Layout:
+        """The Layout (mesh and placements)."""
+        return Layout.of(self._spec.mesh, self._spec.placements, len(self._spec.shape))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part."""
+        return tuple(_shape(self))
+
+    def is_partial(self) -> bool:
+        """True where the value is spread over ranks as parts of a reduction on some axis."""
+        return any(placement.is_partial() for placement in self._spec.placements)
+
+    def reduce_partial(self) -> DTensor:
+        """This tensor with every ``Partial`` axis reduced to ``Replicate``."""
+        return self.redistribute(placements=[Replicate() if p.is_partial() else p for p in self._spec.placements])
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | Layout | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> DTensor:
+        """The same value in another layout; differentiable.
+
+        Args:
+            device_mesh: the tensor's own mesh (default), or a ``Layout``.
+            placements: one an axis.
+            async_op: accepted; the result is ready when the call returns.
+
+        Raises:
+            ValueError: a different mesh, placements that do not fit.
+        """
+        mesh, wanted = as_placements(device_mesh, placements, self._spec.mesh, "redistribute")
+        if mesh != self._spec.mesh:
+            raise ValueError(
+                f"redistribute: the tensor is on {self._spec.mesh}, asked for {mesh}; only the same mesh is supported "
+                "(gather with full_tensor() and distribute_tensor() it anew)"
+            )
+        return redistribute(
+            self, self._spec.with_placements(normalize(wanted, mesh, len(self._spec.shape), "redistribute"))
+        )
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, plain, on every rank; differentiable."""
+        return local_of(redistribute(self, self._spec.with_placements([Replicate()] * self._spec.mesh.ndim)))
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part as a plain tensor; differentiable.
+
+        Args:
+            grad_placements: layout of the gradient that will come back, where it is not the tensor's own: ``Partial()``
+                on an axis where the tensor is replicated and what follows differs between the ranks.
+
+        Raises:
+            ValueError: a gradient layout that the tensor's own cannot have.
+        """
+        spec = self._spec
+        if grad_placements is None:
+            return local_of(self)
+        wanted = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
+        vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, wanted, strict=True))
+        for axis, (have, grad) in enumerate(zip(grad_spec(spec).placements, wanted, strict=True)):
+            if have != grad and not vary[axis]:
+                raise ValueError(
+                    f"to_local: grad_placements[{axis}] is {grad!r} for a tensor placed {spec.placements[axis]!r}; "
+                    f"it may be {have!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
+                )
+        made = autograd.convert(self, spec, vary if any(vary) else None)
+        with local_mode():
+            return TensorPy.reshape(made, spec.local_shape)
+
+    # ---- metadata: global, or the local tensor's in local mode ----
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(_shape(self)) if local_only() else self._spec.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    ndimension = dim
+
+    @property
+    def size(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    def numel(self) -> int:
+        return self.size
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def T(self) -> Any:  # noqa: N802 (MindSpore's name)
+        return ops.transpose(self, tuple(reversed(range(self.ndim))))
+
+    # ---- values ----
+    def item(self, *index: Any) -> Any:
+        """The value of a tensor of one element, reduced or gathered first; every rank of the mesh calls it."""
+        return (local_of(self) if local_only() else self.full_tensor()).item(*index)
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __index__(self) -> int:
+        return int(self.item())
+
+    def asnumpy(self) -> Any:
+        """The values of a replicated tensor.
+
+        Raises:
+            ValueError: on a sharded or partial tensor, whose values this rank does not have.
+        """
+        if not local_only() and not self._spec.replicated:
+            raise ValueError(
+                f"asnumpy: this rank has only a part of a DTensor placed {self._spec.placements}; write"
+                " full_tensor().asnumpy() for the whole, to_local().asnumpy() for the part"
+            )
+        return TensorPy.asnumpy(local_view(self))
+
+    numpy = asnumpy
+
+    def tolist(self) -> Any:
+        return self.asnumpy().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
+
+    # ---- indexing ----
+    def __getitem__(self, index: Any) -> Any:
+        from hp_dtensor.mindspore.indexing import get_item
+
+        return get_item(self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> Any:
+        from hp_dtensor.mindspore.indexing import set_item
+
+        return set_item(self, index, value)
+
+    # ---- autograd ----
+    def register_hook(self, hook: Any) -> Any:
+        """Calls ``hook`` with the gradient, a DTensor of the layout that it has."""
+        spec = grad_spec(self._spec)
+
+        def on_local(grad: Tensor) -> Any:
+            made = hook(wrap(local_view(grad), spec))
+            if isinstance(made, DTensor):
+                made = local_of(made if made._spec is spec else redistribute(made, spec))
+            return made
+
+        return Tensor.register_hook(self, on_local)
+
+    # ---- interception ----
+    def __fallback__(self, func: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from hp_dtensor.mindspore.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    # ---- copies, text ----
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) not in memo:
+            with local_mode():
+                memo[id(self)] = wrap(ops.stop_gradient(self).copy(), self._spec)
+        return memo[id(self)]
+
+    def __getstate__(self) -> Any:
+        raise TypeError("a DTensor can't be pickled on MindSpore; pickle to_local() and the layout")
+
+    def __repr__(self) -> str:
+        if local_only():
+            return repr(local_view(self))
+        name = "Parameter(DTensor)" if isinstance(self, Parameter) else "DTensor"
+        return (
+            f"{name}(shape={self._spec.shape}, placements={self._spec.placements}, mesh={self._spec.mesh!r},"
+            f" local={local_view(self)!r})"
+        )
+
+    __str__ = __repr__
+
+
+class DParameter(DTensor, Parameter):
+    """A Parameter whose data is this rank's part of a distributed tensor."""
+
+    def set_data(self, data: Any, slice_shape: bool = False) -> Any:
+        """Takes the values of a DTensor of the same global shape.
+
+        Raises:
+            ValueError: a plain tensor, or another shape.
+        """
+        if not isinstance(data, DTensor) or data._spec.shape != self._spec.shape:
+            raise ValueError(
+                f"set_data of parameter {self.name!r}, a DTensor of shape {self._spec.shape}, got"
+                f" {type(data).__name__} of shape {tuple(getattr(data, 'shape', ()))}; distribute_tensor() it first"
+            )
+        made = data if data._spec is self._spec else redistribute(data, self._spec)
+        self._update_data(local_view(made))
+        autograd.forget()
+        return self
+
+    def clone(self, init: Any = "same") -> Any:
+        """A new Parameter of the same layout, as ``Parameter.clone``: what optimizers make their states of."""
+        spec = self._spec
+        plain = unwrap(self)
+        try:
+            made = plain.clone(init)  # type: ignore[attr-defined]
+        finally:
+            wrap(plain, spec)
+        return made if local_only() else wrap(made, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with local_mode():
+                data = ops.stop_gradient(self).copy()
+            made = Parameter(data, name=self.name, requires_grad=self.requires_grad)
+            memo[id(self)] = wrap(made, self._spec)
+        return memo[id(self)]
+
+
+def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
+    """``x`` in layout ``spec``, a new DTensor."""
+    if x._spec is spec:
+        return wrap(local_of(x), spec)
+    return wrap(autograd.move(x, x._spec, spec), spec)

@@ -1,0 +1,213 @@
+"""MindSpore's functional style on DTensors: values with gradients, functions on local parts, functions of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore
+from mindspore import Tensor, _Function
+
+from hp_dtensor.gradients import grad_spec
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mindspore import autograd
+from hp_dtensor.mindspore.dtensor import DTensor, local_of, local_view, redistribute, wrap
+from hp_dtensor.placements import Placement, Replicate
+from hp_dtensor.rules.equation import RULES
+from hp_dtensor.rules.factors import solve
+from hp_dtensor.spec import TensorSpec, normalize
+
+__all__ = ["DFunction", "custom_shard", "parallelize_value_and_grad"]
+
+
+def parallelize_value_and_grad(
+    fn: Callable[..., Any],
+    grad_position: int | Sequence[int] | None = 0,
+    weights: Any = None,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """A function that returns the value of ``fn`` and its gradients, as ``mindspore.value_and_grad`` does.
+
+    Args:
+        fn: returns a scalar loss, a DTensor or a plain tensor; with ``has_aux`` a tuple of the loss and more.
+        grad_position: which inputs to differentiate by; None: none.
+        weights: parameters to differentiate by, such as ``cell.trainable_params()``; None: none.
+        has_aux: the gradient is that of the first result alone.
+
+    Returns:
+        A function of the arguments of ``fn``. It returns what ``fn`` does, a loss that was a DTensor as the whole plain
+        value, and the gradients as ``mindspore.value_and_grad`` arranges them. The gradient of a DTensor is a DTensor
+        of its layout.
+
+    Raises:
+        ValueError: the loss is not a scalar.
+    """
+    state: dict[str, TensorSpec | None] = {}
+
+    def scalar(*args: Any, **kwargs: Any) -> Any:
+        out = fn(*args, **kwargs)
+        loss, rest = (out[0], tuple(out[1:])) if has_aux else (out, ())
+        state["spec"] = None
+        if isinstance(loss, DTensor):
+            if loss.size != 1:
+                raise ValueError(f"parallelize_value_and_grad: the loss has shape {loss.shape}, it must be a scalar")
+            keep = [p if p.is_partial("sum") else Replicate() for p in loss._spec.placements]
+            spec = loss._spec.with_placements(keep)
+            loss = loss if spec is loss._spec else redistribute(loss, spec)
+            state["spec"] = spec
+            loss = local_of(loss)
+        return (loss, *rest) if has_aux else loss
+
+    weights = list(weights) if weights is not None and not isinstance(weights, Tensor) else weights
+    inner = mindspore.value_and_grad(scalar, grad_position, weights, has_aux)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        autograd.forget()
+        try:
+            value, grads = inner(*args, **kwargs)
+        finally:
+            autograd.forget()
+        loss, rest = (value[0], tuple(value[1:])) if has_aux else (value, ())
+        spec = state["spec"]
+        if spec is not None:
+            loss = wrap(local_view(loss), spec).full_tensor()
+        return ((loss, *rest) if has_aux else loss), _placed(grads, args, grad_position, weights)
+
+    return run
+
+
+def _placed(grads: Any, args: Any, grad_position: Any, weights: Any) -> Any:
+    """The gradients of DTensors as DTensors."""
+    sources: Any = None
+    if grad_position is not None:
+        sources = args[grad_position] if isinstance(grad_position, int) else tuple(args[i] for i in grad_position)
+    if weights is not None:
+        by_weight = weights if isinstance(weights, Tensor) else tuple(weights)
+        sources = by_weight if grad_position is None else (sources, by_weight)
+
+    def place(grad: Any, source: Any) -> Any:
+        if isinstance(source, (tuple, list)):
+            return tuple(place(g, s) for g, s in zip(grad, source, strict=True))
+        if not isinstance(source, DTensor) or isinstance(grad, DTensor):
+            return grad
+        spec = grad_spec(source._spec)
+        return wrap(grad, spec) if tuple(grad.shape) == spec.local_shape else grad
+
+    return place(grads, sources)
+
+
+def custom_shard(
+    fn: Callable[..., Any],
+    device_mesh: DeviceMesh,
+    out_placements: Any,
+    in_placements: Sequence[Sequence[Placement] | None] | None = None,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """A function that runs ``fn`` on local tensors, with DTensors at its border.
+
+    Args:
+        fn: works on this rank's parts.
+        device_mesh: the mesh of the results.
+        out_placements: placements of the result, or a tuple of them for several results; None for a plain result.
+        in_placements: placements that each positional argument must have, None for any and for what is no DTensor.
+        redistribute_inputs: bring arguments to ``in_placements``; otherwise others are an error.
+
+    Raises:
+        ValueError: an argument with other placements than ``in_placements`` says.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = []
+        for position, value in enumerate(args):
+            wanted = in_placements[position] if in_placements is not None and position < len(in_placements) else None
+            if isinstance(value, DTensor):
+                if wanted is not None:
+                    spec = value._spec.with_placements(
+                        normalize(
+                            wanted, value._spec.mesh, len(value._spec.shape), f"custom_shard: argument {position}"
+                        )
+                    )
+                    if spec is not value._spec:
+                        if not redistribute_inputs:
+                            raise ValueError(
+                                f"custom_shard: argument {position} is placed {value._spec.placements},"
+                                f" in_placements says {spec.placements}; pass redistribute_inputs=True to move it"
+                            )
+                        value = redistribute(value, spec)
+                value = local_of(value)
+            given.append(value)
+        out = fn(*given, **kwargs)
+        several = isinstance(out, (tuple, list))
+        placements = out_placements if several else (out_placements,)
+        made = [
+            value if wanted is None or not isinstance(value, Tensor) else DTensor.from_local(value, device_mesh, wanted)
+            for value, wanted in zip(out if several else (out,), placements, strict=True)
+        ]
+        return tuple(made) if several else made[0]
+
+    return run
+
+
+class DFunction(_Function):
+    """Base of a distributed autograd function: ``forward`` and ``backward`` see local tensors.
+
+    ``_op_name`` names the sharding rule that says in what layouts the local function is right, and what layout its
+    results have; they have the shape that the rule's factors give.
+
+    Example:
+        >>> class Scale(DFunction):
+        ...     _op_name = "mul"
+        ...
+        ...     @staticmethod
+        ...     def forward(ctx, x, y):
+        ...         ctx.save_for_backward(x, y)
+        ...         return x * y
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         x, y = ctx.saved_tensors
+        ...         return grad * y, grad * x
+    """
+
+    _op_name: str = ""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Runs the function on Tensors or DTensors.
+
+        Raises:
+            ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.
+        """
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        given = [value for value in tensors if isinstance(value, DTensor)]
+        if not given:
+            return super().apply(*args)
+        if cls._op_name not in RULES:
+            raise ValueError(f"{cls.__name__}._op_name is {cls._op_name!r}, the rules are {sorted(RULES)}")
+        if len(given) != len(tensors):
+            raise ValueError(f"{cls.__name__}: plain tensors and DTensors are mixed; distribute the plain ones")
+        mesh, specs = given[0]._spec.mesh, [value._spec for value in given]
+        sizes: dict[int, int] = {}
+        factors = RULES[cls._op_name]([spec.shape for spec in specs], [specs[0].shape], {})
+        for dims, spec in zip(factors.operands, specs, strict=True):
+            sizes.update({f: n for f, n in zip(dims, spec.shape, strict=True) if f is not None})
+        shape = tuple(1 if factor is None else sizes[factor] for factor in factors.results[0])
+        found = solve(
+            factors,
+            [s.shape for s in specs],
+            [s.placements for s in specs],
+            mesh.shape,
+            [v.itemsize for v in given],
+            [shape],
+        )
+        layouts = iter(zip(found.operands, found.vary, strict=True))
+        local = []
+        for value in args:
+            if isinstance(value, DTensor):
+                placements, vary = next(layouts)
+                axes = tuple(v and p.is_replicate() for v, p in zip(vary, placements, strict=True))
+                target = value._spec.with_placements(placements)
+                moved = autograd.convert(value, target, axes if any(axes) else None)
+                value = local_of(moved) if moved is not value else local_of(value)
+            local.append(value)
+        return wrap(super().apply(*local), TensorSpec.of(mesh, found.results[0], shape))

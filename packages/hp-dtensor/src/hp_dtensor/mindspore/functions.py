@@ -1,0 +1,243 @@
+"""MindSpore's kernels, each bound to a rule: the one table to look in for what is supported.
+
+Interception sees kernels, not functions: ``x + 1`` is ``AddScalar``, ``mint.nn.functional.linear`` is ``Dense``; what is
+composed of kernels in Python needs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hp_dtensor.rules.library  # noqa: F401  (defines the rules)
+from hp_dtensor.mindspore import local, shapes
+from hp_dtensor.mindspore.plans import Binding, Call
+from hp_dtensor.placements import Shard
+from hp_dtensor.rules.equation import RULES, from_equation, rule
+from hp_dtensor.rules.library import dims_argument
+
+__all__ = ["BINDINGS", "bind"]
+
+BINDINGS: dict[str, Binding] = {}
+
+
+def _signature(text: str) -> tuple[tuple[str, Any], ...]:
+    made: list[tuple[str, Any]] = []
+    for token in text.split():
+        name, _, default = token.partition("=")
+        value: Any = {"None": None, "True": True, "False": False, "": None}.get(default, default)
+        made.append((name, int(default) if default.lstrip("-").isdigit() else value))
+    return tuple(made)
+
+
+def bind(
+    rule_name: str,
+    kernels: str,
+    shape: Callable[[Call], Any],
+    signature: str | None = None,
+    operands: str | None = None,
+    **options: Any,
+) -> None:
+    """Binds kernels to a rule.
+
+    Example:
+        >>> bind("whole_dims", "Softmax", shapes.same, "input dim=-1", "input")
+
+    Args:
+        rule_name: name of a rule of ``hp_dtensor.rules``, or ``"view"``.
+        kernels: names of kernels, separated by blanks.
+        shape: makes the results' global shapes.
+        signature: parameter names in positional order, ``name=default`` where they may be absent.
+        operands: the tensor parameters that the rule reads, in its order; default every tensor argument.
+        options: other fields of ``Binding``.
+
+    Raises:
+        ValueError: no such rule.
+    """
+    if rule_name != "view" and rule_name not in RULES:
+        raise ValueError(f"bind: no rule {rule_name!r}; the rules are {sorted(RULES)}")
+    binding = Binding(
+        rule_name,
+        shape,
+        None if signature is None else _signature(signature),
+        None if operands is None else tuple(operands.split()),
+        **options,
+    )
+    for name in kernels.split():
+        BINDINGS[name] = binding
+
+
+def _bind_pointwise() -> None:
+    bind(
+        "pointwise",
+        """Abs Acos AcosExt Acosh AcoshExt Asin AsinExt Asinh AsinhExt Atan AtanExt Atan2 Atan2Ext Atanh BitwiseAnd
+        BitwiseOr BitwiseXor Ceil ClampScalar ClampTensor Cos Cosh DivMod DivMods Elu EluExt Equal Erf Erfc Erfinv Exp
+        Exp2 Expm1 Floor FloorDiv FloorDivScalar GeLU Gelu GeluExt Greater GreaterEqual GreaterEqualScalar HShrink
+        HSigmoid HSwish IsFinite IsInf IsNan LeakyReLU LeakyReLUExt Lerp LerpScalar Less LessEqual Log Log1p Log2 Log10
+        LogicalAnd LogicalNot LogicalOr LogicalXor LogSigmoid MaskedFill MaskedFillScalar Maximum Minimum Mish NanToNum
+        NotEqual Pow PowScalarTensor PowTensorScalar ReLU ReLU6 Reciprocal RemainderScalarTensor RemainderTensorScalar
+        RemainderTensorTensor Round Rsqrt Select SeLUExt Sigmoid Sign SiLU Sin Sinc Sinh Softplus SoftplusExt SoftShrink
+        Sqrt Square Tan Tanh Trunc Xlogy""",
+        shapes.broadcast,
+    )
+    bind("pointwise", "Cast ToDtype", shapes.same)
+    bind("add", "Add AddExt AddScalar Sub SubExt SubScalar", shapes.broadcast)
+    bind("add", "AddN", lambda call: [call.shape])
+    bind("mul", "Mul Muls", shapes.broadcast)
+    bind("div", "Div Divs RealDiv", shapes.broadcast)
+    bind("linear_unary", "Neg Clone Contiguous Copy Identity StopGradient ContiguousView", shapes.same)
+    bind("forgetful", "ZerosLike ZerosLikeExt OnesLike OnesLikeExt FullLike", shapes.same)
+    bind("add", "InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar", shapes.same, in_place=True)
+    bind("add", "InplaceCopy Assign AssignAdd AssignSub", shapes.same, in_place=True)
+    bind("mul", "InplaceMul InplaceMuls", shapes.same, in_place=True)
+    bind("div", "InplaceDiv InplaceDivs", shapes.same, in_place=True)
+    bind("linear_unary", "InplaceZero", shapes.same, in_place=True)
+    bind("pointwise", "InplaceFillScalar InplaceClampScalar InplaceReLU InplaceExp", shapes.same, in_place=True)
+
+
+def _bind_products() -> None:
+    bind("any_matmul", "MatMulExt Mv Mm Bmm BatchMatMulExt Dot", shapes.matmul)
+    bind("mindspore_matmul", "MatMul BatchMatMul", _matmul_shape, "input mat2 transpose_a=False transpose_b=False")
+    bind("linear", "Dense", shapes.linear, "input weight bias=None", "input weight bias", local=local.linear)
+    bind(
+        "rows",
+        "Gather",
+        shapes.gathered,
+        "source index axis=0 batch_dims=0",
+        "source index",
+        arguments=_gather_arguments,
+        local=_gather_local,
+    )
+    bind(
+        "embedding_of",
+        "Embedding",
+        lambda call: [(*call.shape, call.tensors[1]._spec.shape[1])],  # type: ignore[union-attr]
+        "input weight padding_idx=None max_norm=None norm_type=2 scale_grad_by_freq=False",
+        "input weight",
+    )
+    bind(
+        "norm",
+        "LayerNormExt",
+        shapes.same,
+        "input normalized_shape weight=None bias=None eps=None",
+        "input weight bias",
+        arguments=local.norm_arguments,
+    )
+
+
+def _matmul_shape(call: Call) -> list[Any]:
+    a, b = (tensor._spec.shape for tensor in call.tensors[:2])  # type: ignore[union-attr]
+    if call.bound["transpose_a"]:
+        a = (*a[:-2], a[-1], a[-2])
+    if call.bound["transpose_b"]:
+        b = (*b[:-2], b[-1], b[-2])
+    lead = shapes.broadcast_shapes(a[:-2], b[:-2]) if a[:-2] or b[:-2] else ()
+    return [(*lead, a[-2], b[-1])]
+
+
+def _matmul_rule(given: Any, results: Any, arguments: Any) -> Any:
+    a = "... k m" if arguments["transpose_a"] else "... m k"
+    b = "... n k" if arguments["transpose_b"] else "... k n"
+    linear = (frozenset({0}), frozenset({1}))
+    return from_equation(f"{a}, {b} -> ... m n", given, results, reduce="k", linear=linear)
+
+
+def _rows_rule(given: Any, results: Any, arguments: Any) -> Any:
+    """``Gather`` on dim 0 is an embedding, whose rows may be sharded; on another dim that dim is whole."""
+    source, index = given
+    dim = arguments["axis"]
+    inner = [f"s{d}" for d in range(len(source))]
+    looked = [f"i{d}" for d in range(len(index))]
+    out = [*inner[:dim], *looked, *inner[dim + 1 :]]
+    return from_equation(
+        f"{' '.join(inner)}, {' '.join(looked)} -> {' '.join(out)}",
+        given,
+        results,
+        reduce=[inner[dim]] if dim == 0 else [],
+        whole=[] if dim == 0 else [inner[dim]],
+    )
+
+
+rule("mindspore_matmul", _matmul_rule)
+rule("rows", _rows_rule)
+rule("embedding_of", "..., v d -> ... d", whole="v")
+
+
+def _gather_arguments(call: Call) -> dict[str, Any]:
+    local.gather_arguments(call)
+    return {"axis": dims_argument(call.bound["axis"], len(call.shape))[0]}
+
+
+def _gather_local(call: Call) -> Any:
+    return local.rows(call) if any(p == Shard(0) for p in call.targets[0].placements) else None
+
+
+def _bind_reductions() -> None:
+    one = ("input dim=None keepdim=False dtype=None", "input")
+    bind("sum", "SumExt", shapes.reduced, *one)
+    bind("mean", "MeanExt", shapes.reduced, *one, local=local.mean)
+    bind("product", "ProdExt", shapes.reduced, *one)
+    bind("max", "Max", lambda call: [()], "input", "input")
+    bind("min", "Min", lambda call: [()], "input", "input")
+    for kernel, name in [("ReduceMax", "max"), ("ReduceMin", "min"), ("ReduceAll", "min"), ("ReduceAny", "max")]:
+        bind(name, kernel, shapes.reduced, "input dim=None keepdim=False", "input")
+    bind("sum", "ReduceSum", shapes.reduced, "input dim=None keepdim=False skip_mode=False", "input")
+    bind("mean", "ReduceMean", shapes.reduced, "input dim=None keepdim=False", "input", local=local.mean)
+    bind("whole_reduction", "Argmax ArgMaxExt ArgMinExt", shapes.one_reduced, "input dim=None keepdim=False", "input")
+    bind("whole_dims", "Softmax LogSoftmax LogSoftmaxExt", shapes.same, "input dim=-1 dtype=None", "input")
+    bind("linear_whole_dims", "CumsumExt CumSum", shapes.same, "input dim exclusive=False reverse=False", "input")
+    bind("whole_dims", "TopK TopkExt", shapes.top, "input k dim=-1 largest=True sorted=True", "input")
+
+
+def _bind_moves() -> None:
+    bind("view", "Reshape View", shapes.reshape, local=local.view)
+    bind("view", "FlattenExt", shapes.flatten, "input start_dim=0 end_dim=-1", "input", local=local.view)
+    bind("view", "ExpandDims ExpandDimsView", shapes.expand_dims, "input dim", "input", local=local.view)
+    bind("view", "Squeeze", shapes.squeeze, "input dim=None", "input", local=local.view)
+    permuted = shapes.permuted(local.permute_arguments)
+    bind("permute", "Transpose TransposeView", permuted, arguments=local.permute_arguments)
+    swapped = shapes.permuted(local.transpose_arguments)
+    bind(
+        "permute",
+        "TransposeExtView",
+        swapped,
+        "input dim0 dim1",
+        "input",
+        arguments=local.transpose_arguments,
+    )
+    bind("expand", "BroadcastTo BroadcastToView ExpandAs", shapes.expanded, local=local.expand)
+    bind("cat", "Concat", shapes.concatenated, "tensors dim=0", "tensors")
+    bind("stack", "StackExt", shapes.stacked, "tensors dim=0", "tensors")
+    bind("stack", "Stack", _stacked_by_axis, "tensors axis=0", "tensors", arguments=lambda c: {"dim": c.bound["axis"]})
+    names = "input split_size_or_sections dim=0"
+    bind(
+        "linear_whole_dims", "SplitTensor SplitTensorView SplitWithSize SplitWithSizeView", shapes.split, names, "input"
+    )
+    bind("linear_whole_dims", "Split", shapes.sections, "input dim=0 sections=1", "input")
+    bind("linear_whole_dims", "Chunk ChunkView", shapes.chunked, "input chunks dim=0", "input")
+    bind("linear_whole_dims", "Narrow NarrowView", shapes.narrowed, "input dim start length", "input")
+    bind("linear_whole_dims", "Triu Tril TrilExt", shapes.same, "input diagonal=0", "input", arguments=local.last_two)
+    bind("linear_whole_dims", "Tile", shapes.tiled, arguments=local.tile_arguments)
+    bind("unbind", "UnstackExtView UnstackExt", shapes.unstacked, "input dim=0", "input")
+    bind(
+        "index",
+        "SelectExtView SelectExt",
+        shapes.selected,
+        "input dim index",
+        "input",
+        arguments=local.select_arguments,
+    )
+    bind("gather", "GatherD", shapes.like_index, "input dim index", "input index")
+    bind("whole", "OneHot OneHotExt", lambda call: [(*call.shape, int(call.args[1]))])
+    bind("pointwise", "Dropout DropoutExt", lambda call: [call.shape] * 2, local=local.refuse_dropout)
+
+
+def _stacked_by_axis(call: Call) -> Any:
+    call.bound["dim"] = call.bound["axis"]
+    return shapes.stacked(call)
+
+
+_bind_pointwise()
+_bind_products()
+_bind_reductions()
+_bind_moves()

@@ -1,0 +1,68 @@
+"""Building a Cell without memory, and filling in only the local parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from mindspore import nn
+from mindspore.nn.utils import no_init_parameters
+
+from hp_dtensor.mindspore.dtensor import DParameter, unwrap, wrap
+from hp_dtensor.mindspore.redistribute import execute
+from hp_dtensor.placements import Replicate
+
+__all__ = ["init_empty_weights", "init_on_device", "init_parameters"]
+
+
+@contextlib.contextmanager
+def init_empty_weights() -> Iterator[None]:
+    """Cells built inside have parameters without values. Shard them, then ``init_parameters``.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = Model()
+        >>> parallelize_module(model, mesh, plan)
+        >>> init_parameters(model)
+    """
+    with no_init_parameters():
+        yield
+
+
+def init_on_device(device: Any) -> Any:
+    """Not on MindSpore, where a process has one device.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"init_on_device({device!r}): a MindSpore process has one device; use init_empty_weights() to build without"
+        " memory"
+    )
+
+
+def init_parameters(module: nn.Cell) -> nn.Cell:
+    """Gives a Cell that was built by ``init_empty_weights`` its initial values, only the local parts in memory.
+
+    The values are those that the Cell would have had, built whole with the same seed: each parameter's initializer runs
+    for the whole tensor, in the order of construction, and the local part is kept.
+
+    Args:
+        module: the Cell; parameters that have values keep them.
+    """
+    for parameter in module.get_parameters():
+        if not parameter.has_init:
+            continue
+        if not isinstance(parameter, DParameter):
+            parameter.init_data()
+            continue
+        spec = parameter._spec
+        plain = unwrap(parameter)
+        try:
+            plain.init_data()  # type: ignore[attr-defined]
+            whole = spec.with_placements([Replicate()] * spec.mesh.ndim)
+            plain._update_data(execute(plain.copy(), whole, spec))
+        finally:
+            wrap(plain, spec)
+    return module

@@ -1,0 +1,156 @@
+"""What a planned call does on local tensors, where the kernel itself with its own arguments would not do.
+
+Functions here read a ``Call``: those ``…_arguments`` give the rule its arguments, the others return what runs in the
+kernel's place, a function of positional and keyword values, or None for the kernel as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import mindspore
+from mindspore import _Function, mint, ops
+from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
+
+from hp_dtensor.mindspore.shapes import ints
+from hp_dtensor.placements import Shard
+from hp_dtensor.rules.library import dims_argument
+from hp_dtensor.sharding import chunk
+
+if TYPE_CHECKING:
+    from hp_dtensor.mindspore.plans import Call
+
+
+# ---- arguments ----
+def permute_arguments(call: Call) -> dict[str, Any]:
+    dims = ints(call.args[1:] or tuple(call.kwargs.values()))
+    return {"order": tuple(d % len(call.shape) for d in dims)}
+
+
+def transpose_arguments(call: Call) -> dict[str, Any]:
+    order = list(range(len(call.shape)))
+    a, b = call.bound["dim0"], call.bound["dim1"]
+    order[a], order[b] = order[b], order[a]
+    return {"order": tuple(order)}
+
+
+def select_arguments(call: Call) -> dict[str, Any]:
+    dim = call.bound["dim"] % len(call.shape)
+    return {"kept": tuple(d for d in range(len(call.shape)) if d != dim)}
+
+
+def tile_arguments(call: Call) -> dict[str, Any]:
+    return {"dim": None}
+
+
+def last_two(call: Call) -> dict[str, Any]:
+    return {"dim": tuple(range(len(call.shape)))[-2:]}
+
+
+def last(call: Call) -> dict[str, Any]:
+    return {"dim": len(call.shape) - 1}
+
+
+def norm_arguments(call: Call) -> dict[str, Any]:
+    return {"normalized_shape": call.bound["normalized_shape"]}
+
+
+def rms_norm_arguments(call: Call) -> dict[str, Any]:
+    return {"normalized_shape": call.tensors[1]._spec.shape}  # type: ignore[union-attr]
+
+
+# ---- views ----
+def view(call: Call) -> Any:
+    """The same view with the local sizes of its result."""
+    size = call.results[0].local_shape
+    return lambda args, kwargs: TensorPy.reshape(args[0], size)
+
+
+def expand(call: Call) -> Any:
+    size = call.results[0].local_shape
+    return lambda args, kwargs: ops.broadcast_to(args[0], size)
+
+
+# ---- arithmetic that depends on the whole ----
+def _summed(call: Call) -> list[int]:
+    """Axes over which the result is partial because the first operand is not."""
+    pairs = zip(call.results[0].placements, call.targets[0].placements, strict=True)
+    return [axis for axis, (p, q) in enumerate(pairs) if p.is_partial() and not q.is_partial()]
+
+
+def mean(call: Call) -> Any:
+    """Over a sharded dim: the local sum over the global count, a part of the mean."""
+    if not _summed(call):
+        return None
+    dims = dims_argument(call.bound["dim"], len(call.shape))
+    count, keep = math.prod(call.shape[d] for d in dims), bool(call.bound.get("keepdim"))
+    return lambda args, kwargs: mint.sum(args[0], dims, keep) / count
+
+
+def linear(call: Call) -> Any:
+    """The contracted dim sharded: the bias is added on the first rank of those axes alone."""
+    if len(call.targets) < 3:
+        return None
+    coordinate = call.results[0].mesh.get_coordinate()
+    if coordinate is None or all(coordinate[axis] == 0 for axis in _summed(call)):
+        return None
+    run = call.run
+    return lambda args, kwargs: run([args[0], args[1], _Elsewhere.apply(args[2])], kwargs)
+
+
+class _Elsewhere(_Function):
+    """Zeros for a value that another rank adds to a sum. The sum's gradient is the same on all ranks, and so is its."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Any:  # type: ignore[override]
+        return ops.zeros(tuple(TensorPy.shape.__get__(value)), value.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return grad
+
+
+def rows(call: Call) -> Any:
+    """``Gather`` from rows that are sharded: each rank looks up what it has, zeros elsewhere; the sum is the result."""
+    source = call.targets[0]
+    axes = [axis for axis, p in enumerate(source.placements) if p == Shard(0)]
+    if not axes:
+        return None
+    coordinate = source.mesh.get_coordinate()
+    start, size = 0, source.shape[0]
+    for axis in axes:
+        inner, size = chunk(size, source.mesh.shape[axis], coordinate[axis])  # type: ignore[index]
+        start += inner
+    width = source.local_shape[1:]
+
+    def run(args: Any, kwargs: Any) -> Any:
+        table, index = args[0], args[1].astype(mindspore.int32) - start
+        inside = mint.logical_and(index >= 0, index < size)
+        if not size:
+            return ops.zeros((*index.shape, *width), table.dtype) + table.sum() * 0
+        found = ops.gather(table, index * inside.astype(mindspore.int32), 0)
+        return found * inside.astype(table.dtype).reshape((*index.shape, *(1 for _ in width)))
+
+    return run
+
+
+def gather_arguments(call: Call) -> dict[str, Any]:
+    """Refuses what the embedding rule does not say.
+
+    Raises:
+        NotImplementedError: a gather with batch dims.
+    """
+    if call.bound["batch_dims"]:
+        raise NotImplementedError(f"Gather of a DTensor with batch_dims={call.bound['batch_dims']}")
+    return {}
+
+
+def refuse_dropout(call: Call) -> Any:
+    """Only replicated: a mask can't be drawn for a shard as one device draws it."""
+    if not call.results[0].replicated:
+        raise NotImplementedError(
+            f"{call.name} on {call.results[0].placements}: its mask can't be drawn for a shard; redistribute to"
+            " Replicate() first, or train without dropout"
+        )
+    return None
