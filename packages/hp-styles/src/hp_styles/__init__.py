@@ -4,9 +4,7 @@ Names, defaults and behaviour are those of ``torch.distributed.tensor.parallel``
 right wherever they are used.
 """
 
-from typing import TYPE_CHECKING
-
-from hp_platform import lazy_exports
+from hp_styles.api import parallelize_module
 from hp_styles.styles import (
     ColwiseParallel,
     ParallelStyle,
@@ -16,9 +14,6 @@ from hp_styles.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-
-if TYPE_CHECKING:
-    from hp_styles.torch.api import parallelize_module
 
 __all__ = [
     "ColwiseParallel",
@@ -30,5 +25,3 @@ __all__ = [
     "SequenceParallel",
     "parallelize_module",
 ]
-
-__getattr__, __dir__ = lazy_exports(__name__, {"parallelize_module": "api"})

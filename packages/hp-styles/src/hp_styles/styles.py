@@ -5,13 +5,12 @@ Names, arguments and behaviour are those of ``torch.distributed.tensor.parallel`
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
-from hp_platform import get_platform
+from hp_styles.inputs import framework, on_input, on_inputs, on_output, on_outputs
 
 __all__ = [
     "ColwiseParallel",
@@ -24,11 +23,6 @@ __all__ = [
 ]
 
 Layouts = "Placement | Sequence[Placement | None] | None"
-
-
-def framework() -> Any:
-    """The framework folder's module: what a style does to a Module of torch or a Cell of MindSpore."""
-    return importlib.import_module(f"hp_styles.{get_platform().name}.modules")
 
 
 def _tuple(layouts: Any) -> tuple[Placement | None, ...] | None:
@@ -82,8 +76,8 @@ class ColwiseParallel(ParallelStyle):
             raise NotImplementedError(
                 f"ColwiseParallel shards Linear and Embedding modules, got {type(module).__name__}"
             )
-        f.on_input(module, device_mesh, self.input_layouts, Replicate())
-        f.on_output(module, device_mesh, self.output_layouts, self.use_local_output)
+        on_input(module, device_mesh, self.input_layouts, Replicate())
+        on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 
     def __repr__(self) -> str:
@@ -122,15 +116,15 @@ class RowwiseParallel(ParallelStyle):
         kind = f.kind(module)
         if kind == "linear":
             f.partition(module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank)
-            f.on_input(module, device_mesh, self.input_layouts or Shard(-1), Shard(-1))
+            on_input(module, device_mesh, self.input_layouts or Shard(-1), Shard(-1))
         elif kind == "embedding":
             f.partition(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
-            f.on_input(module, device_mesh, self.input_layouts or Replicate(), Replicate())
+            on_input(module, device_mesh, self.input_layouts or Replicate(), Replicate())
         else:
             raise NotImplementedError(
                 f"RowwiseParallel shards Linear and Embedding modules, got {type(module).__name__}"
             )
-        f.on_output(module, device_mesh, self.output_layouts, self.use_local_output)
+        on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 
     def __repr__(self) -> str:
@@ -158,8 +152,8 @@ class SequenceParallel(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = framework()
         f.replicate(module, device_mesh, self.src_data_rank)
-        f.on_input(module, device_mesh, self.sequence_sharding, self.sequence_sharding)
-        f.on_output(module, device_mesh, self.sequence_sharding, self.use_local_output)
+        on_input(module, device_mesh, self.sequence_sharding, self.sequence_sharding)
+        on_output(module, device_mesh, self.sequence_sharding, self.use_local_output)
         return module
 
     def __repr__(self) -> str:
@@ -213,7 +207,7 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        framework().on_inputs(
+        on_inputs(
             module,
             device_mesh,
             self.input_layouts,
@@ -248,9 +242,7 @@ class PrepareModuleOutput(ParallelStyle):
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        framework().on_outputs(
-            module, device_mesh, self.output_layouts, self.desired_output_layouts, self.use_local_output
-        )
+        on_outputs(module, device_mesh, self.output_layouts, self.desired_output_layouts, self.use_local_output)
         return module
 
 

@@ -20,7 +20,7 @@ from hp_dtensor.gradients import backward_scale, grad_spec
 from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.spec import TensorSpec
 
-__all__ = ["convert", "forget", "grad_enabled", "local_mode", "local_only", "move"]
+__all__ = ["convert", "forget", "grad_enabled", "local_mode", "local_only", "move", "recall", "remember"]
 
 _local_depth: contextvars.ContextVar[int] = contextvars.ContextVar("local_depth", default=0)
 _memo: list[tuple[Any, ...]] = []
@@ -91,13 +91,23 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Te
     recorded = grad_enabled() and x._requires_grad
     if src is dst and (vary is None or not recorded):
         return x
+    found = recall(x, dst, vary, recorded)
+    return found if found is not None else remember(x, dst, vary, recorded, move(x, src, dst, vary))
+
+
+def recall(x: Any, dst: TensorSpec, how: Any, recorded: bool) -> Any:
+    """What ``remember`` kept for ``x``, unless ``x`` or it has been written to since; None where there is nothing."""
     version = x._version
-    for source, layout, how, made, then, after, flag in _memo:
-        if source is x and layout is dst and how == vary and then == version and flag == recorded:
+    for source, layout, kind, made, then, after, flag in _memo:
+        if source is x and layout is dst and kind == how and then == version and flag == recorded:
             if made._version == after:
                 return made
-    made = move(x, src, dst, vary)
-    _memo.insert(0, (x, dst, vary, made, version, made._version, recorded))
+    return None
+
+
+def remember(x: Any, dst: TensorSpec, how: Any, recorded: bool, made: Any) -> Any:
+    """Keeps ``made``, what ``x`` became in layout ``dst``; see Note [One sum for q, k and v]."""
+    _memo.insert(0, (x, dst, how, made, x._version, made._version, recorded))
     del _memo[_MEMO_SIZE:]
     return made
 

@@ -85,7 +85,8 @@ def run_kernel(name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     Args:
         name: the kernel's name, as in the table of `hp_dtensor.mindspore.functions`.
         run: calls it: ``run(positional values, keyword values)``.
-        args, kwargs: its arguments.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
         extra: what else the plan depends on.
 
     Raises:

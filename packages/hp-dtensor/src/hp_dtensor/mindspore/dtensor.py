@@ -22,7 +22,7 @@ from hp_dtensor.mindspore.autograd import local_mode, local_only
 from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
 
-__all__ = ["DParameter", "DTensor", "local_of", "local_view", "redistribute", "unwrap", "wrap"]
+__all__ = ["DParameter", "DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "unwrap", "wrap"]
 
 _shape = TensorPy.shape.__get__
 
@@ -221,7 +221,7 @@ class DTensor(Tensor):
         return (self[index] for index in range(len(self)))
 
     @property
-    def T(self) -> Any:  # noqa: N802 (MindSpore's name)
+    def T(self) -> Any:
         return ops.transpose(self, tuple(reversed(range(self.ndim))))
 
     # ---- values ----
@@ -357,3 +357,20 @@ def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
     if x._spec is spec:
         return wrap(local_of(x), spec)
     return wrap(autograd.move(x, x._spec, spec), spec)
+
+
+def redistribute_shared(x: Tensor, spec: TensorSpec, src: TensorSpec | None = None) -> DTensor:
+    """As ``redistribute``, but readers one after the other get one DTensor, moved once; don't write into it.
+
+    Args:
+        x: a DTensor, or this rank's part as a plain tensor of layout ``src``.
+        spec: the wanted layout.
+        src: the layout of a plain ``x``.
+    """
+    recorded = autograd.grad_enabled() and x._requires_grad
+    found = autograd.recall(x, spec, ("shared", src), recorded)
+    if found is not None:
+        return found
+    value = x if isinstance(x, DTensor) else wrap(x.reshape(x.shape), src or spec)
+    made = value if value._spec is spec else redistribute(value, spec)
+    return autograd.remember(x, spec, ("shared", src), recorded, made)

@@ -1,7 +1,7 @@
 """MindSpore's kernels, each bound to a rule: the one table to look in for what is supported.
 
-Interception sees kernels, not functions: ``x + 1`` is ``AddScalar``, ``mint.nn.functional.linear`` is ``Dense``; what is
-composed of kernels in Python needs nothing here.
+Interception sees kernels, not functions: ``x + 1`` is ``AddScalar``, ``mint.nn.functional.linear`` is ``Dense``; what
+is composed of kernels in Python needs nothing here.
 """
 
 from __future__ import annotations

@@ -1,27 +1,26 @@
-"""parallelize_module on torch."""
+"""parallelize_module: styles by name and pattern, the same on torch and on MindSpore."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-
-import torch
+from typing import Any
 
 from hp_dtensor import DeviceMesh, get_current_mesh
+from hp_styles.inputs import framework
 from hp_styles.styles import ParallelStyle
-from hp_styles.torch.modules import retie
 
 __all__ = ["parallelize_module"]
 
 
 def parallelize_module(
-    module: torch.nn.Module,
+    module: Any,
     device_mesh: DeviceMesh | None = None,
     parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
     *,
     src_data_rank: int | None = 0,
-) -> torch.nn.Module:
+) -> Any:
     """Applies styles to a module or its submodules, in place.
 
     Modules that share a parameter share it afterwards too.
@@ -56,7 +55,7 @@ def parallelize_module(
             f" {type(parallelize_plan).__name__}"
         )
     plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
-    modules = dict(module.named_modules(remove_duplicate=False))
+    modules = dict(framework().named_modules(module))
     chosen: dict[int, tuple[str, str, ParallelStyle]] = {}
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
@@ -72,20 +71,14 @@ def parallelize_module(
             _, other, _ = chosen.setdefault(id(modules[name]), (name, pattern, style))
             if other != pattern:
                 raise ValueError(f"parallelize_module: {name!r} is matched by {other!r} and by {pattern!r}; keep one")
-    before = {
-        (name, key): parameter
-        for name, child in module.named_modules()
-        for key, parameter in child._parameters.items()
-        if parameter is not None
-    }
-    for name, _, style in chosen.values():
-        previous = style.src_data_rank
-        style.src_data_rank = src_data_rank
-        try:
-            style._apply(modules[name], mesh)
-        finally:
-            style.src_data_rank = previous
-    retie(module, before)
+    with framework().tied(module):
+        for name, _, style in chosen.values():
+            previous = style.src_data_rank
+            style.src_data_rank = src_data_rank
+            try:
+                style._apply(modules[name], mesh)
+            finally:
+                style.src_data_rank = previous
     return module
 
 

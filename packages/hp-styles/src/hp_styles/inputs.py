@@ -1,0 +1,137 @@
+"""What styles do to a module's inputs and outputs: the same hooks on a torch module and on a MindSpore Cell."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import hp_dtensor
+from hp_dtensor import DeviceMesh, Placement
+from hp_dtensor.spec import TensorSpec, normalize
+from hp_platform import get_platform
+
+__all__ = ["framework", "on_input", "on_inputs", "on_output", "on_outputs"]
+
+
+def framework() -> Any:
+    """The framework folder's module: what differs between a Module of torch and a Cell of MindSpore."""
+    return importlib.import_module(f"hp_styles.{get_platform().name}.modules")
+
+
+def _spec(mesh: DeviceMesh, layout: Placement, local: Any) -> TensorSpec:
+    (placement,) = normalize([layout], mesh, local.ndim, "parallel style")
+    shape = list(local.shape)
+    if not (placement.is_replicate() or placement.is_partial()):
+        shape[placement.dim] *= mesh.size()  # type: ignore[attr-defined]
+    return TensorSpec.of(mesh, (placement,), tuple(shape))
+
+
+def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placement, desired: Placement) -> Any:
+    """A plain tensor as the local part of ``layout``, or a DTensor, in ``desired``; several readers move it once."""
+    if not isinstance(value, framework().Tensor):
+        raise TypeError(f"parallel style: {layout!r} is for a tensor, got {type(value).__name__}")
+    if isinstance(value, hp_dtensor.DTensor):
+        if value.device_mesh != mesh:
+            raise ValueError(f"parallel style: the input is on {value.device_mesh}, the module on {mesh}")
+        wanted = TensorSpec.of(mesh, normalize([desired], mesh, value.ndim, "parallel style"), value._spec.shape)
+        return value if value._spec is wanted else framework().redistribute_shared(value, wanted)
+    src = _spec(mesh, layout, value)
+    if src.local_shape != tuple(value.shape):
+        raise ValueError(
+            f"parallel style: a local input of shape {tuple(value.shape)} placed {layout!r} over {mesh.size()} ranks is"
+            " uneven; pass a DTensor"
+        )
+    wanted = src.with_placements(normalize([desired], mesh, value.ndim, "parallel style"))
+    return framework().redistribute_shared(value, wanted, src)
+
+
+def on_input(module: Any, mesh: DeviceMesh, layout: Placement, desired: Placement) -> None:
+    """Converts the first positional input (or, where there is none, the first keyword tensor).
+
+    Raises:
+        TypeError: (in forward) there is no such input, or it is no tensor.
+    """
+
+    def convert(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], framework().Tensor):
+            return (_to_dtensor(args[0], mesh, layout, desired), *args[1:]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, framework().Tensor):
+                return args, {**kwargs, name: _to_dtensor(value, mesh, layout, desired)}
+        given = [type(value).__name__ for value in (*args, *kwargs.values())]
+        raise TypeError(
+            f"parallel style on {type(mod).__name__}: the first input must be a tensor, the inputs are {given}"
+        )
+
+    module.register_forward_pre_hook(convert, with_kwargs=True)
+
+
+def _output(value: Any, mesh: DeviceMesh, desired: Placement, local: bool) -> Any:
+    if isinstance(value, hp_dtensor.DTensor):
+        wanted = TensorSpec.of(mesh, normalize([desired], mesh, value.ndim, "parallel style"), value._spec.shape)
+        value = value if value._spec is wanted else framework().redistribute(value, wanted)
+        return value.to_local() if local else value
+    return value
+
+
+def on_output(module: Any, mesh: DeviceMesh, desired: Placement, local: bool) -> None:
+    """Brings the output, a tensor, to ``desired``."""
+    module.register_forward_hook(lambda mod, args, output: _output(output, mesh, desired, local))
+
+
+def on_inputs(
+    module: Any,
+    mesh: DeviceMesh,
+    layouts: Sequence[Placement | None] | None,
+    desired: Sequence[Placement | None] | None,
+    kwarg_layouts: Mapping[str, Placement | None],
+    desired_kwargs: Mapping[str, Placement | None],
+    local: bool,
+) -> None:
+    """Converts positional and keyword inputs by their layouts."""
+
+    def one(value: Any, layout: Placement | None, want: Placement | None) -> Any:
+        if layout is None or value is None:
+            return value
+        made = _to_dtensor(value, mesh, layout, want if want is not None else layout)
+        return made.to_local() if local and isinstance(made, hp_dtensor.DTensor) else made
+
+    def convert(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if layouts is not None and desired is not None:
+            if len(args) != len(layouts):
+                raise ValueError(
+                    f"PrepareModuleInput on {type(mod).__name__}: {len(args)} positional inputs, {len(layouts)}"
+                    " input_layouts"
+                )
+            args = tuple(one(*given) for given in zip(args, layouts, desired, strict=True))
+        return args, {k: one(v, kwarg_layouts.get(k), desired_kwargs.get(k)) for k, v in kwargs.items()}
+
+    module.register_forward_pre_hook(convert, with_kwargs=True)
+
+
+def on_outputs(
+    module: Any,
+    mesh: DeviceMesh,
+    layouts: Sequence[Placement | None],
+    desired: Sequence[Placement | None],
+    local: bool,
+) -> None:
+    """Converts outputs by their layouts."""
+
+    def convert(mod: Any, args: Any, output: Any) -> Any:
+        values = output if isinstance(output, (tuple, list)) else (output,)
+        if len(values) != len(layouts):
+            raise ValueError(
+                f"PrepareModuleOutput on {type(mod).__name__}: {len(values)} outputs, {len(layouts)} output_layouts"
+            )
+        made = []
+        for value, layout, want in zip(values, layouts, desired, strict=True):
+            if layout is not None and value is not None:
+                value = _output(_to_dtensor(value, mesh, layout, want or layout), mesh, want or layout, local)
+            made.append(value)
+        if not isinstance(output, (tuple, list)):
+            return made[0]
+        return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
+
+    module.register_forward_hook(convert)

@@ -1,0 +1,1 @@
+"""Parallel styles on MindSpore: what they do to a Cell."""

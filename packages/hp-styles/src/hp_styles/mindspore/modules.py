@@ -1,0 +1,76 @@
+"""What styles do to a MindSpore Cell: distribute its parameters. The rest is in `hp_styles.inputs`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+from mindspore import Tensor, mint, nn
+
+from hp_dtensor import DeviceMesh, Placement, Replicate
+from hp_dtensor.mindspore.api import distribute_parameter
+from hp_dtensor.mindspore.dtensor import DTensor, redistribute, redistribute_shared
+from hp_dtensor.spec import normalize
+
+__all__ = ["Tensor", "kind", "named_modules", "partition", "redistribute", "redistribute_shared", "replicate", "tied"]
+
+
+def named_modules(module: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+    """All Cells inside, the Cell itself among them, each under every name that it has."""
+
+    def walk(cell: nn.Cell, prefix: str) -> Iterator[tuple[str, nn.Cell]]:
+        yield prefix, cell
+        for name, child in cell.name_cells().items():
+            if child is not None:
+                yield from walk(child, f"{prefix}.{name}" if prefix else name)
+
+    return walk(module, "")
+
+
+def kind(module: nn.Cell) -> str:
+    """``"linear"``, ``"embedding"`` or ``"other"``.
+
+    An ``nn.Dense`` with an activation, or a Cell whose weight is not ``[out, in]``, is "other". A Cell of another class
+    says what it is by an attribute ``parallel_kind``.
+    """
+    if isinstance(module, mint.nn.Linear) or (isinstance(module, nn.Dense) and module.activation is None):
+        return "linear"
+    if isinstance(module, (mint.nn.Embedding, nn.Embedding)):
+        return "embedding"
+    return getattr(module, "parallel_kind", "other")
+
+
+def partition(module: nn.Cell, mesh: DeviceMesh, layouts: Mapping[str, Placement], src_data_rank: int | None) -> None:
+    """Distributes the parameters that the Cell itself holds, by name, in place.
+
+    Raises:
+        ValueError: a parameter is a DTensor of other placements already (two styles on one Cell, or weights tied to a
+            Cell styled otherwise).
+    """
+    layouts = {**layouts, "embedding_table": layouts["weight"]} if "weight" in layouts else layouts
+    for name, parameter in module._params.items():
+        if parameter is None:
+            continue
+        placement = layouts.get(name, Replicate())
+        if isinstance(parameter, DTensor):
+            wanted = normalize([placement], mesh, parameter.ndim, "parallelize_module")
+            if parameter.device_mesh == mesh and parameter.placements == wanted:
+                continue
+            raise ValueError(
+                f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)} is placed {parameter.placements} on"
+                f" {parameter.device_mesh} already, this style wants {wanted}: two styles on one Cell, or on two Cells"
+                " that share the parameter"
+            )
+        distribute_parameter(parameter, mesh, [placement], src_data_rank=src_data_rank)
+
+
+def replicate(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Replicates the parameters of the Cell and of all inside it."""
+    for _, child in named_modules(module):
+        partition(child, mesh, {}, src_data_rank)
+
+
+@contextlib.contextmanager
+def tied(module: nn.Cell) -> Iterator[None]:
+    """Cells that share a parameter go on sharing it: it is distributed in place."""
+    yield
