@@ -14,16 +14,20 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from hp_platform.observing import observers
-from hp_platform.protocols import Handle
-from hp_platform.torch.checks import (
+from hp_platform.checks import (
     check_complex,
     check_pair,
     check_peer,
     checked_splits,
+    gather_mismatch,
+    integer_average,
+    no_default_group,
     not_contiguous,
+    scatter_mismatch,
     unknown_op,
 )
+from hp_platform.observing import observers
+from hp_platform.protocols import Handle
 from hp_platform.torch.devices import devices
 
 ProcessGroup = dist.ProcessGroup
@@ -79,7 +83,7 @@ def _divide(tensor: torch.Tensor, size: int) -> None:
 def _averages(tensor: torch.Tensor, group: ProcessGroup) -> bool:
     """Say whether the backend averages by itself; gloo and hccl don't."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise TypeError(f"avg needs floating point, got {tensor.dtype}: use sum, and divide as you want it rounded.")
+        raise integer_average(tensor)
     return _backend_name(tensor, group) in ("nccl", "fake")
 
 
@@ -168,10 +172,7 @@ def all_gather(
     """
     check_pair("all_gather", output, tensor)
     if output.numel() != tensor.numel() * group.size():
-        raise ValueError(
-            f"all_gather: {group.size()} ranks with a piece of shape {tuple(tensor.shape)} make "
-            f"{tensor.numel() * group.size()} elements, output has {output.numel()} (shape {tuple(output.shape)})."
-        )
+        raise gather_mismatch(output, tensor, group.size())
     if observers:
         _observe("all_gather", output, group)
     if tensor.dtype in _MOVED_AS:
@@ -212,10 +213,7 @@ def reduce_scatter(
     if tensor.is_complex():
         check_complex(op)
     if tensor.numel() != output.numel() * group.size():
-        raise ValueError(
-            f"reduce_scatter: {group.size()} ranks with a piece of shape {tuple(output.shape)} take "
-            f"{output.numel() * group.size()} elements, tensor has {tensor.numel()} (shape {tuple(tensor.shape)})."
-        )
+        raise scatter_mismatch(output, tensor, group.size())
     if observers:
         _observe("reduce_scatter", tensor, group)
     divide = op == "avg" and not _averages(tensor, group)
@@ -224,7 +222,7 @@ def reduce_scatter(
     if output.is_complex():
         work = group._reduce_scatter_base(_real(output), _real(tensor), options)
     else:
-        work = group._reduce_scatter_base(output, tensor, options)
+        work = group._reduce_scatter_base(into, parts, options)
     if async_op:
         return _Average(work, output, group.size()) if divide else work
     if work is not None:
@@ -261,8 +259,8 @@ def all_to_all(
         TypeError: the dtypes differ.
     """
     check_pair("all_to_all", output, tensor)
-    received = checked_splits("output", output, output_splits, group)
-    sent = checked_splits("input", tensor, input_splits, group)
+    received = checked_splits("output", output, output_splits, group.size())
+    sent = checked_splits("input", tensor, input_splits, group.size())
     if observers:
         _observe("all_to_all", tensor, group)
     if tensor.dtype in _MOVED_AS:
@@ -292,7 +290,7 @@ def broadcast(tensor: torch.Tensor, group_src: int, *, group: ProcessGroup, asyn
     """
     if not tensor.is_contiguous():
         raise not_contiguous("tensor", tensor)
-    check_peer("group_src", group_src, group)
+    check_peer("group_src", group_src, group.size())
     options = _BROADCAST.get((group_src, async_op))
     if options is None:
         options = _options(c10d.BroadcastOptions, async_op, rootRank=group_src, rootTensor=0)
@@ -338,7 +336,7 @@ def recv(tensor: torch.Tensor, src: int, *, group: ProcessGroup) -> None:
 def _exchange(kind: str, tensor: torch.Tensor, name: str, peer: int, group: ProcessGroup) -> None:
     if not tensor.is_contiguous():
         raise not_contiguous("tensor", tensor)
-    check_peer(name, peer, group)
+    check_peer(name, peer, group.size())
     if observers:
         _observe(kind, tensor, group)
     moved = parts = _movable(tensor) if tensor.dtype in _MOVED_AS else tensor
@@ -362,7 +360,7 @@ def barrier(group: ProcessGroup | None = None) -> None:
     """
     target = dist.group.WORLD if group is None else group
     if target is None:
-        raise RuntimeError("there is no default process group: call init_process_group() first.")
+        raise no_default_group()
     if observers:
         for observer in tuple(observers):
             observer("barrier", 0, target)

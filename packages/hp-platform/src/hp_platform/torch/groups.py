@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from hp_platform.checks import check_ranks, check_same_world, check_split_ranks, no_default_group
 from hp_platform.torch.creation import create, forget
 from hp_platform.torch.devices import devices
 
@@ -70,12 +71,7 @@ def _check_same(backend: str | None, world_size: int, rank: int) -> None:
     given = {"backend": backend or here["backend"]}
     given["world_size"] = here["world_size"] if world_size == -1 else world_size
     given["rank"] = here["rank"] if rank == -1 else rank
-    different = [f"{name} is {here[name]!r}, got {given[name]!r}" for name in here if given[name] != here[name]]
-    if different:
-        raise RuntimeError(
-            f"the default process group exists already: its {'; '.join(different)}. "
-            "Call destroy_process_group() first, or leave the arguments out."
-        )
+    check_same_world(here, given)
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
@@ -114,7 +110,7 @@ def known_groups() -> Mapping[tuple[int, ...], ProcessGroup]:
 def _default() -> ProcessGroup:
     world = dist.group.WORLD
     if world is None:
-        raise RuntimeError("there is no default process group: call init_process_group() first.")
+        raise no_default_group()
     return world
 
 
@@ -142,17 +138,9 @@ def new_group(ranks: Sequence[int]) -> ProcessGroup:
     groups = _cache()
     group = groups.get(key)
     if group is None:
-        _check_ranks(key)
+        check_ranks(key, dist.get_rank(), dist.get_world_size())
         group = groups[key] = create(key)
     return group
-
-
-def _check_ranks(ranks: tuple[int, ...]) -> None:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= size:
-        raise ValueError(f"a group needs different ranks from 0 to {size - 1} (the world size is {size}), got {ranks}.")
-    if rank not in ranks:
-        raise ValueError(f"rank {rank} is not in the group {ranks}: only members call new_group().")
 
 
 def split_group(
@@ -177,15 +165,9 @@ def split_group(
     Raises:
         ValueError: `split_ranks` is empty, or its ranks are doubled or not in the parent.
     """
-    if not split_ranks:
-        raise ValueError(f"split_ranks needs at least one list of ranks, got {split_ranks!r}.")
     members = get_process_group_ranks(parent)
-    flat = [rank for ranks in split_ranks for rank in ranks]
-    if len(set(flat)) != len(flat) or min(flat, default=-1) < 0 or max(flat) >= len(members):
-        raise ValueError(
-            f"split_ranks needs different ranks from 0 to {len(members) - 1} (the parent has {len(members)}), "
-            f"got {[list(ranks) for ranks in split_ranks]}."
-        )
+    check_split_ranks(split_ranks, len(members))
+    assert split_ranks
     rank = dist.get_rank()
     groups = _cache()
     for ranks in split_ranks:
