@@ -172,8 +172,8 @@ def join_by_environment(port: int) -> tuple[int, bool]:
 
 
 def test_the_environment_of_torchrun():
-    if device_type() != "cpu":
-        pytest.skip("ranks may share a device, which the default backend of an accelerator refuses")
+    if device_type() != "cpu" and get_platform().devices.count < 2:
+        pytest.skip("the default backend of an accelerator needs a device for each rank")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

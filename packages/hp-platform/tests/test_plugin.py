@@ -143,5 +143,6 @@ def test_the_readmes_example(tmp_path):
     expected = re.findall(r"print\(.*\)  # (.*)", code)[-1]
     script = tmp_path / "script.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "HYPER_PARALLEL_DEVICE": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment)
     assert (done.stdout, done.stderr, done.returncode) == (expected + "\n", "", 0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-TARGETS = ("torch-cpu", "torch-cuda", "torch-npu")
+TARGETS = ("torch-cpu", "torch-cuda", "torch-npu", "torch-npu-sim")
 _DEVICE = "HYPER_PARALLEL_DEVICE"
 _PLATFORM = "HYPER_PARALLEL_PLATFORM"
+_SIMULATED = "HYPER_PARALLEL_NPU_SIM"
 
 
 def select(target: str) -> None:
@@ -15,7 +16,18 @@ def select(target: str) -> None:
     Args:
         target: one of TARGETS.
     """
-    os.environ[_PLATFORM], os.environ[_DEVICE] = target.split("-", 1)
+    os.environ[_PLATFORM], os.environ[_DEVICE], *simulated = target.split("-")
+    if simulated:
+        os.environ[_SIMULATED] = "1"
+        from hp_platform.testing import npu_sim
+
+        if npu_sim.missing() is None:
+            npu_sim.load()
+    else:
+        os.environ.pop(_SIMULATED, None)
+    if os.environ[_DEVICE] == "cpu":
+        # An accelerator's extension of torch is not needed, and not all can be loaded without their hardware.
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def device_type() -> str:
@@ -36,6 +48,11 @@ def missing() -> str | None:
     kind = os.environ.get(_DEVICE, "cpu")
     if kind == "cpu":
         return None
+    if os.environ.get(_SIMULATED):
+        from hp_platform.testing import npu_sim
+
+        needed = npu_sim.missing()
+        return needed and f"--backend torch-npu-sim {needed}"
     from hp_platform.platform import get_platform
 
     platform = get_platform()

@@ -28,6 +28,7 @@ from hp_platform.checks import (
 )
 from hp_platform.observing import observers
 from hp_platform.protocols import Handle
+from hp_platform.torch import gathered
 from hp_platform.torch.devices import devices
 
 ProcessGroup = dist.ProcessGroup
@@ -141,8 +142,11 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", *, group: ProcessGroup, as
         _observe("all_reduce", tensor, group)
     divide = op == "avg" and not _averages(tensor, group)
     if divide:
-        options = _REDUCE["sum", async_op]
-    work = group.allreduce([parts], options)
+        op, options = "sum", _REDUCE["sum", async_op]
+    if parts.dtype in gathered.NOT_ALL_REDUCED and _backend_name(tensor, group) == "hccl":
+        work = gathered.all_reduce(parts, op, group)
+    else:
+        work = group.allreduce([parts], options)
     if async_op:
         return _Average(work, tensor, group.size()) if divide else work
     if work is not None:
@@ -218,9 +222,10 @@ def reduce_scatter(
         _observe("reduce_scatter", tensor, group)
     divide = op == "avg" and not _averages(tensor, group)
     if divide:
-        options = _SCATTER["sum", async_op]
-    if output.is_complex():
-        work = group._reduce_scatter_base(_real(output), _real(tensor), options)
+        op, options = "sum", _SCATTER["sum", async_op]
+    into, parts = (_real(output), _real(tensor)) if output.is_complex() else (output, tensor)
+    if parts.dtype in gathered.NOT_REDUCE_SCATTERED and _backend_name(tensor, group) == "hccl":
+        work = gathered.reduce_scatter(into, parts, op, group)
     else:
         work = group._reduce_scatter_base(into, parts, options)
     if async_op:
