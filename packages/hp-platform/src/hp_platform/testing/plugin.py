@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, cast
 
 import pytest
 
 from hp_platform.testing import pool, target
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--backend`."""
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add `--backend`, and select what it says at once: a conftest that is loaded next may import the framework."""
     parser.addoption(
         "--backend",
         default=target.TARGETS[0],
         choices=target.TARGETS,
         help="framework and device of the tests that run on ranks (default: %(default)s)",
     )
+    config = cast(pytest.Config, pluginmanager.get_plugin("pytestconfig"))
+    with contextlib.suppress(pytest.UsageError):  # pytest reports it when it parses all arguments
+        known = parser.parse_known_args([str(argument) for argument in config.invocation_params.args])
+        target.select(known.backend)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select the target."""
-    target.select(str(config.getoption("--backend")))
+    """Take over pytest's warning filters."""
     pool.warning_filters = _filters(config)
 
 
