@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hp_platform.protocols import Tensor
 
@@ -106,7 +106,7 @@ def no_default_group() -> RuntimeError:
     return RuntimeError("there is no default process group: call init_process_group() first.")
 
 
-def check_same_world(here: dict[str, object], given: dict[str, object]) -> None:
+def check_same_world(here: Mapping[str, object], given: Mapping[str, object]) -> None:
     """Refuse another initialisation that disagrees with the default group that is there."""
     different = [f"{name} is {here[name]!r}, got {given[name]!r}" for name in here if given[name] != here[name]]
     if different:

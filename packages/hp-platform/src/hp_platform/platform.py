@@ -13,7 +13,6 @@ from hp_platform.protocols import Collectives, Devices, Groups, Random
 
 VARIABLE = "HYPER_PARALLEL_PLATFORM"
 CHOICES = ("torch", "mindspore")
-AVAILABLE = ("torch",)
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Platform:
     """A framework, by the roles it plays.
 
     Attributes:
-        name: "torch"; also the name of the folder that holds each package's code for it.
+        name: "torch" or "mindspore"; also the name of the folder that holds each package's code for it.
         groups: process groups.
         collectives: communication inside a group.
         devices: the kind of device in use, its memory and streams.
@@ -48,14 +47,8 @@ def get_platform() -> Platform:
     Raises:
         ValueError: HYPER_PARALLEL_PLATFORM names no platform.
         ImportError: no framework is installed, or the chosen one is not.
-        NotImplementedError: the chosen platform is not available in this version.
     """
-    name = _choose()
-    if name not in AVAILABLE:
-        raise NotImplementedError(
-            f"the {name} platform is not available in this version of hp-platform, which has: {', '.join(AVAILABLE)}. "
-            f"Set {VARIABLE}=torch to use PyTorch."
-        )
+    name = platform_name()
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         raise ImportError(
             f"{VARIABLE}={name}, but {name} is not installed. Install it with: pip install 'hp-platform[{name}]'"
@@ -63,7 +56,16 @@ def get_platform() -> Platform:
     return importlib.import_module(f"hp_platform.{name}").platform()
 
 
-def _choose() -> str:
+def platform_name() -> str:
+    """Choose the platform as `get_platform` does, and import nothing.
+
+    Returns:
+        "torch" or "mindspore".
+
+    Raises:
+        ValueError: HYPER_PARALLEL_PLATFORM names no platform.
+        ImportError: no framework is installed.
+    """
     wanted = os.environ.get(VARIABLE)
     if wanted:
         if wanted not in CHOICES:
@@ -77,5 +79,5 @@ def _choose() -> str:
             return name
     raise ImportError(
         f"no framework is installed: hp-platform needs one of {', '.join(CHOICES)}. "
-        "Install one with: pip install 'hp-platform[torch]'"
+        "Install one with: pip install 'hp-platform[torch]' or pip install 'hp-platform[mindspore]'"
     )

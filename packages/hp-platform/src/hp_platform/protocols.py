@@ -6,12 +6,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hp_platform.observing import Observer
 
 Group = Any
 Tensor = Any
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kind of device can do with a framework; neutral code asks this, and never for a name.
+
+    Attributes:
+        streams: work on a side stream runs beside the current one; else `Devices.stream` may raise.
+        pinned_memory: the host's memory can be pinned, so that copies run beside the computation.
+        native_collectives: the backend has every collective, and one with `async_op` runs beside the computation; else
+            some are emulated, and each has done its work when the call returns.
+    """
+
+    streams: bool
+    pinned_memory: bool
+    native_collectives: bool
 
 
 class Handle(Protocol):
@@ -124,6 +141,11 @@ class Devices(Protocol):
         ...
 
     @property
+    def capabilities(self) -> Capabilities:
+        """Tell what this kind of device can do."""
+        ...
+
+    @property
     def count(self) -> int:
         """Count the devices of this kind on this machine; a machine has one CPU."""
         ...
@@ -145,7 +167,7 @@ class Devices(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for the work queued on the current device."""
+        """Wait for the work queued on the current device; what failed in it raises here."""
         ...
 
     def peak_memory(self) -> int:

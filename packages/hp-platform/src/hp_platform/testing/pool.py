@@ -16,15 +16,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from hp_platform.platform import platform_name
 from hp_platform.testing import target, worker
 from hp_platform.testing.reference import Reference, refer
 from hp_platform.testing.worker import Outcome, Start, Task, main
 
 START_LIMIT = 120.0
 GRACE = 1.0
-# What the server imports that ranks are forked from, so that they start in milliseconds; and the packages of which it
-# imports whatever this process has imported when the first pool starts.
-PRELOAD = ("torch", "torch.distributed", "hp_platform.torch.ranks", "hp_platform.testing.worker")
+# Besides the framework, the server that ranks are forked from imports what this process has imported of these packages
+# when the first pool starts, so that ranks start in milliseconds.
 PRELOAD_LIKE_HERE = ("hp_", "hyper_parallel", "transformers", "pytest")
 
 # As pytest spells them, (config, command line); set by the plugin.
@@ -102,14 +102,15 @@ def close_pools() -> None:
 
 
 class Pool:
-    """The ranks of one world size, each a process forked from a server that has torch imported."""
+    """The ranks of one world size, each a process forked from a server that has the framework imported."""
 
     def __init__(self, world_size: int) -> None:
         self.closed = False
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
         imported = [name for name in sys.modules if name.startswith(PRELOAD_LIKE_HERE) and "__main__" not in name]
-        context.set_forkserver_preload([*PRELOAD, *imported])
+        framework = f"hp_platform.{platform_name()}.ranks"
+        context.set_forkserver_preload([framework, "hp_platform.testing.worker", *imported])
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         environment, path = dict(os.environ), list(sys.path)

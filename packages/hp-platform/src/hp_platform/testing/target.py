@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-TARGETS = ("torch-cpu", "torch-cuda", "torch-npu", "torch-npu-sim")
+TARGETS = ("torch-cpu", "torch-cuda", "torch-npu", "torch-npu-sim", "mindspore-cpu", "mindspore-ascend")
+_KINDS = {"ascend": "npu"}  # where the backend's name says another word than the platform
 _DEVICE = "HYPER_PARALLEL_DEVICE"
 _PLATFORM = "HYPER_PARALLEL_PLATFORM"
 _SIMULATED = "HYPER_PARALLEL_NPU_SIM"
@@ -16,7 +17,10 @@ def select(target: str) -> None:
     Args:
         target: one of TARGETS.
     """
-    os.environ[_PLATFORM], os.environ[_DEVICE], *simulated = target.split("-")
+    os.environ[_PLATFORM], device, *simulated = target.split("-")
+    os.environ[_DEVICE] = _KINDS.get(device, device)
+    if os.environ[_PLATFORM] == "mindspore":
+        os.environ.setdefault("GLOG_v", "3")  # errors only; its warnings tell of each connection
     if simulated:
         os.environ[_SIMULATED] = "1"
         from hp_platform.testing import npu_sim
@@ -59,4 +63,5 @@ def missing() -> str | None:
     present = platform.devices.present()
     if kind in present:
         return None
-    return f"--backend {platform.name}-{kind} needs a device of kind {kind}, this machine has: {', '.join(present)}"
+    device = {kind: name for name, kind in _KINDS.items()}.get(kind, kind) if platform.name == "mindspore" else kind
+    return f"--backend {platform.name}-{device} needs a device of kind {kind}, this machine has: {', '.join(present)}"

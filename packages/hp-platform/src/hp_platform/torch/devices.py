@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
-import sys
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from hp_platform.host import peak_resident_bytes, reset_peak_resident_bytes
+from hp_platform.protocols import Capabilities
 
 VARIABLE = "HYPER_PARALLEL_DEVICE"
 
@@ -37,6 +36,12 @@ class TorchDevices:
         """List the kinds that this machine has: "cpu", and the accelerator's if there is one."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Tell what this kind of device can do."""
+        accelerator = self.kind != "cpu"
+        return Capabilities(streams=accelerator, pinned_memory=accelerator, native_collectives=True)
 
     @property
     def count(self) -> int:
@@ -71,16 +76,14 @@ class TorchDevices:
         """Get the most bytes allocated on the device so far, on CPU the process's largest resident size."""
         if self.kind != "cpu":
             return self.device_module().max_memory_allocated()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return peak_resident_bytes()
 
     def reset_peak_memory(self) -> None:
         """Start the peak over; on CPU where the system can (Linux), else it stays."""
         if self.kind != "cpu":
             self.device_module().reset_peak_memory_stats()
             return
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+        reset_peak_resident_bytes()
 
     def empty_cache(self) -> None:
         """Give cached device memory back; nothing is cached on CPU."""

@@ -1,0 +1,54 @@
+"""Random generators on MindSpore.
+
+Note [Two kinds of generators]: the operators of `mint` draw from a default generator, whose state is a tensor. Those of
+`ops` (on the CPU the only ones with kernels) and the initializers derive their numbers from a global seed and from how
+often each kind of operator was called. A state here is both, so that what it is given back to draws the same again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore
+from mindspore.common import seed as _seeds
+
+_seed: int | None = None
+
+
+def manual_seed(seed: int) -> None:
+    """Seed every generator, to be called with the same seed on every rank.
+
+    The generators' states are then equal on all ranks, which is what the distributed random numbers start from:
+    replicated data draws the same numbers everywhere, and sharded data the numbers of its place in the whole.
+
+    Args:
+        seed: an integer from 0 on; NumPy's generator is seeded with it too, as `mindspore.set_seed` does.
+    """
+    global _seed
+    seed_all(seed)
+    _seed = seed
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator, without marking them as seeded by `manual_seed`."""
+    mindspore.set_seed(seed)
+    mindspore.manual_seed(seed)
+
+
+def seeded() -> int | None:
+    """Get the seed last given to `manual_seed`; None says that the ranks' generators may differ."""
+    return _seed
+
+
+def get_state(device: Any) -> Any:
+    """Get the state of the generators; MindSpore has one for all devices."""
+    return mindspore.get_rng_state(), _seeds.get_seed(), dict(_seeds._KERNEL_SEED)
+
+
+def set_state(device: Any, state: Any) -> None:
+    """Set the state of the generators to what `get_state` gave."""
+    generator, global_seed, calls = state
+    mindspore.set_rng_state(generator)
+    _seeds._GLOBAL_SEED = global_seed
+    _seeds._KERNEL_SEED.clear()
+    _seeds._KERNEL_SEED.update(calls)
