@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hp_plan.application import apply
 from hp_plan.findings import Finding, PlanError
+from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import (
     DataSection,
@@ -43,19 +45,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from hp_plan.torch.apply import apply
     from hp_plan.torch.build import build_model, build_optimizer, build_schedule
-    from hp_plan.torch.lint import lint
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "apply": "apply",
         "build_model": "build",
         "build_optimizer": "build",
         "build_schedule": "build",
-        "lint": "lint",
         "verify": "verify",
     },
 )

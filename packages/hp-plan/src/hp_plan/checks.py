@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hp_plan.findings import Finding
 from hp_plan.plan import ParallelPlan
+from hp_platform import get_platform
 
 # What this version can apply; the others are read, so that a plan may be written for later.
 APPLIED_AXES = ("dp_replicate", "dp_shard", "tp")
@@ -17,6 +18,15 @@ def plan_faults(plan: ParallelPlan, world_size: int | None = None) -> list[Findi
         world_size: how many ranks there will be; None leaves that unchecked.
     """
     return [*mesh_faults(plan, world_size), *_training_faults(plan)]
+
+
+def platform_faults(plan: ParallelPlan) -> list[Finding]:
+    """A plan that is for another framework than the one in use."""
+    wanted, got = plan.run.platform, get_platform().name
+    if wanted is None or wanted == got:
+        return []
+    message = f"the plan is for {wanted}, and this process runs {got}"
+    return [Finding("run.platform", message, f"set HYPER_PARALLEL_PLATFORM={wanted} before anything is imported")]
 
 
 def mesh_faults(plan: ParallelPlan, world_size: int | None = None) -> list[Finding]:

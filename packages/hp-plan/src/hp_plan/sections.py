@@ -27,7 +27,8 @@ class ModelSection:
         config: name of a configuration class of transformers, such as `"Qwen3Config"`; the model is the
             causal language model that transformers builds from it.
         function: `"module:function"`; called with the overrides, returns an `nn.Module` whose `forward(input_ids,
-            labels)` returns a mapping with `loss`, as the models of transformers do.
+            labels)`, or an `nn.Cell` whose `construct(input_ids, labels)`, returns a mapping with `loss`, as the models
+            of transformers do. The command line finds modules beside the plan's file, too.
         overrides: keyword arguments of either.
     """
 
@@ -159,9 +160,11 @@ class RunSection:
         seed: of the weights and of the samples.
         dtype: of the weights.
         grad_clip: scale gradients down to this global norm; none leaves them alone.
+        platform: the framework that the model is written for; none takes the one in use (see `get_platform`).
     """
 
     steps: int = _at_least(1, 100)
     seed: int = _at_least(0, 0)
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     grad_clip: float | None = _more_than(0.0, None)
+    platform: Literal["torch", "mindspore"] | None = None

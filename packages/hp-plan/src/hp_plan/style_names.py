@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# What each string does to a module; `hp_plan.torch.styles` has the style objects.
+# What each string does to a module; `hp_plan.styles` has the style objects.
 STYLES = {
     "colwise": "output features sharded, input replicated, output sharded",
     "colwise_gather_output": "output features sharded, output gathered",

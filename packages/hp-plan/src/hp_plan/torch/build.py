@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch
 from torch import nn
 
 from hp_plan.findings import Finding, PlanError, near_misses
+from hp_plan.model_function import failed, function_faults, model_function
 from hp_plan.plan import ParallelPlan
-from hp_plan.sections import ScheduleSection
+from hp_plan.schedule import schedule_factor
 
 # Taken by every configuration of transformers without being a field of it.
 _CONFIG_KEYS = ("attn_implementation", "dtype", "layer_types", "name_or_path")
@@ -44,16 +44,19 @@ def build_model(
         torch.manual_seed(plan.run.seed)
         try:
             if section.function is not None:
-                return _function(section.function)(**section.overrides)
+                return model_function(section.function)(**section.overrides)
             config = config_class(str(section.config))(**section.overrides)
             return _transformers().AutoModelForCausalLM.from_config(config, dtype=chosen)
         except PlanError:
             raise
         except Exception as error:  # Whatever the user's own function or transformers' validation raises.
-            name = "function" if section.function is not None else "config"
-            message = f"building {getattr(section, name)} failed: {type(error).__name__}: {error}"
-            fix = "correct [model.overrides], which are its arguments"
-            raise PlanError([Finding(f"model.{name}", message, fix)]) from error
+            key = "function" if section.function is not None else "config"
+            raise failed(key, getattr(section, key), error) from error
+
+
+def build_empty(plan: ParallelPlan) -> nn.Module:
+    """The model of `plan.model` without weights: its names and shapes."""
+    return build_model(plan, device="meta")
 
 
 def model_section_faults(plan: ParallelPlan) -> list[Finding]:
@@ -64,11 +67,7 @@ def model_section_faults(plan: ParallelPlan) -> list[Finding]:
         fix = 'give one: config = "Qwen3Config" or function = "package.module:function"'
         return [Finding("model", f"[model] has {got}", fix)]
     if section.function is not None:
-        try:
-            _function(section.function)
-        except PlanError as error:
-            return list(error.findings)
-        return []
+        return function_faults(section.function)
     try:
         known = _config_keys(config_class(str(section.config)))
     except PlanError as error:
@@ -108,41 +107,10 @@ def build_schedule(plan: ParallelPlan, optimizer: torch.optim.Optimizer) -> torc
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))
 
 
-def schedule_factor(section: ScheduleSection, step: int, steps: int) -> float:
-    """What part of the learning rate step `step` (from 0) of `steps` uses.
-
-    >>> [schedule_factor(ScheduleSection("linear", warmup_steps=2), step, 6) for step in range(6)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
-    if step < section.warmup_steps:
-        return (step + 1) / section.warmup_steps
-    if section.kind == "constant":
-        return 1.0
-    progress = min(1.0, (step - section.warmup_steps) / max(1, steps - section.warmup_steps))
-    falling = 1.0 - progress if section.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return section.final + (1.0 - section.final) * falling
-
-
 def _config_keys(config: type) -> list[str]:
     names = [item.name for item in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
     settable = [name for name in dir(config) if isinstance(getattr(config, name, None), property)]
     return [*names, *getattr(config, "attribute_map", {}), *settable, *_CONFIG_KEYS]
-
-
-def _function(name: str) -> Any:
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        fix = 'write it as "package.module:function"'
-        raise PlanError([Finding("model.function", f"got '{name}', expected a module and a function", fix)])
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        fix = "check the name, and that the module's folder is on PYTHONPATH"
-        raise PlanError([Finding("model.function", f"can't import '{module_name}': {error}", fix)]) from error
-    if not hasattr(module, function_name):
-        message = f"module '{module_name}' has no '{function_name}'"
-        raise PlanError([Finding("model.function", message, near_misses(function_name, dir(module)))])
-    return getattr(module, function_name)
 
 
 def _transformers() -> Any:

@@ -11,7 +11,8 @@ from torch import nn
 
 from hp_fsdp import clip_grad_norm_, global_grad_norm
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
-from hp_plan.torch.samples import data_parallel_rows, forward_loss
+from hp_plan.samples import data_parallel_rows
+from hp_plan.torch.samples import forward_loss
 from hp_platform import get_platform
 from hyper_parallel.data import ByteText
 from hyper_parallel.display import Reporter

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch import nn
-
 from hp_plan.findings import Finding, PlanError, near_misses
+from hp_plan.outline import ModelOutline, ModuleOutline
 from hp_plan.patterns import generalise, matching
 from hp_plan.plan import ParallelPlan
 from hp_plan.style_names import ALIASES, STYLES
-from hp_plan.torch.tables import resolve, style_table, tied_names
+from hp_plan.tables import resolve, style_table
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def model_faults(plan: ParallelPlan, model: nn.Module) -> list[Finding]:
+def model_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
     """Every fault of the plan that shows once the model's names and shapes are known."""
     found = [*_group_faults(plan, model), *_expert_faults(plan, model), *_length_faults(plan, model)]
     if plan.mesh.tp == 1 and isinstance(plan.styles, str):
@@ -27,10 +26,9 @@ def model_faults(plan: ParallelPlan, model: nn.Module) -> list[Finding]:
     return [*_style_faults(table, model), *_head_faults(plan, table, model), *_tied_faults(table, model), *found]
 
 
-def _style_faults(table: Mapping[str, str], model: nn.Module) -> list[Finding]:
+def _style_faults(table: Mapping[str, str], model: ModelOutline) -> list[Finding]:
     found = []
-    names = [name for name, _ in model.named_modules() if name]
-    parameters = [name for name, _ in model.named_parameters()]
+    names = model.names
     resolved = resolve(table, model)
     for pattern, style in table.items():
         key = f'styles."{pattern}"'
@@ -38,11 +36,11 @@ def _style_faults(table: Mapping[str, str], model: nn.Module) -> list[Finding]:
         if style not in STYLES:
             found.append(Finding(key, f"there is no style '{style}'", near_misses(style, [*STYLES, *ALIASES])))
         elif not matched:
-            found.append(_nothing_matches(key, pattern, names, parameters))
+            found.append(_nothing_matches(key, pattern, names, model.parameters))
         for shown, modules in _by_kind(matched if style in STYLES else [], model):
             problem = _unsuited(style, modules[0])
             if problem:
-                found.append(Finding(key, f"'{style}' on {shown}, which is a {type(modules[0]).__name__}", problem))
+                found.append(Finding(key, f"'{style}' on {shown}, which is a {modules[0].type_name}", problem))
     doubled: dict[tuple[str, ...], list[str]] = {}
     for name, patterns in resolved.items():
         if len(patterns) > 1:
@@ -56,27 +54,28 @@ def _style_faults(table: Mapping[str, str], model: nn.Module) -> list[Finding]:
     return found
 
 
-def _nothing_matches(key: str, pattern: str, names: list[str], parameters: list[str]) -> Finding:
+def _nothing_matches(key: str, pattern: str, names: list[str], parameters: Iterable[str]) -> Finding:
     if matching(pattern, parameters):
         fix = f"a style is for a module: leave the last part off, '{pattern.rpartition('.')[0]}'"
         return Finding(key, f"'{pattern}' matches a parameter, not a module", fix)
     return Finding(key, f"'{pattern}' matches no module", near_misses(pattern, generalise(names)))
 
 
-def _by_kind(names: Iterable[str], model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+def _by_kind(names: Iterable[str], model: ModelOutline) -> list[tuple[str, list[ModuleOutline]]]:
     """Modules by class, with a name to show: a pattern that is wrong for one layer is wrong for all alike."""
-    kinds: dict[type, list[str]] = {}
+    kinds: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        kinds.setdefault(type(model.get_submodule(name)), []).append(name)
-    return [(_some(named), [model.get_submodule(name) for name in named]) for named in kinds.values()]
+        module = model.modules[name]
+        kinds.setdefault((module.type_name, module.kind), []).append(name)
+    return [(_some(named), [model.modules[name] for name in named]) for named in kinds.values()]
 
 
 def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _unsuited(style: str, module: nn.Module) -> str | None:
-    linear, embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
+def _unsuited(style: str, module: ModuleOutline) -> str | None:
+    linear, embedding = module.kind == "linear", module.kind == "embedding"
     if style.startswith("embedding_") and not embedding:
         return f"use '{style.removeprefix('embedding_')}' for a Linear" if linear else "it is for an Embedding"
     if style.startswith(("colwise", "rowwise")) and not linear:
@@ -84,14 +83,13 @@ def _unsuited(style: str, module: nn.Module) -> str | None:
     return None
 
 
-def _head_faults(plan: ParallelPlan, table: Mapping[str, str], model: nn.Module) -> list[Finding]:
+def _head_faults(plan: ParallelPlan, table: Mapping[str, str], model: ModelOutline) -> list[Finding]:
     """Attention splits the features of q, k and v into heads: ranks must hold whole ones."""
     found: dict[str, Finding] = {}
     tp = plan.mesh.tp
     for name, patterns in resolve(table, model).items():
-        module, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
-        size = getattr(owner, "head_dim", None)
-        if table[patterns[0]] != "colwise" or not isinstance(module, nn.Linear) or not isinstance(size, int):
+        module, size = model.modules[name], model.modules[name.rpartition(".")[0]].head_dim
+        if table[patterns[0]] != "colwise" or module.out_features is None or size is None:
             continue
         heads = module.out_features // size
         if heads % tp:
@@ -103,10 +101,10 @@ def _head_faults(plan: ParallelPlan, table: Mapping[str, str], model: nn.Module)
     return list(found.values())
 
 
-def _tied_faults(table: Mapping[str, str], model: nn.Module) -> list[Finding]:
+def _tied_faults(table: Mapping[str, str], model: ModelOutline) -> list[Finding]:
     found = []
     styled = {name: table[patterns[0]] for name, patterns in resolve(table, model).items()}
-    for names in tied_names(model):
+    for names in model.tied:
         modules = [name.rpartition(".")[0] for name in names]
         dims = {module: _sharded_dim(styled.get(module, "replicate")) for module in modules}
         if len(set(dims.values())) > 1:
@@ -125,33 +123,32 @@ def _sharded_dim(style: str) -> int | None:
     return 1 if style.startswith(("rowwise", "embedding_colwise")) else None
 
 
-def _group_faults(plan: ParallelPlan, model: nn.Module) -> list[Finding]:
+def _group_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
     found = []
-    modules = dict(model.named_modules())
-    names = [name for name in modules if name]
     for index, pattern in enumerate(plan.fsdp.groups):
-        key, matched = f"fsdp.groups[{index}]", matching(pattern, names)
+        key, matched = f"fsdp.groups[{index}]", matching(pattern, model.names)
         if not matched:
-            found.append(Finding(key, f"'{pattern}' matches no module", near_misses(pattern, generalise(names))))
+            fix = near_misses(pattern, generalise(model.names))
+            found.append(Finding(key, f"'{pattern}' matches no module", fix))
         for name in matched:
-            if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
-                message = f"'{pattern}' matches {name}, a {type(modules[name]).__name__}, which is never called"
+            if model.modules[name].kind == "container":
+                message = f"'{pattern}' matches {name}, a {model.modules[name].type_name}, which is never called"
                 found.append(Finding(key, message, f"group its members: '{name}.*'"))
     return found
 
 
-def _expert_faults(plan: ParallelPlan, model: nn.Module) -> list[Finding]:
+def _expert_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
     found = []
     for name in _EXPERTS:
-        experts = getattr(getattr(model, "config", None), name, None)
+        experts = getattr(model.config, name, None)
         if isinstance(experts, int) and experts % plan.mesh.ep:
             message = f"{name} is {experts}, which ep = {plan.mesh.ep} ranks do not divide"
             found.append(Finding("mesh.ep", message, f"make mesh.ep a divisor of {experts}"))
     return found
 
 
-def _length_faults(plan: ParallelPlan, model: nn.Module) -> list[Finding]:
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+def _length_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
+    limit = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(limit, int) or plan.data.sequence_length <= limit:
         return []
     message = f"{plan.data.sequence_length} tokens a sample, and the model's max_position_embeddings is {limit}"

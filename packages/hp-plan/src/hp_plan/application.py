@@ -1,0 +1,128 @@
+"""A plan done to a model: tensor parallel styles, then fully sharded groups, and plain tensors at the border.
+
+Note [Plain tensors at the border]
+Inside a tensor parallel model every activation is a DTensor and the model sees global shapes, which is why its code
+runs unchanged. Who calls the model knows nothing of that: inputs are plain tensors that every rank of the tensor
+parallel group has alike, and outputs that are replicated come back plain. So a loss is an ordinary loss, and
+generation, samplers and metrics work as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import hp_dtensor
+import hp_fsdp
+import hp_platform
+from hp_dtensor import DeviceMesh, init_device_mesh
+from hp_plan.checks import mesh_faults, platform_faults
+from hp_plan.findings import PlanError
+from hp_plan.framework import framework
+from hp_plan.model_checks import model_faults
+from hp_plan.patterns import matches
+from hp_plan.plan import ParallelPlan
+from hp_plan.styles import style_passes
+from hp_plan.tables import resolve, style_table
+from hp_platform import get_platform
+from hp_styles import parallelize_module
+
+Model = TypeVar("Model")
+
+_LAUNCHERS = {"torch": "torchrun --nproc-per-node {0}", "mindspore": "msrun --worker_num={0} --local_worker_num={0}"}
+
+
+def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> Model:
+    """Makes a model run as a plan says, in place and without a change to its code.
+
+    Every rank calls it, with the same plan and a model of the same shapes. Optimizers are made afterwards, from
+    `model.parameters()`.
+
+        plan = ParallelPlan.from_toml("qwen3.toml")
+        model = apply(model, plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    Args:
+        model: any `nn.Module` of torch or `nn.Cell` of MindSpore that the plan's patterns fit, its weights in place.
+        plan: the plan; `plan.model` is not read.
+        mesh: the ranks, with the axes of `plan.mesh.axes`; None makes it over all ranks of this kind of device.
+
+    Returns:
+        The model that was given.
+
+    Raises:
+        PlanError: the plan doesn't fit the model or the number of ranks; every fault is in it.
+        RuntimeError: there is no process group and nothing to make one from.
+    """
+    _ensure_process_group(plan)
+    platform, models = get_platform(), framework("models")
+    ranks = mesh.size() if mesh is not None else platform.groups.size()
+    outline = models.outline(model)
+    found = [*platform_faults(plan), *mesh_faults(plan, ranks), *model_faults(plan, outline)]
+    if found:
+        raise PlanError(found)
+    axes = plan.mesh.axes
+    if mesh is None:
+        mesh = init_device_mesh(platform.devices.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    _check_mesh(mesh, axes)
+    if "tp" in axes:
+        table = style_table(plan, outline)
+        styled = {name: table[patterns[0]] for name, patterns in resolve(table, outline).items()}
+        for styles in style_passes(styled):
+            parallelize_module(model, mesh["tp"], styles)
+        models.replicate_rest(model, mesh["tp"])
+        models.keep_border_plain(model, mesh["tp"], plain)
+    if "dp_shard" in axes:
+        _shard_groups(model, plan, mesh["dp_replicate", "dp_shard"] if "dp_replicate" in axes else mesh["dp_shard"])
+    return model
+
+
+def _ensure_process_group(plan: ParallelPlan) -> None:
+    platform = get_platform()
+    if platform.groups.is_initialized():
+        return
+    if not {"RANK", "MS_ROLE"}.intersection(os.environ):
+        count = plan.mesh.world_size
+        raise RuntimeError(
+            f"apply needs a process group of {count} ranks and there is none: start the script with "
+            f"{_LAUNCHERS[platform.name].format(count)}, or call hp_platform.init_process_group() first"
+        )
+    hp_platform.init_process_group()
+
+
+def _check_mesh(mesh: DeviceMesh, axes: Mapping[str, int]) -> None:
+    got = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if got != axes:
+        raise ValueError(
+            f"the mesh has axes {got or tuple(mesh.shape)}, the plan needs {dict(axes)}: leave the mesh out, or make "
+            f"it with init_device_mesh(device, {tuple(axes.values())}, mesh_dim_names={tuple(axes)})"
+        )
+
+
+def _shard_groups(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> None:
+    models = framework("models")
+    dtypes = {name: models.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
+    options = {
+        "reshard_after_forward": plan.fsdp.reshard_after_forward,
+        "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
+    }
+    for name, module in reversed(list(models.named_modules(model))):  # Inner groups before the ones around them.
+        if any(matches(pattern, name) for pattern in plan.fsdp.groups):
+            hp_fsdp.fully_shard(module, mesh, **options)
+    hp_fsdp.fully_shard(model, mesh, **options)
+
+
+def plain(value: Any) -> Any:
+    """The value with replicated DTensors, and reduced scalars, as plain tensors."""
+    if isinstance(value, hp_dtensor.DTensor):
+        if all(placement.is_replicate() for placement in value.placements):
+            return value.to_local()
+        return value.full_tensor() if value.ndim == 0 else value
+    if isinstance(value, dict):
+        for key in list(value):
+            value[key] = plain(value[key])  # In place: transformers' outputs are dictionaries with attributes.
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(plain, value))
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,116 @@
+"""What a plan reads of a torch Module, and what is done to one besides styles and sharding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implicit_replication
+from hp_plan.outline import ModelOutline, ModuleOutline
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module by its name, the model itself first, as `""`."""
+    return model.named_modules()
+
+
+def dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of this name; None of None."""
+    return None if name is None else getattr(torch, name)
+
+
+def outline(model: nn.Module) -> ModelOutline:
+    """The model's names, kinds and shapes."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return ModelOutline(
+        modules={name: _outline(module) for name, module in model.named_modules()},
+        parameters=tuple(name for name, _ in model.named_parameters()),
+        tied=_tied_names(model),
+        base=prefix if prefix and isinstance(getattr(model, prefix, None), nn.Module) else "",
+        config=getattr(model, "config", None),
+        head_table=getattr(model, "_tp_plan", None) or {},
+    )
+
+
+def _outline(module: nn.Module) -> ModuleOutline:
+    head_dim = getattr(module, "head_dim", None)
+    kind, out_features = "other", None
+    if isinstance(module, nn.Linear):
+        kind, out_features = "linear", module.out_features
+    elif isinstance(module, nn.Embedding):
+        kind = "embedding"
+    elif isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        kind = "container"
+    return ModuleOutline(type(module).__name__, kind, out_features, head_dim if isinstance(head_dim, int) else None)
+
+
+def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    by_tensor: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in by_tensor.values() if len(names) > 1)
+
+
+def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes the parameters that no style has sharded replicated DTensors."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # What was one tensor stays one.
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                continue
+            if parameter not in made:
+                whole = distribute_tensor(parameter.detach(), mesh, [Replicate()])
+                made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[parameter])
+
+
+def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Callable[[Any], Any]) -> None:
+    """See Note [Plain tensors at the border] in `hp_plan.application`.
+
+    Args:
+        model: the model.
+        mesh: of the tensor parallel ranks.
+        plain: makes the model's output plain.
+    """
+    _run_inside_replication(model)
+    model.register_forward_hook(lambda module, inputs, output: plain(output))
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                _take_distributed_inputs(block, mesh)
+
+
+def _run_inside_replication(module: nn.Module) -> None:
+    entered: list[contextlib.ExitStack] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(implicit_replication())
+        entered.append(stack)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        if entered:
+            entered.pop().close()
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _take_distributed_inputs(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Activation checkpointing computes a block again in backward, outside the model's forward, from these inputs."""
+
+    def convert(value: Any) -> Any:
+        if type(value) is torch.Tensor:
+            return DTensor.from_local(value, mesh, [Replicate()])
+        return type(value)(map(convert, value)) if type(value) in (list, tuple) else value
+
+    def enter(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if not module.training:
+            return None
+        return tuple(map(convert, inputs)), {name: convert(value) for name, value in keywords.items()}
+
+    block.register_forward_pre_hook(enter, with_kwargs=True)
