@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+from hp_platform.testing.arrays import as_array, as_tensor
 from hp_platform.testing.decorator import on_ranks
 from hp_platform.testing.pool import RankError, close_pools, run_ranks
 from hp_platform.testing.target import device_type
 
-__all__ = ["RankError", "close_pools", "device_type", "on_ranks", "run_ranks"]
+__all__ = ["RankError", "as_array", "as_tensor", "close_pools", "device_type", "on_ranks", "run_ranks"]

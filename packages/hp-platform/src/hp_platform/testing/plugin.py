@@ -1,13 +1,20 @@
-"""The pytest plugin: `--backend`, the closing of pools, and ranks that follow pytest's warning filters."""
+"""The pytest plugin: `--backend`, tests of other frameworks left out, ranks that follow pytest's warning filters."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from hp_platform.platform import platform_name
 from hp_platform.testing import pool, target
+from hp_platform.testing.frameworks import TITLES, needed_framework
+
+# The test modules that were left out, by their framework and folder.
+_LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -25,14 +32,52 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take over pytest's warning filters."""
+    """Take over pytest's warning filters, and add the marker of tests for one framework."""
     pool.warning_filters = _filters(config)
+    config.stash[_LEFT_OUT] = Counter()
+    text = (
+        "framework(name): the test is for one framework, torch or mindspore, though its module imports none at its top"
+    )
+    config.addinivalue_line("markers", text)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Tell what the ranks run on, or what is missing."""
     lacking = target.missing()
     return f"ranks: {config.getoption('--backend')}" + (f" (skipped: {lacking})" if lacking else "")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the test modules of other frameworks than the one selected; the summary tells how many."""
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    needed = needed_framework(collection_path, platform_name())
+    if needed is None:
+        return None
+    folder = collection_path.parent
+    with contextlib.suppress(ValueError):
+        folder = folder.relative_to(config.rootpath)
+    config.stash[_LEFT_OUT][needed, folder.as_posix()] += 1
+    return True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that are marked as another framework's."""
+    selected = platform_name()
+    for item in items:
+        wanted = [mark.args[0] for mark in item.iter_markers("framework")]
+        if wanted and selected not in wanted:
+            item.add_marker(pytest.mark.skip(reason=f"for {TITLES[wanted[0]]} only"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tell which test modules were left out."""
+    left_out = config.stash[_LEFT_OUT]
+    for framework in sorted({framework for framework, _ in left_out}):
+        counts = {folder: count for (name, folder), count in sorted(left_out.items()) if name == framework}
+        where = ", ".join(f"{count} in {folder}" for folder, count in counts.items())
+        total = sum(counts.values())
+        terminalreporter.write_line(f"left out, for {TITLES[framework]} only: {total} test modules ({where})")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,9 +93,11 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
         pool.warning_filters = before
 
 
-def pytest_sessionfinish() -> None:
-    """End all ranks."""
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """End all ranks; a suite that is for another framework as a whole has not failed."""
     pool.close_pools()
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash[_LEFT_OUT]:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def _filters(config: pytest.Config, item: pytest.Item | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:

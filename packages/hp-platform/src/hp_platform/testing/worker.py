@@ -116,6 +116,7 @@ def _run(task: Task, framework: Any) -> Outcome:
             function = resolve(task.function)
             args, kwargs = pickle.loads(task.arguments)
             kind, value = "returned", pickle.dumps(function(*args, **kwargs))
+            get_platform().devices.synchronize()  # what fails late fails in this run
     except BaseException as error:
         if type(error).__name__ == "Skipped":  # pytest.skip() in the body
             kind, value = "skipped", str(error)

@@ -1,0 +1,48 @@
+"""Which test modules are for another framework than the one that `--backend` selects."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+# What a test module imports at its top that only exists with a framework.
+IMPORTS = {"torch": {"torch", "torch_npu", "transformers"}, "mindspore": {"mindspore"}}
+TITLES = {"torch": "PyTorch", "mindspore": "MindSpore"}
+
+
+def needed_framework(path: Path, selected: str) -> str | None:
+    """Name the framework that a test module is for, None where it runs on the selected one.
+
+    It is the one of its folder (`tests/torch/`, `tests/mindspore/`), else the one that `pytestmark =
+    pytest.mark.framework("torch")` says, else the one that it, or a module beside it that it imports, imports at the
+    top level. Imports inside of functions don't count.
+
+    Args:
+        path: a test module.
+        selected: "torch" or "mindspore".
+    """
+    others = [name for name in IMPORTS if name != selected]
+    for name in others:
+        if path.parent.name == name or f'pytestmark = pytest.mark.framework("{name}")' in path.read_text():
+            return name
+    imported = _top_level_imports(path, set())
+    for name in others:
+        own_code = any(f".{name}" in module for module in imported if module.startswith(("hp_", "hyper_parallel")))
+        if own_code or any(module.split(".")[0] in IMPORTS[name] for module in imported):
+            return name
+    return None
+
+
+def _top_level_imports(path: Path, seen: set[Path]) -> set[str]:
+    seen.add(path)
+    imported: set[str] = set()
+    for statement in ast.parse(path.read_bytes(), filename=str(path)).body:
+        if isinstance(statement, ast.Import):
+            imported |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.module:
+            imported.add(statement.module)
+    for module in list(imported):
+        beside = path.parent / f"{module}.py"
+        if beside not in seen and beside.exists():
+            imported |= _top_level_imports(beside, seen)
+    return imported

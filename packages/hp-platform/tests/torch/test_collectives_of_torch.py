@@ -1,0 +1,39 @@
+"""What PyTorch's collectives offer beyond those of every platform."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hp_platform import get_platform
+from hp_platform.testing import device_type, on_ranks
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.uint16])
+def test_dtypes_that_only_move(dtype):
+    collectives, group = get_platform().collectives, dist.group.WORLD
+    tensor = (torch.tensor([0.0, 1.0], device=device_type()) * dist.get_rank()).to(dtype)
+    output = torch.empty(4, dtype=dtype, device=device_type())
+    collectives.all_gather(output, tensor, group=group)
+    assert output.float().tolist() == [0, 0, 0, 1]
+    collectives.broadcast(tensor, 1, group=group)
+    assert tensor.float().tolist() == [0, 1]
+    received = torch.empty_like(tensor)
+    collectives.all_to_all(received, tensor, group=group)
+    assert received.float().tolist() == [dist.get_rank()] * 2
+    if dist.get_rank() == 0:
+        collectives.send(received + received if dtype == torch.bool else received, 1, group=group)
+    else:
+        collectives.recv(received, 0, group=group)
+        assert received.float().tolist() == [0, 0]
+
+
+@on_ranks(2)
+def test_a_parameter_is_communicated_without_its_graph():
+    parameter = torch.nn.Parameter(torch.ones(2, device=device_type()))
+    with torch.no_grad():
+        get_platform().collectives.all_reduce(parameter, "avg", group=dist.group.WORLD)
+    assert parameter.is_leaf
+    assert parameter.tolist() == [1.0, 1.0]
