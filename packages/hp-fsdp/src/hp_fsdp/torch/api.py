@@ -11,9 +11,10 @@ from torch import nn
 from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
-from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.options import check_options
+from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.torch.group import ParameterGroup
-from hp_fsdp.torch.module import HSDPModule, check_reshard, group_of, shard_class
+from hp_fsdp.torch.module import HSDPModule, group_of, shard_class
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
 from hp_platform import get_platform
 
@@ -74,10 +75,18 @@ def fully_shard(
         TypeError: something that is not a module, a mesh or a policy.
         NotImplementedError: what is said above to be not supported yet.
     """
-    policy = _check(
-        module, reshard_after_forward, mixed_precision, mp_policy, offload_policy, comm_fusion, comm_fusion_zero_copy,
-        shard_placement_fn, deterministic,
-    )  # fmt: skip
+    _check_module(module)
+    policy = check_options(
+        reshard_after_forward=reshard_after_forward,
+        mixed_precision=mixed_precision,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        comm_fusion=comm_fusion,
+        comm_fusion_zero_copy=comm_fusion_zero_copy,
+        shard_placement_fn=shard_placement_fn,
+        deterministic=deterministic,
+        zero_copy=True,
+    )
     if mesh is None:
         groups = get_platform().groups
         if not groups.is_initialized():  # type: ignore[attr-defined]
@@ -93,17 +102,7 @@ def fully_shard(
     return module
 
 
-def _check(
-    module: Any,
-    reshard_after_forward: bool | int,
-    mixed_precision: MixedPrecisionPolicy | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    offload_policy: OffloadPolicy | None,
-    comm_fusion: bool,
-    comm_fusion_zero_copy: bool | None,
-    shard_placement_fn: Any,
-    deterministic: bool,
-) -> MixedPrecisionPolicy:
+def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
     name = type(module).__name__
@@ -111,28 +110,6 @@ def _check(
         raise ValueError(f"fully_shard: {name} has no forward of its own. Call fully_shard on each of its modules")
     if group_of(module) is not None:
         raise ValueError(f"fully_shard: this {name} is sharded already")
-    check_reshard(reshard_after_forward, "fully_shard")
-    if mixed_precision is not None and mp_policy is not None:
-        raise ValueError("fully_shard: mixed_precision and mp_policy are two names of one argument, give one of them")
-    policy = mixed_precision or mp_policy or MixedPrecisionPolicy()
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"fully_shard: expected an hp_fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
-    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"fully_shard: expected an hp_fsdp.OffloadPolicy, got {type(offload_policy).__name__}")
-    later = {
-        f"offload_policy={offload_policy!r}": (isinstance(offload_policy, CPUOffloadPolicy), "leave it out"),
-        "comm_fusion=False": (not comm_fusion, "leave it out: communication is by group"),
-        "comm_fusion_zero_copy=False": (comm_fusion_zero_copy is False, "leave it out: nothing is copied"),
-        "shard_placement_fn": (
-            shard_placement_fn is not None,
-            "leave it out: parameters are cut where the flat buffer is",
-        ),
-        "deterministic=True": (deterministic, "leave it out: sums over ranks then depend on their number"),
-    }
-    for argument, (given, advice) in later.items():
-        if given:
-            raise NotImplementedError(f"fully_shard: {argument} is not supported yet; {advice}")
-    return policy
 
 
 def _device(module: nn.Module, parameters: list[ManagedParameter], mesh: DeviceMesh) -> torch.device:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.torch.dtensor import DTensor, local_view
+from hp_fsdp.norms import counts, joint_mesh, spec_of
 from hp_platform import get_platform
 from hp_platform.torch import collectives
 
@@ -32,8 +31,8 @@ def global_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_typ
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm_type = float(norm_type)
     held = [parameter for parameter in parameters if parameter.grad is not None]
-    mesh = _mesh_of([parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)])
-    counted = [local_view(parameter.grad) for parameter in held if _counts(parameter, mesh)]  # type: ignore[arg-type]
+    mesh = joint_mesh([parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)])
+    counted = [local_view(parameter.grad) for parameter in held if counts(spec_of(parameter), mesh)]  # type: ignore[arg-type]
     reference = held[0] if held else parameters[0] if parameters else torch.zeros(())
     dtype = torch.promote_types(reference.dtype, torch.float32)
     with torch.no_grad():
@@ -83,43 +82,6 @@ def clip_grad_norm_(
         if gradients:
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
     return norm
-
-
-def _counts(parameter: torch.Tensor, mesh: DeviceMesh | None) -> bool:
-    """Whether this rank counts its part: it is the first of those that hold the same."""
-    if mesh is None:
-        return True
-    spec: Any = parameter._spec if isinstance(parameter, DTensor) else None
-    sharded = set()
-    if spec is not None:
-        if spec.mesh == mesh:
-            sharded = {axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()}
-        else:
-            sharded = {
-                mesh.axis(spec.mesh.mesh_dim_names[axis])
-                for axis, placement in enumerate(spec.placements)
-                if not placement.is_replicate()
-            }
-    coordinate = mesh.get_coordinate() or ()
-    return all(place == 0 for axis, place in enumerate(coordinate) if axis not in sharded)
-
-
-def _mesh_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """The smallest mesh that has the axes of all."""
-    if not meshes:
-        return None
-    largest = max(meshes, key=lambda mesh: mesh.ndim)
-    names: list[str] = []
-    for mesh in dict.fromkeys(meshes):
-        if mesh == largest and len(set(meshes)) == 1:
-            return mesh
-        if mesh.mesh_dim_names is None or mesh.root != largest.root:
-            raise ValueError(
-                f"global_grad_norm: parameters are on {mesh} and on {largest}; both must be slices, by name, of one"
-                " mesh"
-            )
-        names += [name for name in mesh.mesh_dim_names if name not in names]
-    return largest.root[tuple(names)]
 
 
 def _device(tensor: torch.Tensor) -> torch.device:

@@ -1,68 +1,11 @@
-"""Tensors inside nested inputs and outputs: tuples, lists, mappings and dataclasses, as deep as they go."""
+"""Tensors inside nested inputs and outputs."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
-
 import torch
+
+from hp_fsdp.tree import tree_functions
 
 __all__ = ["map_tensors", "tensors"]
 
-Tensor = torch.Tensor
-
-
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in ``tree``, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors(item)
-    elif isinstance(tree, MutableMapping):
-        for item in tree.values():
-            yield from tensors(item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from tensors(getattr(tree, field.name, None))
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """``tree`` with ``function`` applied to its tensors; what holds no changed tensor is the same object as before.
-
-    Containers keep their type (a ``ModelOutput`` stays one): a changed one is a shallow copy.
-    """
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, (tuple, list)):
-        made = []
-        same = True
-        for item in tree:
-            new = function(item) if isinstance(item, Tensor) else map_tensors(function, item)
-            same = same and new is item
-            made.append(new)
-        if same:
-            return tree
-        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return type(tree)(*made)
-        return type(tree)(made)
-    if isinstance(tree, MutableMapping):
-        changed = {key: new for key, old in tree.items() if (new := map_tensors(function, old)) is not old}
-        if not changed:
-            return tree
-        mapping = copy.copy(tree)
-        for key, new in changed.items():
-            mapping[key] = new
-        return mapping
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        pairs = [(field.name, getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
-        changed = {name: new for name, old in pairs if (new := map_tensors(function, old)) is not old}
-        if not changed:
-            return tree
-        made = copy.copy(tree)
-        for name, new in changed.items():
-            object.__setattr__(made, name, new)
-        return made
-    return tree
+map_tensors, tensors = tree_functions(torch.Tensor)

@@ -1,0 +1,142 @@
+"""What a sharded module can be told, whatever the framework: the methods of HSDPModule that set up its group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["Controls", "UnshardHandle", "check_reshard"]
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Makes the unsharded parameters usable."""
+        self._group.finish_unshard()
+
+
+class Controls:
+    """The methods that act on the groups of a sharded module and of those inside it.
+
+    Setters act on all sharded modules inside, too, unless ``recurse=False``.
+    """
+
+    _hsdp_group: Any
+
+    def _groups(self, recurse: bool) -> Iterator[Any]:
+        """This module's group, with ``recurse`` those inside it, too."""
+        raise NotImplementedError
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's own parameters (not those of sharded modules inside) and registers them.
+
+        Args:
+            async_op: return at once. The parameters are there after ``wait()`` on the result; forward waits by itself.
+        """
+        self._hsdp_group.start_unshard()
+        self._hsdp_group.keep()
+        self._hsdp_group.pinned = True
+        if async_op:
+            return UnshardHandle(self._hsdp_group)
+        self._hsdp_group.finish_unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Frees this module's gathered parameters and registers the sharded ones."""
+        self._hsdp_group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over ranks. Without, they accumulate unsharded until a backward that does.
+
+        Args:
+            requires_gradient_sync: reduce.
+            recurse: for the sharded modules inside, too.
+        """
+        for group in self._groups(recurse):
+            group.reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward on a 2-d mesh all-reduces the gradients' shards over the replicas; without, they accumulate.
+
+        Args:
+            requires_all_reduce: all-reduce.
+            recurse: for the sharded modules inside, too.
+        """
+        for group in self._groups(recurse):
+            group.reduces_over_replicas = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether to free the gathered parameters after forward. Set to True it holds for the root module, too.
+
+        Args:
+            reshard_after_forward: free them.
+            recurse: for the sharded modules inside, too.
+        """
+        check_reshard(reshard_after_forward, "set_reshard_after_forward")
+        for group in self._groups(recurse):
+            group.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether to free the gathered parameters after backward. Keeping them saves a gather between micro-batches.
+
+        Args:
+            reshard_after_backward: free them.
+            recurse: for the sharded modules inside, too.
+        """
+        for group in self._groups(recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Which modules to gather while this one computes in forward, instead of the one that came next the last time.
+
+        Args:
+            modules: sharded modules; an empty list goes back to the recorded order.
+        """
+        self._hsdp_group.prefetch_in_forward = _groups_of(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Which modules to gather while this one computes in backward, instead of the one that came next the last time.
+
+        Args:
+            modules: sharded modules; an empty list goes back to the recorded order.
+        """
+        self._hsdp_group.prefetch_in_backward = _groups_of(modules, "set_modules_to_backward_prefetch")
+
+    def set_reduce_op_type(self, reduce_op_type: Any, *, recurse: bool = True) -> None:
+        """How gradients are reduced over ranks.
+
+        Args:
+            reduce_op_type: ``"avg"`` (the default) or ``"sum"``, or the framework's own name for one of them.
+            recurse: for the sharded modules inside, too.
+
+        Raises:
+            ValueError: another operation.
+        """
+        op = str(reduce_op_type).rsplit(".", 1)[-1].lower()
+        if op not in ("avg", "sum"):
+            raise ValueError(f'set_reduce_op_type: expected "avg" or "sum", got {reduce_op_type!r}')
+        for group in self._groups(recurse):
+            group.reduce_op = op
+
+
+def check_reshard(value: Any, where: str) -> None:
+    """Raises for what ``reshard_after_forward`` cannot be."""
+    if not isinstance(value, bool):
+        if isinstance(value, int):
+            raise NotImplementedError(
+                f"{where}: reshard_after_forward={value}, the size of a smaller group to reshard to, is not supported "
+                "yet. Use True (reshard over all ranks, least memory) or False (keep gathered until backward, least "
+                "communication)"
+            )
+        raise TypeError(f"{where}: reshard_after_forward must be True or False, got {value!r}")
+
+
+def _groups_of(modules: Sequence[Any], where: str) -> list[Any]:
+    for module in modules:
+        if not isinstance(module, Controls):
+            raise TypeError(f"{where}: expected modules that fully_shard was called on, got {type(module).__name__}")
+    return [module._hsdp_group for module in modules]

@@ -1,0 +1,72 @@
+"""Tensors inside nested inputs and outputs: tuples, lists, mappings and dataclasses, as deep as they go."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+__all__ = ["tree_functions"]
+
+
+def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], Iterator[Any]]]:
+    """Makes ``map_tensors(function, tree)`` and ``tensors(tree)`` for a framework's class of tensors.
+
+    Args:
+        kind: the class.
+    """
+
+    def tensors(tree: Any) -> Iterator[Any]:
+        """Every tensor in ``tree``, in order."""
+        if isinstance(tree, kind):
+            yield tree
+        elif isinstance(tree, (tuple, list)):
+            for item in tree:
+                yield from tensors(item)
+        elif isinstance(tree, MutableMapping):
+            for item in tree.values():
+                yield from tensors(item)
+        elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+            for field in dataclasses.fields(tree):
+                yield from tensors(getattr(tree, field.name, None))
+
+    def map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
+        """``tree`` with ``function`` applied to its tensors; what holds no changed tensor is the same object as before.
+
+        Containers keep their type (a ``ModelOutput`` stays one): a changed one is a shallow copy.
+        """
+        if isinstance(tree, kind):
+            return function(tree)
+        if isinstance(tree, (tuple, list)):
+            made = []
+            same = True
+            for item in tree:
+                new = function(item) if isinstance(item, kind) else map_tensors(function, item)
+                same = same and new is item
+                made.append(new)
+            if same:
+                return tree
+            if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+                return type(tree)(*made)
+            return type(tree)(made)
+        if isinstance(tree, MutableMapping):
+            changed = {key: new for key, old in tree.items() if (new := map_tensors(function, old)) is not old}
+            if not changed:
+                return tree
+            mapping = copy.copy(tree)
+            for key, new in changed.items():
+                mapping[key] = new
+            return mapping
+        if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+            pairs = [(field.name, getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
+            changed = {name: new for name, old in pairs if (new := map_tensors(function, old)) is not old}
+            if not changed:
+                return tree
+            made = copy.copy(tree)
+            for name, new in changed.items():
+                object.__setattr__(made, name, new)
+            return made
+        return tree
+
+    return map_tensors, tensors
