@@ -53,7 +53,7 @@ class Qwen3ForCausalLM(nn.Cell):
         if labels is None:
             return {"logits": logits}
         log_probabilities = ops.log_softmax(logits[:, :-1], -1)
-        chosen = ops.gather_elements(log_probabilities, 2, labels[:, 1:].expand_dims(-1))
+        chosen = ops.gather_elements(log_probabilities, 2, ops.expand_dims(labels[:, 1:], -1))
         return {"loss": -ops.mean(chosen), "logits": logits}
 
 
@@ -111,16 +111,21 @@ class Qwen3Attention(nn.Cell):
 
     def construct(self, hidden, rotation, future):
         batch, length, _ = hidden.shape
-        shape = (batch, length, -1, self.head_dim)
-        query = rotate(self.q_norm(self.q_proj(hidden).reshape(shape)).transpose(0, 2, 1, 3), rotation)
-        key = rotate(self.k_norm(self.k_proj(hidden).reshape(shape)).transpose(0, 2, 1, 3), rotation)
-        value = self.v_proj(hidden).reshape(shape).transpose(0, 2, 1, 3)
+        query = rotate(self.q_norm(self.heads(self.q_proj(hidden))), rotation)
+        key = rotate(self.k_norm(self.heads(self.k_proj(hidden))), rotation)
+        value = self.heads(self.v_proj(hidden))
         # Each key and value serves a group of queries: (batch, key-value heads, group, length, head_dim).
-        query = query.reshape(batch, -1, self.groups, length, self.head_dim)
-        scores = mint.matmul(query, key.expand_dims(2).transpose(0, 1, 2, 4, 3)) / math.sqrt(self.head_dim)
+        query = ops.reshape(query, (batch, -1, self.groups, length, self.head_dim))
+        key, value = ops.expand_dims(key, 2), ops.expand_dims(value, 2)
+        scores = mint.matmul(query, ops.transpose(key, (0, 1, 2, 4, 3))) / math.sqrt(self.head_dim)
         weights = ops.softmax(ops.masked_fill(scores, future, -math.inf), -1)
-        attended = mint.matmul(weights, value.expand_dims(2)).reshape(batch, -1, length, self.head_dim)
-        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+        attended = ops.reshape(mint.matmul(weights, value), (batch, -1, length, self.head_dim))
+        return self.o_proj(ops.reshape(ops.transpose(attended, (0, 2, 1, 3)), (batch, length, -1)))
+
+    def heads(self, features):
+        """(batch, length, features) as (batch, heads, length, head_dim)."""
+        batch, length, _ = features.shape
+        return ops.transpose(ops.reshape(features, (batch, length, -1, self.head_dim)), (0, 2, 1, 3))
 
 
 class Qwen3MLP(nn.Cell):
@@ -145,7 +150,7 @@ class Qwen3RMSNorm(nn.Cell):
         self.eps = eps
 
     def construct(self, hidden):
-        return self.weight * (hidden * ops.rsqrt((hidden * hidden).mean(-1, keep_dims=True) + self.eps))
+        return self.weight * (hidden * ops.rsqrt(mint.mean(hidden * hidden, -1, keepdim=True) + self.eps))
 
 
 class Embedding(mint.nn.Embedding):

@@ -9,7 +9,7 @@ from torch import nn
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
 from hp_plan import ParallelPlan, PlanError, ScheduleSection, apply, build_model, build_optimizer, build_schedule
 from hp_plan.schedule import schedule_factor
-from hp_platform.testing import on_ranks
+from hp_platform.testing import device_type, on_ranks
 
 SMALL = {
     "vocab_size": 16,
@@ -29,9 +29,9 @@ def llama(mesh, styles="auto", overrides=(), **sections):
 @on_ranks(2)
 def test_what_goes_in_and_comes_out_is_plain():
     plan = llama({"tp": 2})
-    model = apply(build_model(plan), plan)
+    model = apply(build_model(plan, device=device_type()), plan)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    tokens = torch.arange(8).view(1, 8)
+    tokens = torch.arange(8, device=device_type()).view(1, 8)
     output = model(input_ids=tokens, labels=tokens)
     assert type(output.loss) is torch.Tensor
     assert type(output.logits) is torch.Tensor
@@ -46,7 +46,7 @@ def test_what_goes_in_and_comes_out_is_plain():
 @on_ranks(2)
 def test_styles_decide_the_placements():
     plan = llama({"tp": 2})
-    model = apply(build_model(plan), plan)
+    model = apply(build_model(plan, device=device_type()), plan)
     attention, norm = model.model.layers[0].self_attn, model.model.norm
     assert attention.q_proj.weight.placements == (Shard(0),)
     assert attention.o_proj.weight.placements == (Shard(1),)
@@ -60,7 +60,7 @@ def test_tied_weights_stay_tied(styles):
     if styles == {"lm_head": "colwise_gather_output"}:
         styles = {**styles, "model.embed_tokens": "embedding_rowwise"}
     plan = llama({"tp": 2}, styles, {"tie_word_embeddings": True})
-    model = apply(build_model(plan), plan)
+    model = apply(build_model(plan, device=device_type()), plan)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert isinstance(model.lm_head.weight, DTensor)
 
@@ -68,7 +68,7 @@ def test_tied_weights_stay_tied(styles):
 @on_ranks(2)
 def test_frozen_parameters_stay_frozen():
     plan = llama({"tp": 2})
-    model = build_model(plan)
+    model = build_model(plan, device=device_type())
     model.model.norm.weight.requires_grad_(False)
     model.lm_head.weight.requires_grad_(False)
     model = apply(model, plan)
@@ -80,10 +80,10 @@ def test_frozen_parameters_stay_frozen():
 @on_ranks(2)
 def test_activation_checkpointing_recomputes_under_the_plan():
     plan = llama({"tp": 2}, run={"dtype": "float64"})
-    tokens = torch.arange(8).view(1, 8)
+    tokens = torch.arange(8, device=device_type()).view(1, 8)
     gradients = []
     for checkpointing in (False, True):
-        model = apply(build_model(plan), plan).train()
+        model = apply(build_model(plan, device=device_type()), plan).train()
         if checkpointing:
             # Renamed in the course of transformers 5.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -96,12 +96,12 @@ def test_activation_checkpointing_recomputes_under_the_plan():
 @on_ranks(2)
 def test_an_error_inside_the_model_leaves_no_trace():
     plan = llama({"tp": 2})
-    model = apply(build_model(plan), plan)
+    model = apply(build_model(plan, device=device_type()), plan)
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         model(input_ids=None)
     embedding = model.model.embed_tokens.weight
     with pytest.raises(ValueError, match="implicit_replication"):
-        embedding + torch.ones(16, 16)
+        embedding + torch.ones(16, 16, device=device_type())
 
 
 @on_ranks(2)
@@ -122,7 +122,7 @@ def test_a_mesh_that_does_not_fit():
 def test_shapes_that_do_not_divide_are_found_on_every_rank_before_anything_is_sent():
     plan = llama({"tp": 2}, overrides={"num_key_value_heads": 1})
     with pytest.raises(PlanError) as raised:
-        apply(build_model(plan), plan)
+        apply(build_model(plan, device=device_type()), plan)
     assert [finding.message for finding in raised.value.findings] == [
         f"model.layers.*.self_attn.{name} has 1 heads of 4, which tp = 2 ranks do not divide"
         for name in ("k_proj", "v_proj")

@@ -6,7 +6,7 @@ import torch
 
 from hp_plan import ParallelPlan, apply, build_model
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
+from hp_platform.testing import device_type, on_ranks
 
 
 def counted(layers: int, *, styles: str, mesh: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -27,8 +27,8 @@ def counted(layers: int, *, styles: str, mesh: dict[str, int]) -> tuple[dict[str
             "fsdp": {"groups": ["model.layers.*"]},
         }
     )
-    model = apply(build_model(plan), plan)
-    tokens = torch.arange(16).view(2, 8)
+    model = apply(build_model(plan, device=device_type()), plan)
+    tokens = torch.arange(16, device=device_type()).view(2, 8)
     # The first backward makes gradient buffers; the counted one is any later one.
     for _ in range(2):
         with count_collectives() as forward:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hp_plan import ParallelPlan, apply, build_model
-from hp_platform.testing import on_ranks
+from hp_platform.testing import device_type, on_ranks
 
 
 @on_ranks(2, 3)
@@ -34,10 +34,10 @@ def test_greedy_generation_equals_one_process(family, styles, ranks):
             "run": {"dtype": "float64"},
         }
     )
-    prompt = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    prompt = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], device=device_type())
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
-    expected = build_model(plan).eval().generate(prompt, **options)
-    model = apply(build_model(plan), plan).eval()
+    expected = build_model(plan, device=device_type()).eval().generate(prompt, **options)
+    model = apply(build_model(plan, device=device_type()), plan).eval()
     for use_cache in (True, False):
         written = model.generate(prompt, use_cache=use_cache, **options)
         assert type(written) is torch.Tensor

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from hp_plan import ParallelPlan
 from hyper_parallel import cli
 from hyper_parallel.__main__ import main
 
-EXAMPLES = sorted(Path(__file__).parents[3].glob("examples/*.toml"))
+EXAMPLES = [
+    path
+    for path in sorted(Path(__file__).parents[3].glob("examples/*.toml"))
+    if ParallelPlan.from_toml(path).run.platform in (None, "torch")
+]
+pytestmark = pytest.mark.framework("torch")
 PLAN = """
 [model]
 config = "LlamaConfig"

@@ -30,11 +30,14 @@ class ModelSection:
             labels)`, or an `nn.Cell` whose `construct(input_ids, labels)`, returns a mapping with `loss`, as the models
             of transformers do. The command line finds modules beside the plan's file, too.
         overrides: keyword arguments of either.
+        weights: a safetensors file (or a folder with a model.safetensors) that the initial weights are read from, by
+            name; none draws them from `run.seed`.
     """
 
     config: str | None = None
     function: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +16,12 @@ import typer
 from hp_plan import Finding, ParallelPlan, PlanError, VerifyResult, lint
 from hp_plan.plan import read_plan, read_toml
 from hp_platform import get_platform
+from hp_platform.platform import CHOICES, VARIABLE
+from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text
 from hyper_parallel.display import fault_table, make_console, verify_table
-from hyper_parallel.launch import Interrupted, Job, RankFailure, inside_launcher
+from hyper_parallel.framework import framework
+from hyper_parallel.launch import Interrupted, Job, RankFailure, inside_launcher, launcher_place
 from hyper_parallel.output import OutputError, prepare_folder
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
@@ -46,6 +48,9 @@ def train(
     data: Annotated[
         list[str] | None, typer.Option(metavar="PATH...", help="Files or folders to train on.", show_default=False)
     ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="In place of the plan's model.weights: a safetensors file.", show_default=False)
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; by default runs/<plan>-<time>.", show_default=False)
     ] = None,
@@ -56,15 +61,16 @@ def train(
         tables = read_toml(plan)
         if steps is not None:
             _override(tables, "run", "steps", steps)
+        if weights is not None:
+            _override(tables, "model", "weights", str(weights))
         if data:
             _override(tables, "data", "paths", list(data))
-        ranks = _prepare(tables, nproc)
+        ranks = _prepare(tables, plan, nproc)
         checked = _checked(tables, ranks, training=True)
         check_text(checked.data.paths, sequence_length=checked.data.sequence_length, max_bytes=checked.data.max_bytes)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
-        writes = os.environ.get("RANK", "0") == "0"
-        folder = prepare_folder(out, name=plan.stem) if writes else Path()
-        _run("train_rank", Job(checked, folder, json_lines), ranks)
+        folder = prepare_folder(out, name=plan.stem) if _leads() else Path()
+        _run(worker.train_rank, Job(checked, folder, json_lines), ranks)
 
 
 @app.command()
@@ -73,9 +79,9 @@ def verify(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> Non
     with _errors():
         os.environ.setdefault("HYPER_PARALLEL_DEVICE", "cpu")
         tables = read_toml(plan)
-        ranks = _prepare(tables, nproc)
-        result = _run("verify_rank", Job(_checked(tables, ranks)), ranks)
-        if os.environ.get("RANK", "0") == "0":
+        ranks = _prepare(tables, plan, nproc)
+        result = _run(worker.verify_rank, Job(_checked(tables, ranks)), ranks)
+        if _leads():
             _show_verified(result, json_lines=json_lines)
         if not result.passed:
             raise typer.Exit(1)
@@ -85,7 +91,7 @@ def verify(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> Non
 def lint_plan(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> None:
     """Read the plan against its model without starting a rank; exit 1 where something is wrong."""
     with _errors():
-        _set_environment()
+        _set_environment(read_toml(plan), plan)
         faults = lint(plan, nproc)
         if json_lines:
             typer.echo(json.dumps({"findings": [dataclasses.asdict(fault) for fault in faults]}))
@@ -149,22 +155,35 @@ def _say(text: str) -> None:
     typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
 
 
-def _set_environment() -> None:
-    """Nothing is fetched, and the user's own modules are found as with `python -m`."""
+def _leads() -> bool:
+    """Whether this process is rank 0, or not a rank."""
+    place = launcher_place()
+    return place is None or place.rank == 0
+
+
+def _set_environment(tables: dict[str, Any], plan: Path) -> None:
+    """The plan's platform; nothing is fetched; the user's own modules are found in this folder and in the plan's."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    run = tables.get("run")
+    wanted = run.get("platform") if isinstance(run, dict) else None
+    if wanted in CHOICES:
+        os.environ.setdefault(VARIABLE, wanted)
+    folders = [str(folder) for folder in (Path.cwd(), plan.parent.resolve())]
+    sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # Ranks that are no forks of this process.
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*known, *folders])))
 
 
-def _prepare(tables: dict[str, Any], nproc: int | None) -> int:
+def _prepare(tables: dict[str, Any], plan: Path, nproc: int | None) -> int:
     """Gets the ranks' libraries loading while the plan is checked; how many ranks there will be."""
-    _set_environment()
-    if inside_launcher():
-        return int(os.environ["WORLD_SIZE"])
+    _set_environment(tables, plan)
+    place = launcher_place()
+    if place is not None:
+        return place.world_size
     read, faults = read_plan(tables)
     ranks = nproc or read.mesh.world_size
     if not faults:
-        _platform_module("launch").start_server(read, ranks)
+        framework("launch").start_server(read, ranks)
     return ranks
 
 
@@ -184,16 +203,11 @@ def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> P
     return read
 
 
-def _run(work: str, job: Job, ranks: int) -> Any:
+def _run(work: Callable[[Job], Any], job: Job, ranks: int) -> Any:
     """What rank 0 returned, of new ranks or of the one that this process is."""
-    function = getattr(_platform_module("worker"), work)
     if inside_launcher():
-        return function(job)
-    return _platform_module("launch").launch(function, job, ranks=ranks)[0]
-
-
-def _platform_module(name: str) -> Any:
-    return importlib.import_module(f"hyper_parallel.{get_platform().name}.{name}")
+        return work(job)
+    return framework("launch").launch(work, job, ranks=ranks)[0]
 
 
 def _override(tables: dict[str, Any], section: str, key: str, value: Any) -> None:

@@ -17,11 +17,13 @@ class Job:
         plan: what to run.
         folder: where a training run writes.
         json_lines: show JSON in place of a display.
+        events: where rank 0 writes what happens, for the launcher to show; None: rank 0 shows it itself.
     """
 
     plan: ParallelPlan
     folder: Path | None = None
     json_lines: bool = False
+    events: Path | None = None
 
 
 class RankFailure(RuntimeError):
@@ -41,9 +43,40 @@ class Interrupted(RuntimeError):
     """A run that a signal ended, all ranks with it."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a process is among the ranks.
+
+    Attributes:
+        rank: in the world; -1 is msrun's scheduler, a process that runs the same program and is no rank.
+        world_size: how many ranks there are.
+        local_rank: among those of this machine.
+        local_world_size: how many of them this machine has.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def launcher_place() -> Place | None:
+    """This process's place, where torchrun or msrun has started it; None where neither has."""
+    at = os.environ
+    if "RANK" in at and "WORLD_SIZE" in at:
+        rank, size = int(at["RANK"]), int(at["WORLD_SIZE"])
+        return Place(rank, size, int(at.get("LOCAL_RANK", "0")), int(at.get("LOCAL_WORLD_SIZE", str(size))))
+    if at.get("MS_ROLE") in ("MS_WORKER", "MS_SCHED") and "MS_WORKER_NUM" in at:
+        size = int(at["MS_WORKER_NUM"])
+        rank = int(at.get("RANK_ID", "0")) if at["MS_ROLE"] == "MS_WORKER" else -1
+        # msrun tells a process its device, and not how many its machine has.
+        return Place(rank, size, int(at.get("DEVICE_ID", "0")), size)
+    return None
+
+
 def inside_launcher() -> bool:
-    """Whether this process is a rank already: torchrun has set its place in the world."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process is a rank already: torchrun or msrun has set its place in the world."""
+    return launcher_place() is not None
 
 
 def divide_threads(ranks: int) -> int:

@@ -16,6 +16,7 @@ from hp_plan.findings import Finding, PlanError, near_misses
 from hp_plan.model_function import failed, function_faults, model_function
 from hp_plan.plan import ParallelPlan
 from hp_plan.schedule import schedule_factor
+from hp_plan.weights import load_weights, weights_faults
 
 # Taken by every configuration of transformers without being a field of it.
 _CONFIG_KEYS = ("attn_implementation", "dtype", "layer_types", "name_or_path")
@@ -44,14 +45,29 @@ def build_model(
         torch.manual_seed(plan.run.seed)
         try:
             if section.function is not None:
-                return model_function(section.function)(**section.overrides)
-            config = config_class(str(section.config))(**section.overrides)
-            return _transformers().AutoModelForCausalLM.from_config(config, dtype=chosen)
+                model = model_function(section.function)(**section.overrides)
+            else:
+                config = config_class(str(section.config))(**section.overrides)
+                model = _transformers().AutoModelForCausalLM.from_config(config, dtype=chosen)
         except PlanError:
             raise
         except Exception as error:  # Whatever the user's own function or transformers' validation raises.
             key = "function" if section.function is not None else "config"
             raise failed(key, getattr(section, key), error) from error
+    if section.weights is not None and not any(parameter.is_meta for parameter in model.parameters()):
+        _load_weights(model, section.weights)
+    return model
+
+
+def _load_weights(model: nn.Module, path: str) -> None:
+    parameters = dict(model.named_parameters())  # Of those that are one tensor, the first.
+
+    def assign(name: str, tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameters[name].copy_(tensor)
+
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    load_weights(path, shapes, framework="pt", assign=assign)
 
 
 def build_empty(plan: ParallelPlan) -> nn.Module:
@@ -67,16 +83,17 @@ def model_section_faults(plan: ParallelPlan) -> list[Finding]:
         fix = 'give one: config = "Qwen3Config" or function = "package.module:function"'
         return [Finding("model", f"[model] has {got}", fix)]
     if section.function is not None:
-        return function_faults(section.function)
+        return [*function_faults(section.function), *weights_faults(section.weights)]
     try:
         known = _config_keys(config_class(str(section.config)))
     except PlanError as error:
         return list(error.findings)
-    return [
+    unknown = [
         Finding(f"model.overrides.{name}", f"{section.config} has no setting '{name}'", near_misses(name, known))
         for name in section.overrides
         if name not in known
     ]
+    return [*unknown, *weights_faults(section.weights)]
 
 
 def config_class(name: str) -> type:

@@ -42,20 +42,22 @@ def save_checkpoint(plan: ParallelPlan, model: nn.Module, folder: Path) -> None:
         plain.save_pretrained(folder)
 
 
-def write_sample(folder: Path, *, seed: int, tokens: int = 96) -> str:
-    """Loads a checkpoint with `from_pretrained` and lets it write on from a prompt.
+def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str | None:
+    """Loads a checkpoint with `from_pretrained` and lets it write on from a prompt; None where it is no such model.
 
     Args:
+        plan: what was trained; its seed is that of the choice of tokens.
         folder: of the checkpoint.
-        seed: of the choice of tokens.
         tokens: how many to write.
     """
+    if plan.model.config is None:
+        return None
     from transformers import AutoModelForCausalLM
 
     with _no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     prompt = torch.tensor([list(PROMPT.encode())])
-    torch.manual_seed(seed)
+    torch.manual_seed(plan.run.seed)
     written = model.eval().generate(
         prompt,
         attention_mask=torch.ones_like(prompt),

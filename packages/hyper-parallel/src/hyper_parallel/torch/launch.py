@@ -22,6 +22,7 @@ from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
 
 Result = TypeVar("Result")
 
+_OURS = ("hyper_parallel.worker", "hyper_parallel.torch.trainer", "hyper_parallel.torch.checkpoint")
 _TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
     "transformers.masking_utils",
@@ -40,7 +41,7 @@ def start_server(plan: ParallelPlan, ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(divide_threads(ranks)))
     libraries = _TRANSFORMERS if plan.model.config is not None else ()
     # Optimizers import torch._dynamo at their first step.
-    multiprocessing.set_forkserver_preload(["hyper_parallel.torch.worker", "torch._dynamo", *libraries])
+    multiprocessing.set_forkserver_preload([*_OURS, "torch._dynamo", *libraries])
     multiprocessing.forkserver.ensure_running()
 
 

@@ -8,23 +8,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from hp_plan import VerifyResult, verify
-from hp_platform import destroy_process_group, get_platform, init_process_group
+import hp_plan
+import hp_platform
+from hp_plan import VerifyResult
+from hp_platform import get_platform
 from hyper_parallel.display import make_reporter
-from hyper_parallel.launch import Job, divide_threads
+from hyper_parallel.events import EventWriter
+from hyper_parallel.framework import framework
+from hyper_parallel.launch import Job, launcher_place
 from hyper_parallel.metrics import Summary
-from hyper_parallel.torch.trainer import train
+from hyper_parallel.training import train
 
-# How the loss of a peer shows: it ended, and its end is what has to be reported.
-_PEER_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "Socket Timeout",
-)
 _PATIENCE = 20.0
 
 
@@ -32,15 +26,16 @@ def train_rank(job: Job) -> Summary | None:
     """Trains; rank 0 shows the run and returns its summary."""
     with _rank():
         assert job.folder is not None
-        leader = get_platform().groups.rank() == 0
-        reporter = make_reporter(json_lines=job.json_lines) if leader else None
+        reporter = None
+        if get_platform().groups.rank() == 0:
+            reporter = EventWriter(job.events) if job.events else make_reporter(json_lines=job.json_lines)
         return train(job.plan, job.folder, reporter=reporter)
 
 
 def verify_rank(job: Job) -> VerifyResult:
     """Verifies the plan."""
     with _rank():
-        return verify(job.plan)
+        return hp_plan.verify(job.plan)
 
 
 @contextmanager
@@ -48,19 +43,18 @@ def _rank() -> Iterator[None]:
     """A process group around the work; the first rank that fails is the one that is reported."""
     # Ctrl-C reaches every process of a terminal; the launcher reports it for all.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    torch.set_num_threads(divide_threads(local_world))
-    devices = get_platform().devices
-    devices.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    process, place = framework("process"), launcher_place()
+    assert place is not None
+    process.prepare(place)
     try:
-        init_process_group()
+        hp_platform.init_process_group()
         yield
         # Ranks end together: rank 0 has more to do at the end, and may fail in it. A process that ends while gloo's
         # threads still let go of its last collective's tensors is aborted.
         get_platform().collectives.barrier()
-        destroy_process_group()
+        hp_platform.destroy_process_group()
     except RuntimeError as error:
-        if any(sign in str(error) for sign in _PEER_LOST):
+        if process.peer_lost(error):
             # The launcher hears of the peer that is gone, ends this rank, and reports that peer.
             time.sleep(_PATIENCE)
         raise

@@ -1,0 +1,1 @@
+"""hp_plan on MindSpore: same file names as the other frameworks' folders."""

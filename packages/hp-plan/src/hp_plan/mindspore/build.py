@@ -1,0 +1,103 @@
+"""What a plan declares, built: the model, its optimizer, the optimizer's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mindspore
+from mindspore import nn
+from mindspore.experimental import optim
+from mindspore.experimental.optim.lr_scheduler import LambdaLR
+
+from hp_dtensor import SkipDTensorDispatch, init_empty_weights
+from hp_plan.findings import Finding, PlanError
+from hp_plan.mindspore.models import named_parameters
+from hp_plan.model_function import failed, function_faults, model_function
+from hp_plan.plan import ParallelPlan
+from hp_plan.schedule import schedule_factor
+from hp_plan.weights import load_weights, weights_faults
+
+
+def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:
+    """The model of `plan.model`, its weights drawn from `plan.run.seed`: the same on every rank.
+
+    Args:
+        plan: the plan.
+        dtype: of the weights; None is `plan.run.dtype`.
+
+    Raises:
+        PlanError: the model can't be built from what the plan says.
+    """
+    found = model_section_faults(plan)
+    if found:
+        raise PlanError(found)
+    mindspore.set_seed(plan.run.seed)
+    name = str(plan.model.function)
+    try:
+        model = model_function(name)(**plan.model.overrides)
+    except PlanError:
+        raise
+    except Exception as error:  # Whatever the user's own function raises.
+        raise failed("function", name, error) from error
+    chosen = getattr(mindspore, plan.run.dtype) if dtype is None else dtype
+    for parameter in model.get_parameters():
+        if parameter.dtype != chosen:
+            parameter.set_dtype(chosen)
+    if plan.model.weights is not None and not any(parameter.has_init for parameter in model.get_parameters()):
+        _load_weights(model, plan.model.weights)
+    return model
+
+
+def _load_weights(model: nn.Cell, path: str) -> None:
+    # Of the names of one tensor, the first.
+    names = {id(parameter): name for name, parameter in reversed(list(named_parameters(model)))}
+    parameters = {names[id(parameter)]: parameter for _, parameter in named_parameters(model)}
+
+    def assign(name: str, array: Any) -> None:
+        parameters[name].set_data(mindspore.Tensor(array, parameters[name].dtype))
+
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    load_weights(path, shapes, framework="np", assign=assign)
+
+
+def build_empty(plan: ParallelPlan) -> nn.Cell:
+    """The model of `plan.model` without weights: its names and shapes."""
+    with init_empty_weights():
+        return build_model(plan)
+
+
+def model_section_faults(plan: ParallelPlan) -> list[Finding]:
+    """What is wrong with `[model]` before anything is built."""
+    section = plan.model
+    if section.config is not None:
+        message = f"{section.config} is of transformers, whose models are PyTorch's; this process runs MindSpore"
+        fix = 'write function = "module:function", which returns a Cell, or set HYPER_PARALLEL_PLATFORM=torch'
+        return [Finding("model.config", message, fix)]
+    if section.function is None:
+        return [Finding("model", "[model] has no 'function'", 'write function = "package.module:function"')]
+    return [*function_faults(section.function), *weights_faults(section.weights)]
+
+
+def build_optimizer(plan: ParallelPlan, parameters: Iterable[mindspore.Parameter]) -> optim.Optimizer:
+    """The optimizer of `plan.optimizer` over those of `parameters` that are trained.
+
+    Those of `mindspore.experimental` do what torch's of the same names do. `mindspore.mint.optim` has no AdamW on CPU,
+    and its Adam and SGD return without having updated anything.
+
+        with SkipDTensorDispatch():
+            optimizer(gradients)
+    """
+    section = plan.optimizer
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    common = {"lr": section.lr, "weight_decay": section.weight_decay}
+    with SkipDTensorDispatch():  # Its averages are of the local parts.
+        if section.name == "adamw":
+            return optim.AdamW(trained, betas=section.betas, eps=section.eps, **common)
+        return optim.SGD(trained, momentum=section.momentum, **common)
+
+
+def build_schedule(plan: ParallelPlan, optimizer: optim.Optimizer) -> LambdaLR:
+    """The learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
+    section, steps = plan.schedule, plan.run.steps
+    return LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))

@@ -1,0 +1,84 @@
+"""What a plan reads of a MindSpore Cell, and what is done to one besides styles and sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mindspore
+from mindspore import mint, nn
+
+from hp_dtensor import DeviceMesh, implicit_replication
+from hp_dtensor.mindspore.api import replicate_parameters
+from hp_plan.outline import ModelOutline, ModuleOutline
+
+
+def named_modules(model: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+    """Every Cell by its name, the model itself first, as `""`."""
+    return model.cells_and_names()
+
+
+def named_parameters(model: nn.Cell) -> Iterator[tuple[str, mindspore.Parameter]]:
+    """Every parameter by its place in the model, one that has several places by each of them.
+
+    A Parameter's own `name` is changed by whatever holds it, an optimizer for one; its place is not.
+    """
+    for name, module in model.cells_and_names():
+        for key, parameter in module._params.items():
+            if parameter is not None:
+                yield f"{name}.{key}" if name else key, parameter
+
+
+def dtype(name: str | None) -> Any:
+    """The dtype of this name; None of None."""
+    return None if name is None else getattr(mindspore, name)
+
+
+def outline(model: nn.Cell) -> ModelOutline:
+    """The model's names, kinds and shapes."""
+    places: dict[int, list[str]] = {}
+    for name, parameter in named_parameters(model):
+        places.setdefault(id(parameter), []).append(name)
+    prefix = getattr(model, "base_model_prefix", "")
+    return ModelOutline(
+        modules={name: _outline(module) for name, module in named_modules(model)},
+        parameters=tuple(names[0] for names in places.values()),
+        tied=tuple(tuple(names) for names in places.values() if len(names) > 1),
+        base=prefix if prefix and isinstance(getattr(model, prefix, None), nn.Cell) else "",
+        config=getattr(model, "config", None),
+    )
+
+
+def _outline(module: nn.Cell) -> ModuleOutline:
+    head_dim = getattr(module, "head_dim", None)
+    kind, out_features = "other", None
+    if isinstance(module, (mint.nn.Linear, nn.Dense)):
+        kind, out_features = "linear", module.weight.shape[0]
+    elif isinstance(module, (mint.nn.Embedding, nn.Embedding)):
+        kind = "embedding"
+    elif isinstance(module, (nn.CellList, nn.CellDict)):
+        kind = "container"
+    return ModuleOutline(type(module).__name__, kind, out_features, head_dim if isinstance(head_dim, int) else None)
+
+
+def replicate_rest(model: nn.Cell, mesh: DeviceMesh) -> None:
+    """Makes the parameters that no style has sharded replicated DTensors."""
+    for _, module in named_modules(model):
+        replicate_parameters(module, mesh)
+
+
+def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], Any]) -> None:
+    """See Note [Plain tensors at the border] in `hp_plan.application`.
+
+    Args:
+        model: the model.
+        mesh: of the tensor parallel ranks.
+        plain: makes the model's output plain.
+    """
+    construct = model.construct
+
+    def inside_replication(*inputs: Any, **keywords: Any) -> Any:
+        with implicit_replication():
+            return plain(construct(*inputs, **keywords))
+
+    model.construct = inside_replication  # A Cell has no hook that runs where its construct raised.

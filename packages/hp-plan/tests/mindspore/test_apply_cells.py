@@ -1,0 +1,116 @@
+"""A Qwen3 of Cells under a plan does what it does in one process: loss, every gradient, in float32."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mindspore import Tensor, value_and_grad
+
+from hp_dtensor import DTensor, Replicate, Shard, SkipDTensorDispatch, parallelize_value_and_grad
+from hp_plan import ParallelPlan, PlanError, apply, build_model, build_optimizer
+from hp_plan.mindspore.models import named_parameters
+from hp_plan.mindspore.samples import forward_loss
+from hp_plan.samples import data_parallel_rows
+from hp_platform.testing import on_ranks
+
+TOLERANCE = 1e-5
+
+
+def plan_of(mesh, styles="auto", tied=True):
+    sys.path.append(str(Path(__file__).parents[4] / "examples"))
+    overrides = {
+        "vocab_size": 37,
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": tied,
+    }
+    return ParallelPlan.from_dict(
+        {
+            "model": {"function": "mindspore_qwen3:qwen3", "overrides": overrides},
+            "mesh": mesh,
+            "styles": styles,
+            "fsdp": {"groups": ["model.layers.*"]},
+            "data": {"batch_size": 4, "sequence_length": 8},
+        }
+    )
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).asnumpy()
+
+
+def check(plan):
+    tokens = np.random.default_rng(0).integers(0, 37, (4, 8))
+    single, model = build_model(plan), apply(build_model(plan), plan)
+    expected = value_and_grad(lambda given: forward_loss(plan, single, given), None, list(single.trainable_params()))
+    loss, gradients = expected(Tensor(tokens))
+    weights = list(model.trainable_params())
+    got = parallelize_value_and_grad(lambda given: forward_loss(plan, model, given), None, weights)
+    mine, theirs = tokens[data_parallel_rows(plan)], got(Tensor(tokens[data_parallel_rows(plan)]))
+    if len(mine) == len(tokens):
+        assert abs(float(theirs[0].asnumpy()) - float(loss.asnumpy())) < TOLERANCE
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    for weight, gradient, reference in zip(weights, theirs[1], gradients, strict=True):
+        found, wanted = whole(gradient), reference.asnumpy()
+        assert found.shape == wanted.shape, names[id(weight)]
+        difference = np.abs(found - wanted).max() / np.abs(wanted).max()
+        assert difference < TOLERANCE, f"{names[id(weight)]}: {difference:.1e}"
+    return model, weights, theirs[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensor_parallel(tied):
+    model, weights, gradients = check(plan_of({"tp": 2}, tied=tied))
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.placements == (Shard(0),)
+    assert attention.o_proj.weight.placements == (Shard(1),)
+    assert model.model.embed_tokens.weight.placements == (Shard(0),)
+    assert model.model.norm.weight.placements == (Replicate(),)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    before = [whole(weight) for weight in weights]
+    optimizer = build_optimizer(plan_of({"tp": 2}), weights)
+    with SkipDTensorDispatch():
+        optimizer(gradients)
+    assert all((whole(weight) != old).any() for weight, old in zip(weights, before))
+
+
+@on_ranks(2)
+def test_tensor_and_sequence_parallel():
+    check(plan_of({"tp": 2}, "auto-sequence"))
+
+
+@on_ranks(2)
+def test_fully_sharded():
+    check(plan_of({"dp_shard": 2}))
+
+
+@on_ranks(4)
+def test_fully_sharded_and_tensor_parallel():
+    check(plan_of({"dp_shard": 2, "tp": 2}))
+
+
+@on_ranks(2)
+def test_what_goes_in_and_comes_out_is_plain():
+    plan = plan_of({"tp": 2})
+    model = apply(build_model(plan), plan)
+    tokens = Tensor(np.arange(16).reshape(2, 8))
+    output = model(tokens, tokens)
+    assert not isinstance(output["loss"], DTensor)
+    assert not isinstance(output["logits"], DTensor)
+    assert output["logits"].shape == (2, 8, 37)
+
+
+@on_ranks(2)
+def test_a_mesh_that_does_not_fit():
+    with pytest.raises(PlanError, match="the mesh tp 4 has 4 ranks, and there are 2; start 4 ranks"):
+        plan = plan_of({"tp": 4})
+        apply(build_model(plan), plan)

@@ -1,0 +1,182 @@
+"""Plans of Cells: built, linted, their weights read by name, their optimizers those of torch by definition."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor
+from safetensors.numpy import save_file
+
+from hp_plan import ParallelPlan, PlanError, build_model, build_optimizer, build_schedule, lint, verify
+from hp_plan.mindspore.build import build_empty
+from hp_plan.mindspore.models import named_parameters, outline
+from hp_plan.schedule import schedule_factor
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+SMALL = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def tables(overrides=(), **sections):
+    model = {"function": "mindspore_qwen3:qwen3", "overrides": {**SMALL, **dict(overrides)}}
+    return {"model": model, "data": {"sequence_length": 16}, **sections}
+
+
+def texts(given, world_size=None):
+    return [str(finding) for finding in lint(given, world_size)]
+
+
+def values(model):
+    return {name: parameter.asnumpy() for name, parameter in named_parameters(model)}
+
+
+def test_the_example_has_no_faults():
+    assert lint(EXAMPLES / "mindspore_qwen3_fsdp_tp.toml", 4) == ()
+
+
+def test_the_same_seed_builds_the_same_model():
+    one, two, other = (values(build_model(ParallelPlan.from_dict(tables(run={"seed": seed})))) for seed in (1, 1, 2))
+    assert one.keys() == two.keys()
+    assert all((one[name] == two[name]).all() for name in one)
+    assert (one["lm_head.weight"] != other["lm_head.weight"]).any()
+
+
+def test_names_and_kinds_are_read_without_weights():
+    read = outline(build_empty(ParallelPlan.from_dict(tables({"tie_word_embeddings": True}))))
+    assert read.type_name == "Qwen3ForCausalLM"
+    assert read.base == "model"
+    assert read.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert "model.layers.0.self_attn.q_norm.weight" in read.parameters
+    assert {name: read.modules[name].kind for name in ("model.embed_tokens", "lm_head", "model.layers")} == {
+        "model.embed_tokens": "embedding",
+        "lm_head": "linear",
+        "model.layers": "container",
+    }
+
+
+def test_faults_of_a_plan_for_cells():
+    given = tables(
+        mesh={"tp": 4},
+        styles={
+            "model.layers.*.self_attn.k_pro": "rowwise",
+            "model.layers.*.self_attn.k_proj": "colwise",
+            "model.norm": "colwise",
+        },
+        fsdp={"groups": ["model.layers"]},
+    )
+    found = texts(given, 4)
+    assert len(found) == 4
+    assert "k_pro' matches no module; did you mean 'model.layers.*.self_attn.k_proj'" in found[0]
+    assert "'colwise' on model.norm, which is a Qwen3RMSNorm; it is for a Linear" in found[1]
+    assert "k_proj has 2 heads of 4, which tp = 4 ranks do not divide" in found[2]
+    assert "a CellList, which is never called; group its members: 'model.layers.*'" in found[3]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"model": {}}, "model: [model] has no 'function'; write function = "),
+        (
+            {"model": {"config": "Qwen3Config"}},
+            "model.config: Qwen3Config is of transformers, whose models",
+        ),
+        (
+            {"run": {"platform": "torch"}},
+            "run.platform: the plan is for torch, and this process runs mindspore; set",
+        ),
+        (
+            tables({"hiden_size": 3}),
+            "building mindspore_qwen3:qwen3 failed: TypeError: qwen3() got an unexpected",
+        ),
+    ],
+)
+def test_a_model_that_can_not_be_built(given, expected):
+    (text,) = texts(given)
+    assert expected in text
+
+
+def test_weights_are_read_by_name(tmp_path):
+    source = values(build_model(ParallelPlan.from_dict(tables(run={"seed": 3}))))
+    save_file(source, tmp_path / "model.safetensors")
+    given = tables()
+    given["model"]["weights"] = str(tmp_path)
+    read = values(build_model(ParallelPlan.from_dict(given)))
+    assert all((read[name] == source[name]).all() for name in source)
+    assert lint(given) == ()
+    source["model.norm.weigt"] = source.pop("model.norm.weight")
+    source["lm_head.weight"] = source["lm_head.weight"][:3]
+    save_file(source, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError) as raised:
+        build_model(ParallelPlan.from_dict(given))
+    found = {finding.message.replace(str(tmp_path), "FILE") for finding in raised.value.findings}
+    assert found == {
+        "'lm_head.weight' is of shape (3, 16) in FILE and of (16, 16) in the model",
+        "FILE has no 'model.norm.weight'",
+        "FILE has 'model.norm.weigt', and the model has not",
+    }
+    given["model"]["weights"] = str(tmp_path / "nowhere")
+    assert "nowhere does not exist; give a safetensors file" in texts(given)[0]
+
+
+def adamw(weights, gradients, rates, beta1, beta2, eps, decay):
+    """torch's definition, in float64."""
+    average, square = 0.0, 0.0
+    for step, (gradient, lr) in enumerate(zip(gradients, rates), start=1):
+        weights = weights * (1 - lr * decay)
+        average = beta1 * average + (1 - beta1) * gradient
+        square = beta2 * square + (1 - beta2) * gradient**2
+        root = np.sqrt(square) / math.sqrt(1 - beta2**step) + eps
+        weights = weights - lr / (1 - beta1**step) * average / root
+    return weights
+
+
+def sgd(weights, gradients, rates, momentum, decay):
+    total = None
+    for gradient, lr in zip(gradients, rates):
+        gradient = gradient + decay * weights
+        total = gradient if total is None else momentum * total + gradient
+        weights = weights - lr * total
+    return weights
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_optimizers_and_schedules_are_those_of_torch(name):
+    section = {"name": name, "lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "betas": [0.9, 0.999]}
+    schedule = {"kind": "cosine", "warmup_steps": 3, "final": 0.1}
+    plan = ParallelPlan.from_dict({"optimizer": section, "schedule": schedule, "run": {"steps": 12}})
+    random = np.random.default_rng(0)
+    weights, gradients = random.normal(size=(3, 4)), random.normal(size=(12, 3, 4))
+    parameter = Parameter(Tensor(weights, mindspore.float32), name="weight")
+    optimizer = build_optimizer(plan, [parameter])
+    rates = build_schedule(plan, optimizer)
+    for gradient in gradients:
+        optimizer((Tensor(gradient, mindspore.float32),))
+        rates.step()
+    lr = [0.01 * schedule_factor(plan.schedule, step, 12) for step in range(12)]
+    if name == "adamw":
+        expected = adamw(weights, gradients, lr, 0.9, 0.999, 1e-8, 0.1)
+    else:
+        expected = sgd(weights, gradients, lr, 0.9, 0.1)
+    np.testing.assert_allclose(parameter.asnumpy(), expected, rtol=0, atol=2e-6)
+
+
+def test_verify_names_what_to_use():
+    with pytest.raises(NotImplementedError, match="verify runs on PyTorch only"):
+        verify(ParallelPlan.from_dict(tables()))

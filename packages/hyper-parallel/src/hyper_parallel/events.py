@@ -1,0 +1,85 @@
+"""A run shown by the launcher: rank 0 writes what happens to a file, the launcher reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.display import Reporter
+from hyper_parallel.metrics import Step, Summary
+
+
+class EventWriter:
+    """A reporter that writes a line of JSON for each call.
+
+    Args:
+        path: the file, which is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "w", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def running(self, title: str, *, steps: int) -> Iterator[None]:
+        """Writes the title before the steps, and that they are over after them."""
+        self._line(running={"title": title, "steps": steps})
+        yield
+        self._line(over={})
+
+    def step(self, step: Step) -> None:
+        """Writes the step."""
+        self._line(step=dataclasses.asdict(step))
+
+    def finished(self, summary: Summary) -> None:
+        """Writes the summary."""
+        self._line(finished=dataclasses.asdict(summary))
+
+    def _line(self, **event: Any) -> None:
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+
+class EventReader:
+    """Hands what an EventWriter writes to another reporter, as it comes; closes what that opened.
+
+    Args:
+        path: the writer's file; it may come later.
+        reporter: shows the run.
+    """
+
+    def __init__(self, path: Path, reporter: Reporter) -> None:
+        self._path, self._reporter, self._read = path, reporter, 0
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> EventReader:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.close()
+
+    def poll(self) -> None:
+        """Shows what was written since the last call."""
+        if not self._path.exists():
+            return
+        with open(self._path, encoding="utf-8") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self._read += len(whole.encode())
+        for line in whole.splitlines():
+            self._show(json.loads(line))
+
+    def _show(self, event: dict[str, Any]) -> None:
+        ((kind, values),) = event.items()
+        if kind == "running":
+            self._open.enter_context(self._reporter.running(values["title"], steps=values["steps"]))
+        elif kind == "over":
+            self._open.close()
+        elif kind == "step":
+            self._reporter.step(Step(**values))
+        else:
+            self._reporter.finished(Summary(**{**values, "peak_memory": tuple(values["peak_memory"])}))

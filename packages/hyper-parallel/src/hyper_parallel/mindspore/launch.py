@@ -1,0 +1,209 @@
+"""Ranks by msrun, watched: msrun writes logs, and says neither which rank failed nor why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+from hp_plan import ParallelPlan
+from hyper_parallel.display import make_reporter
+from hyper_parallel.events import EventReader
+from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
+from hyper_parallel.mindspore.process import peer_lost
+from hyper_parallel.mindspore.rank import JOB
+
+Result = TypeVar("Result")
+
+_POLL = 0.1
+# How long a rank that lost another one waits to be blamed: msrun looks at its processes once a second.
+_PATIENCE = 5.0
+_MSRUN_SAYS = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
+
+
+class _Signalled(Exception):
+    """This process got a signal."""
+
+
+def start_server(plan: ParallelPlan, ranks: int) -> None:
+    """Nothing to load ahead of time: msrun starts each rank as a program of its own."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(divide_threads(ranks)))
+
+
+def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, Result]:
+    """Runs `work(job)` on new ranks of this machine, by msrun, and waits for all of them.
+
+    A rank that fails, or a signal to this process, ends all ranks. The run is shown by this process, which has the
+    terminal: a rank's output is a file.
+
+    Args:
+        work: a function at the top of a module.
+        job: handed to it.
+        ranks: how many.
+
+    Returns:
+        What each rank returned.
+
+    Raises:
+        RankFailure: a rank raised or was killed.
+        Interrupted: this process got SIGINT or SIGTERM.
+    """
+    start_server(job.plan, ranks)
+    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        reader = None
+        if job.folder is not None:
+            job = Job(job.plan, job.folder, job.json_lines, folder / "events")
+            reader = stack.enter_context(EventReader(folder / "events", make_reporter(json_lines=job.json_lines)))
+        (folder / JOB).write_bytes(pickle.dumps((work, job)))
+        watched = stack.enter_context(_Msrun(folder, ranks))
+        try:
+            with _signals_raise():
+                watched.wait(lambda: reader.poll() if reader is not None else None)
+        except _Signalled as error:
+            raise Interrupted(f"{error}: all ranks are ended") from None
+        return {rank: pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(ranks)}
+
+
+class _Msrun:
+    """One run of msrun; on leaving, none of its processes is left.
+
+    Args:
+        folder: shared with the ranks, see Note [What ranks leave behind].
+        ranks: how many.
+    """
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._log = folder / "msrun.log"
+
+    def __enter__(self) -> _Msrun:
+        # msrun starts `python`, whichever comes first.
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+        options = [f"--worker_num={self._ranks}", f"--local_worker_num={self._ranks}", "--join=True"]
+        options += [f"--master_port={_free_port()}", f"--log_dir={self._folder}"]
+        command = [_msrun(), *options, "python", "-m", "hyper_parallel.mindspore.rank", str(self._folder)]
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C in a terminal is this process's to handle.
+            )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGINT)  # It then kills its ranks and its scheduler.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+        for group in [self._process.pid, *self._pids().values()]:  # Each rank leads a process group of its own.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        self._process.wait()
+
+    def wait(self, between: Callable[[], None]) -> None:
+        """Waits until every rank is done.
+
+        Args:
+            between: called now and then, and once at the end.
+
+        Raises:
+            RankFailure: a rank raised or was killed.
+        """
+        while True:
+            ended = self._process.poll()
+            between()
+            failure = self._failure(ended is not None)
+            if failure is not None:
+                raise failure
+            if all((self._folder / f"rank{rank}.result").exists() for rank in range(self._ranks)):
+                between()
+                return
+            time.sleep(_POLL)
+
+    def _failure(self, ended: bool) -> RankFailure | None:
+        """The rank that failed first, once that is known."""
+        raised = sorted(
+            (path.stat().st_mtime, int(path.stem.removeprefix("rank"))) for path in self._folder.glob("rank*.failure")
+        )
+        for _, rank in raised:
+            text = (self._folder / f"rank{rank}.failure").read_text()
+            if not peer_lost(RuntimeError(text)):
+                return RankFailure(rank, text.rstrip())
+        killed = self._killed()
+        if killed is not None:
+            return killed
+        if raised and time.time() - raised[0][0] > _PATIENCE:
+            rank = raised[0][1]
+            return RankFailure(rank, (self._folder / f"rank{rank}.failure").read_text().rstrip())
+        if ended and not raised and self._process.returncode != 0:
+            return RankFailure(0, f"msrun ended with {self._process.returncode}:\n{_tail(self._log)}")
+        return None
+
+    def _killed(self) -> RankFailure | None:
+        """The rank that msrun found dead first, where it left no traceback."""
+        ranks = {pid: rank for rank, pid in self._pids().items()}
+        for pid, code in _MSRUN_SAYS.findall(self._log.read_text(errors="replace")):
+            rank = ranks.get(int(pid))
+            if rank is None or (self._folder / f"rank{rank}.failure").exists():
+                continue
+            if int(code) >= 0:
+                return RankFailure(rank, f"exit code {code}:\n{_tail(self._folder / f'worker_{rank}.log')}")
+            reason = f"killed by {signal.Signals(-int(code)).name} (process {pid})"
+            if -int(code) == signal.SIGKILL:
+                reason += "; the system does that when memory runs out: take a smaller model or batch, or more ranks"
+            return RankFailure(rank, reason)
+        return None
+
+    def _pids(self) -> dict[int, int]:
+        return {int(path.stem.removeprefix("rank")): int(path.read_text()) for path in self._folder.glob("rank*.pid")}
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise _Signalled(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _msrun() -> str:
+    beside = Path(sys.executable).with_name("msrun")
+    found = str(beside) if beside.exists() else shutil.which("msrun")
+    if found is None:
+        raise FileNotFoundError(
+            "msrun is not on the PATH; it comes with MindSpore: pip install 'hyper-parallel[mindspore]'"
+        )
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        return reserved.getsockname()[1]
+
+
+def _tail(path: Path, lines: int = 20) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""

@@ -1,0 +1,51 @@
+"""What msrun starts for each rank, and for its scheduler: `python -m hyper_parallel.mindspore.rank FOLDER`.
+
+Note [What ranks leave behind]
+msrun tells that a process has ended, not which rank it was nor why. In the folder that they share with the launcher,
+each rank writes `rank<i>.pid` at once, and at its end `rank<i>.result` (what its work returned, pickled) or
+`rank<i>.failure` (its traceback). A file appears whole, by renaming.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.launch import launcher_place
+
+JOB = "job"
+
+
+def main(folder: Path) -> None:
+    """Runs the work of the folder's job.
+
+    Args:
+        folder: shared with the launcher.
+    """
+    place = launcher_place()
+    assert place is not None
+    if place.rank >= 0:
+        _write(folder / f"rank{place.rank}.pid", str(os.getpid()).encode())
+    try:
+        work, job = pickle.loads((folder / JOB).read_bytes())
+        result = work(job)  # The scheduler stays in it, in init_process_group, until the ranks are done.
+    except BaseException:
+        if place.rank >= 0:
+            _write(folder / f"rank{place.rank}.failure", traceback.format_exc().encode())
+        raise
+    if place.rank >= 0:
+        _write(folder / f"rank{place.rank}.result", pickle.dumps(result))
+
+
+def _write(path: Path, content: Any) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    part.rename(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

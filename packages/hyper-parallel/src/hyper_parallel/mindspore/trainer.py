@@ -1,0 +1,75 @@
+"""What a training loop does with a MindSpore Cell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore
+from mindspore import Tensor, ops
+
+from hp_dtensor import SkipDTensorDispatch, parallelize_value_and_grad
+from hp_fsdp import clip_grad_norm_, global_grad_norm
+from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
+from hp_plan.mindspore.samples import forward_loss
+from hp_platform import get_platform
+
+
+class Trainer:
+    """A plan's model under the plan, its optimizer and schedule.
+
+    Args:
+        plan: what to train.
+
+    Attributes:
+        model: under the plan.
+        name: of its class.
+        size: how many numbers its parameters have.
+    """
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self._plan = plan
+        self.model: Any = build_model(plan)
+        self.name = type(self.model).__name__
+        self.size = sum(parameter.size for parameter in self.model.get_parameters())
+        apply(self.model, plan)
+        self._weights = list(self.model.trainable_params())
+        self._optimizer: Any = build_optimizer(plan, self._weights)
+        self._schedule = build_schedule(plan, self._optimizer)
+        self._gradients: Any = parallelize_value_and_grad(self._loss, None, self._weights)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        return forward_loss(self._plan, self.model, tokens)
+
+    def step(self, rows: Any) -> tuple[float, float]:
+        """One optimizer step.
+
+        Args:
+            rows: this rank's samples, a numpy array of tokens.
+
+        Returns:
+            The loss of these samples, and the norm of all gradients before clipping.
+        """
+        loss, gradients = self._gradients(Tensor(rows))
+        clip = self._plan.run.grad_clip
+        norm: Any = global_grad_norm(gradients) if clip is None else clip_grad_norm_(gradients, clip)
+        with SkipDTensorDispatch():
+            self._optimizer(gradients)
+        self._schedule.step()
+        return float(loss.asnumpy()), float(norm.asnumpy())
+
+    def gather(self, loss: float, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Every rank's loss and memory."""
+        losses = _gather(Tensor([loss], mindspore.float32))
+        return tuple(losses), tuple(_gather(Tensor([memory], mindspore.int64)))
+
+
+def _gather(mine: Tensor) -> list[Any]:
+    groups = get_platform().groups
+    everyone = ops.zeros((groups.size(),), mine.dtype)
+    get_platform().collectives.all_gather(everyone, mine, group=groups.new_group(range(groups.size())))
+    return everyone.asnumpy().tolist()

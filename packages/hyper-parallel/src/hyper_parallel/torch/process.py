@@ -1,0 +1,28 @@
+"""A rank's process on torch: what is set before it joins the others, and how the loss of one of them shows."""
+
+from __future__ import annotations
+
+import torch
+
+from hp_platform import get_platform
+from hyper_parallel.launch import Place, divide_threads
+
+# How the loss of a peer shows: it ended, and its end is what has to be reported.
+_PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Socket Timeout",
+)
+
+
+def prepare(place: Place) -> None:
+    """Chooses the device and the number of threads."""
+    torch.set_num_threads(divide_threads(place.local_world_size))
+    get_platform().devices.set_device(place.local_rank)
+
+
+def peer_lost(error: Exception) -> bool:
+    """Whether the error says that another rank is gone."""
+    return any(sign in str(error) for sign in _PEER_LOST)
