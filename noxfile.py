@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 SOURCES = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
 CONSTRAINTS = "constraints.txt"
+FRAMEWORK_CONSTRAINTS = "constraints-{}.txt"  # PyTorch and MindSpore work with different versions of NumPy
 
 # uv does not read pip's settings. Where a machine is set up for pip (a folder of wheels with a CPU build of torch, a
 # mirror), uv is told the same, unless it has settings of its own. Each takes its list separated in its own way.
@@ -43,13 +44,18 @@ BACKENDS = {
     "torch-cpu": ([], None, ""),
     "torch-cuda": ([], "nvidia-smi", "needs an NVIDIA GPU and its driver (nvidia-smi is not on the PATH)"),
     "torch-npu": (["torch-npu"], "npu-smi", "needs an Ascend NPU and CANN (npu-smi is not on the PATH)"),
+    "mindspore-cpu": ([], None, ""),
+    "mindspore-ascend": ([], "npu-smi", "needs an Ascend NPU and CANN (npu-smi is not on the PATH)"),
 }
 
 
-def install(session: nox.Session, *packages: str, extras: str = "", others: tuple[str, ...] = ()) -> None:
-    """Installs packages of the workspace, editable, and other requirements, at the versions of constraints.txt."""
+def install(
+    session: nox.Session, *packages: str, extras: str = "", others: tuple[str, ...] = (), framework: str = "torch"
+) -> None:
+    """Installs packages of the workspace, editable, and other requirements, at the versions of the constraints."""
     editables = [argument for name in packages for argument in ("-e", f"packages/{name}{extras}")]
-    session.install(*editables, *others, "--constraint", CONSTRAINTS, "--build-constraint", CONSTRAINTS)
+    pins = ("--constraint", CONSTRAINTS, "--constraint", FRAMEWORK_CONSTRAINTS.format(framework))
+    session.install(*editables, *others, *pins, "--build-constraint", CONSTRAINTS)
 
 
 def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
@@ -57,7 +63,8 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
     requirements, program, needs = BACKENDS[backend]
     if program is not None and shutil.which(program) is None:
         session.skip(f"{backend} {needs}")
-    install(session, *packages, extras="[torch,test]", others=tuple(requirements))
+    framework = backend.split("-")[0]
+    install(session, *packages, extras=f"[{framework},test]", others=tuple(requirements), framework=framework)
     folders = [f"packages/{name}" for name in packages]
     session.run("python", "-m", "pytest", *folders, "--backend", backend, *session.posargs)
 
@@ -136,7 +143,8 @@ def isolation(session: nox.Session) -> None:
         session.run("uv", "venv", "--quiet", "--clear", str(environment))
         for extra, mode in [("", "without-framework"), ("[torch]", "with-torch")]:
             requirement = f"{package}{extra} @ {wheels[package]}"
-            constraints = ("--constraint", CONSTRAINTS, "--constraint", str(own))
+            pins = (CONSTRAINTS, FRAMEWORK_CONSTRAINTS.format("torch"), str(own))
+            constraints = [argument for pin in pins for argument in ("--constraint", pin)]
             session.run("uv", "pip", "install", "--quiet", "--python", str(python), requirement, *constraints)
             session.run(str(python), "-I", ".ci/check_isolated.py", package, mode, external=True)
         shutil.rmtree(environment)

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from hp_platform import get_platform
+from hp_platform.platform import platform_name
+
+ACCELERATOR = {"torch": "torch-npu", "mindspore": "mindspore-ascend"}
 
 
 def run_pytest(folder: Path, *arguments: str, text: str) -> str:
@@ -20,7 +23,7 @@ def run_pytest(folder: Path, *arguments: str, text: str) -> str:
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\nfilterwarnings = ['error']\n")
     (folder / "test_it.py").write_text("from hp_platform.testing import on_ranks, run_ranks\n" + text)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hp_platform.testing.plugin"]
-    command += ["--import-mode=importlib", "-rs", *arguments]
+    command += ["--import-mode=importlib", "-rs", "--backend", f"{platform_name()}-cpu", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300).stdout
 
 
@@ -29,15 +32,15 @@ def test_failures_of_ranks_are_told_and_pytest_goes_on(tmp_path):
         tmp_path,
         text="""
 import dataclasses, time
-import pytest, torch
-import torch.distributed as dist
+import pytest
+from hp_platform import get_platform
 
 @dataclasses.dataclass
 class Value:
     number: int
 
 def whoami(value):
-    return Value(value.number + dist.get_rank())
+    return Value(value.number + get_platform().groups.rank())
 
 def test_values_of_the_test_modules_classes_pass():
     assert run_ranks(2, whoami, Value(5)) == [Value(5), Value(6)]
@@ -47,11 +50,11 @@ def test_values_of_the_test_modules_classes_pass():
 def test_assert(value, tmp_path):
     print("printed on a rank")
     assert tmp_path.exists()
-    assert value.number + dist.get_rank() == 3
+    assert value.number + get_platform().groups.rank() == 3
 
 @on_ranks(2, timeout=0.5)
 def test_hang():
-    if dist.get_rank() == 1:
+    if get_platform().groups.rank() == 1:
         time.sleep(100)
 
 @on_ranks(1)
@@ -60,7 +63,7 @@ def test_skip():
 
 @on_ranks(1, 2)
 def test_good(ranks):
-    assert dist.get_world_size() == ranks
+    assert get_platform().groups.size() == ranks
 """,
     )
     assert "2 failed, 3 passed, 1 skipped" in output
@@ -79,7 +82,7 @@ def test_absent_hardware_skips_with_what_it_needs(tmp_path):
     output = run_pytest(
         tmp_path,
         "--backend",
-        "torch-npu",
+        ACCELERATOR[platform_name()],
         text="""
 @on_ranks(1, 2)
 def test_a(): ...
@@ -91,7 +94,8 @@ def test_b():
     assert "3 skipped" in output
     lines = [line for line in output.splitlines() if line.startswith("SKIPPED")]
     assert len(lines) == 1
-    assert "--backend torch-npu needs a device of kind npu, this machine has: cpu" in lines[0]
+    needs = f"--backend {ACCELERATOR[platform_name()]} needs a device of kind npu, this machine has: cpu"
+    assert needs in lines[0]
 
 
 def test_an_unknown_backend_lists_the_choices(tmp_path):
@@ -99,6 +103,47 @@ def test_an_unknown_backend_lists_the_choices(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "torch-cpu" in done.stderr and "torch-cuda" in done.stderr and "torch-npu" in done.stderr
+
+
+def test_modules_of_another_framework_are_left_out_and_counted(tmp_path):
+    other = "mindspore" if platform_name() == "torch" else "torch"
+    for name, text in {
+        f"{other}/test_folder.py": "",
+        "test_import.py": f"import os, {other}.nn",
+        "test_own_code.py": f"from hp_platform.{other} import groups",
+        "test_beside.py": "from models import build",
+        "models.py": f"from {other} import nn",
+        "test_marked.py": f'import pytest\n\npytestmark = pytest.mark.framework("{other}")',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n\ndef test_wrong(): assert False\n")
+    output = run_pytest(
+        tmp_path,
+        text=f"""
+import pytest
+
+@pytest.mark.framework("{other}")
+def test_skipped():
+    import nothing
+
+@pytest.mark.framework("{platform_name()}")
+def test_runs():
+    def inside():
+        import {other}
+""",
+    )
+    title = {"torch": "PyTorch", "mindspore": "MindSpore"}[other]
+    assert "1 passed, 1 skipped" in output and f"for {title} only" in output
+    assert f"left out, for {title} only: 5 test modules (4 in ., 1 in {other})" in output
+
+
+def test_a_suite_for_another_framework_does_not_fail(tmp_path):
+    other = "mindspore" if platform_name() == "torch" else "torch"
+    (tmp_path / "test_it.py").write_text(f"import {other}\n\ndef test_wrong(): assert False\n")
+    command = [sys.executable, "-m", "pytest", "-p", "hp_platform.testing.plugin", "--import-mode=importlib"]
+    command += ["-p", "no:cacheprovider", "--backend", f"{platform_name()}-cpu", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "1 test module (1 in .)" in done.stdout
 
 
 def alive(pid: int) -> bool:
@@ -135,14 +180,3 @@ if __name__ == "__main__":
         while any(map(alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
     assert not any(map(alive, pids))
-
-
-def test_the_readmes_example(tmp_path):
-    readme = Path(__file__).parents[1] / "README.md"
-    code = readme.read_text().split("```python\n")[1].split("```")[0]
-    expected = re.findall(r"print\(.*\)  # (.*)", code)[-1]
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    environment = {**os.environ, "HYPER_PARALLEL_DEVICE": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment)
-    assert (done.stdout, done.stderr, done.returncode) == (expected + "\n", "", 0)

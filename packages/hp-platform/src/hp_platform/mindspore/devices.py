@@ -63,7 +63,8 @@ class MindSporeDevices:
     def set_device(self, index: int) -> None:
         """Use the device of this index; MindSpore wants to be told once, before the first tensor is made."""
         if self.kind == "cpu":
-            mindspore.set_device("CPU")
+            if mindspore.context.get_context("device_target") != "CPU":
+                mindspore.set_device("CPU")
         else:
             mindspore.set_device("Ascend", index)
 

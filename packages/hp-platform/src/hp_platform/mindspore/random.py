@@ -7,10 +7,12 @@ often each kind of operator was called. A state here is both, so that what it is
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import mindspore
-from mindspore.common import seed as _seeds
+
+_seeds: Any = importlib.import_module("mindspore.common.seed")  # the package has a function of that name
 
 _seed: int | None = None
 

@@ -33,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     """Take over pytest's warning filters, and add the marker of tests for one framework."""
+    for line in target.warning_filters():
+        config.addinivalue_line("filterwarnings", line)
     pool.warning_filters = _filters(config)
     config.stash[_LEFT_OUT] = Counter()
     text = (
@@ -77,7 +79,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         counts = {folder: count for (name, folder), count in sorted(left_out.items()) if name == framework}
         where = ", ".join(f"{count} in {folder}" for folder, count in counts.items())
         total = sum(counts.values())
-        terminalreporter.write_line(f"left out, for {TITLES[framework]} only: {total} test modules ({where})")
+        modules = "test module" if total == 1 else "test modules"
+        terminalreporter.write_line(f"left out, for {TITLES[framework]} only: {total} {modules} ({where})")
 
 
 @pytest.hookimpl(wrapper=True)

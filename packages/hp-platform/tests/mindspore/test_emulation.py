@@ -1,0 +1,102 @@
+"""What the CPU's collectives do with MindSpore's tensors, and the native calls that Ascend gets instead."""
+
+from __future__ import annotations
+
+import inspect
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mint
+from mindspore.mint import distributed as dist
+
+from hp_platform import get_platform
+from hp_platform.mindspore import emulation, groups, native
+from hp_platform.testing import RankError, device_type, on_ranks, run_ranks
+
+pytestmark = pytest.mark.skipif(device_type() != "cpu", reason="the emulation is the CPU's")
+
+
+def test_an_array_shares_a_tensors_memory():
+    tensor = Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
+    emulation.host_array(tensor[1])[:] = 7
+    assert tensor.asnumpy().tolist() == [[0, 1, 2], [7, 7, 7]]
+    assert (tensor + 1).asnumpy()[1].tolist() == [8, 8, 8]
+    product = mint.matmul(tensor, tensor.T.contiguous())  # still under way
+    assert emulation.host_array(product)[1].tolist() == [21, 147]
+
+
+@on_ranks(2)
+def test_a_part_of_a_tensor_is_written_in_place():
+    platform, group = get_platform(), groups.default()
+    whole = Tensor(np.zeros((3, 2), np.float32))
+    piece = Tensor(np.full(1, platform.groups.rank() + 1, np.float32))
+    platform.collectives.all_gather(whole[1], piece, group=group)
+    assert whole.asnumpy().tolist() == [[0, 0], [1, 2], [0, 0]]
+    platform.collectives.all_reduce(mint.narrow(whole, 0, 1, 2), group=group)
+    assert whole.asnumpy().tolist() == [[0, 0], [2, 4], [0, 0]]
+
+
+@on_ranks(2)
+def test_a_parameter_is_communicated_in_place():
+    parameter = Parameter(Tensor(np.ones(2, np.float32)), name="weight")
+    get_platform().collectives.all_reduce(parameter, group=groups.default())
+    assert parameter.asnumpy().tolist() == [2, 2]
+    assert isinstance(parameter, Parameter) and parameter.requires_grad
+
+
+@on_ranks(4)
+def test_many_exchanges_in_a_row_keep_their_order():
+    platform, group = get_platform(), groups.default()
+    rank = platform.groups.rank()
+    for step in range(20):
+        tensor = Tensor(np.arange(4 * (step + 1), dtype=np.int64) + 100 * rank)
+        received = Tensor(np.zeros(4 * (step + 1), np.int64))
+        platform.collectives.all_to_all(received, tensor, group=group)
+        mine = np.arange(4 * (step + 1)).reshape(4, -1)[rank]
+        assert received.asnumpy().reshape(4, -1).tolist() == [(mine + 100 * peer).tolist() for peer in range(4)]
+        platform.collectives.all_reduce(received, "max", group=group)
+
+
+def fail_late() -> None:
+    Tensor(np.ones(4, np.float32)).fill_(2.0)  # this kernel is not there, which shows when its result is waited for
+
+
+def test_what_fails_late_fails_in_its_own_run():
+    with pytest.raises(RankError, match="InplaceFillScalar unregistered"):
+        run_ranks(1, fail_late)
+    assert run_ranks(1, groups.size) == [1]
+
+
+def test_the_native_calls_fit_mindspores_signatures(monkeypatch):
+    """Ascend is not here: the calls are recorded, with their arguments by MindSpore's own names."""
+    calls = []
+
+    def recorded(name):
+        signature = inspect.signature(getattr(dist, name))
+        return lambda *args: calls.append((name, signature.bind(*args).arguments))
+
+    for name, value in vars(dist).items():
+        if name in dist.__all__ and inspect.isfunction(value):
+            monkeypatch.setattr(dist, name, recorded(name))
+    monkeypatch.setattr(groups, "get_process_group_ranks", lambda group: [4, 7])
+    tensor = mindspore.Tensor(np.ones((2, 2), np.float32))
+    native.all_reduce(tensor, "product", "pair", True)
+    native.all_gather(tensor, tensor, "pair", False)
+    native.reduce_scatter(tensor, tensor, "avg", "pair", False)
+    native.all_to_all(tensor, tensor, [1, 1], [], "pair", False)
+    native.broadcast(tensor, 1, "pair", False)
+    native.send(tensor, 0, "pair")
+    native.recv(tensor, 1, "pair")
+    native.barrier("pair")
+    names = [name for name, _ in calls]
+    assert names == ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
+                     "send", "recv", "barrier"]  # fmt: skip
+    assert all(arguments["group"] == "pair" for _, arguments in calls)
+    by_name = dict(calls)
+    assert by_name["all_reduce"]["op"] == "prod" and by_name["all_reduce"]["async_op"] is True
+    assert by_name["reduce_scatter_tensor"]["op"] == "avg"
+    assert by_name["all_gather_into_tensor"]["output_tensor"].shape == (4,)
+    assert by_name["all_to_all_single"]["output_split_sizes"] == [1, 1]
+    assert by_name["all_to_all_single"]["input_split_sizes"] is None
+    assert by_name["broadcast"]["src"] == 7 and by_name["send"]["dst"] == 4 and by_name["recv"]["src"] == 7

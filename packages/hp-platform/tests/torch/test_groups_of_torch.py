@@ -1,0 +1,82 @@
+"""Process groups that PyTorch made, or knows."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hp_platform
+from hp_platform import get_platform
+from hp_platform.testing import close_pools, device_type, on_ranks, run_ranks
+
+
+@on_ranks(2)
+def test_torch_knows_the_groups():
+    groups = get_platform().groups
+    assert groups.new_group([0, 1]) is dist.group.WORLD
+    assert (groups.rank(), groups.backend()) == (dist.get_rank(), dist.get_backend())
+    alone = groups.new_group([dist.get_rank()])
+    tensor = torch.ones(1, device=device_type())
+    dist.all_reduce(tensor, group=alone)
+    assert dist.get_rank(alone) == 0
+    assert dist.get_process_group_ranks(alone) == [dist.get_rank()]
+
+
+@on_ranks(3)
+def test_groups_made_elsewhere_are_reused():
+    # a pair that no other test makes: ranks live on, and a set of ranks keeps the group that it has
+    world, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 2])
+    groups = get_platform().groups
+    assert groups.new_group([0, 1, 2]) is dist.group.WORLD
+    if dist.get_rank() != 1:
+        hp_platform.mark_created_groups([world, pair])
+        assert groups.new_group([0, 1, 2]) is dist.group.WORLD
+        assert groups.new_group([0, 2]) is pair
+        groups.destroy(pair)
+    dist.destroy_process_group(world)
+
+
+def test_the_fake_backend_stands_for_many_ranks():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    platform = get_platform()
+    hp_platform.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+    try:
+        group = platform.groups.new_group(range(3, 64, 4))
+        assert (platform.groups.size(group), platform.groups.rank(group)) == (16, 0)
+        piece, whole = torch.ones(2), torch.empty(32)
+        platform.collectives.all_gather(whole, piece, group=group)
+        platform.collectives.reduce_scatter(piece, whole, "avg", group=group)
+        platform.collectives.all_reduce(piece, group=group, async_op=True).wait()
+        platform.collectives.barrier(group)
+    finally:
+        hp_platform.destroy_process_group()
+
+
+def join_by_environment(port: int) -> tuple[int, bool]:
+    """Leave the pool's default group for one of torchrun's environment."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = get_platform().groups
+    before = groups.new_group([rank])
+    hp_platform.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    hp_platform.init_process_group()
+    tensor = torch.ones(1, device=device_type())
+    get_platform().collectives.all_reduce(tensor, group=groups.new_group(range(size)))
+    return int(tensor.item()), groups.new_group([rank]) is before
+
+
+def test_the_environment_of_torchrun():
+    if device_type() != "cpu" and get_platform().devices.count < 2:
+        pytest.skip("the default backend of an accelerator needs a device for each rank")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        assert run_ranks(2, join_by_environment, port) == [(2, False)] * 2
+    finally:
+        close_pools()
