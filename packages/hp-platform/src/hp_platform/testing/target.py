@@ -65,3 +65,11 @@ def missing() -> str | None:
         return None
     device = {kind: name for name, kind in _KINDS.items()}.get(kind, kind) if platform.name == "mindspore" else kind
     return f"--backend {platform.name}-{device} needs a device of kind {kind}, this machine has: {', '.join(present)}"
+
+
+def warning_filters() -> tuple[str, ...]:
+    """List pytest's filters of warnings that are the device's own doing and not the tests'."""
+    if os.environ.get(_DEVICE) != "npu":
+        return ()
+    # torch_npu's ways of copying a storage deeply, and of allocating what it communicates.
+    return ("ignore:TypedStorage is deprecated:UserWarning", "ignore:Cannot create tensor with internal:UserWarning")
