@@ -196,7 +196,8 @@ class Initialised(Net):
 
 @on_ranks(2, 3)
 def test_a_model_on_meta_is_sharded_and_filled_in_later():
-    reference = seeded(Initialised)
+    with torch.device(device_type()):  # drawn where init_parameters draws
+        reference = seeded(Initialised)
     with init_empty_weights():
         model = Initialised()
     for block in model.blocks:
@@ -212,7 +213,8 @@ def test_a_model_on_meta_is_sharded_and_filled_in_later():
 
 @on_ranks(2)
 def test_a_model_on_meta_is_emptied_onto_a_device():
-    reference = seeded(Initialised)
+    with torch.device(device_type()):  # drawn where init_parameters draws
+        reference = seeded(Initialised)
     with init_empty_weights():
         model = fully_shard(Initialised(), data_mesh())
     model.to_empty(device=device_type())

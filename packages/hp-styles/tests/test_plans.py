@@ -14,7 +14,7 @@ from torch import nn
 
 import hp_styles
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_platform import count_collectives
+from hp_platform import count_collectives, get_platform
 from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     ColwiseParallel,
@@ -250,7 +250,7 @@ def test_one_input_read_in_two_ways_is_two_values() -> None:
 
 def _summed(x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
-    torch.distributed.all_reduce(x)
+    get_platform().collectives.all_reduce(x, group=torch.distributed.group.WORLD)
     return x
 
 
@@ -305,6 +305,8 @@ def _torch_plan(styles: Any, replicate: Any, shard: Any, sequence: bool) -> dict
 @on_ranks(2)
 @pytest.mark.parametrize("sequence", [True, False])
 def test_a_plan_for_torch_is_a_plan_for_us(sequence: bool) -> None:
+    if device_type() == "npu":
+        pytest.skip("torch's own plan reduces float64, which hccl doesn't")
     model, x = Model(), _rand(2, 6, 6)
     theirs = copy.deepcopy(model)
     mesh = _mesh()

@@ -96,7 +96,8 @@ def distribute_tensor(
 
     Args:
         tensor: the whole tensor, of the same shape on every rank; it is not changed, and the result shares no memory
-            with it. A meta tensor gives a DTensor on meta. The result is a leaf, with the tensor's ``requires_grad``.
+            with it. It is moved to the mesh's kind of device, except from meta, where the DTensor is as well. The
+            result is a leaf, with the tensor's ``requires_grad``.
         device_mesh: the mesh, or a Layout; default the mesh of ``with mesh:``.
         placements: one an axis; default replicated.
         src_data_rank: the index along each axis of the rank whose values count; they are broadcast. None: every rank's
@@ -122,7 +123,7 @@ def distribute_tensor(
         return wrap(torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta"), spec).requires_grad_(
             tensor.requires_grad
         )  # type: ignore[return-value]
-    whole = tensor.detach()
+    whole = tensor.detach().to(mesh.device_type)
     if src_data_rank is not None and mesh.get_coordinate() is not None:
         whole = whole.clone(memory_format=torch.contiguous_format)
         for axis in range(mesh.ndim):

@@ -1,5 +1,6 @@
-// The few device kernels that torch_npu's C++ launches by itself and not through the dispatcher: Fill, PadV3
-// and Cast.
+// The few device kernels that torch_npu's C++ launches by itself and not through the dispatcher: Fill, PadV3,
+// Cast and Identity.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -173,6 +174,8 @@ aclError aclopCompileAndExecute(const char* kind, int, const aclTensorDesc* cons
     fill(in[1], out_types[0], out[0]);
   } else if (name == "PadV3") {
     pad(in_types[0], in[0], in_types[1], in[1], out_types[0], out[0]);
+  } else if (name == "Identity") {
+    std::memcpy(out[0]->data, in[0]->data, std::min(out[0]->size, in[0]->size));
   } else if (name == "Cast" && castable(in_types[0]->type) && castable(out_types[0]->type)) {
     cast(in_types[0], in[0], out_types[0], out[0]);
   } else {

@@ -4,6 +4,7 @@
 
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "host.h"
@@ -13,12 +14,13 @@ namespace npu_sim {
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+const c10::OperatorName kAttention{"aten::scaled_dot_product_attention", ""};
 
 // What torch_npu does by itself: making tensors, and views of them. Nothing is computed there.
 const std::set<std::string>& kept() {
   static const std::set<std::string> names{
       "_copy_from_and_resize", "_has_compatible_shallow_copy_type", "_pin_memory", "_reshape_alias",
-      "_resize_output_", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "is_pinned",
+      "_resize_output_", "alias", "as_strided", "detach", "empty", "empty_strided", "expand", "is_pinned",
       "is_set_to", "lift", "lift_fresh", "narrow", "new_empty", "new_empty_strided", "permute", "pin_memory",
       "record_stream", "reshape", "resize_", "select", "set_", "slice", "squeeze", "storage", "t", "to", "transpose",
       "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real"};
@@ -130,6 +132,26 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// torch's own composition of an operator out of others: its kernel is where a device without kernels of its own for
+// the operator finds it.
+void run_composed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), stack);
+}
+
+// Note [Composed operators]: torch_npu gives some operators that torch composes (matmul, lstm, l1_loss) kernels and
+// gradients of its own. Their gradients are operators that the host doesn't have, so they are composed again.
+bool composed(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && op.operator_name() != kAttention;
+}
+
+// torch_npu calls CANN here, past the dispatcher: plain math instead.
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
+                     bool grouped) {
+  return std::get<0>(
+      at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, {}, scale, grouped));
+}
+
 at::Tensor& copy_into(at::Tensor& self, const at::Tensor& source, bool) {
   host_view(self).copy_(host_view(source));
   return self;
@@ -145,6 +167,9 @@ at::Scalar item(const at::Tensor& self) { return at::_local_scalar_dense(host_vi
 }  // namespace
 
 void register_aten() {
+  auto before = [](const c10::OperatorName& left, const c10::OperatorName& right) {
+    return std::tie(left.name, left.overload_name) < std::tie(right.name, right.overload_name);
+  };
   torch::Library& aten = library("aten");
   // Copies cross the border between host and device.
   aten.impl("copy_", &copy_into);
@@ -154,9 +179,12 @@ void register_aten() {
   aten.impl("clone", &at::native::clone);
   aten.impl("contiguous", &at::native::contiguous);
   aten.impl("_to_copy", &at::native::_to_copy);
-  const std::set<std::string> own{"copy_", "_copy_from", "_local_scalar_dense", "clone", "contiguous", "_to_copy"};
+  aten.impl("empty_like", &at::native::empty_like);
+  const std::set<std::string> own{"copy_", "_copy_from", "_local_scalar_dense", "clone", "contiguous", "_to_copy", "empty_like",
+                                  "_thnn_fused_lstm_cell", "_thnn_fused_lstm_cell_backward_impl"};
 
-  auto registered = c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::PrivateUse1);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  auto registered = dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::PrivateUse1);
   for (const auto& name : registered) {
     if (name.name.rfind("aten::", 0) != 0) {
       continue;
@@ -165,6 +193,19 @@ void register_aten() {
     std::string full = name.overload_name.empty() ? base : base + "." + name.overload_name;
     if (own.count(full) == 0 && kept().count(base) == 0) {
       aten.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+    }
+  }
+
+  torch::Library& gradients = library("aten", c10::DispatchKey::AutogradPrivateUse1);
+  gradients.impl("scaled_dot_product_attention", &attention);
+  auto differentiated = dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::AutogradPrivateUse1);
+  std::set<c10::OperatorName, decltype(before)> names(registered.begin(), registered.end(), before);
+  names.insert(differentiated.begin(), differentiated.end());
+  for (const auto& name : names) {
+    auto op = dispatcher.findSchema(name);
+    if (name.name.rfind("aten::", 0) == 0 && op && composed(*op)) {
+      std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+      gradients.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_composed>());
     }
   }
 }

@@ -23,6 +23,9 @@ void check_type(const char* name, const Tensor& tensor) {
 
 Tensor summed_to(const Tensor& tensor, at::IntArrayRef sizes) { return at::sum_to(tensor, sizes); }
 
+// Layouts of memory that only NPUs have: everything stays as it is.
+Tensor keep_format(const Tensor& input, int64_t, std::optional<int64_t>, std::optional<int64_t>) { return input; }
+
 // --- RMS norm: y = x / rms(x) * gamma over the last dims, those of gamma
 
 std::vector<int64_t> last_dims(const Tensor& gamma) {
@@ -243,6 +246,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
 
 void register_fused() {
   torch::Library& npu = library("npu");
+  npu.impl("npu_format_cast", &keep_format);
   npu.impl("npu_rms_norm", &rms_norm);
   npu.impl("npu_rms_norm_backward", &rms_norm_backward);
   npu.impl("npu_swiglu", &swiglu);

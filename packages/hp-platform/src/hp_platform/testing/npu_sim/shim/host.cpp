@@ -52,10 +52,9 @@ DeviceRandomness::DeviceRandomness(const std::optional<at::Generator>& given, c1
 
 DeviceRandomness::~DeviceRandomness() { host_.set_state(saved_); }
 
-torch::Library& library(const char* ns) {
+torch::Library& library(const char* ns, c10::DispatchKey key) {
   static auto* kept = new std::vector<std::unique_ptr<torch::Library>>;
-  kept->push_back(
-      std::make_unique<torch::Library>(torch::Library::IMPL, ns, c10::DispatchKey::PrivateUse1, __FILE__, __LINE__));
+  kept->push_back(std::make_unique<torch::Library>(torch::Library::IMPL, ns, key, __FILE__, __LINE__));
   return *kept->back();
 }
 
@@ -74,5 +73,6 @@ extern "C" void npu_sim_install() {
   Silent silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   npu_sim::register_aten();
+  npu_sim::register_recurrent();
   npu_sim::register_fused();
 }

@@ -35,9 +35,10 @@ class DeviceRandomness {
 };
 
 void register_aten();
+void register_recurrent();
 void register_fused();
 
 // Kernels that stay registered as long as the process runs.
-torch::Library& library(const char* ns);
+torch::Library& library(const char* ns, c10::DispatchKey key = c10::DispatchKey::PrivateUse1);
 
 }  // namespace npu_sim
