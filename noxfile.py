@@ -99,6 +99,19 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def compare(session: nox.Session) -> None:
+    """The main job on PyTorch and on MindSpore from the same weights: 20 losses, equal; `-- --steps 5` for fewer."""
+    install(session, *PACKAGES, extras="[torch]")
+    other = ROOT / session.create_tmp() / "mindspore"
+    python = other / ("Scripts" if os.name == "nt" else "bin") / "python"
+    session.run("uv", "venv", "--quiet", "--clear", str(other))
+    editables = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}[mindspore]")]
+    pins = ("--constraint", CONSTRAINTS, "--constraint", FRAMEWORK_CONSTRAINTS.format("mindspore"))
+    session.run("uv", "pip", "install", "--quiet", "--python", str(python), *editables, *pins)
+    session.run("python", "examples/compare_frameworks.py", "--mindspore", str(python), *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff (rules and format) and import-linter (who may import whom); `-- --fix` repairs what ruff can."""
     install(session, others=("ruff", "import-linter"))

@@ -1,8 +1,9 @@
-"""Trains the same job on PyTorch and on MindSpore and compares the losses: same weights, same text, same plan.
+"""Trains the same job on PyTorch and on MindSpore and compares them: same weights, same text, same plan.
 
     python examples/compare_frameworks.py --torch TORCH/bin/python --mindspore MINDSPORE/bin/python
 
-Each framework lives in an environment of its own, and is handed a file of initial weights that PyTorch drew. Both
+Each framework lives in an environment of its own, and is handed a file of initial weights that PyTorch drew. First the
+models are compared, in one process each: transformers' Qwen3 and that of MindSpore Cells, loss and gradients. Then both
 run the command line, on 4 ranks. `nox -s compare` makes the environments and runs this.
 """
 
@@ -26,14 +27,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference of a loss")
     parser.add_argument("--data", default=str(EXAMPLES.parent / "packages"), help="text to train on")
-    parser.add_argument("--write-weights", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--gradients", nargs=2, help=argparse.SUPPRESS)  # What each framework's Python is asked for.
     options = parser.parse_args()
-    if options.write_weights:
-        write_weights(options.write_weights)
+    if options.gradients:
+        framework, folder = options.gradients
+        (torch_gradients if framework == "torch" else mindspore_gradients)(Path(folder))
         return
     with tempfile.TemporaryDirectory() as name:
         weights = Path(name) / "weights.safetensors"
-        subprocess.run([options.torch, __file__, "--write-weights", str(weights)], check=True)
+        for framework, python in [("torch", options.torch), ("mindspore", options.mindspore)]:
+            subprocess.run([python, __file__, "--gradients", framework, name], check=True)
+        show_gradients(Path(name))
         runs = {
             framework: train(python, framework, weights, Path(name) / framework, options)
             for framework, python in [("torch", options.torch), ("mindspore", options.mindspore)]
@@ -44,14 +48,55 @@ def main() -> None:
     sys.exit(not passed)
 
 
-def write_weights(file: str) -> None:
-    """Writes what PyTorch draws for its plan."""
+def torch_gradients(folder: Path) -> None:
+    """Writes the weights that PyTorch draws for its plan, a batch, and the loss and gradients of both."""
+    import torch
     from safetensors.torch import save_file
 
     from hp_plan import ParallelPlan, build_model
 
-    model = build_model(ParallelPlan.from_toml(PLANS["torch"]))
-    save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, file)
+    plan = ParallelPlan.from_toml(PLANS["torch"])
+    model = build_model(plan)
+    tokens = torch.randint(256, (4, plan.data.sequence_length), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False)["loss"]
+    loss.backward()
+    parameters = dict(model.named_parameters())
+    save_file({name: parameter.detach() for name, parameter in parameters.items()}, folder / "weights.safetensors")
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    save_file({**gradients, "loss": loss.detach(), "tokens": tokens}, folder / "torch.safetensors")
+
+
+def mindspore_gradients(folder: Path) -> None:
+    """Writes the loss and gradients of the same weights and batch."""
+    import mindspore
+    from safetensors.numpy import load_file, save_file
+
+    from hp_plan import ParallelPlan, build_model
+
+    sys.path.insert(0, str(EXAMPLES))
+    tables = ParallelPlan.from_toml(PLANS["mindspore"]).to_dict()
+    tables["model"]["weights"] = str(folder / "weights.safetensors")
+    model = build_model(ParallelPlan.from_dict(tables))
+    tokens = mindspore.Tensor(load_file(folder / "torch.safetensors")["tokens"])
+    parameters = dict(model.parameters_and_names())
+    loss, gradients = mindspore.value_and_grad(
+        lambda: model(tokens, tokens)["loss"], None, mindspore.ParameterTuple(parameters.values())
+    )()
+    arrays = {name: gradient.asnumpy() for name, gradient in zip(parameters, gradients)}
+    save_file({**arrays, "loss": loss.asnumpy()}, folder / "mindspore.safetensors")
+
+
+def show_gradients(folder: Path) -> None:
+    """Prints how far the two models are from each other in one process."""
+    from safetensors.numpy import load_file
+
+    torch, mindspore = (load_file(folder / f"{name}.safetensors") for name in PLANS)
+    del torch["tokens"]
+    assert torch.keys() == mindspore.keys(), torch.keys() ^ mindspore.keys()
+    far = {name: abs(mindspore[name] - torch[name]).max() / abs(torch[name]).max() for name in torch}
+    loss, worst = far.pop("loss"), max(far, key=far.__getitem__)
+    print(f"one process: relative difference of the loss {loss:.1e}; of {len(far)} gradients, most", end=" ")
+    print(f"{far[worst]:.1e} ({worst})")
 
 
 def train(python: str, framework: str, weights: Path, folder: Path, options: argparse.Namespace) -> list[dict]:

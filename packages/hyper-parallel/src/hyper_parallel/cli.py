@@ -164,6 +164,7 @@ def _leads() -> bool:
 def _set_environment(tables: dict[str, Any], plan: Path) -> None:
     """The plan's platform; nothing is fetched; the user's own modules are found in this folder and in the plan's."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of each kind of device that a machine has not.
     run = tables.get("run")
     wanted = run.get("platform") if isinstance(run, dict) else None
     if wanted in CHOICES:

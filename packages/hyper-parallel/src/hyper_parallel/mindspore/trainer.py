@@ -56,7 +56,10 @@ class Trainer:
         """
         loss, gradients = self._gradients(Tensor(rows))
         clip = self._plan.run.grad_clip
-        norm: Any = global_grad_norm(gradients) if clip is None else clip_grad_norm_(gradients, clip)
+        if clip is None:
+            norm: Any = global_grad_norm(self._weights, gradients)
+        else:
+            norm = clip_grad_norm_(self._weights, gradients, clip)
         with SkipDTensorDispatch():
             self._optimizer(gradients)
         self._schedule.step()
