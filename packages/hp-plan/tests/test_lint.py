@@ -6,6 +6,8 @@ import pytest
 
 from hp_plan import Finding, ParallelPlan, lint
 
+pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
+
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,

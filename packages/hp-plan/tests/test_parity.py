@@ -7,6 +7,8 @@ import pytest
 from hp_plan import ParallelPlan, verify
 from hp_platform.testing import on_ranks
 
+pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
+
 FAMILIES = ("Llama", "Qwen3", "Mistral")
 TOLERANCE = 1e-10
 
