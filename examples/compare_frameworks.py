@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parent
-PLANS = {"torch": EXAMPLES / "qwen3_fsdp_tp.toml", "mindspore": EXAMPLES / "mindspore_qwen3_fsdp_tp.toml"}
+PLAN = EXAMPLES / "mindspore_qwen3_fsdp_tp.toml"
+FRAMEWORKS = ("torch", "mindspore")
 
 
 def main() -> None:
@@ -34,28 +35,32 @@ def main() -> None:
         (torch_gradients if framework == "torch" else mindspore_gradients)(Path(folder))
         return
     with tempfile.TemporaryDirectory() as name:
-        weights = Path(name) / "weights.safetensors"
-        for framework, python in [("torch", options.torch), ("mindspore", options.mindspore)]:
+        folder = Path(name)
+        for framework in FRAMEWORKS:
+            python = getattr(options, framework)
             subprocess.run([python, __file__, "--gradients", framework, name], check=True)
-        show_gradients(Path(name))
-        runs = {
-            framework: train(python, framework, weights, Path(name) / framework, options)
-            for framework, python in [("torch", options.torch), ("mindspore", options.mindspore)]
-        }
-    largest = show(runs["torch"], runs["mindspore"])
+        show_gradients(folder)
+        torch = train(options.torch, folder / "torch.toml", folder, options)
+        mindspore = train(options.mindspore, PLAN, folder, options)
+    largest = show(torch, mindspore)
     passed = largest <= options.tolerance
     print(f"{'equal' if passed else 'DIFFERENT'}: largest relative difference {largest:.1e} of {options.tolerance:.0e}")
     sys.exit(not passed)
 
 
 def torch_gradients(folder: Path) -> None:
-    """Writes the weights that PyTorch draws for its plan, a batch, and the loss and gradients of both."""
+    """Writes PyTorch's plan, the weights that it draws, a batch, and the loss and gradients of these."""
     import torch
     from safetensors.torch import save_file
 
     from hp_plan import ParallelPlan, build_model
 
-    plan = ParallelPlan.from_toml(PLANS["torch"])
+    plan = ParallelPlan.from_toml(PLAN).to_dict()
+    # The same plan, and transformers' model in place of the one of Cells.
+    plan["model"] = {"config": "Qwen3Config", "overrides": plan["model"]["overrides"]}
+    plan["run"]["platform"] = "torch"
+    plan = ParallelPlan.from_dict(plan)
+    (folder / "torch.toml").write_text(plan.to_toml())
     model = build_model(plan)
     tokens = torch.randint(256, (4, plan.data.sequence_length), generator=torch.Generator().manual_seed(0))
     loss = model(input_ids=tokens, labels=tokens, use_cache=False)["loss"]
@@ -74,7 +79,7 @@ def mindspore_gradients(folder: Path) -> None:
     from hp_plan import ParallelPlan, build_model
 
     sys.path.insert(0, str(EXAMPLES))
-    tables = ParallelPlan.from_toml(PLANS["mindspore"]).to_dict()
+    tables = ParallelPlan.from_toml(PLAN).to_dict()
     tables["model"]["weights"] = str(folder / "weights.safetensors")
     model = build_model(ParallelPlan.from_dict(tables))
     tokens = mindspore.Tensor(load_file(folder / "torch.safetensors")["tokens"])
@@ -90,7 +95,7 @@ def show_gradients(folder: Path) -> None:
     """Prints how far the two models are from each other in one process."""
     from safetensors.numpy import load_file
 
-    torch, mindspore = (load_file(folder / f"{name}.safetensors") for name in PLANS)
+    torch, mindspore = (load_file(folder / f"{name}.safetensors") for name in FRAMEWORKS)
     del torch["tokens"]
     assert torch.keys() == mindspore.keys(), torch.keys() ^ mindspore.keys()
     far = {name: abs(mindspore[name] - torch[name]).max() / abs(torch[name]).max() for name in torch}
@@ -99,13 +104,14 @@ def show_gradients(folder: Path) -> None:
     print(f"{far[worst]:.1e} ({worst})")
 
 
-def train(python: str, framework: str, weights: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
-    """Runs a framework's plan; its steps."""
-    command = [python, "-m", "hyper_parallel", "train", str(PLANS[framework]), "--steps", str(options.steps)]
-    command += ["--weights", str(weights), "--data", options.data, "--out", str(folder)]
+def train(python: str, plan: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
+    """Runs a plan from the weights in `folder`; its steps."""
+    out = folder / f"{plan.stem}-run"
+    command = [python, "-m", "hyper_parallel", "train", str(plan), "--steps", str(options.steps)]
+    command += ["--weights", str(folder / "weights.safetensors"), "--data", options.data, "--out", str(out)]
     print("$", *command, flush=True)
     subprocess.run(command, check=True)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def show(torch: list[dict], mindspore: list[dict]) -> float:
