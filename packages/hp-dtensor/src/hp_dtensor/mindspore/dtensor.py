@@ -338,7 +338,8 @@ class DParameter(DTensor, Parameter):
         spec = self._spec
         plain = unwrap(self)
         try:
-            made = plain.clone(init)  # type: ignore[attr-defined]
+            # MindSpore's initializers refuse a shape without elements, which a rank's part may have.
+            made = plain.clone("same" if 0 in plain.shape else init)  # type: ignore[attr-defined]
         finally:
             wrap(plain, spec)
         return made if local_only() else wrap(made, spec)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore
-from mindspore import Tensor, _Function
+from mindspore import Tensor, _Function, ops
 
 from hp_dtensor.gradients import grad_spec
 from hp_dtensor.mesh import DeviceMesh
@@ -91,7 +91,10 @@ def _placed(grads: Any, args: Any, grad_position: Any, weights: Any) -> Any:
         if not isinstance(source, DTensor) or isinstance(grad, DTensor):
             return grad
         spec = grad_spec(source._spec)
-        return wrap(grad, spec) if tuple(grad.shape) == spec.local_shape else grad
+        if tuple(grad.shape) != spec.local_shape:
+            # One that took no part gets zeros of the shape that it was made with, before it was distributed.
+            grad = ops.zeros(spec.local_shape, grad.dtype)
+        return wrap(grad, spec)
 
     return place(grads, sources)
 
