@@ -10,6 +10,7 @@ from torch import nn
 
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_fsdp import finding
 
 __all__ = ["ManagedParameter", "find_parameters", "has_own_setattr"]
 
@@ -112,41 +113,7 @@ def _copy_attributes(source: Any, target: Any) -> None:
 
 
 def find_parameters(module: nn.Module, ignored: Collection[nn.Parameter], stop: type) -> list[ManagedParameter]:
-    """The parameters of ``module`` that no inner group has, each once, in the order of registration.
-
-    Args:
-        module: the group's module.
-        ignored: parameters to leave as they are.
-        stop: submodules of this class are groups themselves and are not entered.
-
-    Raises:
-        ValueError: a parameter that another group has already.
-    """
-    skip = {id(parameter) for parameter in ignored}
-    found: dict[int, ManagedParameter] = {}
-    seen: set[int] = set()
-
-    def visit(current: nn.Module, prefix: str) -> None:
-        if id(current) in seen:
-            return
-        seen.add(id(current))
-        for name, parameter in current._parameters.items():
-            if parameter is None or id(parameter) in skip:
-                continue
-            managed = found.get(id(parameter))
-            if managed is None:
-                owner = getattr(parameter, "_hsdp_owner", None)
-                if owner is not None:
-                    raise ValueError(
-                        f"fully_shard: parameter {prefix + name!r} of {type(module).__name__} is tied to {owner}, which"
-                        " is sharded already. A parameter belongs to one group: don't call fully_shard on either of"
-                        " the modules that share it, so that both fall to the group of a module around them"
-                    )
-                managed = found[id(parameter)] = ManagedParameter(prefix + name, parameter)
-            managed.places.append((current, name))
-        for name, child in current._modules.items():
-            if child is not None and not isinstance(child, stop):
-                visit(child, f"{prefix}{name}.")
-
-    visit(module, "")
-    return list(found.values())
+    """The parameters of ``module`` that no inner group has; see `hp_fsdp.finding`."""
+    return finding.find_parameters(
+        module, ignored, stop, ManagedParameter, parameters="_parameters", children="_modules"
+    )

@@ -1,0 +1,119 @@
+"""fully_shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from mindspore import Parameter, nn
+
+from hp_dtensor import init_device_mesh
+from hp_dtensor.mesh import DeviceMesh
+from hp_fsdp.axes import DataAxes
+from hp_fsdp.mindspore.group import ParameterGroup
+from hp_fsdp.mindspore.module import HSDPModule, group_of, shard_class
+from hp_fsdp.mindspore.parameter import find_parameters
+from hp_fsdp.options import check_options
+from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from hp_platform import get_platform
+
+__all__ = ["fully_shard"]
+
+M = TypeVar("M", bound=nn.Cell)
+
+
+def fully_shard(
+    module: M,
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | int = True,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    comm_fusion: bool = True,
+    comm_fusion_zero_copy: bool | None = None,
+    shard_placement_fn: Callable[..., Any] | None = None,
+    ignored_params: Collection[Parameter] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    deterministic: bool = False,
+) -> M:
+    """Shards a Cell's parameters, gradients and optimizer states over the ranks of data parallelism.
+
+    The parameters that no sharded Cell inside has become one group: gathered together before the Cell's forward and
+    backward, freed after them, their gradients reduced together. So call it on the blocks of a model first, and on the
+    model last. Gradients are the mean over the ranks: those of a single process with the whole batch, where the loss is
+    a mean and each rank has an equal share of the batch.
+
+    Example:
+        >>> for layer in model.layers:
+        ...     fully_shard(layer, mesh)
+        >>> fully_shard(model, mesh)
+        >>> parameters = model.trainable_params()
+        >>> step = parallelize_value_and_grad(lambda x: loss_of(model(x)), None, parameters)
+        >>> with SkipDTensorDispatch():
+        ...     optimizer = mindspore.experimental.optim.AdamW(parameters)
+        >>> loss, gradients = step(x)
+        >>> with SkipDTensorDispatch():
+        ...     optimizer(gradients)
+
+    Args:
+        module: changed in place: its parameters, the same objects as before, become DTensors with a `RaggedShard`
+            placement, its class becomes a subclass of its own and of `HSDPModule`.
+        mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
+            are DTensors on other axes of the same root mesh (tensor parallel) stay so. Default: all ranks.
+        reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
+            True, which spares the outermost Cell, whose backward follows at once.
+        mixed_precision: dtypes of computation and communication. Default: the parameters' own.
+        offload_policy: ``OffloadPolicy()``, which offloads nothing; the other one is not supported yet.
+        comm_fusion: communicate by group. False, by parameter, is not supported yet.
+        comm_fusion_zero_copy: None or False: shards are put together before a gather. True is PyTorch's.
+        shard_placement_fn: not supported yet.
+        ignored_params: parameters to leave as they are.
+        mp_policy: torch's name for ``mixed_precision``.
+        deterministic: the same bits for any number of ranks; not supported yet.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: arguments that contradict each other, a mesh of more than two axes, a Cell that is sharded
+            already, a parameter that another group has.
+        TypeError: something that is not a Cell, a mesh or a policy.
+        NotImplementedError: what is said above to be not supported yet.
+    """
+    _check_module(module)
+    policy = check_options(
+        reshard_after_forward=reshard_after_forward,
+        mixed_precision=mixed_precision,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        comm_fusion=comm_fusion,
+        comm_fusion_zero_copy=comm_fusion_zero_copy,
+        shard_placement_fn=shard_placement_fn,
+        deterministic=deterministic,
+        zero_copy=False,
+    )
+    if mesh is None:
+        groups = get_platform().groups
+        if not groups.is_initialized():  # type: ignore[attr-defined]
+            groups.init_process_group()
+        mesh = init_device_mesh(get_platform().devices.kind, (groups.size(),), mesh_dim_names=("dp_shard",))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
+    axes = DataAxes.of(mesh)
+    parameters = find_parameters(module, ignored_params or (), HSDPModule)
+    group = ParameterGroup(module, parameters, axes, policy, bool(reshard_after_forward))
+    shard_class(module, group)
+    return module
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Cell):
+        raise TypeError(f"fully_shard: expected a mindspore.nn.Cell, got {type(module).__name__}")
+    name = type(module).__name__
+    if isinstance(module, (nn.CellList, nn.CellDict)) and type(module).construct in (
+        nn.CellList.construct,
+        nn.CellDict.construct,
+    ):
+        raise ValueError(f"fully_shard: {name} has no construct of its own. Call fully_shard on each of its Cells")
+    if group_of(module) is not None:
+        raise ValueError(f"fully_shard: this {name} is sharded already")

@@ -1,0 +1,205 @@
+"""Bucket: a group's parameters of one dtype: gathered as one, reduced as one.
+
+Note [Two copies]
+    On MindSpore a write into a view does not reach its base (on CPU it is lost without an error), so sharded
+    parameters cannot look into a flat shard that an optimizer then writes: the shards are put together before a gather.
+    Reading through views is right, so the gathered buffer needs no copy out: the unsharded parameters look into it.
+    Gradients are put together before the reduction and copied out after it, for they may be written to in place.
+
+Note [Memory that comes and goes]
+    The gathered buffer is one tensor for good, of which the storage is emptied by ``resize_(0)``. What autograd saved
+    in forward are views of it; they find their values again when it is gathered anew for backward. Collectives write
+    through an alias with a version counter of its own, for autograd must not take a gather for a change of the value
+    that it saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, mint, ops
+from mindspore.common import dtype as mstype
+
+from hp_dtensor.mindspore import autograd
+from hp_dtensor.mindspore.autograd import local_mode
+from hp_dtensor.mindspore.dtensor import local_view
+from hp_fsdp.axes import DataAxes
+from hp_fsdp.layout import FlatLayout
+from hp_fsdp.mindspore.parameter import ManagedParameter, run_of
+from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_platform import get_platform
+
+__all__ = ["Bucket"]
+
+ALIGNMENT = 64
+"""Parameters and pieces start at multiples of this many bytes: a cache line, and more than vector loads ask for."""
+
+
+class Bucket:
+    """Parameters of one dtype, all trained or all frozen, sharded, gathered and reduced together.
+
+    Args:
+        parameters: in the order in which they lie in the buffer.
+        axes: the axes of data parallelism.
+        policy: dtypes of computation and reduction.
+        owner: text that names the group in errors.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ManagedParameter], axes: DataAxes, policy: MixedPrecisionPolicy, owner: str
+    ) -> None:
+        self.parameters = list(parameters)
+        self.axes = axes
+        self.owner = owner
+        self.dtype: Any = parameters[0].parameter.dtype
+        self.compute_dtype: Any = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
+        self.reduce_dtype: Any = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
+        smallest = min(_itemsize(dtype) for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype))
+        self.layout = FlatLayout.of(
+            [parameter.numel for parameter in parameters], axes.shard_size, align=max(1, ALIGNMENT // smallest)
+        )
+        self.has_inner = any(parameter.inner is not None for parameter in parameters)
+        self.full: Any = None
+        self.accumulated: Tensor | None = None
+        self.accumulated_piece: Tensor | None = None
+        for index, parameter in enumerate(self.parameters):
+            start, stop = self.layout.part(index, axes.shard_rank)
+            units = self.layout.units(index)
+            spec = axes.sharded_spec(parameter.name, units, parameter.global_shape, parameter.inner)
+            parameter.shard(start, stop, spec, f"{parameter.name!r} of {owner}")
+
+    def _casts(self, dtype: Any) -> bool:
+        return dtype is not None and self.dtype in mstype.float_type
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter requires gradients."""
+        return any(parameter.parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The memory of the gathered buffer now."""
+        return 0 if self.full is None else self.storage.size()
+
+    # ---- gathering ----
+    def _prepare(self) -> None:
+        for parameter in self.parameters:
+            if parameter.parameter.has_init:
+                raise RuntimeError(
+                    f"fully_shard: parameter {parameter.name!r} of {self.owner} has no values yet. Give it some before"
+                    " the first forward: hp_dtensor.init_parameters(model)"
+                )
+        self.full = mint.empty((self.layout.total,), dtype=self.compute_dtype)
+        self.target = ops.stop_gradient(self.full)
+        self.storage = self.full.untyped_storage()
+        self.bytes = self.storage.size()
+
+    def piece(self) -> Tensor:
+        """The rank's piece: its shards one after the other, with the padding between them."""
+        sizes, runs = self.layout.splits(self.axes.shard_rank)
+        at = dict(zip(runs, self.parameters))
+        parts = [
+            local_view(at[run].parameter) if run in at else ops.zeros((size,), self.dtype)
+            for run, size in enumerate(sizes)
+            if size
+        ]
+        return parts[0].copy() if len(parts) == 1 else ops.concat(parts)
+
+    def gather(self, async_op: bool = False) -> Any:
+        """Starts to fill the gathered buffer from all ranks' shards; returns a handle, or None where it is filled."""
+        if self.full is None:
+            self._prepare()
+        self.storage.resize_(self.bytes)
+        if self.has_inner:
+            autograd.forget()  # what it keeps of the unsharded parameters may be of older values
+        source = self.piece()
+        if self.compute_dtype != self.dtype:
+            source = source.astype(self.compute_dtype)
+        if self.axes.shard_size == 1:
+            self.target.copy_(source)
+            return None
+        self.source = source  # it must live until the gather is done
+        return get_platform().collectives.all_gather(
+            self.target, source, group=self.axes.shard_group, async_op=async_op
+        )
+
+    def views(self) -> list[Tensor]:
+        """The unsharded parameters as plain tensors that look into the gathered buffer."""
+        return [
+            mint.narrow(self.full, 0, offset, parameter.numel).reshape(parameter.shape)
+            for parameter, offset in zip(self.parameters, self.layout.offsets)
+        ]
+
+    def release(self) -> None:
+        """Frees the gathered buffer."""
+        self.source = None
+        if self.full is not None:
+            self.storage.resize_(0)
+            if self.has_inner:
+                autograd.forget()
+
+    # ---- gradients ----
+    def collect(self, gradients: Sequence[Tensor]) -> Tensor:
+        """One flat buffer of the gradients, with what earlier backward passes left."""
+        parts: list[Tensor] = []
+        end = 0
+        for gradient, offset, numel in zip(gradients, self.layout.offsets, self.layout.numels):
+            if offset > end:
+                parts.append(ops.zeros((offset - end,), self.reduce_dtype))
+            if numel:
+                parts.append(gradient.reshape(-1).astype(self.reduce_dtype))
+            end = offset + numel
+        if end < self.layout.total:
+            parts.append(ops.zeros((self.layout.total - end,), self.reduce_dtype))
+        flat = parts[0].copy() if len(parts) == 1 else ops.concat(parts)
+        if self.accumulated is not None:
+            flat = flat + self.accumulated
+            self.accumulated = None
+        return flat
+
+    def reduce(self, flat: Tensor, op: str, *, over_replicas: bool) -> list[Tensor]:
+        """Each parameter's shard of the gradient, reduced over the ranks.
+
+        Args:
+            flat: what `collect` gave.
+            op: ``"avg"`` or ``"sum"``.
+            over_replicas: on two axes, all-reduce the shards, too; else they wait for a later call that does, and
+                zeros are returned.
+        """
+        axes, collectives = self.axes, get_platform().collectives
+        piece = flat
+        if axes.shard_size > 1:
+            piece = mint.empty((self.layout.piece,), dtype=self.reduce_dtype)
+            collectives.reduce_scatter(piece, flat, op, group=axes.shard_group)
+        if axes.replicate_group is not None:
+            if self.accumulated_piece is not None:
+                piece = piece + self.accumulated_piece
+                self.accumulated_piece = None
+            if not over_replicas:
+                self.accumulated_piece = piece
+                return self.zeros()
+            collectives.all_reduce(piece, op, group=axes.replicate_group)
+        shards = []
+        for index in range(len(self.parameters)):
+            start, stop = self.layout.place(index, axes.shard_rank)
+            shards.append(run_of(piece, start, stop).astype(self.dtype))
+        return shards
+
+    def zeros(self) -> list[Tensor]:
+        """Shards of gradients that are still to come."""
+        rank = self.axes.shard_rank
+        return [ops.zeros((self.layout.units(index)[rank],), self.dtype) for index in range(len(self.parameters))]
+
+    def forget_gradients(self) -> None:
+        """Drops what was accumulated."""
+        self.accumulated = self.accumulated_piece = None
+        with local_mode():
+            for parameter in self.parameters:
+                parameter.parameter._grad = None
+
+
+def _itemsize(dtype: Any) -> int:
+    return np.dtype(mindspore.dtype_to_nptype(dtype)).itemsize

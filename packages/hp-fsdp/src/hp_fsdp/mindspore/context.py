@@ -1,0 +1,152 @@
+"""RootContext: what the groups of one model share: orders, gathers ahead of time, the backward pass under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore.graph.api import _pynative_executor
+
+from hp_fsdp.mindspore.group import ParameterGroup
+from hp_fsdp.mindspore.unsharding import Call
+from hp_fsdp.order import ExecutionOrder
+
+__all__ = ["RootContext", "in_backward"]
+
+
+def in_backward() -> bool:
+    """Tell whether a backward pass is running."""
+    return _pynative_executor.get_current_autodiff_engine_id() != -1
+
+
+class RootContext:
+    """Made by the first forward of the outermost sharded Cell, for that Cell and all groups inside it.
+
+    Where gathers run beside the computation, the group that ran next in the last pass is gathered ahead of time, so
+    that at most two are gathered at once (besides those that stay so).
+
+    Args:
+        root: the outermost group.
+        groups: all groups, the root too, outer before inner.
+    """
+
+    def __init__(self, root: ParameterGroup, groups: list[ParameterGroup]) -> None:
+        self.root = root
+        self.groups = groups
+        self.order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
+        self.backward_order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
+        self.finished: list[ParameterGroup] = []
+        self.outermost: ParameterGroup | None = None
+        self.backward = False
+        self.ahead: list[ParameterGroup] = []
+
+    @staticmethod
+    def of(root: ParameterGroup, group_of: Any) -> RootContext:
+        """The context of the model under ``root``; replaces those of parts of it that ran on their own before.
+
+        Args:
+            root: the outermost group.
+            group_of: gives a Cell's group, or None.
+        """
+        groups: list[ParameterGroup] = []
+        for name, cell in root.module.cells_and_names():
+            # Done by a Cell's first call otherwise, which finds unsharded tensors where it expects Parameters.
+            if not (cell._init_flag or cell._is_check_and_refresh):
+                cell._self_check()
+                cell._init_flag = True
+            group = group_of(cell)
+            if group is not None:
+                group.name = name or group.name
+                groups.append(group)
+        context = RootContext(root, groups)
+        for group in groups:
+            group.context = context
+        return context
+
+    # ---- forward ----
+    def begin_forward(self, group: ParameterGroup, again: bool) -> None:
+        """The forward of ``group``, inside no other group's, begins.
+
+        Args:
+            group: the group.
+            again: it runs inside a backward pass, which recomputes.
+        """
+        self.outermost = group
+        if again:
+            return
+        if self.backward:  # a backward pass that raised never came to its end
+            self.abandon()
+            self.outermost = group
+        for each in self.groups:
+            # Parameters have no version that tells of an optimizer's step, so what was kept is gathered anew.
+            if each.gathering is not None or (each.unsharded and not (each.pinned or each.carried)):
+                each.reshard()
+        self.order.start()
+        self.finished.clear()
+
+    def end_forward(self) -> None:
+        """The outermost forward is over."""
+        self.outermost = None
+        self.drop_ahead()
+
+    def unshard(
+        self, group: ParameterGroup, order: ExecutionOrder[ParameterGroup], chosen: list[ParameterGroup]
+    ) -> None:
+        """Makes the parameters of ``group`` ready, and starts to gather what comes after it.
+
+        Args:
+            group: what computes now.
+            order: predicts what comes next.
+            chosen: what the user says comes next, if they did.
+        """
+        coming = order.visit(group)
+        group.start_unshard()
+        if group in self.ahead:
+            self.ahead.remove(group)
+        if group.overlaps:
+            for each in chosen or (() if coming is None else (coming,)):
+                if not each.unsharded and each.gathering is None:
+                    each.start_unshard()
+                    self.ahead.append(each)
+        group.finish_unshard()
+
+    def drop_ahead(self) -> None:
+        """Frees what was gathered ahead of time and then not used."""
+        while self.ahead:
+            self.ahead.pop().reshard()
+
+    # ---- backward ----
+    def enter_backward(self, call: Call) -> None:
+        """The backward of ``call`` is about to begin: a gradient has come to one of its outputs."""
+        group = call.group
+        if call.done or call in group.active:
+            return
+        if not self.backward:
+            self.backward = True
+            _pynative_executor.queue_backward_final_callback(self.end_backward)
+            if not self.backward_order.known:
+                self.backward_order.start(list(reversed(self.finished)))
+        first = not group.active
+        group.active.add(call)
+        self.unshard(group, self.backward_order, group.prefetch_in_backward)
+        if first:
+            group.show_again()
+
+    def end_backward(self) -> None:
+        """The backward pass is over, for the groups, too, whose gradients did not all come."""
+        for group in self.groups:
+            for call in group.active:
+                call.done = True
+            if group.active:
+                group.end_backward()
+        self.drop_ahead()
+        self.backward = False
+        self.backward_order.start()
+
+    def abandon(self) -> None:
+        """Back to the state between steps after an error."""
+        self.outermost = None
+        self.backward = False
+        self.ahead.clear()
+        for group in self.groups:
+            group.abandon()
+        self.backward_order.start()

@@ -1,0 +1,107 @@
+"""The norm of all gradients, over shards on any axes, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mindspore import Tensor, _no_grad, ops
+from mindspore.common import dtype as mstype
+
+from hp_dtensor.mindspore.autograd import local_mode
+from hp_dtensor.mindspore.dtensor import local_view
+from hp_fsdp.norms import counts, joint_mesh, spec_of
+from hp_platform import get_platform
+
+__all__ = ["clip_grad_norm_", "global_grad_norm"]
+
+
+def global_grad_norm(
+    parameters: Tensor | Iterable[Tensor], gradients: Tensor | Sequence[Tensor], norm_type: float = 2.0
+) -> Tensor:
+    """The norm of the gradients of all parameters as one vector: that of a single process, on every rank.
+
+    Each rank sums over what it holds and counts what several ranks hold once; one all-reduce of one number follows,
+    over the ranks of the parameters' meshes.
+
+    Args:
+        parameters: DTensors, of which the gradients are; plain ones count as replicated.
+        gradients: one for each, in the same order, as `parallelize_value_and_grad` returns them (MindSpore has no
+            ``.grad``); plain local parts will do.
+        norm_type: the p of the p-norm, ``inf`` for the largest absolute value. Default 2.
+
+    Returns:
+        A plain tensor of no dims, in the gradients' dtype, at least float32.
+
+    Raises:
+        ValueError: another number of gradients than of parameters.
+    """
+    parameters, gradients = _pairs(parameters, gradients, "global_grad_norm")
+    norm_type = float(norm_type)
+    largest = math.isinf(norm_type)
+    mesh = joint_mesh([spec.mesh for p in parameters if (spec := spec_of(p)) is not None])
+    wide = any(gradient.dtype == mstype.float64 for gradient in gradients)
+    dtype = mstype.float64 if wide else mstype.float32
+    with _no_grad(), local_mode():
+        total: Any = ops.zeros((1,), dtype)
+        for parameter, gradient in zip(parameters, gradients):
+            local = local_view(gradient)
+            # The sum of no elements is not zero on CPU, it is undefined.
+            if not local.numel() or not counts(spec_of(parameter), mesh):
+                continue
+            size = ops.abs(local.astype(dtype)).reshape(-1)
+            total = ops.maximum(total, size.max().reshape(1)) if largest else total + (size**norm_type).sum().reshape(1)
+        if mesh is not None and mesh.size() > 1:
+            group = get_platform().groups.new_group(sorted(int(rank) for rank in mesh.mesh.reshape(-1)))
+            get_platform().collectives.all_reduce(total, "max" if largest else "sum", group=group)
+        return (total if largest else total ** (1.0 / norm_type)).reshape(())
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    gradients: Tensor | Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales gradients in place so that their global norm is at most ``max_norm``.
+
+    Args:
+        parameters: as for `global_grad_norm`.
+        gradients: as for `global_grad_norm`.
+        max_norm: the largest norm to allow.
+        norm_type: the p of the p-norm. Default 2.
+        error_if_nonfinite: raise where the norm is not finite, instead of scaling by it.
+
+    Returns:
+        The norm before scaling, a plain tensor of no dims.
+
+    Raises:
+        RuntimeError: with ``error_if_nonfinite``, a norm that is infinite or not a number.
+    """
+    parameters, gradients = _pairs(parameters, gradients, "clip_grad_norm_")
+    norm = global_grad_norm(parameters, gradients, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"clip_grad_norm_: the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped to"
+            f" {max_norm}. Look for the first parameter with a gradient that is not finite, or lower the learning rate"
+        )
+    with _no_grad(), local_mode():
+        scale = ops.minimum(max_norm / (norm + 1e-6), Tensor(1.0, norm.dtype))
+        for gradient in gradients:
+            if local_view(gradient).numel():
+                # Arithmetic in place (mul_) does nothing on CPU, and a view can't be written to.
+                gradient._update_data(local_view(gradient) * scale.astype(gradient.dtype))
+    return norm
+
+
+def _pairs(parameters: Any, gradients: Any, where: str) -> tuple[list[Any], list[Any]]:
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+    if len(parameters) != len(gradients):
+        raise ValueError(
+            f"{where}: {len(parameters)} parameters and {len(gradients)} gradients; give the gradient of each parameter"
+        )
+    return parameters, gradients

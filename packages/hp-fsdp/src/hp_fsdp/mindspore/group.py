@@ -1,0 +1,180 @@
+"""ParameterGroup: what one call of `fully_shard` made of a Cell, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspore import Tensor, _no_grad, nn
+
+from hp_dtensor.mindspore.autograd import local_mode
+from hp_fsdp.axes import DataAxes
+from hp_fsdp.mindspore.bucket import Bucket
+from hp_fsdp.mindspore.parameter import ManagedParameter
+from hp_fsdp.mindspore.unsharding import Call, unsharded_tensors
+from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_platform import get_platform
+
+if TYPE_CHECKING:
+    from hp_fsdp.mindspore.context import RootContext
+
+__all__ = ["ParameterGroup"]
+
+
+class ParameterGroup:
+    """The parameters that are gathered, freed and reduced together, around one Cell's forward and backward.
+
+    Args:
+        module: the Cell; it computes with the unsharded parameters.
+        parameters: those that are this group's.
+        axes: the axes of data parallelism.
+        policy: dtypes of computation and communication.
+        reshard_after_forward: free the gathered buffer after forward and gather it anew for backward.
+
+    Attributes:
+        context: what the groups of one model share; None before the first forward.
+        unsharded: the parameters are gathered.
+        pinned: the user asked for them.
+        carried: they stay gathered for the next micro-batch.
+        gathering: handles of the gather under way, None where there is none.
+        active: the calls whose backward has begun and is not over.
+        overlaps: gathers run beside the computation, so that it pays to start them ahead of time.
+    """
+
+    def __init__(
+        self,
+        module: nn.Cell,
+        parameters: Sequence[ManagedParameter],
+        axes: DataAxes,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool,
+    ) -> None:
+        self.module = module
+        self.axes = axes
+        self.policy = policy
+        self.context: RootContext | None = None
+        # The root's parameters are used last in forward and first in backward: True stands for "all but the root".
+        self.reshard_after_forward: bool | None = None if reshard_after_forward else False
+        self.reshard_after_backward = True
+        self.reduces = True
+        self.reduces_over_replicas = True
+        self.reduce_op = "avg"
+        self.prefetch_in_forward: list[ParameterGroup] = []
+        self.prefetch_in_backward: list[ParameterGroup] = []
+        self.unsharded = False
+        self.pinned = False
+        self.carried = False
+        self.gathering: list[Any] | None = None
+        self.active: set[Call] = set()
+        self.overlaps = get_platform().devices.capabilities.native_collectives
+        # What differs in dtype or takes part in no reduction is communicated apart.
+        kinds: dict[Any, list[ManagedParameter]] = {}
+        for parameter in parameters:
+            key = (parameter.parameter.dtype, parameter.parameter.requires_grad)
+            kinds.setdefault(key, []).append(parameter)
+        self.name = type(module).__name__
+        self.buckets = [Bucket(members, axes, policy, self.name) for members in kinds.values()]
+        self.parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+
+    def __repr__(self) -> str:
+        return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters in {len(self.buckets)} buckets)"
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter requires gradients."""
+        return any(bucket.trains for bucket in self.buckets)
+
+    # ---- parameters ----
+    def start_unshard(self) -> None:
+        """Starts the all-gathers, unless the parameters are there or on their way."""
+        if self.unsharded or self.gathering is not None:
+            return
+        with _no_grad(), local_mode():
+            self.gathering = [bucket.gather(async_op=True) for bucket in self.buckets]
+
+    def finish_unshard(self) -> None:
+        """Waits for the all-gathers."""
+        if self.gathering is not None:
+            for handle in self.gathering:
+                if handle is not None:
+                    handle.wait()
+            self.gathering = None
+            self.unsharded = True
+        if self.pinned:
+            self.show(unsharded_tensors(self, None))
+
+    def keep(self) -> None:
+        """Leaves the parameters gathered until the next forward of the model begins."""
+
+    def reshard(self) -> None:
+        """Registers the sharded parameters again and frees the gathered buffer."""
+        if self.gathering is not None:
+            self.finish_unshard()
+        if not self.unsharded:
+            return
+        self.unsharded = self.pinned = self.carried = False
+        self.hide()
+        for bucket in self.buckets:
+            bucket.release()
+
+    def show(self, tensors: Sequence[Any]) -> list[Any]:
+        """Registers ``tensors`` in the Cells; returns what was registered before."""
+        before = [cell._params[name] for parameter in self.parameters for cell, name in parameter.places[:1]]
+        for parameter, tensor in zip(self.parameters, tensors):
+            for cell, name in parameter.places:
+                cell._params[name] = tensor
+        return before
+
+    def hide(self) -> None:
+        """Registers the sharded parameters in the Cells."""
+        self.show([parameter.parameter for parameter in self.parameters])
+
+    # ---- backward ----
+    def show_again(self) -> None:
+        """Registers unsharded tensors for a forward inside backward (recomputation), which records what it saves."""
+        tensors = unsharded_tensors(self, None)
+        for parameter, tensor in zip(self.parameters, tensors):
+            if parameter.parameter.requires_grad:
+                tensor.requires_grad_(True)
+        self.show(tensors)
+
+    def leave_backward(self, call: Call, gradients: Sequence[Tensor]) -> list[Any]:
+        """The backward of ``call`` is over: frees the parameters, reduces the gradients.
+
+        Returns:
+            The shards of the gradients of the trained buckets' parameters.
+        """
+        call.done = True
+        self.active.discard(call)
+        rest = iter(gradients)
+        trained = [bucket for bucket in self.buckets if bucket.trains]
+        flats = [bucket.collect([next(rest) for _ in bucket.parameters]) for bucket in trained]
+        if not self.active:
+            self.end_backward()
+        shards: list[Any] = []
+        for bucket, flat in zip(trained, flats):
+            if self.reduces:
+                shards += bucket.reduce(flat, self.reduce_op, over_replicas=self.reduces_over_replicas)
+            else:
+                bucket.accumulated = flat
+                shards += bucket.zeros()
+        return shards
+
+    def end_backward(self) -> None:
+        """No call's backward is under way: frees the parameters, or carries them to the next micro-batch."""
+        self.active.clear()
+        if self.reduces or self.reshard_after_backward:
+            self.reshard()
+        elif self.unsharded:
+            self.hide()
+            self.carried = True
+
+    def abandon(self) -> None:
+        """Back to the state between steps after an error."""
+        self.active.clear()
+        self.reshard()
+
+    def forget_gradients(self) -> None:
+        """Drops gradients that wait for a backward pass that reduces them."""
+        for bucket in self.buckets:
+            bucket.forget_gradients()

@@ -1,0 +1,102 @@
+"""What happens around a sharded Cell's forward and backward.
+
+Note [Where backward begins and ends]
+    The backward of a Cell begins when a gradient has come to one of its outputs: a hook on that tensor. It ends with
+    the node that unsharded its parameters: Note [The oldest node] in `hp_fsdp.mindspore.unsharding`.
+
+Note [Forward inside backward]
+    Recomputation runs forward again in backward. Inside a Cell whose backward has begun the parameters are there, and
+    stay. A whole Cell that is recomputed runs as in any forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mindspore import Tensor
+from mindspore.common import dtype as mstype
+
+from hp_dtensor.mindspore.autograd import grad_enabled, local_mode
+from hp_fsdp.mindspore.context import RootContext, in_backward
+from hp_fsdp.mindspore.group import ParameterGroup
+from hp_fsdp.mindspore.tree import map_tensors, tensors
+from hp_fsdp.mindspore.unsharding import Call, unsharded_tensors
+
+__all__ = ["run_forward"]
+
+
+def run_forward(
+    group: ParameterGroup, group_of: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a Cell's forward with its parameters gathered, and arranges for its backward.
+
+    Args:
+        group: the Cell's group.
+        group_of: gives a Cell's group, or None.
+        forward: what to call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What ``forward`` returned.
+    """
+    context = group.context or RootContext.of(group, group_of)
+    policy = group.policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        cast = functools.partial(_cast, policy.param_dtype)
+        args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
+    if group.active:
+        output = forward(*args, **kwargs)
+    else:
+        output = _run(context, group, forward, args, kwargs)
+    if policy.output_dtype is not None:
+        output = map_tensors(functools.partial(_cast, policy.output_dtype), output)
+    return output
+
+
+def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    again = in_backward()
+    outermost = context.outermost is None
+    if outermost:
+        context.begin_forward(group, again)
+    before = None
+    try:
+        context.unshard(group, context.order, group.prefetch_in_forward)
+        call = Call(group) if grad_enabled() else None
+        before = group.show(unsharded_tensors(group, call))
+        output = forward(*args, **kwargs)
+        group.show(before)
+        watched = call is not None and _watch(context, call, output)
+        context.finished.append(group)
+        reshard = group.reshard_after_forward
+        if reshard or (reshard is None and not (watched and group is context.root)):
+            group.reshard()
+        if outermost:
+            context.end_forward()
+    except BaseException:
+        if before is not None:
+            group.show(before)
+        if outermost and not again:
+            context.abandon()
+        else:
+            group.reshard()
+            if outermost:
+                context.end_forward()
+        raise
+    return output
+
+
+def _cast(dtype: Any, tensor: Tensor) -> Tensor:
+    return tensor.astype(dtype) if tensor.dtype in mstype.float_type and tensor.dtype != dtype else tensor
+
+
+def _watch(context: RootContext, call: Call, output: Any) -> bool:
+    watched = False
+    with local_mode():
+        for tensor in tensors(output):
+            if tensor._requires_grad:
+                watched = True
+                Tensor.register_hook(tensor, lambda gradient: context.enter_backward(call))
+    return watched

@@ -1,0 +1,83 @@
+"""HSDPModule: the class that `fully_shard` adds to a Cell's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspore import nn
+
+from hp_fsdp.controls import Controls
+from hp_fsdp.mindspore.group import ParameterGroup
+from hp_fsdp.mindspore.hooks import run_forward
+
+__all__ = ["HSDPModule", "group_of", "shard_class"]
+
+_classes: dict[type, type] = {}
+
+
+def group_of(cell: nn.Cell) -> ParameterGroup | None:
+    """The group that `fully_shard` made of ``cell``; None for a Cell that it was not called on."""
+    return cell.__dict__.get("_hsdp_group")
+
+
+class HSDPModule(Controls):
+    """A sharded Cell: its own class, and these methods. Not made by hand: `fully_shard` changes a Cell's class.
+
+    Setters act on all sharded Cells inside, too, unless ``recurse=False``.
+    """
+
+    _hsdp_group: ParameterGroup
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs forward with the parameters gathered."""
+        return run_forward(self._hsdp_group, group_of, super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def zero_grads(self) -> None:
+        """Drops the gradients that wait for a backward pass with gradient sync, here and in the sharded Cells inside.
+
+        The gradients that `mindspore.value_and_grad` returned belong to the caller and are not touched.
+        """
+        for group in self._groups(True):
+            group.forget_gradients()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Not on MindSpore: each backward pass returns its gradients, so it waits for them.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"set_is_last_backward({is_last_backward}): on MindSpore each backward pass returns its gradients, so its"
+            " reductions are over when it is; to put them off use set_requires_gradient_sync(False)"
+        )
+
+    def _groups(self, recurse: bool) -> Iterator[ParameterGroup]:
+        if not recurse:
+            yield self._hsdp_group
+            return
+        for _, cell in self.cells_and_names():  # type: ignore[attr-defined]
+            group = group_of(cell)
+            if group is not None:
+                yield group
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be copied: its parameters are parts of groups. Build a second model and load"
+            " full_state_dict(model) into it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be pickled: its parameters are parts of groups. Save full_state_dict(model)"
+        )
+
+
+def shard_class(cell: nn.Cell, group: ParameterGroup) -> None:
+    """Makes ``cell`` an ``HSDPModule`` that runs with ``group``: its class becomes a subclass of its own."""
+    cell.__dict__["_hsdp_group"] = group
+    cls = type(cell)
+    made = _classes.get(cls)
+    if made is None:
+        made = _classes[cls] = type(f"HSDP{cls.__name__}", (HSDPModule, cls), {"__module__": cls.__module__})
+    object.__setattr__(cell, "__class__", made)
