@@ -44,6 +44,7 @@ BACKENDS = {
     "torch-cpu": ([], None, ""),
     "torch-cuda": ([], "nvidia-smi", "needs an NVIDIA GPU and its driver (nvidia-smi is not on the PATH)"),
     "torch-npu": (["torch-npu"], "npu-smi", "needs an Ascend NPU and CANN (npu-smi is not on the PATH)"),
+    "torch-npu-sim": (["torch-npu==2.13.*"], "g++", "needs g++ to compile its stand-in for CANN (not on the PATH)"),
     "mindspore-cpu": ([], None, ""),
     "mindspore-ascend": ([], "npu-smi", "needs an Ascend NPU and CANN (npu-smi is not on the PATH)"),
 }

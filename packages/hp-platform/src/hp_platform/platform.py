@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from hp_platform.protocols import Collectives, Devices, Groups, Random
+from hp_platform.protocols import Collectives, Devices, Fused, Groups, Random
 
 VARIABLE = "HYPER_PARALLEL_PLATFORM"
 CHOICES = ("torch", "mindspore")
@@ -25,6 +25,7 @@ class Platform:
         collectives: communication inside a group.
         devices: the kind of device in use, its memory and streams.
         random: the random generators.
+        fused: fused operators; None where the platform has none.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Platform:
     collectives: Collectives
     devices: Devices
     random: Random
+    fused: Fused | None = None
 
 
 @functools.cache

@@ -205,3 +205,33 @@ class Random(Protocol):
     def set_state(self, device: Any, state: Any) -> None:
         """Set the state of a device's default generator."""
         ...
+
+
+class Fused(Protocol):
+    """Operators that a device has in one piece, with their gradients."""
+
+    def flash_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        mask: Tensor | None = None,
+        layout: str = "BSND",
+    ) -> Tensor:
+        """Attend: softmax(scale * q k^T) v."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+        """Normalise the last dims, those of the weight."""
+        ...
+
+    def swiglu(self, gate_and_up: Tensor, dim: int = -1) -> Tensor:
+        """Gate: silu(a) * b for the halves of a dim."""
+        ...
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys by their places."""
+        ...

@@ -7,7 +7,7 @@ modules directly.
 from __future__ import annotations
 
 from hp_platform.platform import Platform
-from hp_platform.torch import collectives, groups, random
+from hp_platform.torch import collectives, fused, groups, random
 from hp_platform.torch.devices import devices
 
 __all__ = ["platform"]
@@ -15,4 +15,4 @@ __all__ = ["platform"]
 
 def platform() -> Platform:
     """Assemble the platform from its roles."""
-    return Platform("torch", groups=groups, collectives=collectives, devices=devices, random=random)
+    return Platform("torch", groups=groups, collectives=collectives, devices=devices, random=random, fused=fused)

@@ -1,0 +1,190 @@
+"""Fused operators: torch_npu's on an NPU, torch's own elsewhere; the tensors' device decides.
+
+Shapes are in the layout "BSND" (batch, sequence, heads, head size) or "BNSD" (heads before sequence).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_LAYOUTS = ("BSND", "BNSD")
+_NPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_COMPRESSED = 2048  # sides of the mask that stands for any causal one on an NPU
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
+    layout: str = "BSND",
+) -> torch.Tensor:
+    """Attend: softmax(scale * q k^T) v, without the matrix of weights in memory where the device can.
+
+    Args:
+        q: queries, in `layout`.
+        k: keys; their heads divide the queries' heads, which share them in order.
+        v: values, of the keys' heads and length.
+        causal: a query sees keys up to its own place; the last query sees all keys.
+        scale: of the logits; None is 1 / sqrt(head size).
+        mask: bool, true where a query may look, broadcast to (batch, heads, queries, keys); not with `causal`.
+        layout: "BSND" or "BNSD".
+
+    Returns:
+        What the queries found, in the shape of `q`.
+
+    Raises:
+        ValueError: a shape or the layout doesn't fit, or both `causal` and `mask`.
+        TypeError: the dtypes differ, or an NPU's operator doesn't have it.
+    """
+    if layout not in _LAYOUTS:
+        raise ValueError(f"layout={layout!r} is unknown: choose one of {', '.join(_LAYOUTS)}.")
+    heads, sequence = layout.index("N"), layout.index("S")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in layout {layout}"
+    if not q.dim() == k.dim() == v.dim() == 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"flash_attention needs 4 dims, one batch and one head size, got {shapes}.")
+    if k.shape[:3] != v.shape[:3] or q.shape[heads] % k.shape[heads]:
+        raise ValueError(f"flash_attention needs v as long as k, and heads of q that divide over k's, got {shapes}.")
+    if causal and mask is not None:
+        raise ValueError("flash_attention takes causal=True or a mask: put the causal part into the mask.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"flash_attention needs one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}.")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if q.device.type == "npu":
+        return _npu_attention(q, k, v, causal, scale, mask, layout, q.shape[heads])
+    if layout == "BSND":
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    rows, columns = q.shape[2], k.shape[2]
+    if causal and rows != columns:  # torch's own begins at the first key
+        mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
+        causal = False
+    found = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return found.transpose(1, 2) if sequence == 1 else found
+
+
+def _npu_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None,
+    layout: str,
+    heads: int,
+) -> torch.Tensor:
+    _check_dtype("flash_attention", q)
+    hidden, mode = None, 0
+    if causal:
+        hidden, mode = _compressed_mask(q.device), 3
+    elif mask is not None:
+        hidden = ~mask
+        if hidden.dim() != 2:  # an NPU repeats over the batch and the heads alone
+            batch, rows, columns = q.shape[0], q.shape[layout.index("S")], k.shape[layout.index("S")]
+            hidden = hidden.expand(batch, -1 if hidden.dim() == 4 else 1, rows, columns)
+    return _torch_npu().npu_fusion_attention(q, k, v, heads, layout, atten_mask=hidden, scale=scale, sparse_mode=mode)[
+        0
+    ]
+
+
+@functools.cache
+def _compressed_mask(device: torch.device) -> torch.Tensor:
+    return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu(1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Normalise the last dims, those of the weight: x / sqrt(mean(x^2) + eps) * weight.
+
+    Args:
+        x: any shape that ends with the weight's.
+        weight: the scale.
+        eps: added to the mean of the squares.
+
+    Raises:
+        ValueError: the shapes don't fit.
+        TypeError: an NPU's operator doesn't have the dtype.
+    """
+    if weight.dim() == 0 or x.shape[x.dim() - weight.dim() :] != weight.shape:
+        raise ValueError(f"rms_norm: weight of shape {tuple(weight.shape)} is not the last dims of {tuple(x.shape)}.")
+    if x.device.type == "npu":
+        _check_dtype("rms_norm", x)
+        return _torch_npu().npu_rms_norm(x, weight, epsilon=eps)[0]
+    return F.rms_norm(x, list(weight.shape), weight, eps)
+
+
+def swiglu(gate_and_up: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """Gate: silu(a) * b for the halves a, b of a dim.
+
+    Args:
+        gate_and_up: the gate and what it lets through, one after the other.
+        dim: the dim that they share.
+
+    Raises:
+        ValueError: the dim has no two halves.
+        TypeError: an NPU's operator doesn't have the dtype.
+    """
+    if gate_and_up.shape[dim] % 2:
+        raise ValueError(f"swiglu: dim {dim} of shape {tuple(gate_and_up.shape)} has no two halves.")
+    if gate_and_up.device.type == "npu":
+        _check_dtype("swiglu", gate_and_up)
+        return _torch_npu().npu_swiglu(gate_and_up, dim=dim)
+    gate, up = gate_and_up.chunk(2, dim)
+    return F.silu(gate) * up
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys by their places: x * cos + (-x2, x1) * sin for the halves x1, x2 of the last dim.
+
+    Args:
+        q: 4 dims, the last the head size.
+        k: as `q`.
+        cos: 4 dims that broadcast to q and k, such as (1, sequence, 1, head size).
+        sin: as `cos`.
+
+    Returns:
+        The rotated queries and keys.
+
+    Raises:
+        ValueError: the shapes don't fit.
+        TypeError: an NPU's operator doesn't have the dtype.
+    """
+    for name, x in (("q", q), ("k", k)):
+        tables = (cos.shape, sin.shape)
+        fits = all(
+            len(table) == x.dim() == 4 and all(a in (1, b) for a, b in zip(table, x.shape)) and table[3] == x.shape[3]
+            for table in tables
+        )
+        if not fits or x.shape[3] % 2:
+            raise ValueError(
+                f"rotary: {name} of shape {tuple(x.shape)} needs 4 dims with an even head size, and cos and sin that "
+                f"broadcast to it, got {tuple(cos.shape)} and {tuple(sin.shape)}."
+            )
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    if x.device.type == "npu":
+        _check_dtype("rotary", x)
+        return _torch_npu().npu_rotary_mul(x, cos, sin, rotary_mode="half")
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _check_dtype(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _NPU_DTYPES:
+        raise TypeError(f"{name} on an NPU takes float16, bfloat16 or float32, got {tensor.dtype}.")
+
+
+@functools.cache
+def _torch_npu() -> Any:
+    import torch_npu  # type: ignore[import-not-found]
+
+    return torch_npu
