@@ -56,9 +56,9 @@ def flash_attention(
         raise ValueError("flash_attention takes causal=True or a mask: put the causal part into the mask.")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"flash_attention needs one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}.")
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = float(q.shape[3] ** -0.5) if scale is None else scale
     if q.device.type == "npu":
-        return _npu_attention(q, k, v, causal, scale, mask, layout, q.shape[heads])
+        return _npu_attention(q, k, v, causal, float(scale), mask, layout, q.shape[heads])
     if layout == "BSND":
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     rows, columns = q.shape[2], k.shape[2]

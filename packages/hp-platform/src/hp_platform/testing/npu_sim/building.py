@@ -88,7 +88,7 @@ def _build(target: Path, scratch: Path) -> None:
     aten = [torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include"]
     jobs = [(path, cann) for path in _sources("cann")] + [(path, aten) for path in _sources("shim")]
     with ThreadPoolExecutor(os.cpu_count()) as executor:
-        objects = dict(executor.map(lambda job: (job[0], _compile(*job, scratch)), jobs))
+        objects = dict(executor.map(lambda job: (job[0], _compile(job[0], job[1], scratch)), jobs))
 
     _link(target, RUNTIME, [objects[path] for path in _sources("cann")], ["-lpthread", "-ldl"])
     for name in ALIASES:
