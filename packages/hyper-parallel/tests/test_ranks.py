@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.framework("torch")  # its programs are; tests/mindspore has those of msrun
+
 # A model that needs no transformers, and does at a call what the environment says.
 MODEL = """
 import os, signal, time
