@@ -27,7 +27,6 @@ def main() -> None:
     parser.add_argument("--mindspore", default=sys.executable, help="the Python of an environment with MindSpore")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference of a loss")
-    parser.add_argument("--data", default=str(EXAMPLES.parent / "packages"), help="text to train on")
     parser.add_argument("--gradients", nargs=2, help=argparse.SUPPRESS)  # What each framework's Python is asked for.
     options = parser.parse_args()
     if options.gradients:
@@ -40,6 +39,8 @@ def main() -> None:
             python = getattr(options, framework)
             subprocess.run([python, __file__, "--gradients", framework, name], check=True)
         show_gradients(folder)
+        sources = sorted(EXAMPLES.parent.glob("packages/*/src/**/*.py"))
+        (folder / "text").write_bytes(b"".join(source.read_bytes() for source in sources))
         torch = train(options.torch, folder / "torch.toml", folder, options)
         mindspore = train(options.mindspore, PLAN, folder, options)
     largest = show(torch, mindspore)
@@ -108,7 +109,7 @@ def train(python: str, plan: Path, folder: Path, options: argparse.Namespace) ->
     """Runs a plan from the weights in `folder`; its steps."""
     out = folder / f"{plan.stem}-run"
     command = [python, "-m", "hyper_parallel", "train", str(plan), "--steps", str(options.steps)]
-    command += ["--weights", str(folder / "weights.safetensors"), "--data", options.data, "--out", str(out)]
+    command += ["--weights", str(folder / "weights.safetensors"), "--data", str(folder / "text"), "--out", str(out)]
     print("$", *command, flush=True)
     subprocess.run(command, check=True)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

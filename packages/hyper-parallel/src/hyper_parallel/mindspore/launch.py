@@ -107,15 +107,24 @@ class _Msrun:
         return self
 
     def __exit__(self, *error: object) -> None:
+        ranks = {*self._pids().values(), *self._children()}
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGINT)  # It then kills its ranks and its scheduler.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
-        for group in [self._process.pid, *self._pids().values()]:  # Each rank leads a process group of its own.
+        for group in [self._process.pid, *ranks]:  # Each rank leads a process group of its own.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         self._process.wait()
+
+    def _children(self) -> list[int]:
+        """The processes of msrun, those too that have not yet said who they are."""
+        import psutil  # It comes with MindSpore.
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(self._process.pid).children()]
+        return []
 
     def wait(self, between: Callable[[], None]) -> None:
         """Waits until every rank is done.

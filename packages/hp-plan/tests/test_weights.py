@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hp_plan import ParallelPlan, PlanError, build_model, lint
+
+SMALL = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def plan_of(seed=0, **model):
+    tables = {"model": {"config": "LlamaConfig", "overrides": SMALL, **model}, "run": {"seed": seed}}
+    return ParallelPlan.from_dict(tables)
+
+
+def state(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_weights_are_read_by_name(tmp_path):
+    source = state(build_model(plan_of(seed=3)))
+    save_file(source, tmp_path / "model.safetensors")
+    model = build_model(plan_of(weights=str(tmp_path)))
+    assert all(torch.equal(parameter, source[name]) for name, parameter in model.named_parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not [finding for finding in lint(plan_of(weights=str(tmp_path))) if "weights" in finding.key]
+
+
+def test_weights_of_another_model(tmp_path):
+    source = state(build_model(plan_of()))
+    source["model.norm.weigt"] = source.pop("model.norm.weight")
+    source["model.embed_tokens.weight"] = source["model.embed_tokens.weight"][:3].clone()
+    path = str(tmp_path / "w.safetensors")
+    save_file(source, path)
+    with pytest.raises(PlanError) as raised:
+        build_model(plan_of(weights=path))
+    assert {str(finding).replace(path, "FILE") for finding in raised.value.findings} == {
+        "model.weights: 'model.embed_tokens.weight' is of shape (3, 16) in FILE and of (16, 16) in the model; make "
+        "[model.overrides] those that the file was written with",
+        "model.weights: FILE has no 'model.norm.weight'; did you mean 'model.norm.weigt'?",
+        "model.weights: FILE has 'model.norm.weigt', and the model has not; did you mean 'model.norm.weight'?",
+    }
+
+
+def test_weights_that_are_not_there(tmp_path):
+    (finding,) = lint(plan_of(weights=str(tmp_path)))
+    assert str(finding) == (
+        f"model.weights: the file {tmp_path / 'model.safetensors'} does not exist; give a safetensors file, or a "
+        "folder with a model.safetensors"
+    )
+
+
+def test_a_plan_for_another_framework():
+    (finding,) = lint({"run": {"platform": "mindspore"}, "model": {"function": "nowhere:model"}})
+    assert str(finding) == (
+        "run.platform: the plan is for mindspore, and this process runs torch; set HYPER_PARALLEL_PLATFORM=mindspore "
+        "before anything is imported"
+    )
