@@ -43,12 +43,12 @@ def test_weights_of_another_model(tmp_path):
     save_file(source, path)
     with pytest.raises(PlanError) as raised:
         build_model(plan_of(weights=path))
-    assert {str(finding).replace(path, "FILE") for finding in raised.value.findings} == {
-        "model.weights: 'model.embed_tokens.weight' is of shape (3, 16) in FILE and of (16, 16) in the model; make "
-        "[model.overrides] those that the file was written with",
-        "model.weights: FILE has no 'model.norm.weight'; did you mean 'model.norm.weigt'?",
-        "model.weights: FILE has 'model.norm.weigt', and the model has not; did you mean 'model.norm.weight'?",
+    assert {finding.message.replace(path, "FILE") for finding in raised.value.findings} == {
+        "'model.embed_tokens.weight' is of shape (3, 16) in FILE and of (16, 16) in the model",
+        "FILE has no 'model.norm.weight'",
+        "FILE has 'model.norm.weigt', and the model has not",
     }
+    assert "did you mean 'model.norm.weight'" in str(raised.value)
 
 
 def test_weights_that_are_not_there(tmp_path):

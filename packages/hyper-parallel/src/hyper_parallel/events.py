@@ -17,11 +17,11 @@ class EventWriter:
     """A reporter that writes a line of JSON for each call.
 
     Args:
-        path: the file, which is made.
+        path: the file, to whose end lines are added.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "w", encoding="utf-8")
+        self._path = path
 
     @contextlib.contextmanager
     def running(self, title: str, *, steps: int) -> Iterator[None]:
@@ -39,8 +39,8 @@ class EventWriter:
         self._line(finished=dataclasses.asdict(summary))
 
     def _line(self, **event: Any) -> None:
-        self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
 
 
 class EventReader:
