@@ -17,6 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hp_platform.torch.options import backend_options, restore_priority, timeout_of
+
 ProcessGroup = dist.ProcessGroup
 
 _made: Counter[tuple[ProcessGroup, tuple[int, ...]]] = Counter()
@@ -33,7 +35,7 @@ def create(
     Args:
         ranks: ascending global ranks; each of them calls this with the same arguments, and nobody else.
         timeout: how long an operation may take; by default torch's.
-        pg_options: options of the backend.
+        pg_options: GroupOptions, or the backend's own.
         group_desc: what the group is for, shown in torch's logs.
     """
     world = dist.group.WORLD
@@ -43,6 +45,7 @@ def create(
     backend: Any
     backend, store = c10d._world.pg_map[world]
     name: Any = hashlib.sha1(f"{ranks} {number}".encode(), usedforsecurity=False).hexdigest()
+    made = backend_options(pg_options, str(backend))
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(world.rank()),
@@ -50,12 +53,13 @@ def create(
         backend,
         store,
         name,
-        backend_options=pg_options,
-        timeout=timeout or c10d._get_default_timeout(backend),
+        backend_options=made,
+        timeout=timeout_of(pg_options, timeout) or c10d._get_default_timeout(backend),
         device_id=world.bound_device_id,
         group_desc=group_desc,
     )
     assert isinstance(group, ProcessGroup), "this process is a member"
+    restore_priority(pg_options, group, str(backend))
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store
 from hp_platform.checks import check_ranks, check_same_world, check_split_ranks, no_default_group
 from hp_platform.torch.creation import create, forget
 from hp_platform.torch.devices import devices
+from hp_platform.torch.options import backend_options, restore_priority, timeout_of
 
 ProcessGroup = dist.ProcessGroup
 
@@ -44,7 +45,7 @@ def init_process_group(
         rank: this process's rank, needed with `store`.
         store: where the ranks meet, instead of `init_method`.
         group_name: ignored, as torch does.
-        pg_options: options of the backend.
+        pg_options: GroupOptions, or the backend's own.
         device_id: the device that this process will use.
 
     Raises:
@@ -53,17 +54,20 @@ def init_process_group(
     if dist.is_initialized():
         _check_same(backend, world_size, rank)
         return
+    chosen = backend or dist.get_default_backend_for_device(devices.kind)
+    made = backend_options(pg_options, chosen)
     dist.init_process_group(
-        backend or dist.get_default_backend_for_device(devices.kind),
+        chosen,
         init_method=init_method,
-        timeout=timeout,
+        timeout=timeout_of(pg_options, timeout),
         world_size=world_size,
         rank=rank,
         store=store,
         group_name=group_name,
-        pg_options=pg_options,
+        pg_options=made,
         device_id=device_id,
     )
+    restore_priority(pg_options, _default(), chosen)
 
 
 def _check_same(backend: str | None, world_size: int, rank: int) -> None:
@@ -119,13 +123,14 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def new_group(ranks: Sequence[int]) -> ProcessGroup:
+def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> ProcessGroup:
     """Get the group of a set of ranks, made at the first call and the same ever after.
 
     Only the members call it, each with the same set in any order; ranks inside the group follow the global order.
 
     Args:
         ranks: global ranks, this one among them.
+        pg_options: GroupOptions, or the backend's own, for the call that makes the group.
 
     Returns:
         The group.
@@ -139,7 +144,7 @@ def new_group(ranks: Sequence[int]) -> ProcessGroup:
     group = groups.get(key)
     if group is None:
         check_ranks(key, dist.get_rank(), dist.get_world_size())
-        group = groups[key] = create(key)
+        group = groups[key] = create(key, pg_options=pg_options)
     return group
 
 
@@ -156,7 +161,7 @@ def split_group(
         parent: the group to split; None is the default group.
         split_ranks: for each child its ranks inside the parent; no rank in two children.
         timeout: how long an operation in a new child may take; by default torch's.
-        pg_options: options of the backend for a new child.
+        pg_options: GroupOptions for a new child, or the backend's own.
         group_desc: what a new child is for, shown in torch's logs.
 
     Returns:

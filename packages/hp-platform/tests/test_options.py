@@ -1,0 +1,49 @@
+"""Options of process groups reach the backend."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hp_platform import get_platform
+from hp_platform.testing import device_type, npu_sim, on_ranks
+from hp_platform.torch.groups import new_group, split_group
+from hp_platform.torch.options import GroupOptions
+
+pytestmark = pytest.mark.framework("torch")
+
+
+def reduce(group) -> None:
+    tensor = torch.ones(2, device=device_type())
+    get_platform().collectives.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [group.size()] * 2
+
+
+@on_ranks(4)
+def test_a_timeout_is_every_backends():
+    half = [0, 2] if dist.get_rank() % 2 == 0 else [1, 3]
+    group = new_group(half, GroupOptions(timeout=timedelta(seconds=77)))
+    reduce(group)
+    assert group._get_backend(torch.device(device_type())).options._timeout == timedelta(seconds=77)
+
+
+@on_ranks(3)
+def test_hccl_gets_what_was_asked():
+    pair = [0, 1] if dist.get_rank() < 2 else [2]
+    options = GroupOptions(buffer_size=64, high_priority=True)
+    if device_type() != "npu":
+        with pytest.raises(ValueError, match="buffer_size=64 is an option of hccl, the group's backend is"):
+            split_group(split_ranks=[[0, 1], [2]], pg_options=options)
+        return
+    group = split_group(split_ranks=[[0, 1], [2]], pg_options=options)
+    reduce(group)
+    assert group._get_backend(torch.device("npu")).options.is_high_priority_stream
+    assert (len(pair), 64) in [(made["size"], made["buffer_size"]) for made in npu_sim.communicators()]
+
+
+def test_a_buffer_of_no_size():
+    with pytest.raises(ValueError, match="buffer_size is in MB, at least 1, got 0"):
+        GroupOptions(buffer_size=0)
