@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -85,14 +86,15 @@ def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
 
 
 def alive(folder: Path) -> list[int]:
-    """The ranks that still run."""
+    """The ranks that still run; what msrun leaves unwaited for is dead, too."""
     found = []
     for path in folder.glob("rank*.pid"):
         try:
-            os.kill(int(path.read_text()), 0)
-        except ProcessLookupError:
+            ended = psutil.Process(int(path.read_text())).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
             continue
-        found.append(int(path.stem.removeprefix("rank")))
+        if not ended:
+            found.append(int(path.stem.removeprefix("rank")))
     return found
 
 

@@ -28,7 +28,8 @@ from hyper_parallel.mindspore.rank import JOB
 Result = TypeVar("Result")
 
 _POLL = 0.1
-# How long a rank that lost another one waits to be blamed: msrun looks at its processes once a second.
+# How long a rank that lost another one waits to be blamed, and how long ranks that are done may take to end: msrun
+# looks at its processes once a second.
 _PATIENCE = 5.0
 _MSRUN_SAYS = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
 
@@ -143,6 +144,8 @@ class _Msrun:
                 raise failure
             if all((self._folder / f"rank{rank}.result").exists() for rank in range(self._ranks)):
                 between()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_PATIENCE)  # Its ranks are done, and end in their own time.
                 return
             time.sleep(_POLL)
 
