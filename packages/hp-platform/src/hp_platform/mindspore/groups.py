@@ -162,13 +162,14 @@ def is_initialized() -> bool:
     return dist.is_initialized()
 
 
-def new_group(ranks: Sequence[int]) -> str:
+def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> str:
     """Get the group of a set of ranks, made at the first call and the same ever after.
 
     Only the members call it, each with the same set in any order; ranks inside the group follow the global order.
 
     Args:
         ranks: global ranks, this one among them.
+        pg_options: a `mindspore.communication.GroupOptions`, for the call that makes the group.
 
     Returns:
         The group's name.
@@ -181,7 +182,7 @@ def new_group(ranks: Sequence[int]) -> str:
     group = known_groups().get(key)
     if group is None:
         check_ranks(key, get_group_local_rank(), size())
-        group = _create(key)
+        group = _create(key, pg_options)
     return group
 
 
