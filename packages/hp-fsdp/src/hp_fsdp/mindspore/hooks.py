@@ -17,6 +17,7 @@ from typing import Any
 
 from mindspore import Tensor
 from mindspore.common import dtype as mstype
+from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.mindspore.autograd import grad_enabled, local_mode
 from hp_fsdp.mindspore.context import RootContext, in_backward
@@ -64,7 +65,7 @@ def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any
     before = None
     try:
         context.unshard(group, context.order, group.prefetch_in_forward)
-        call = Call(group) if grad_enabled() else None
+        call = Call(group) if _recording() else None
         before = group.show(unsharded_tensors(group, call))
         output = forward(*args, **kwargs)
         group.show(before)
@@ -86,6 +87,11 @@ def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any
                 context.end_forward()
         raise
     return output
+
+
+def _recording() -> bool:
+    """Tell whether operations are recorded: a gradient is taken, and not inside ``_no_grad``, as recomputation does."""
+    return grad_enabled() and _pynative_executor.enable_grad()
 
 
 def _cast(dtype: Any, tensor: Tensor) -> Tensor:

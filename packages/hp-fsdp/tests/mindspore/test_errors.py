@@ -1,0 +1,75 @@
+"""What fully_shard refuses on MindSpore, by its text."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mindspore import mint, nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_cells import Net, data_mesh, pair, seeded
+
+from hp_dtensor import init_device_mesh
+from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from hp_platform.testing import device_type, on_ranks
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"offload_policy": CPUOffloadPolicy()}, NotImplementedError, r"offload_policy=CPUOffloadPolicy\("),
+    ({"deterministic": True}, NotImplementedError, "deterministic=True is not supported yet"),
+    ({"comm_fusion": False}, NotImplementedError, "comm_fusion=False is not supported yet"),
+    ({"comm_fusion_zero_copy": True}, NotImplementedError, "comm_fusion_zero_copy=True .* no write to a view reaches"),
+    ({"shard_placement_fn": print}, NotImplementedError, "shard_placement_fn is not supported yet"),
+    ({"reshard_after_forward": 2}, NotImplementedError, r"reshard_after_forward=2, the size of a smaller group"),
+    ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be True or False, got 'yes'"),
+    (
+        {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": MixedPrecisionPolicy()},
+        ValueError,
+        "two names of one argument",
+    ),
+    ({"mp_policy": "bf16"}, TypeError, "expected an hp_fsdp.MixedPrecisionPolicy, got str"),
+    ({"mesh": 2}, TypeError, "mesh must be an hp_dtensor.DeviceMesh, got int"),
+]
+
+
+@on_ranks(1)
+def test_arguments():
+    for options, error, text in REFUSED:
+        model = seeded(Net)
+        with pytest.raises(error, match=text):
+            fully_shard(model, **{"mesh": data_mesh(), **options})
+        assert type(model) is Net
+    fully_shard(model, offload_policy=OffloadPolicy(), comm_fusion_zero_copy=False)
+    assert type(model).__name__ == "HSDPNet"
+
+
+@on_ranks(1)
+def test_cells():
+    with pytest.raises(TypeError, match=r"expected a mindspore.nn.Cell, got list"):
+        fully_shard([mint.nn.Linear(1, 1)])  # type: ignore[type-var]
+    with pytest.raises(ValueError, match=r"CellList has no construct of its own. Call fully_shard on each"):
+        fully_shard(nn.CellList([mint.nn.Linear(1, 1)]))
+    _, model = pair()
+    with pytest.raises(ValueError, match=r"this HSDPNet is sharded already"):
+        fully_shard(model, data_mesh())
+    with pytest.raises(TypeError, match=r"expected modules that fully_shard was called on, got Linear"):
+        model.set_modules_to_forward_prefetch([model.last])
+    with pytest.raises(ValueError, match=r'expected "avg" or "sum", got \'max\''):
+        model.set_reduce_op_type("max")
+    with pytest.raises(NotImplementedError, match=r"set_is_last_backward\(False\): on MindSpore each backward pass"):
+        model.set_is_last_backward(False)
+    with pytest.raises(NotImplementedError, match=r"HSDPNet cannot be copied"):
+        copy.deepcopy(model)
+    with pytest.raises(NotImplementedError, match=r"HSDPNet cannot be pickled.*Save full_state_dict"):
+        pickle.dumps(model)
+
+
+@on_ranks(4)
+def test_meshes():
+    mesh = init_device_mesh(device_type(), (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"one axis \(shard\) or two \(replicate, shard\), got 3: \('a', 'b', 'c'\)"):
+        fully_shard(seeded(Net), mesh)

@@ -1,0 +1,119 @@
+"""Parameters that are DTensors on another axis of the same mesh, and the global norm of gradients."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import mindspore.mint.nn.functional as F
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mint, nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_cells import ROWS, close, differentiated, loss_of, pair, same_gradients, same_weights, seeded, sgd
+
+from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, init_device_mesh
+from hp_dtensor.mindspore.api import distribute_parameter
+from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, global_grad_norm, load_full_state_dict
+from hp_platform import count_collectives
+from hp_platform.testing import device_type, on_ranks
+
+
+class Layer(nn.Cell):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.scale = Parameter(Tensor(np.ones(width, np.float32)), name="scale")
+        self.up, self.down = mint.nn.Linear(width, hidden), mint.nn.Linear(hidden, width, bias=False)
+
+    def construct(self, x):
+        return x + self.down(F.silu(self.up(x * self.scale)))
+
+
+class Parallel(nn.Cell):
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.CellList([Layer(6, hidden) for _ in range(2)])
+        self.head = mint.nn.Linear(6, 4, bias=False)
+        self.gain = Parameter(Tensor(np.ones(6, np.float32)), name="gain")  # stays plain: on the data axis only
+
+    def construct(self, x):
+        x = x * self.gain
+        if isinstance(self.blocks[0].scale, DTensor):
+            x = DTensor.from_local(x, self.blocks[0].scale.device_mesh["tp"], [Replicate()])
+        for block in self.blocks:
+            x = block(x)
+            if isinstance(x, DTensor):
+                x = x.redistribute(placements=[Replicate()])
+        x = self.head(x)
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def parallel(mesh, hidden: int = 12, *, data: str | tuple[str, ...] = "dp"):
+    model = seeded(lambda: Parallel(hidden))
+    tp = mesh["tp"]
+    for block in model.blocks:
+        for parameter, placement in (
+            (block.scale, Replicate()), (block.up.weight, Shard(0)), (block.up.bias, Shard(0)),
+            (block.down.weight, Shard(1)),
+        ):  # fmt: skip
+            distribute_parameter(parameter, tp, [placement])
+    distribute_parameter(model.head.weight, tp, [Shard(0)])
+    for block in model.blocks:
+        fully_shard(block, mesh[data])
+    return seeded(lambda: Parallel(hidden)), fully_shard(model, mesh[data])
+
+
+def columns(mesh) -> tuple[Tensor, Tensor]:
+    whole = np.random.RandomState(7).randn(ROWS, 6).astype(np.float32)
+    return Tensor(whole), Tensor(np.split(whole, mesh["dp"].size())[mesh["dp"].get_local_rank()])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("hidden", [12, 5])
+def test_data_by_tensor_parallel(hidden: int):
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    reference, model = parallel(mesh, hidden)
+    weight = model.blocks[0].up.weight
+    assert tuple(weight.shape) == (hidden, 6) and weight.device_mesh == mesh
+    assert isinstance(weight.placements[0], RaggedShard) and weight.placements[1] == Shard(0)
+    assert weight.to_local().ndim == 1
+    everything, own = columns(mesh)
+    for _ in range(2):
+        _, expected = differentiated(reference, dtensors=False)(everything)
+        _, gradients = differentiated(model)(own)
+        same_gradients(model, gradients, reference, expected)
+        norm = math.sqrt(sum(float((gradient.asnumpy() ** 2).sum()) for gradient in expected))
+        with count_collectives() as counted:
+            close(global_grad_norm(model.trainable_params(), gradients).asnumpy(), norm, "norm")
+        assert dict(counted) == {"all_reduce": 1}
+        sgd(reference)(expected)
+        sgd(model)(gradients)
+        same_weights(model, reference)
+    state = full_state_dict(model)
+    load_full_state_dict(model, {name: tensor * 2 for name, tensor in state.items()})
+    for name, tensor in full_state_dict(model).items():
+        close(tensor.asnumpy(), 2 * state[name].asnumpy(), name, 0.0)
+
+
+@on_ranks(2)
+def test_clipping():
+    reference, model = pair()
+    everything = Tensor(np.random.RandomState(3).randn(8, 5).astype(np.float32))
+    parameters = model.trainable_params()
+    _, gradients = differentiated(model, lambda x: loss_of(model(x)))(everything)
+    _, expected = differentiated(reference, dtensors=False)(everything)
+    flat = np.concatenate([gradient.asnumpy().reshape(-1) for gradient in expected])
+    for order in (1.0, 2.0, 3.0, math.inf):
+        close(global_grad_norm(parameters, gradients, order).asnumpy(), np.linalg.norm(flat, order), f"norm {order}")
+    norm = np.linalg.norm(flat)
+    close(clip_grad_norm_(parameters, gradients, 0.5).asnumpy(), norm, "norm before")
+    same_gradients(model, gradients, reference, [gradient * float(0.5 / (norm + 1e-6)) for gradient in expected])
+    clip_grad_norm_(parameters, gradients, 100.0)
+    close(global_grad_norm(parameters, gradients).asnumpy(), 0.5, "norm after")
+    with pytest.raises(ValueError, match=r"clip_grad_norm_: 13 parameters and 3 gradients"):
+        clip_grad_norm_(parameters, gradients[:3], 1.0)
+    gradients[0]._update_data(gradients[0].to_local() * float("nan"))
+    with pytest.raises(RuntimeError, match=r"the gradients' norm of order 2.0 is nan"):
+        clip_grad_norm_(parameters, gradients, 1.0, error_if_nonfinite=True)
