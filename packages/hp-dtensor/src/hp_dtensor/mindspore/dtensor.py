@@ -34,6 +34,8 @@ def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
         local: this rank's part, of shape ``spec.local_shape``; not used as a plain tensor afterwards.
         spec: the layout.
     """
+    if not isinstance(local, DTensor):
+        local._plain_class = type(local)  # of a Parameter a class that MindSpore makes
     local.__class__ = DParameter if isinstance(local, Parameter) else DTensor
     local._spec = spec
     return local  # type: ignore[return-value]
@@ -41,7 +43,8 @@ def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
 
 def unwrap(tensor: DTensor) -> Tensor:
     """Makes a DTensor the plain tensor (or Parameter) that its local part is: `wrap` undone, in place."""
-    tensor.__class__ = Parameter if isinstance(tensor, DParameter) else Tensor  # type: ignore[assignment]
+    # Parameter itself is no Tensor: MindSpore makes Parameters of a class that is both.
+    tensor.__class__ = Parameter._get_base_class(Tensor) if isinstance(tensor, DParameter) else Tensor
     return tensor
 
 
@@ -73,6 +76,7 @@ class DTensor(Tensor):
     """
 
     _spec: TensorSpec
+    _plain_class: type
 
     # ---- making one ----
     @staticmethod
