@@ -27,6 +27,7 @@ __all__ = ["SkipDTensorDispatch", "dispatch", "implicit_replication", "run_kerne
 
 _PLANS: dict[Any, Plan] = {}
 _LIMIT = 1 << 16
+_TELLS = frozenset({"typeof", "DType"})  # these make no tensor
 _implicit: contextvars.ContextVar[bool] = contextvars.ContextVar("implicit_replication", default=False)
 
 
@@ -93,7 +94,7 @@ def run_kernel(name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         NotImplementedError: the kernel has no binding.
         ValueError: plain tensors among DTensors, or DTensors of two meshes.
     """
-    if local_only():
+    if local_only() or name in _TELLS:
         with NoFallbackGuard():
             return run(args, kwargs)
     args, kwargs = _replicate_plain(name, args, kwargs)

@@ -87,6 +87,8 @@ def _placed(grads: Any, args: Any, grad_position: Any, weights: Any) -> Any:
 
     def place(grad: Any, source: Any) -> Any:
         if isinstance(source, (tuple, list)):
+            if not isinstance(grad, (tuple, list)):  # of a tuple of one position MindSpore returns no tuple
+                return place(grad, source[0])
             return tuple(place(g, s) for g, s in zip(grad, source, strict=True))
         if not isinstance(source, DTensor) or isinstance(grad, DTensor):
             return grad

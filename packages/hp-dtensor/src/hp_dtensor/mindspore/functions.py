@@ -169,7 +169,8 @@ def _gather_arguments(call: Call) -> dict[str, Any]:
 
 
 def _gather_local(call: Call) -> Any:
-    return local.rows(call) if any(p == Shard(0) for p in call.targets[0].placements) else None
+    first = dims_argument(call.bound["axis"], len(call.shape)) == (0,)
+    return local.rows(call) if first and any(p == Shard(0) for p in call.targets[0].placements) else None
 
 
 def _bind_reductions() -> None:
@@ -177,12 +178,21 @@ def _bind_reductions() -> None:
     bind("sum", "SumExt", shapes.reduced, *one)
     bind("mean", "MeanExt", shapes.reduced, *one, local=local.mean)
     bind("product", "ProdExt", shapes.reduced, *one)
-    bind("max", "Max", lambda call: [()], "input", "input")
-    bind("min", "Min", lambda call: [()], "input", "input")
-    for kernel, name in [("ReduceMax", "max"), ("ReduceMin", "min"), ("ReduceAll", "min"), ("ReduceAny", "max")]:
-        bind(name, kernel, shapes.reduced, "input dim=None keepdim=False", "input")
+    # Extremes gather what they reduce: which rank's element the gradient goes to is only known then.
+    bind("whole_reduction", "Max Min", lambda call: [()], "input", "input")
+    bind("whole_reduction", "ReduceMax ReduceMin", shapes.reduced, "input dim=None keepdim=False", "input")
+    bind("min", "ReduceAll", shapes.reduced, "input dim=None keepdim=False", "input")
+    bind("max", "ReduceAny", shapes.reduced, "input dim=None keepdim=False", "input")
     bind("sum", "ReduceSum", shapes.reduced, "input dim=None keepdim=False skip_mode=False", "input")
     bind("mean", "ReduceMean", shapes.reduced, "input dim=None keepdim=False", "input", local=local.mean)
+    bind(
+        "sum",
+        "DeprecatedSum",
+        lambda call: shapes.reduced_over(call.shape, call.bound["axis"], call.bound["keepdims"]),
+        "input axis=None dtype=None keepdims=False initial=None",
+        "input",
+        arguments=lambda call: {"dim": call.bound["axis"], "keepdim": call.bound["keepdims"]},
+    )
     bind("whole_reduction", "Argmax ArgMaxExt ArgMinExt", shapes.one_reduced, "input dim=None keepdim=False", "input")
     bind("whole_dims", "Softmax LogSoftmax LogSoftmaxExt", shapes.same, "input dim=-1 dtype=None", "input")
     bind("linear_whole_dims", "CumsumExt CumSum", shapes.same, "input dim exclusive=False reverse=False", "input")
@@ -226,6 +236,7 @@ def _bind_moves() -> None:
         "input dim index",
         "input",
         arguments=local.select_arguments,
+        local=local.select,
     )
     bind("gather", "GatherD", shapes.like_index, "input dim index", "input index")
     bind("whole", "OneHot OneHotExt", lambda call: [(*call.shape, int(call.args[1]))])

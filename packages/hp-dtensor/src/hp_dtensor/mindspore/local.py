@@ -72,6 +72,13 @@ def expand(call: Call) -> Any:
     return lambda args, kwargs: ops.broadcast_to(args[0], size)
 
 
+def select(call: Call) -> Any:
+    """By narrow: the CPU's own select writes its gradient into a view of another size, and fails."""
+    dim, index = call.bound["dim"] % len(call.shape), call.bound["index"] % call.shape[call.bound["dim"]]
+    size = call.results[0].local_shape
+    return lambda args, kwargs: TensorPy.reshape(mint.narrow(args[0], dim, index, 1), size)
+
+
 # ---- arithmetic that depends on the whole ----
 def _summed(call: Call) -> list[int]:
     """Axes over which the result is partial because the first operand is not."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspore import Tensor
+from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
 from hp_dtensor.mindspore.autograd import convert, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
@@ -14,6 +15,7 @@ from hp_dtensor.rules.equation import RULES
 from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
 from hp_dtensor.rules.views import view_placements
 from hp_dtensor.spec import TensorSpec
+from hp_platform import get_platform
 
 __all__ = ["Binding", "Call", "Plan", "make_plan"]
 
@@ -99,6 +101,10 @@ class Plan:
                 values[place] = items
         with local_mode():
             out = (self.local or run)(values, named)
+            if self.in_place and get_platform().devices.kind == "cpu":
+                # On the CPU only a copy is in place: MindSpore's add_ and its kin leave what they are called on as it
+                # was, and return the new values.
+                TensorPy.copy_(args[0], out)
         if self.in_place:
             return args[0]
         if isinstance(out, Tensor):

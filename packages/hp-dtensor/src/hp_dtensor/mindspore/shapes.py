@@ -48,10 +48,13 @@ def broadcast(call: Call) -> list[Shape]:
     return [broadcast_shapes(*_given(call))]
 
 
+def reduced_over(shape: Shape, dim: Any, keep: Any) -> list[Shape]:
+    dims = dims_argument(dim, len(shape))
+    return [tuple(1 if d in dims else size for d, size in enumerate(shape) if keep or d not in dims)]
+
+
 def reduced(call: Call) -> list[Shape]:
-    dims = dims_argument(call.bound.get("dim"), len(call.shape))
-    keep = call.bound.get("keepdim")
-    return [tuple(1 if d in dims else size for d, size in enumerate(call.shape) if keep or d not in dims)]
+    return reduced_over(call.shape, call.bound.get("dim"), call.bound.get("keepdim"))
 
 
 def matmul(call: Call) -> list[Shape]:

@@ -10,6 +10,7 @@ import mindspore
 from mindspore.mint.distributed import TCPStore
 
 from hp_platform.mindspore import collectives, groups, random
+from hp_platform.mindspore.devices import devices
 
 _MEET = timedelta(seconds=60)
 
@@ -24,6 +25,8 @@ def join(rank: int, world_size: int, announce: Callable[[int], None], port: Call
         port: waits for what rank 0 announced.
     """
     mindspore.runtime.dispatch_threads_num(1)  # ranks share the cores
+    if devices.kind == "cpu":  # threads of the asynchronous pipeline would wait for each other on shared cores
+        mindspore.runtime.launch_blocking()
     if rank == 0:
         # The store wants a number. One that is bound with this option, and not listened on, is nobody else's but may be
         # bound again with the same option, as the store does.

@@ -1,0 +1,75 @@
+"""Every placement to every other, on MindSpore's collectives, against numpy."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard, init_device_mesh
+from hp_dtensor.mindspore.redistribute import execute
+from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
+from hp_dtensor.sharding import take
+from hp_dtensor.spec import TensorSpec
+from hp_platform.testing import on_ranks
+
+
+def parts(shape, placements, mesh_shape, seed):
+    """The whole and every rank's part; parts of a reduction are random."""
+    rng = np.random.default_rng(seed)
+    held = {}
+    for place in coordinates(mesh_shape):
+        held[place] = rng.integers(-8, 8, shape).astype(np.float32)
+    shared = rng.integers(-8, 8, shape).astype(np.float32)
+    partial = [axis for axis, p in enumerate(placements) if p.is_partial()]
+    by_part = {}
+    for place in coordinates(mesh_shape):
+        key = tuple(place[axis] for axis in partial)
+        by_part.setdefault(key, held[place] if partial else shared)
+    whole = shared
+    if partial:
+        (op,) = {placements[axis].op for axis in partial}
+        whole = reduce_arrays([by_part[key] for key in sorted(by_part)], op)
+    bare = [Replicate() if p.is_partial() else p for p in placements]
+    local = {c: take(by_part[tuple(c[a] for a in partial)], bare, mesh_shape, c) for c in coordinates(mesh_shape)}
+    return whole, local
+
+
+def check(mesh, shape, source, target, seed):
+    what = f"{source} to {target}, shape {shape} on {mesh.shape}"
+    _, local = parts(shape, source, tuple(mesh.shape), seed)
+    whole, _ = parts(shape, source, tuple(mesh.shape), seed)
+    me = tuple(mesh.get_coordinate())
+    spec = TensorSpec.of(mesh, source, shape)
+    made = execute(Tensor(local[me]), spec, spec.with_placements(target))
+    spec_to = spec.with_placements(target)
+    assert tuple(made.shape) == spec_to.local_shape, what
+    full = execute(made, spec_to, spec.with_placements([Replicate()] * mesh.ndim))
+    np.testing.assert_allclose(full.asnumpy(), whole, rtol=1e-5, atol=1e-5, err_msg=what)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("shape", [(5, 6), (1, 3), (0, 4)], ids=str)
+def test_one_axis(shape, ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    count = shape[0] * shape[1]
+    kinds = [Replicate(), Shard(0), Shard(1)]
+    if shape[1] % 3 == 0:
+        kinds.append(StridedShard(1, 3))
+    if count:
+        kinds.append(RaggedShard((0, 1), (*([1] * (ranks - 1)), count - ranks + 1)) if count >= ranks else Shard(0))
+    sources = [*kinds, Partial(), Partial("avg"), Partial("max")]
+    for seed, (source, target) in enumerate(itertools.product(sources, [*kinds, Partial()])):
+        check(mesh, shape, (source,), (target,), seed)
+
+
+@on_ranks(4)
+def test_two_axes():
+    mesh = init_device_mesh("cpu", (2, 2))
+    kinds = [Replicate(), Shard(0), Shard(1), Partial()]
+    pairs = list(itertools.product(itertools.product(kinds, repeat=2), repeat=2))
+    for seed, (source, target) in enumerate(random.Random(3).sample(pairs, 24)):
+        check(mesh, (5, 3), source, target, seed)
