@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hp_platform.testing import device_type
+
 __all__ = ["CASES", "Arg", "Case"]
 
 MOVES = "would have to be redistributed first|written in place"
@@ -123,7 +125,8 @@ def _pointwise() -> None:
     case("div row", lambda x, y: x / y, a, (row, "p"))
     case("div by column", lambda x, y: x / y, (7,), (col, "p"))
     case("pow tensor", torch.pow, (a, "p"), row)
-    case("true_divide", torch.true_divide, a, (a, "p"))
+    if device_type() != "npu":  # torch_npu replaces the CPU's kernel by one without a gradient: nothing to compare with
+        case("true_divide", torch.true_divide, a, (a, "p"))
     case("mul int float", lambda x, y: x * y, (a, "i5"), a)
     case("bool and", lambda x, y: x & y, (a, "b"), (row, "b"))
     case("bool or", lambda x, y: x | y, (a, "b"), (col, "b"))

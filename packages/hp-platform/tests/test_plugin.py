@@ -15,6 +15,8 @@ import pytest
 from hp_platform import get_platform
 from hp_platform.platform import platform_name
 
+pytestmark = pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it")
+
 ACCELERATOR = {"torch": "torch-npu", "mindspore": "mindspore-ascend"}
 
 
@@ -114,6 +116,7 @@ def test_modules_of_another_framework_are_left_out_and_counted(tmp_path):
         "test_beside.py": "from models import build",
         "models.py": f"from {other} import nn",
         "test_marked.py": f'import pytest\n\npytestmark = pytest.mark.framework("{other}")',
+        "test_marks.py": f'import pytest\n\npytestmark = [pytest.mark.slow, pytest.mark.framework("{other}")]',
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n\ndef test_wrong(): assert False\n")
@@ -134,7 +137,23 @@ def test_runs():
     )
     title = {"torch": "PyTorch", "mindspore": "MindSpore"}[other]
     assert "1 passed, 1 skipped" in output and f"for {title} only" in output
-    assert f"left out, for {title} only: 5 test modules (4 in ., 1 in {other})" in output
+    assert f"left out, for {title} only: 6 test modules (5 in ., 1 in {other})" in output
+
+
+def test_a_test_that_is_not_for_a_backend_is_skipped(tmp_path):
+    output = run_pytest(
+        tmp_path,
+        text=f"""
+import pytest
+
+@pytest.mark.not_on("{platform_name()}-cpu", "torch-npu-sim", reason="it has no wheels")
+def test_wrong(): assert False
+
+@pytest.mark.not_on("torch-npu-sim", reason="it has no wheels")
+def test_runs(): ...
+""",
+    )
+    assert "1 passed, 1 skipped" in output and f"not on {platform_name()}-cpu: it has no wheels" in output
 
 
 def test_a_suite_for_another_framework_does_not_fail(tmp_path):

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.framework("torch")  # its programs are; tests/mindspore has those of msrun
+pytestmark = [
+    pytest.mark.framework("torch"),  # its programs are; tests/mindspore has those of msrun
+    pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it"),
+]
 
 # A model that needs no transformers, and does at a call what the environment says.
 MODEL = """

@@ -13,17 +13,18 @@ TITLES = {"torch": "PyTorch", "mindspore": "MindSpore"}
 def needed_framework(path: Path, selected: str) -> str | None:
     """Name the framework that a test module is for, None where it runs on the selected one.
 
-    It is the one of its folder (`tests/torch/`, `tests/mindspore/`), else the one that `pytestmark =
-    pytest.mark.framework("torch")` says, else the one that it, or a module beside it that it imports, imports at the
-    top level. Imports inside of functions don't count.
+    It is the one of its folder (`tests/torch/`, `tests/mindspore/`), else the one that
+    `pytest.mark.framework("torch")` in its `pytestmark` says, else the one that it, or a module beside it that it
+    imports, imports at the top level. Imports inside of functions don't count.
 
     Args:
         path: a test module.
         selected: "torch" or "mindspore".
     """
     others = [name for name in IMPORTS if name != selected]
+    marks = _module_marks(path)
     for name in others:
-        if path.parent.name == name or f'pytestmark = pytest.mark.framework("{name}")' in path.read_text():
+        if path.parent.name == name or f"pytest.mark.framework({name!r})" in marks:
             return name
     imported = _top_level_imports(path, set())
     for name in others:
@@ -31,6 +32,13 @@ def needed_framework(path: Path, selected: str) -> str | None:
         if own_code or any(module.split(".")[0] in IMPORTS[name] for module in imported):
             return name
     return None
+
+
+def _module_marks(path: Path) -> str:
+    for statement in ast.parse(path.read_bytes(), filename=str(path)).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets) == "pytestmark":
+            return ast.unparse(statement.value)
+    return ""
 
 
 def _top_level_imports(path: Path, seen: set[Path]) -> set[str]:

@@ -1,4 +1,4 @@
-"""The pytest plugin: `--backend`, tests of other frameworks left out, ranks that follow pytest's warning filters."""
+"""The pytest plugin: `--backend`, tests that are not for it left out, ranks that follow pytest's warning filters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take over pytest's warning filters, and add the marker of tests for one framework."""
+    """Take over pytest's warning filters, and add the markers of tests that are not for every backend."""
     for line in target.warning_filters():
         config.addinivalue_line("filterwarnings", line)
     pool.warning_filters = _filters(config)
@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     text = (
         "framework(name): the test is for one framework, torch or mindspore, though its module imports none at its top"
     )
+    config.addinivalue_line("markers", text)
+    text = "not_on(*backends, reason): the test is skipped with these values of --backend, for the reason it gives"
     config.addinivalue_line("markers", text)
 
 
@@ -63,13 +65,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that are marked as another framework's."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests that are marked as another framework's, or as not for this backend."""
     selected = platform_name()
+    backend = config.getoption("--backend")
     for item in items:
         wanted = [mark.args[0] for mark in item.iter_markers("framework")]
         if wanted and selected not in wanted:
             item.add_marker(pytest.mark.skip(reason=f"for {TITLES[wanted[0]]} only"))
+        for mark in item.iter_markers("not_on"):
+            if unknown := set(mark.args) - set(target.TARGETS):
+                raise pytest.UsageError(f"{item.nodeid}: not_on names no backend with {sorted(unknown)}")
+            if backend in mark.args:
+                item.add_marker(pytest.mark.skip(reason=f"not on {backend}: {mark.kwargs['reason']}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
