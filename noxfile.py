@@ -147,7 +147,7 @@ def build_packages(session: nox.Session, folder: str, *options: str) -> None:
 def isolation(session: nox.Session) -> None:
     """Each package as a wheel, alone with its dependencies, in an empty environment: without a framework, then with."""
     folder = ROOT / session.create_tmp()
-    build_packages(session, str(folder / "wheels"), "--wheel")
+    build_packages(session, str(folder / "wheels"))  # the wheels are built from the sdists
     wheels = {path.name.split("-")[0].replace("_", "-"): path.as_uri() for path in folder.glob("wheels/*.whl")}
     own = folder / "own-wheels.txt"
     own.write_text("".join(f"{name} @ {uri}\n" for name, uri in wheels.items()))

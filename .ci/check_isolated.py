@@ -5,6 +5,7 @@
 
 Without a framework the package has to import, and whatever of it needs one has to say which command installs one.
 With torch installed, importing the package must still not import torch, and every public name has to resolve.
+The wheel has to hold every file of the package's sources.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
+from pathlib import Path
 
 INSTALL_COMMAND = "pip install"
 
@@ -27,8 +29,19 @@ def unresolved(module, names) -> dict[str, Exception]:
     return errors
 
 
+def left_out(package: str) -> list[str]:
+    """The files of the package's sources that its wheel has not."""
+    source = Path("packages", package, "src")
+    files = {
+        p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    }
+    return sorted(files - {path.as_posix() for path in importlib.metadata.files(package) or ()})
+
+
 def check(package: str, mode: str) -> str:
     """Returns a line that says what holds; raises SystemExit with what does not."""
+    if missing := left_out(package):
+        raise SystemExit(f"{package}: the wheel lacks {missing}")
     module = importlib.import_module(package.replace("-", "_"))
     if "torch" in sys.modules:
         raise SystemExit(f"{package}: importing it imported torch")

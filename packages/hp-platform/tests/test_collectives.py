@@ -19,7 +19,7 @@ REDUCE = {
     "product": np.multiply.reduce,
 }
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-INTEGERS = ("int32", "int64", "uint8")
+INTEGERS = ("int8", "int32", "int64", "uint8")
 every_size = on_ranks(1, 2, 3, 4)
 both_ways = pytest.mark.parametrize("async_op", [False, True])
 dtypes = pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])

@@ -54,8 +54,13 @@ class Groups(Protocol):
         """Destroy one group, or all of them."""
         ...
 
-    def new_group(self, ranks: Sequence[int]) -> Group:
-        """Get the group of these global ranks; only its members call this."""
+    def new_group(self, ranks: Sequence[int], pg_options: Any | None = None) -> Group:
+        """Get the group of these global ranks; only its members call this.
+
+        Args:
+            ranks: global ranks, this one among them.
+            pg_options: GroupOptions on PyTorch, or the framework's own, for the call that makes the group.
+        """
         ...
 
     def ranks(self, group: Group | None = None) -> list[int]:

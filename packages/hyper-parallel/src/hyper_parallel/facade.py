@@ -9,6 +9,7 @@ from typing import Any
 PUBLIC: dict[str, tuple[str, ...]] = {
     "hp_platform": (
         "CollectiveCounts",
+        "GroupOptions",
         "Platform",
         "count_collectives",
         "destroy_process_group",

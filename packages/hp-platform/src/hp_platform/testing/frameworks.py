@@ -36,7 +36,7 @@ def needed_framework(path: Path, selected: str) -> str | None:
 
 def _module_marks(path: Path) -> str:
     for statement in ast.parse(path.read_bytes(), filename=str(path)).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets) == "pytestmark":
+        if isinstance(statement, ast.Assign) and [ast.unparse(name) for name in statement.targets] == ["pytestmark"]:
             return ast.unparse(statement.value)
     return ""
 

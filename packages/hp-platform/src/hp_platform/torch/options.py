@@ -1,32 +1,14 @@
-"""Options of process groups, in words that every backend understands or refuses."""
+"""GroupOptions as the options of PyTorch's backends."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-
-@dataclass(frozen=True, kw_only=True)
-class GroupOptions:
-    """What to ask of a new process group's backend.
-
-    Attributes:
-        timeout: how long an operation may take; None is the backend's default.
-        buffer_size: MB of device memory that hccl communicates through; None is its default (200). hccl only.
-        high_priority: communicate on a stream of high priority. hccl and nccl.
-    """
-
-    timeout: timedelta | None = None
-    buffer_size: int | None = None
-    high_priority: bool = False
-
-    def __post_init__(self) -> None:
-        if self.buffer_size is not None and self.buffer_size < 1:
-            raise ValueError(f"buffer_size is in MB, at least 1, got {self.buffer_size}.")
+from hp_platform.options import GroupOptions
 
 
 def backend_options(options: Any, backend: str) -> Any:

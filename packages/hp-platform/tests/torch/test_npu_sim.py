@@ -1,0 +1,69 @@
+"""What the simulated NPU does where a device would fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from hp_platform import get_platform
+from hp_platform.testing import RankError, device_type, on_ranks, run_ranks
+from hp_platform.testing.npu_sim import building, communicators
+
+simulated = pytest.mark.skipif(
+    "HYPER_PARALLEL_NPU_SIM" not in os.environ, reason="of the simulated NPU: --backend torch-npu-sim"
+)
+
+
+@simulated
+@on_ranks(1)
+def test_a_device_has_no_more_memory_than_it_has():
+    free, total = torch.npu.mem_get_info()
+    assert 0 < free <= total
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        torch.empty(total + 1, dtype=torch.uint8, device="npu")
+    assert torch.ones(3, device="npu").sum().item() == 3
+
+
+def lose_a_rank():
+    platform = get_platform()
+    rank, tensor = platform.groups.rank(), torch.ones(4, device=device_type())
+    platform.collectives.all_reduce(tensor, group=torch.distributed.group.WORLD)
+    assert communicators()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    platform.collectives.all_reduce(tensor, group=torch.distributed.group.WORLD)
+
+
+@simulated
+def test_ranks_that_lose_a_peer_in_a_collective_fail():
+    with pytest.raises(RankError) as failure:
+        run_ranks(3, lose_a_rank)
+    told = str(failure.value)
+    assert "--- rank 1 ---\ndied of signal SIGKILL" in told
+    assert "in lose_a_rank" in told and "rank 1 of the group" in told and "has died" in told
+    assert "had not returned" not in told
+
+
+def test_processes_may_build_at_the_same_time(tmp_path, monkeypatch):
+    both = threading.Barrier(2)
+    folders = []
+
+    def compile_slowly(target, scratch):
+        (target / "library").write_text("compiled")
+        both.wait(10)
+
+    monkeypatch.setattr(building, "_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(building, "_fingerprint", lambda: "version")
+    monkeypatch.setattr(building, "_build", compile_slowly)
+    threads = [threading.Thread(target=lambda: folders.append(building.built())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert folders == [tmp_path / "cache" / "version"] * 2
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["version"]
+    assert building.built().joinpath("library").read_text() == "compiled"
