@@ -6,6 +6,7 @@ use.
 
 from typing import TYPE_CHECKING
 
+from hp_dtensor.border import custom_shard
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
@@ -13,8 +14,9 @@ from hp_platform import lazy_exports
 
 if TYPE_CHECKING:
     from hp_dtensor.torch.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
-    from hp_dtensor.torch.dispatch import implicit_replication
+    from hp_dtensor.torch.dispatch import SkipDTensorDispatch, implicit_replication
     from hp_dtensor.torch.dtensor import DTensor
+    from hp_dtensor.torch.functional import DFunction, parallelize_value_and_grad
     from hp_dtensor.torch.init import init_empty_weights, init_on_device, init_parameters
 
 __all__ = [
@@ -53,7 +55,6 @@ __getattr__, __dir__ = lazy_exports(
         "DFunction": "functional",
         "DTensor": "dtensor",
         "SkipDTensorDispatch": "dispatch",
-        "custom_shard": "functional",
         "distribute_module": "api",
         "distribute_tensor": "api",
         "empty": "api",

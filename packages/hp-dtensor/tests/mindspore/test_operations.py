@@ -97,7 +97,8 @@ CASES = {
     "split": (lambda x: mint.split(x, 2, 1), A),
     "chunk": (lambda x: mint.chunk(x, 2, -1), A),
     "narrow": (lambda x: mint.narrow(x, 1, 1, 3), A),
-    "index row": (lambda x: x[1], A),
+    # MindSpore's own x[1] fails now and then, after other tests: "only support integers, but got 1 with type int"
+    "index row": (lambda x: x[1] if isinstance(x, DTensor) else mint.narrow(x, 0, 1, 1).reshape(6), A),
     "index slice": (lambda x: x[:, 1:3], A),
     "index none": (lambda x: x[..., None, :], A),
     "index step": (lambda x: x[::2], A),

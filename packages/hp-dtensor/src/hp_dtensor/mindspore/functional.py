@@ -1,4 +1,4 @@
-"""MindSpore's functional style on DTensors: values with gradients, functions on local parts, functions of one's own."""
+"""MindSpore's functional style on DTensors: values with gradients, and autograd functions of one's own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import mindspore
 from mindspore import Tensor, _Function, ops
 
 from hp_dtensor.gradients import grad_spec
-from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.mindspore import autograd
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, local_view, redistribute, wrap
-from hp_dtensor.placements import Placement, Replicate
-from hp_dtensor.rules.equation import RULES
-from hp_dtensor.rules.factors import solve
-from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.placements import Replicate
+from hp_dtensor.rules.functions import plan_function
+from hp_dtensor.spec import TensorSpec
 
-__all__ = ["DFunction", "custom_shard", "parallelize_value_and_grad"]
+__all__ = ["DFunction", "parallelize_value_and_grad"]
 
 
 def parallelize_value_and_grad(
@@ -101,58 +99,6 @@ def _placed(grads: Any, args: Any, grad_position: Any, weights: Any) -> Any:
     return place(grads, sources)
 
 
-def custom_shard(
-    fn: Callable[..., Any],
-    device_mesh: DeviceMesh,
-    out_placements: Any,
-    in_placements: Sequence[Sequence[Placement] | None] | None = None,
-    redistribute_inputs: bool = False,
-) -> Callable[..., Any]:
-    """A function that runs ``fn`` on local tensors, with DTensors at its border.
-
-    Args:
-        fn: works on this rank's parts.
-        device_mesh: the mesh of the results.
-        out_placements: placements of the result, or a tuple of them for several results; None for a plain result.
-        in_placements: placements that each positional argument must have, None for any and for what is no DTensor.
-        redistribute_inputs: bring arguments to ``in_placements``; otherwise others are an error.
-
-    Raises:
-        ValueError: an argument with other placements than ``in_placements`` says.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = []
-        for position, value in enumerate(args):
-            wanted = in_placements[position] if in_placements is not None and position < len(in_placements) else None
-            if isinstance(value, DTensor):
-                if wanted is not None:
-                    spec = value._spec.with_placements(
-                        normalize(
-                            wanted, value._spec.mesh, len(value._spec.shape), f"custom_shard: argument {position}"
-                        )
-                    )
-                    if spec is not value._spec:
-                        if not redistribute_inputs:
-                            raise ValueError(
-                                f"custom_shard: argument {position} is placed {value._spec.placements},"
-                                f" in_placements says {spec.placements}; pass redistribute_inputs=True to move it"
-                            )
-                        value = redistribute(value, spec)
-                value = local_of(value)
-            given.append(value)
-        out = fn(*given, **kwargs)
-        several = isinstance(out, (tuple, list))
-        placements = out_placements if several else (out_placements,)
-        made = [
-            value if wanted is None or not isinstance(value, Tensor) else DTensor.from_local(value, device_mesh, wanted)
-            for value, wanted in zip(out if several else (out,), placements, strict=True)
-        ]
-        return tuple(made) if several else made[0]
-
-    return run
-
-
 class DFunction(_Function):
     """Base of a distributed autograd function: ``forward`` and ``backward`` see local tensors.
 
@@ -187,24 +133,9 @@ class DFunction(_Function):
         given = [value for value in tensors if isinstance(value, DTensor)]
         if not given:
             return super().apply(*args)
-        if cls._op_name not in RULES:
-            raise ValueError(f"{cls.__name__}._op_name is {cls._op_name!r}, the rules are {sorted(RULES)}")
         if len(given) != len(tensors):
             raise ValueError(f"{cls.__name__}: plain tensors and DTensors are mixed; distribute the plain ones")
-        mesh, specs = given[0]._spec.mesh, [value._spec for value in given]
-        sizes: dict[int, int] = {}
-        factors = RULES[cls._op_name]([spec.shape for spec in specs], [specs[0].shape], {})
-        for dims, spec in zip(factors.operands, specs, strict=True):
-            sizes.update({f: n for f, n in zip(dims, spec.shape, strict=True) if f is not None})
-        shape = tuple(1 if factor is None else sizes[factor] for factor in factors.results[0])
-        found = solve(
-            factors,
-            [s.shape for s in specs],
-            [s.placements for s in specs],
-            mesh.shape,
-            [v.itemsize for v in given],
-            [shape],
-        )
+        found, spec = plan_function(cls._op_name, [value._spec for value in given], [value.itemsize for value in given])
         layouts = iter(zip(found.operands, found.vary, strict=True))
         local = []
         for value in args:
@@ -215,4 +146,4 @@ class DFunction(_Function):
                 moved = autograd.convert(value, target, axes if any(axes) else None)
                 value = local_of(moved) if moved is not value else local_of(value)
             local.append(value)
-        return wrap(super().apply(*local), TensorSpec.of(mesh, found.results[0], shape))
+        return wrap(super().apply(*local), spec)

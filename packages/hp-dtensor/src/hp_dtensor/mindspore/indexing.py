@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, mint, ops
+from mindspore import dtype as mstype
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
 from hp_dtensor.mindspore.autograd import local_mode, local_only
@@ -70,14 +71,29 @@ def _arguments(call: Call) -> dict[str, Any]:
 
 
 def _local(call: Call) -> Any:
-    """The index with dims that are taken in full written as ``:``, so that it fits the local part."""
-    made, dim = [], 0
+    """By narrow, gather and reshape, dim by dim; what is taken in full is left alone and may be cut."""
+    cuts: list[tuple[int, range]] = []
+    dim = 0
     for item in _items(call):
-        full = isinstance(item, slice) and item.indices(call.shape[dim]) == (0, call.shape[dim], 1)
-        made.append(slice(None) if full else item)
-        dim += item is not None
-    index = tuple(made)
-    return lambda args, kwargs: Tensor.__getitem__(TensorPy.reshape(args[0], TensorPy.shape.__get__(args[0])), index)
+        if item is None:
+            continue
+        size = call.shape[dim]
+        taken = range(*item.indices(size)) if isinstance(item, slice) else range(item % size, item % size + 1)
+        if taken != range(size):
+            cuts.append((dim, taken))
+        dim += 1
+    shape = call.results[0].local_shape
+
+    def run(args: Any, kwargs: Any) -> Any:
+        value = args[0]
+        for dim, taken in cuts:
+            if taken.step == 1 or len(taken) < 2:
+                value = mint.narrow(value, dim, taken.start if taken else 0, len(taken))
+            else:
+                value = ops.gather(value, Tensor(list(taken), mstype.int32), dim)
+        return TensorPy.reshape(value, shape)
+
+    return run
 
 
 bind("index", "__getitem__", _shape, "input index", "input", arguments=_arguments, local=_local)

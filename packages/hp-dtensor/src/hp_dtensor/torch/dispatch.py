@@ -20,7 +20,7 @@ from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, wrap
 
-__all__ = ["dispatch", "implicit_replication"]
+__all__ = ["SkipDTensorDispatch", "dispatch", "implicit_replication"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
@@ -41,6 +41,29 @@ def implicit_replication() -> Iterator[None]:
         yield
     finally:
         _implicit.reset(token)
+
+
+class SkipDTensorDispatch:
+    """Context: inside, DTensors are their local parts in every respect. Nests; each thread has its own.
+
+    What works element by element on local parts, an optimizer's step above all, runs in it untouched.
+
+    Example:
+        >>> with SkipDTensorDispatch():
+        ...     optimizer.step()
+    """
+
+    def __init__(self) -> None:
+        self._contexts: list[Any] = []
+
+    def __enter__(self) -> SkipDTensorDispatch:
+        context = torch._C.DisableTorchFunctionSubclass()
+        context.__enter__()
+        self._contexts.append(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.pop().__exit__(*error)
 
 
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

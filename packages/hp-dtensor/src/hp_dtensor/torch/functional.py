@@ -1,0 +1,117 @@
+"""Values with gradients in the functional style, and autograd functions of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hp_dtensor.placements import Replicate
+from hp_dtensor.rules.functions import plan_function
+from hp_dtensor.torch import autograd
+from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
+
+__all__ = ["DFunction", "parallelize_value_and_grad"]
+
+
+def parallelize_value_and_grad(
+    fn: Callable[..., Any],
+    grad_position: int | Sequence[int] | None = 0,
+    weights: Any = None,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """A function that returns the value of ``fn`` and its gradients, as ``mindspore.value_and_grad`` does.
+
+    Args:
+        fn: returns a scalar loss, a DTensor or a plain tensor; with ``has_aux`` a tuple of the loss and more.
+        grad_position: which inputs to differentiate by; None: none.
+        weights: parameters to differentiate by, such as ``module.parameters()``; None: none.
+        has_aux: the gradient is that of the first result alone.
+
+    Returns:
+        A function of the arguments of ``fn``. It returns what ``fn`` does, a loss that was a DTensor as the whole plain
+        value, detached, and the gradients: those of the inputs, those of the weights, or a pair of the two. One input
+        (an int, not a tuple) or one weight (a tensor, not a list) has one gradient, others a tuple. The gradient of a
+        DTensor is a DTensor of its layout; of what ``fn`` does not use it is zeros. ``.grad`` is left alone.
+
+    Raises:
+        ValueError: the loss is not a scalar.
+    """
+    chosen = [weights] if isinstance(weights, torch.Tensor) else None if weights is None else list(weights)
+    positions = () if grad_position is None else (grad_position,) if isinstance(grad_position, int) else grad_position
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for position in positions:
+            given[position] = args[position].detach().requires_grad_()
+        with torch.enable_grad():
+            out = fn(*given, **kwargs)
+        loss, rest = (out[0], tuple(out[1:])) if has_aux else (out, ())
+        if loss.numel() != 1:
+            raise ValueError(f"parallelize_value_and_grad: the loss has shape {tuple(loss.shape)}, it must be a scalar")
+        sources = [given[position] for position in positions] + (chosen or [])
+        if isinstance(loss, DTensor):
+            kept = [p if p.is_partial("sum") else Replicate() for p in loss.placements]
+            loss = loss.redistribute(placements=kept)
+        grads = torch.autograd.grad(loss, sources, allow_unused=True)
+        grads = tuple(torch.zeros_like(s) if g is None else g.detach() for g, s in zip(grads, sources, strict=True))
+        value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
+        by_input: Any = grads[: len(positions)]
+        by_weight: Any = grads[len(positions) :]
+        by_input = by_input[0] if isinstance(grad_position, int) else by_input
+        by_weight = by_weight[0] if isinstance(weights, torch.Tensor) else by_weight
+        made = by_weight if grad_position is None else by_input if weights is None else (by_input, by_weight)
+        return ((value, *rest) if has_aux else value), made
+
+    return run
+
+
+class DFunction(torch.autograd.Function):
+    """Base of a distributed autograd function: ``forward`` and ``backward`` see local tensors.
+
+    ``_op_name`` names the sharding rule that says in what layouts the local function is right, and what layout its
+    result has; it has the shape that the rule's factors give.
+
+    Example:
+        >>> class Scale(DFunction):
+        ...     _op_name = "mul"
+        ...
+        ...     @staticmethod
+        ...     def forward(ctx, x, y):
+        ...         ctx.save_for_backward(x, y)
+        ...         return x * y
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         x, y = ctx.saved_tensors
+        ...         return grad * y, grad * x
+    """
+
+    _op_name: str = ""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:  # type: ignore[override]
+        """Runs the function on Tensors or DTensors.
+
+        Raises:
+            ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.
+        """
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        given = [value for value in tensors if isinstance(value, DTensor)]
+        if not given:
+            return super().apply(*args)
+        if len(given) != len(tensors):
+            raise ValueError(f"{cls.__name__}: plain tensors and DTensors are mixed; distribute the plain ones")
+        specs, sizes = [value._spec for value in given], [value.element_size() for value in given]
+        found, spec = plan_function(cls._op_name, specs, sizes)
+        layouts = iter(zip(found.operands, found.vary, strict=True))
+        local = []
+        for value in args:
+            if isinstance(value, DTensor):
+                placements, vary = next(layouts)
+                axes = tuple(v and p.is_replicate() for v, p in zip(vary, placements, strict=True))
+                target = value._spec.with_placements(placements)
+                value = local_of(autograd.convert(value, target, axes if any(axes) else None))
+            local.append(value)
+        return wrap(super().apply(*local), spec)
