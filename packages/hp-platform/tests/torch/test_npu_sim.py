@@ -28,6 +28,28 @@ def test_a_device_has_no_more_memory_than_it_has():
     assert torch.ones(3, device="npu").sum().item() == 3
 
 
+@simulated
+@on_ranks(1)
+@pytest.mark.parametrize("hidden", ["window", "added", "causal", "nothing"])
+def test_attention_is_the_hosts(hidden):
+    inputs = [torch.randn(2, 3, 7, 4, dtype=torch.float64) for _ in range(3)]
+    place = torch.arange(7)
+    window = (place[:, None] >= place) & (place[:, None] - place < 3)
+    masks = {"window": window, "added": torch.randn(7, 7, dtype=torch.float64)}
+
+    def attend(device):
+        leaves = [tensor.detach().to(device).requires_grad_() for tensor in inputs]
+        mask = masks[hidden].to(device) if hidden in masks else None
+        attention = torch.nn.functional.scaled_dot_product_attention
+        output = attention(*leaves, attn_mask=mask, is_causal=hidden == "causal")
+        output.square().sum().backward()
+        return [output.detach(), *(leaf.grad for leaf in leaves)]
+
+    for on_device, on_host in zip(attend("npu"), attend("cpu")):
+        assert on_device.device.type == "npu"
+        torch.testing.assert_close(on_device.cpu(), on_host)
+
+
 def lose_a_rank():
     platform = get_platform()
     rank, tensor = platform.groups.rank(), torch.ones(4, device=device_type())

@@ -2,6 +2,7 @@
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <limits>
 #include <set>
 #include <string>
 #include <tuple>
@@ -148,8 +149,13 @@ bool composed(const c10::OperatorHandle& op) {
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                      const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
                      bool grouped) {
+  std::optional<at::Tensor> added = mask;
+  if (mask && mask->defined() && mask->scalar_type() == at::kBool) {  // true where a query may look
+    constexpr double kHidden = -std::numeric_limits<double>::infinity();
+    added = at::zeros(mask->sizes(), query.options()).masked_fill(mask->logical_not(), kHidden);
+  }
   return std::get<0>(
-      at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, {}, scale, grouped));
+      at::_scaled_dot_product_attention_math(query, key, value, added, dropout, causal, {}, scale, grouped));
 }
 
 at::Tensor& copy_into(at::Tensor& self, const at::Tensor& source, bool) {
