@@ -72,7 +72,11 @@ class _Redistribute(_Function):
 def move(local: Tensor, src: TensorSpec, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
     """A plain local tensor of layout ``src`` in layout ``dst``, differentiable."""
     if grad_enabled() and local._requires_grad:
-        return local if src is dst and vary is None else _Redistribute.apply(local, src, dst, vary)
+        if src is dst and vary is None:
+            return local
+        with local_mode():  # a plain tensor: MindSpore compares gradients with the shape that Python tells
+            plain = TensorPy.reshape(local, src.local_shape)
+        return _Redistribute.apply(plain, src, dst, vary)
     if src is dst:
         return local
     with local_mode():

@@ -96,8 +96,14 @@ def _bind_pointwise() -> None:
 
 
 def _bind_products() -> None:
-    bind("any_matmul", "MatMulExt Mv Mm Bmm BatchMatMulExt Dot", shapes.matmul)
-    bind("mindspore_matmul", "MatMul BatchMatMul", _matmul_shape, "input mat2 transpose_a=False transpose_b=False")
+    bind("any_matmul", "MatMulExt Mv Mm Bmm BatchMatMulExt Dot", shapes.matmul, local=local.over_nothing())
+    bind(
+        "mindspore_matmul",
+        "MatMul BatchMatMul",
+        _matmul_shape,
+        "input mat2 transpose_a=False transpose_b=False",
+        local=local.over_nothing(),
+    )
     bind("linear", "Dense", shapes.linear, "input weight bias=None", "input weight bias", local=local.linear)
     bind(
         "rows",
@@ -106,7 +112,7 @@ def _bind_products() -> None:
         "source index axis=0 batch_dims=0",
         "source index",
         arguments=_gather_arguments,
-        local=_gather_local,
+        local=local.over_nothing(_gather_local),
     )
     bind(
         "embedding_of",
@@ -175,16 +181,30 @@ def _gather_local(call: Call) -> Any:
 
 def _bind_reductions() -> None:
     one = ("input dim=None keepdim=False dtype=None", "input")
-    bind("sum", "SumExt", shapes.reduced, *one)
-    bind("mean", "MeanExt", shapes.reduced, *one, local=local.mean)
+    bind("sum", "SumExt", shapes.reduced, *one, local=local.over_nothing())
+    bind("mean", "MeanExt", shapes.reduced, *one, local=local.over_nothing(local.mean))
     bind("product", "ProdExt", shapes.reduced, *one)
     # Extremes gather what they reduce: which rank's element the gradient goes to is only known then.
     bind("whole_reduction", "Max Min", lambda call: [()], "input", "input")
     bind("whole_reduction", "ReduceMax ReduceMin", shapes.reduced, "input dim=None keepdim=False", "input")
     bind("min", "ReduceAll", shapes.reduced, "input dim=None keepdim=False", "input")
     bind("max", "ReduceAny", shapes.reduced, "input dim=None keepdim=False", "input")
-    bind("sum", "ReduceSum", shapes.reduced, "input dim=None keepdim=False skip_mode=False", "input")
-    bind("mean", "ReduceMean", shapes.reduced, "input dim=None keepdim=False", "input", local=local.mean)
+    bind(
+        "sum",
+        "ReduceSum",
+        shapes.reduced,
+        "input dim=None keepdim=False skip_mode=False",
+        "input",
+        local=local.over_nothing(),
+    )
+    bind(
+        "mean",
+        "ReduceMean",
+        shapes.reduced,
+        "input dim=None keepdim=False",
+        "input",
+        local=local.over_nothing(local.mean),
+    )
     bind(
         "sum",
         "DeprecatedSum",
@@ -192,6 +212,7 @@ def _bind_reductions() -> None:
         "input axis=None dtype=None keepdims=False initial=None",
         "input",
         arguments=lambda call: {"dim": call.bound["axis"], "keepdim": call.bound["keepdims"]},
+        local=local.over_nothing(),
     )
     bind("whole_reduction", "Argmax ArgMaxExt ArgMinExt", shapes.one_reduced, "input dim=None keepdim=False", "input")
     bind("whole_dims", "Softmax LogSoftmax LogSoftmaxExt", shapes.same, "input dim=-1 dtype=None", "input")

@@ -7,10 +7,11 @@ kernel's place, a function of positional and keyword values, or None for the ker
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import mindspore
-from mindspore import _Function, mint, ops
+from mindspore import Tensor, _Function, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
 from hp_dtensor.mindspore.shapes import ints
@@ -95,15 +96,77 @@ def mean(call: Call) -> Any:
     return lambda args, kwargs: mint.sum(args[0], dims, keep) / count
 
 
+def _zeros(shape: Any, dtype: Any) -> Any:
+    return ops.zeros(shape, dtype) if math.prod(shape) else mint.empty(tuple(shape), dtype=dtype)
+
+
+class _Nothing(_Function):
+    """What a product or a sum over no elements is: zeros, whose gradient is zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Any, dtype: Any, *operands: Any) -> Any:  # type: ignore[override]
+        ctx.made_of = [(tuple(TensorPy.shape.__get__(operand)), operand.dtype) for operand in operands]
+        return _zeros(shape, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return None, None, *(_zeros(shape, dtype) for shape, dtype in ctx.made_of)
+
+
+def over_nothing(local: Callable[[Call], Any] | None = None) -> Callable[[Call], Any]:
+    """As ``local`` says, but right on a rank that holds no element of an operand or of the result.
+
+    MindSpore's CPU kernels leave such results, and the gradients of others, as they find the memory.
+    """
+
+    def planned(call: Call) -> Any:
+        if all(math.prod(spec.local_shape) for spec in (*call.targets, *call.results)):
+            return local(call) if local is not None else None
+        shape = call.results[0].local_shape
+
+        def run(args: Any, kwargs: Any) -> Any:
+            operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)][:2]
+            dtype = operands[0].dtype if operands[0].dtype != mindspore.bool_ else mindspore.int64
+            # plain tensors: MindSpore compares gradients with the shape that Python tells
+            plain = [TensorPy.reshape(value, TensorPy.shape.__get__(value)) for value in operands]
+            return _Nothing.apply(shape, dtype, *plain)
+
+        return run
+
+    return planned
+
+
 def linear(call: Call) -> Any:
+    """As ``_linear``; over no elements a product is zeros, and the bias is still added."""
+    if all(math.prod(spec.local_shape) for spec in (*call.targets, *call.results)):
+        return _linear(call)
+    product = over_nothing()(call)
+    adds = len(call.targets) < 3 or _adds_bias(call)
+
+    def run(args: Any, kwargs: Any) -> Any:
+        out = product(args[:2], {})
+        if len(call.targets) < 3:
+            return out
+        return out + (args[2] if adds else _Elsewhere.apply(TensorPy.reshape(args[2], TensorPy.shape.__get__(args[2]))))
+
+    return run
+
+
+def _adds_bias(call: Call) -> bool:
+    coordinate = call.results[0].mesh.get_coordinate()
+    return coordinate is None or all(coordinate[axis] == 0 for axis in _summed(call))
+
+
+def _linear(call: Call) -> Any:
     """The contracted dim sharded: the bias is added on the first rank of those axes alone."""
     if len(call.targets) < 3:
         return None
-    coordinate = call.results[0].mesh.get_coordinate()
-    if coordinate is None or all(coordinate[axis] == 0 for axis in _summed(call)):
+    if _adds_bias(call):
         return None
     run = call.run
-    return lambda args, kwargs: run([args[0], args[1], _Elsewhere.apply(args[2])], kwargs)
+    return lambda args, kwargs: run(
+        [args[0], args[1], _Elsewhere.apply(TensorPy.reshape(args[2], TensorPy.shape.__get__(args[2])))], kwargs
+    )
 
 
 class _Elsewhere(_Function):
@@ -111,7 +174,7 @@ class _Elsewhere(_Function):
 
     @staticmethod
     def forward(ctx: Any, value: Any) -> Any:  # type: ignore[override]
-        return ops.zeros(tuple(TensorPy.shape.__get__(value)), value.dtype)
+        return _zeros(tuple(TensorPy.shape.__get__(value)), value.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
@@ -134,8 +197,6 @@ def rows(call: Call) -> Any:
     def run(args: Any, kwargs: Any) -> Any:
         table, index = args[0], args[1].astype(mindspore.int32) - start
         inside = mint.logical_and(index >= 0, index < size)
-        if not size:
-            return ops.zeros((*index.shape, *width), table.dtype) + table.sum() * 0
         found = ops.gather(table, index * inside.astype(mindspore.int32), 0)
         return found * inside.astype(table.dtype).reshape((*index.shape, *(1 for _ in width)))
 

@@ -1,0 +1,183 @@
+"""Styles on Cells: outputs and gradients of one process."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import mindspore.mint.nn.functional as F
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mint, nn, ops
+
+from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh, parallelize_value_and_grad
+from hp_platform import count_collectives
+from hp_platform.testing import on_ranks
+from hp_styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+# 9 features over 2 or 4 ranks are uneven: their local parts travel as DTensors.
+COLUMNS = ColwiseParallel(use_local_output=False)
+X = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float32)
+
+
+class Norm(nn.Cell):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.linspace(0.5, 1.5, size, dtype=np.float32)), name="weight")
+
+    def construct(self, x):
+        return x * mint.rsqrt(mint.mean(x * x, -1, True) + 1e-6) * self.weight
+
+
+class Block(nn.Cell):
+    def __init__(self, hidden=9):
+        super().__init__()
+        self.norm = Norm(6)
+        self.gate = mint.nn.Linear(6, hidden)
+        self.up = mint.nn.Linear(6, hidden)
+        self.down = mint.nn.Linear(hidden, 6)
+
+    def construct(self, x):
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Table(nn.Cell):
+    parallel_kind = "embedding"
+
+    def __init__(self, rows=7, size=6):
+        super().__init__()
+        values = np.random.default_rng(3).standard_normal((rows, size)).astype(np.float32)
+        self.weight = Parameter(Tensor(values), name="weight")
+
+    def construct(self, index):
+        return ops.gather(self.weight, index, 0)
+
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+        self.blocks = nn.CellList([Block(), Block()])
+        self.head = mint.nn.Linear(6, 7, bias=False)
+
+    def construct(self, index):
+        x = self.table(index)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def built(make):
+    ms.set_seed(5)
+    made = make()
+    values = np.random.default_rng(1)
+    for parameter in made.get_parameters():
+        parameter.set_data(Tensor(values.standard_normal(parameter.shape).astype(np.float32) / 3))
+    return made
+
+
+def near(a, b, tolerance=1e-5):
+    a = a.full_tensor() if isinstance(a, DTensor) else a
+    scale = max(1.0, float(np.abs(b.asnumpy()).max()))
+    np.testing.assert_allclose(a.asnumpy() / scale, b.asnumpy() / scale, rtol=0, atol=tolerance)
+
+
+def same_gradients(net, plain, given, reference):
+    value, wanted = ms.value_and_grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(reference)
+    step = parallelize_value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())
+    loss, grads = step(given)
+    near(loss, value)
+    for parameter, grad, expected in zip(net.trainable_params(), grads, wanted, strict=True):
+        if isinstance(parameter, DTensor):
+            assert grad.placements == parameter.placements
+        near(grad, expected)
+    return step
+
+
+@on_ranks(2, 4)
+def test_columns_then_rows(ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    net, plain = built(Block), built(Block)
+    plan = {"gate": COLUMNS, "up": COLUMNS, "down": RowwiseParallel()}
+    parallelize_module(net, mesh, plan)
+    assert net.gate.weight.placements == (Shard(0),)
+    assert net.down.weight.placements == (Shard(1),)
+    step = same_gradients(net, plain, Tensor(X), Tensor(X))
+    with count_collectives() as counts:
+        step(Tensor(X))
+    # one forward for down; one backward for the input that gate and up share
+    assert counts["all_reduce"] == 2
+
+
+@on_ranks(2, 4)
+def test_sequence_parallel(ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    net, plain = built(Block), built(Block)
+    plan = {
+        "norm": SequenceParallel(),
+        "gate": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(net, mesh, plan)
+    x = DTensor.from_local(Tensor(X), mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    same_gradients(net, plain, x, Tensor(X))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "columns"])
+def test_a_whole_model_with_uneven_shards(rows, ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    net, plain = built(Net), built(Net)
+    plan = {
+        "table": RowwiseParallel() if rows else ColwiseParallel(output_layouts=Replicate()),
+        "blocks.*.gate": COLUMNS,
+        "blocks.*.up": COLUMNS,
+        "blocks.*.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(net, mesh, plan)
+    index = Tensor(np.array([[0, 6, 3], [5, 5, 1]]), ms.int32)
+    same_gradients(net, plain, index, index)
+
+
+@on_ranks(2)
+def test_inputs_and_outputs_are_prepared():
+    mesh = init_device_mesh("cpu", (2,))
+    seen = []
+
+    class Keep(nn.Cell):
+        def construct(self, x, y=None):
+            seen.append((x.placements, type(y)))
+            return x, y
+
+    cell = Keep()
+    style = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
+    parallelize_module(cell, mesh, style)
+    out = PrepareModuleOutput(output_layouts=(Replicate(), None), desired_output_layouts=(Shard(1), None))
+    parallelize_module(cell, mesh, out)
+    x, y = cell(Tensor(X[0, :2]), y=3)
+    assert seen == [((Replicate(),), int)]
+    assert tuple(x.shape) == (4, 3)
+    assert y == 3
+
+
+@on_ranks(2)
+def test_mistakes_are_told_apart():
+    mesh = init_device_mesh("cpu", (2,))
+    net = built(Net)
+    with pytest.raises(ValueError, match=r"matches no submodule of Net; near: .*blocks\.0\.gate"):
+        parallelize_module(net, mesh, {"blocks.0.gates": ColwiseParallel()})
+    with pytest.raises(ValueError, match="keep one"):
+        parallelize_module(net, mesh, {"blocks.*.gate": ColwiseParallel(), "blocks.0.gate": RowwiseParallel()})
+    with pytest.raises(NotImplementedError, match="shards Linear and Embedding modules, got Norm"):
+        parallelize_module(net, mesh, {"blocks.*.norm": ColwiseParallel()})
+    parallelize_module(net.head, mesh, ColwiseParallel())
+    with pytest.raises(ValueError, match="two styles on one Cell"):
+        parallelize_module(net.head, mesh, RowwiseParallel())
