@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 SOURCES = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
 CONSTRAINTS = "constraints.txt"
+RESULTS = ".nox/results"  # of whole test runs, a file for each backend; pytest makes the folder
 FRAMEWORK_CONSTRAINTS = "constraints-{}.txt"  # PyTorch and MindSpore work with different versions of NumPy
 
 # uv does not read pip's settings. Where a machine is set up for pip (a folder of wheels with a CPU build of torch, a
@@ -67,7 +69,9 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
     framework = backend.split("-")[0]
     install(session, *packages, extras=f"[{framework},test]", others=tuple(requirements), framework=framework)
     folders = [f"packages/{name}" for name in packages]
-    session.run("python", "-m", "pytest", *folders, "--backend", backend, *session.posargs)
+    whole = packages == PACKAGES and not session.posargs
+    results = [f"--junitxml={RESULTS}/{backend}.xml"] if whole else []
+    session.run("python", "-m", "pytest", *folders, "--backend", backend, *results, *session.posargs)
 
 
 @nox.session
@@ -110,6 +114,12 @@ def compare(session: nox.Session) -> None:
     pins = ("--constraint", CONSTRAINTS, "--constraint", FRAMEWORK_CONSTRAINTS.format("mindspore"))
     session.run("uv", "pip", "install", "--quiet", "--python", str(python), *editables, *pins)
     session.run("python", "examples/compare_frameworks.py", "--mindspore", str(python), *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def backends(session: nox.Session) -> None:
+    """Writes docs/backends.md from what the sessions `tests` left, run before without a `--` of their own."""
+    session.run(sys.executable, "docs/make_backends.py", RESULTS, *session.posargs, external=True)
 
 
 @nox.session

@@ -122,6 +122,7 @@ def test_modules_of_another_framework_are_left_out_and_counted(tmp_path):
         (tmp_path / name).write_text(f"{text}\n\ndef test_wrong(): assert False\n")
     output = run_pytest(
         tmp_path,
+        "--junitxml=results.xml",
         text=f"""
 import pytest
 
@@ -137,7 +138,9 @@ def test_runs():
     )
     title = {"torch": "PyTorch", "mindspore": "MindSpore"}[other]
     assert "1 passed, 1 skipped" in output and f"for {title} only" in output
-    assert f"left out, for {title} only: 6 test modules (5 in ., 1 in {other})" in output
+    left_out = f"for {title} only: 6 test modules (5 in ., 1 in {other})"
+    assert f"left out, {left_out}" in output
+    assert f'<property name="left out" value="{left_out}" />' in (tmp_path / "results.xml").read_text()
 
 
 def test_a_test_that_is_not_for_a_backend_is_skipped(tmp_path):

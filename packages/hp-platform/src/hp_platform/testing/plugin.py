@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,13 +83,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tell which test modules were left out."""
-    left_out = config.stash[_LEFT_OUT]
-    for framework in sorted({framework for framework, _ in left_out}):
-        counts = {folder: count for (name, folder), count in sorted(left_out.items()) if name == framework}
-        where = ", ".join(f"{count} in {folder}" for folder, count in counts.items())
-        total = sum(counts.values())
-        modules = "test module" if total == 1 else "test modules"
-        terminalreporter.write_line(f"left out, for {TITLES[framework]} only: {total} {modules} ({where})")
+    for line in _left_out(config):
+        terminalreporter.write_line(f"left out, {line}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _left_out_in_junit_xml(record_testsuite_property: Callable[[str, object], None], request: Any) -> None:
+    """Tell it in the file of --junitxml, too."""
+    for line in _left_out(request.config):
+        record_testsuite_property("left out", line)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -109,6 +112,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     pool.close_pools()
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash[_LEFT_OUT]:
         session.exitstatus = pytest.ExitCode.OK
+
+
+def _left_out(config: pytest.Config) -> Iterator[str]:
+    left_out = config.stash[_LEFT_OUT]
+    for framework in sorted({framework for framework, _ in left_out}):
+        counts = {folder: count for (name, folder), count in sorted(left_out.items()) if name == framework}
+        where = ", ".join(f"{count} in {folder}" for folder, count in counts.items())
+        total = sum(counts.values())
+        modules = "test module" if total == 1 else "test modules"
+        yield f"for {TITLES[framework]} only: {total} {modules} ({where})"
 
 
 def _filters(config: pytest.Config, item: pytest.Item | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
