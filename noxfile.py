@@ -155,7 +155,7 @@ def build_packages(session: nox.Session, folder: str, *options: str) -> None:
 
 @nox.session
 def isolation(session: nox.Session) -> None:
-    """Each package as a wheel, alone with its dependencies, in an empty environment: without a framework, then with."""
+    """Each package as a wheel, alone with its dependencies: without a framework, with torch, MindSpore, both."""
     folder = ROOT / session.create_tmp()
     build_packages(session, str(folder / "wheels"))  # the wheels are built from the sdists
     wheels = {path.name.split("-")[0].replace("_", "-"): path.as_uri() for path in folder.glob("wheels/*.whl")}
@@ -165,9 +165,15 @@ def isolation(session: nox.Session) -> None:
         environment = folder / package
         python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
         session.run("uv", "venv", "--quiet", "--clear", str(environment))
-        for extra, mode in [("", "without-framework"), ("[torch]", "with-torch")]:
+        stages = [("", "torch", "without-framework"), ("[torch]", "torch", "with-torch")]
+        if package == "hp-dtensor":  # all use one switch, so one package is enough to try it with both
+            stages.append(("[torch,mindspore]", "mindspore", "with-both"))
+        stages.append(("[mindspore]", "mindspore", "with-mindspore"))
+        for extra, framework, mode in stages:
+            if mode == "with-mindspore":
+                session.run("uv", "venv", "--quiet", "--clear", str(environment))
             requirement = f"{package}{extra} @ {wheels[package]}"
-            pins = (CONSTRAINTS, FRAMEWORK_CONSTRAINTS.format("torch"), str(own))
+            pins = (CONSTRAINTS, FRAMEWORK_CONSTRAINTS.format(framework), str(own))
             constraints = [argument for pin in pins for argument in ("--constraint", pin)]
             session.run("uv", "pip", "install", "--quiet", "--python", str(python), requirement, *constraints)
             session.run(str(python), "-I", ".ci/check_isolated.py", package, mode, external=True)

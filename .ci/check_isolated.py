@@ -2,9 +2,12 @@
 
     python -I .ci/check_isolated.py hp-fsdp without-framework
     python -I .ci/check_isolated.py hp-fsdp with-torch
+    python -I .ci/check_isolated.py hp-fsdp with-mindspore
+    python -I .ci/check_isolated.py hp-fsdp with-both
 
 Without a framework the package has to import, and whatever of it needs one has to say which command installs one.
-With torch installed, importing the package must still not import torch, and every public name has to resolve.
+With torch, MindSpore or both installed, importing the package must still import neither, and every public name has to
+resolve, on the framework that is there; with both, on torch.
 The wheel has to hold every file of the package's sources.
 """
 
@@ -33,9 +36,18 @@ def left_out(package: str) -> list[str]:
     """The files of the package's sources that its wheel has not."""
     source = Path("packages", package, "src")
     files = {
-        p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+        path.as_posix()
+        for path in (found.relative_to(source) for found in source.rglob("*") if found.is_file())
+        if not any(part == "__pycache__" or part.startswith(".") for part in path.parts)
     }
     return sorted(files - {path.as_posix() for path in importlib.metadata.files(package) or ()})
+
+
+def refuse_frameworks(what: str) -> None:
+    """Raises SystemExit where something has imported a framework."""
+    imported = [name for name in ("torch", "mindspore") if name in sys.modules]
+    if imported:
+        raise SystemExit(f"{what} imported {', '.join(imported)}")
 
 
 def check(package: str, mode: str) -> str:
@@ -43,20 +55,22 @@ def check(package: str, mode: str) -> str:
     if missing := left_out(package):
         raise SystemExit(f"{package}: the wheel lacks {missing}")
     module = importlib.import_module(package.replace("-", "_"))
-    if "torch" in sys.modules:
-        raise SystemExit(f"{package}: importing it imported torch")
+    refuse_frameworks(f"{package}: importing it")
     for command in importlib.metadata.distribution(package).entry_points.select(group="console_scripts"):
         command.load()
-        if "torch" in sys.modules:
-            raise SystemExit(f"{package}: loading the command {command.name} imported torch")
+        refuse_frameworks(f"{package}: loading the command {command.name}")
 
     if not hasattr(module, "__all__"):
         raise SystemExit(f"{package}: {module.__name__} has no __all__, so nobody can tell what is public")
     errors = unresolved(module, module.__all__)
-    if mode == "with-torch":
+    if mode != "without-framework":
         if errors:
-            raise SystemExit(f"{package}: with torch installed these names do not resolve: {errors}")
-        return f"{package} with torch: {len(module.__all__)} public names resolve"
+            raise SystemExit(f"{package} {mode}: these names do not resolve: {errors}")
+        expected = "mindspore" if mode == "with-mindspore" else "torch"
+        chosen = importlib.import_module("hp_platform").get_platform().name
+        if chosen != expected:
+            raise SystemExit(f"{package} {mode}: the platform is {chosen}, expected {expected}")
+        return f"{package} {mode}: {len(module.__all__)} public names resolve on {chosen}"
 
     unclear = {name: repr(error) for name, error in errors.items() if INSTALL_COMMAND not in str(error)}
     if unclear:
