@@ -144,6 +144,9 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
             return [change(v) for v in value]
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
+        return alias(value)
+
+    def alias(value: Any) -> Any:
         if value.ndim and not _implicit.get():
             raise ValueError(
                 f"{name}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape {some._spec.shape}"
@@ -151,8 +154,8 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
                 " plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
             )
         with NoFallbackGuard():
-            alias = value.reshape(value.shape) if value._requires_grad else ops.stop_gradient(value)
-        return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
+            same = value.reshape(value.shape) if value._requires_grad else ops.stop_gradient(value)
+        return wrap(same, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
 
     if "Inplace" in name and not isinstance(args[0], DTensor):
         raise ValueError(

@@ -16,7 +16,7 @@ from hp_dtensor.mindspore.dispatch import run_kernel
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, redistribute, unwrap, wrap
 from hp_dtensor.mindspore.functions import bind
 from hp_dtensor.mindspore.plans import Call
-from hp_dtensor.placements import Replicate
+from hp_dtensor.placements import Replicate, Shard
 from hp_dtensor.spec import TensorSpec
 
 __all__ = ["get_item", "set_item"]
@@ -169,7 +169,7 @@ def _value_spec(spec: TensorSpec, items: list[Any], value: DTensor) -> TensorSpe
         dim = getattr(placement, "dim", None)
         at = kept.index(dim) - lead if dim in kept else -1
         shared = at >= 0 and value._spec.shape[at] == spec.shape[dim]  # type: ignore[index]
-        placements.append(type(placement)(at) if shared and not hasattr(placement, "split_factor") else Replicate())
+        placements.append(Shard(at) if shared and isinstance(placement, Shard) else Replicate())
     return value._spec.with_placements(placements)
 
 

@@ -276,7 +276,7 @@ class DTensor(torch.Tensor):
             raise TypeError("data of a DTensor must be a DTensor: distribute_tensor(value, mesh, placements)")
         if isinstance(value, DTensor) and _enabled():
             self._spec = value._spec
-        vars(self).pop("_shadows", None)  # they are on the old memory
+        self.__dict__.pop("_shadows", None)  # they are on the old memory
         _impl(_set_data, (), (self, value))
 
     def backward(
