@@ -43,7 +43,7 @@ def find_parameters(
         for name, parameter in getattr(current, parameters).items():
             if parameter is None or id(parameter) in skip:
                 continue
-            managed = found.get(id(parameter))
+            managed: Any = found.get(id(parameter))
             if managed is None:
                 owner = getattr(parameter, "_hsdp_owner", None)
                 if owner is not None:
