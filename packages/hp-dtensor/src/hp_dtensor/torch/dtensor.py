@@ -276,7 +276,7 @@ class DTensor(torch.Tensor):
             raise TypeError("data of a DTensor must be a DTensor: distribute_tensor(value, mesh, placements)")
         if isinstance(value, DTensor) and _enabled():
             self._spec = value._spec
-        self.__dict__.pop("_shadows", None)  # they are on the old memory
+        vars(self).pop("_shadows", None)  # they are on the old memory
         _impl(_set_data, (), (self, value))
 
     def backward(
@@ -313,7 +313,7 @@ class DTensor(torch.Tensor):
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
         spec = autograd.grad_spec(self._spec)
-        self.__dict__.pop("_shadows", None)  # their gradients would pass the hook by
+        vars(self).pop("_shadows", None)  # their gradients would pass the hook by
 
         def on_local(grad: torch.Tensor) -> Any:
             made = hook(wrap(grad.view_as(grad), spec))
