@@ -83,7 +83,9 @@ def test_gathers_ahead_of_time():
         group.overlaps = True
     most = []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda cell, inputs: most.append(sum(size > 0 for size in gathered(model)[1:])))
+        block.up.register_forward_pre_hook(
+            lambda cell, inputs: most.append(sum(size > 0 for size in gathered(model)[1:]))
+        )
     train(reference, model, steps=3)
     assert max(most) == 2 and not any(gathered(model))
     model.set_modules_to_forward_prefetch([model.blocks[2]])

@@ -86,6 +86,10 @@ def test_value_and_grad_of_mindspore_itself():
         assert type(gradient) is mindspore.Tensor
         local = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, shape=parameter.shape)
         close(whole(local), other.asnumpy(), parameter.name)
+    # A Cell that is differentiated itself.
+    output = mindspore.value_and_grad(model, None, model.trainable_params())
+    assert output(own)[1][0].shape == gradients[0].shape
+    close(output(own)[1][-1].asnumpy().sum(), 12.0 * tuple(output(own)[1][-1].shape)[0], "gradient of a sum")
     both = mindspore.value_and_grad(lambda x: loss_of(model(x)), 0, model.trainable_params())(own)
     assert both[0] == loss and both[1][0].shape == own.shape
 

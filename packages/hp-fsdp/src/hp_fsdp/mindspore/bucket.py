@@ -85,13 +85,20 @@ class Bucket:
         return 0 if self.full is None else self.storage.size()
 
     # ---- gathering ----
-    def _prepare(self) -> None:
+    def check(self) -> None:
+        """Raises where a parameter has no values yet.
+
+        Raises:
+            RuntimeError: it was built by ``init_empty_weights`` and not initialised.
+        """
         for parameter in self.parameters:
             if parameter.parameter.has_init:
                 raise RuntimeError(
                     f"fully_shard: parameter {parameter.name!r} of {self.owner} has no values yet. Give it some before"
                     " the first forward: hp_dtensor.init_parameters(model)"
                 )
+
+    def _prepare(self) -> None:
         self.full = mint.empty((self.layout.total,), dtype=self.compute_dtype)
         self.target = ops.stop_gradient(self.full)
         self.storage = self.full.untyped_storage()

@@ -36,6 +36,7 @@ class ParameterGroup:
         unsharded: the parameters are gathered.
         pinned: the user asked for them.
         carried: they stay gathered for the next micro-batch.
+        has_values: each parameter was seen to have some.
         gathering: handles of the gather under way, None where there is none.
         active: the calls whose backward has begun and is not over.
         overlaps: gathers run beside the computation, so that it pays to start them ahead of time.
@@ -64,6 +65,7 @@ class ParameterGroup:
         self.unsharded = False
         self.pinned = False
         self.carried = False
+        self.has_values = False
         self.gathering: list[Any] | None = None
         self.active: set[Call] = set()
         self.overlaps = get_platform().devices.capabilities.native_collectives
@@ -85,10 +87,18 @@ class ParameterGroup:
         return any(bucket.trains for bucket in self.buckets)
 
     # ---- parameters ----
+    def check(self) -> None:
+        """Raises where parameters have no values yet."""
+        if not self.has_values:
+            for bucket in self.buckets:
+                bucket.check()
+            self.has_values = True
+
     def start_unshard(self) -> None:
         """Starts the all-gathers, unless the parameters are there or on their way."""
         if self.unsharded or self.gathering is not None:
             return
+        self.check()
         with _no_grad(), local_mode():
             self.gathering = [bucket.gather(async_op=True) for bucket in self.buckets]
 

@@ -30,8 +30,16 @@ class HSDPModule(Controls):
     _hsdp_group: ParameterGroup
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward with the parameters gathered."""
-        return run_forward(self._hsdp_group, group_of, super().__call__, args, kwargs)  # type: ignore[misc]
+        """As every Cell's, which would give parameters without values whole ones."""
+        self._hsdp_group.check()
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the Cell's construct with the parameters gathered.
+
+        Not around ``__call__``: a Cell that is differentiated itself begins to record there.
+        """
+        return run_forward(self._hsdp_group, group_of, super().construct, args, kwargs)  # type: ignore[misc]
 
     def zero_grads(self) -> None:
         """Drops the gradients that wait for a backward pass with gradient sync, here and in the sharded Cells inside.
