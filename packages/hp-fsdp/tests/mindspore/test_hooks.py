@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from fsdp_cells import (
 
 from hp_dtensor import DTensor
 from hp_fsdp import HSDPModule
+from hp_fsdp.mindspore.unsharding import Call
 from hp_platform import count_collectives
 from hp_platform.testing import on_ranks
 
@@ -57,6 +59,16 @@ def test_memory_comes_and_goes():
     model.set_reshard_after_forward(False)
     differentiated(model, lambda x: (out := model(x), seen.update(kept=gathered(model)), loss_of(out))[2])(batch()[1])
     assert all(seen["kept"]) and gathered(model) == [0, 0, 0, 0]
+
+
+@on_ranks(2)
+def test_steps_leave_nothing_behind():
+    _, model = pair()
+    step = differentiated(model)
+    for _ in range(3):
+        step(batch()[1])
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Call]
 
 
 @on_ranks(2)
@@ -193,18 +205,27 @@ def test_unshard_by_hand():
 
 
 @on_ranks(2)
-def test_an_error_leaves_a_model_that_trains():
+def test_an_error_in_forward_leaves_a_model_that_trains():
     reference, model = pair()
 
-    def fails(gradient):
+    def fails(cell, inputs, output):
         raise ValueError("on purpose")
 
     block = model.blocks[1]
-    handle = block.up.register_forward_hook(lambda cell, inputs, output: fails(None))
+    handle = block.up.register_forward_hook(fails)
     with pytest.raises(ValueError, match="on purpose"):
         differentiated(model)(batch()[1])
     handle.remove()
     assert isinstance(block.up.weight, DTensor) and not any(gathered(model))
+    train(reference, model, steps=1)
+
+
+@on_ranks(2)
+def test_an_error_in_backward_leaves_a_model_that_trains():
+    reference, model = pair()
+
+    def fails(gradient):
+        raise ValueError("on purpose")
 
     def hooked(x):
         hidden = model.blocks[0](x @ ops.ones((5, 7), x.dtype))
