@@ -26,6 +26,7 @@ from hp_dtensor import (
     parallelize_value_and_grad,
 )
 from hp_dtensor.mindspore.api import distribute_parameter
+from hp_dtensor.mindspore.autograd import grad_enabled
 from hp_platform import count_collectives
 from hp_platform.testing import on_ranks
 
@@ -163,6 +164,7 @@ def test_value_and_grad_of_inputs_and_more_results():
     assert dx.placements == (Replicate(),)
     with pytest.raises(ValueError, match="scalar"):
         parallelize_value_and_grad(lambda x: x * 2, 0)(d)
+    assert not grad_enabled()
 
 
 class Scaled(DFunction):

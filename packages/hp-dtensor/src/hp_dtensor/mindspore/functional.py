@@ -7,6 +7,7 @@ from typing import Any
 
 import mindspore
 from mindspore import Tensor, _Function, ops
+from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
 from hp_dtensor.gradients import grad_spec
 from hp_dtensor.mindspore import autograd
@@ -61,8 +62,12 @@ def parallelize_value_and_grad(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         autograd.forget()
+        recorded = _pynative_executor.grad_flag()
         try:
             value, grads = inner(*args, **kwargs)
+        except BaseException:
+            _pynative_executor.set_grad_flag(recorded)  # MindSpore would go on recording
+            raise
         finally:
             autograd.forget()
         loss, rest = (value[0], tuple(value[1:])) if has_aux else (value, ())
