@@ -14,7 +14,6 @@ from hp_dtensor.mindspore import autograd
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.functions import plan_function
-from hp_dtensor.spec import TensorSpec
 
 __all__ = ["DFunction", "parallelize_value_and_grad"]
 
@@ -41,15 +40,16 @@ def parallelize_value_and_grad(
     Raises:
         ValueError: the loss is not a scalar.
     """
-    state: dict[str, TensorSpec | None] = {}
+    state: dict[str, Any] = {}
 
     def scalar(*args: Any, **kwargs: Any) -> Any:
         out = fn(*args, **kwargs)
         loss, rest = (out[0], tuple(out[1:])) if has_aux else (out, ())
         state["spec"] = None
         if isinstance(loss, DTensor):
-            if loss.size != 1:
-                raise ValueError(f"parallelize_value_and_grad: the loss has shape {loss.shape}, it must be a scalar")
+            if loss.size != 1:  # told below: an error raised in here would leave MindSpore recording
+                state["shape"] = loss.shape
+                loss = loss.sum()
             keep = [p if p.is_partial("sum") else Replicate() for p in loss._spec.placements]
             spec = loss._spec.with_placements(keep)
             loss = loss if spec is loss._spec else redistribute(loss, spec)
@@ -70,6 +70,10 @@ def parallelize_value_and_grad(
             raise
         finally:
             autograd.forget()
+        if "shape" in state:
+            raise ValueError(
+                f"parallelize_value_and_grad: the loss has shape {state.pop('shape')}, it must be a scalar"
+            )
         loss, rest = (value[0], tuple(value[1:])) if has_aux else (value, ())
         spec = state["spec"]
         if spec is not None:
