@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from hp_dtensor.border import custom_shard
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh, init_device_mesh
+from hp_dtensor.modes import SkipDTensorDispatch, implicit_replication
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_platform import lazy_exports
 
 if TYPE_CHECKING:
     from hp_dtensor.torch.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
-    from hp_dtensor.torch.dispatch import SkipDTensorDispatch, implicit_replication
     from hp_dtensor.torch.dtensor import DTensor
     from hp_dtensor.torch.functional import DFunction, parallelize_value_and_grad
     from hp_dtensor.torch.init import init_empty_weights, init_on_device, init_parameters
@@ -54,12 +54,10 @@ __getattr__, __dir__ = lazy_exports(
     {
         "DFunction": "functional",
         "DTensor": "dtensor",
-        "SkipDTensorDispatch": "dispatch",
         "distribute_module": "api",
         "distribute_tensor": "api",
         "empty": "api",
         "full": "api",
-        "implicit_replication": "dispatch",
         "init_empty_weights": "init",
         "init_on_device": "init",
         "init_parameters": "init",

@@ -1,4 +1,4 @@
-"""Functions on local tensors, with DTensors at their border."""
+"""Functions that see local tensors, with DTensors at their border."""
 
 from __future__ import annotations
 
@@ -12,7 +12,47 @@ from hp_dtensor.placements import Placement
 from hp_dtensor.spec import normalize
 from hp_platform import get_platform
 
-__all__ = ["custom_shard"]
+__all__ = ["apply_function", "custom_shard", "framework"]
+
+
+def framework(module: str) -> Any:
+    """A module of the framework folder in use."""
+    return importlib.import_module(f"hp_dtensor.{get_platform().name}.{module}")
+
+
+def apply_function(function: Any, apply: Callable[..., Any], args: Sequence[Any], tensor: type) -> Any:
+    """Runs an autograd function of a user's own, a `DFunction`, on Tensors or DTensors.
+
+    Args:
+        function: the class; its ``_op_name`` names the rule.
+        apply: the framework's own ``apply`` of it, which sees local tensors.
+        args: its arguments.
+        tensor: the framework's tensor class.
+
+    Raises:
+        ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.
+    """
+    from hp_dtensor.rules.functions import plan_function  # defines the rules: not when the package is imported
+
+    f, convert = framework("dtensor"), framework("autograd").convert
+    tensors = [value for value in args if isinstance(value, tensor)]
+    given = [value for value in tensors if isinstance(value, f.DTensor)]
+    if not given:
+        return apply(*args)
+    if len(given) != len(tensors):
+        raise ValueError(f"{function.__name__}: plain tensors and DTensors are mixed; distribute the plain ones")
+    sizes = [f.local_view(value).itemsize for value in given]
+    found, spec = plan_function(function._op_name, [value._spec for value in given], sizes)
+    layouts = iter(zip(found.operands, found.vary, strict=True))
+    local = []
+    for value in args:
+        if isinstance(value, f.DTensor):
+            placements, vary = next(layouts)
+            axes = tuple(v and p.is_replicate() for v, p in zip(vary, placements, strict=True))
+            target = value._spec.with_placements(placements)
+            value = f.local_of(convert(value, target, axes if any(axes) else None))
+        local.append(value)
+    return f.wrap(apply(*local), spec)
 
 
 def custom_shard(
@@ -36,7 +76,7 @@ def custom_shard(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        f = importlib.import_module(f"hp_dtensor.{get_platform().name}.dtensor")
+        f = framework("dtensor")
         given = []
         for position, value in enumerate(args):
             wanted = in_placements[position] if in_placements is not None and position < len(in_placements) else None

@@ -8,7 +8,6 @@ catches them where MindSpore's Python runs them.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,55 +15,19 @@ from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard  # type: ignore[attr-defined]
 from mindspore.ops import Primitive, primitive
 
-from hp_dtensor.mindspore.autograd import local_mode, local_only
+from hp_dtensor.mindspore.autograd import local_only
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
 from hp_dtensor.mindspore.plans import Call, Plan, make_plan
+from hp_dtensor.modes import replicates_plain
 from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
 
-__all__ = ["SkipDTensorDispatch", "dispatch", "implicit_replication", "run_kernel"]
+__all__ = ["dispatch", "run_kernel"]
 
 _PLANS: dict[Any, Plan] = {}
 _LIMIT = 1 << 16
 _TELLS = frozenset({"typeof", "DType"})  # these make no tensor
-_implicit: contextvars.ContextVar[bool] = contextvars.ContextVar("implicit_replication", default=False)
-
-
-@contextlib.contextmanager
-def implicit_replication() -> Iterator[None]:
-    """Inside, a plain tensor that meets DTensors in an operation counts as replicated on their mesh.
-
-    It must then hold the same values on every rank of the mesh. Outside, mixing the two is an error.
-    """
-    token = _implicit.set(True)
-    try:
-        yield
-    finally:
-        _implicit.reset(token)
-
-
-class SkipDTensorDispatch:
-    """Context: inside, DTensors are their local parts in every respect. Nests; each thread has its own.
-
-    What works element by element on local parts, an optimizer's step above all, runs in it untouched.
-
-    Example:
-        >>> with SkipDTensorDispatch():
-        ...     optimizer(gradients)
-    """
-
-    def __init__(self) -> None:
-        self._contexts: list[Any] = []
-
-    def __enter__(self) -> SkipDTensorDispatch:
-        context = local_mode()
-        context.__enter__()
-        self._contexts.append(context)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._contexts.pop().__exit__(*error)
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
@@ -147,7 +110,7 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
         return alias(value)
 
     def alias(value: Any) -> Any:
-        if value.ndim and not _implicit.get():
+        if value.ndim and not replicates_plain():
             raise ValueError(
                 f"{name}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape {some._spec.shape}"
                 f" placed {some._spec.placements}. Distribute it (distribute_tensor or DTensor.from_local), or take"

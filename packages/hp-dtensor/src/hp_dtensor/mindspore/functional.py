@@ -9,11 +9,11 @@ import mindspore
 from mindspore import Tensor, _Function, ops
 from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
+from hp_dtensor.border import apply_function
 from hp_dtensor.gradients import grad_spec
 from hp_dtensor.mindspore import autograd
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_dtensor.placements import Replicate
-from hp_dtensor.rules.functions import plan_function
 
 __all__ = ["DFunction", "parallelize_value_and_grad"]
 
@@ -138,21 +138,4 @@ class DFunction(_Function):
         Raises:
             ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.
         """
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        given = [value for value in tensors if isinstance(value, DTensor)]
-        if not given:
-            return super().apply(*args)
-        if len(given) != len(tensors):
-            raise ValueError(f"{cls.__name__}: plain tensors and DTensors are mixed; distribute the plain ones")
-        found, spec = plan_function(cls._op_name, [value._spec for value in given], [value.itemsize for value in given])
-        layouts = iter(zip(found.operands, found.vary, strict=True))
-        local = []
-        for value in args:
-            if isinstance(value, DTensor):
-                placements, vary = next(layouts)
-                axes = tuple(v and p.is_replicate() for v, p in zip(vary, placements, strict=True))
-                target = value._spec.with_placements(placements)
-                moved = autograd.convert(value, target, axes if any(axes) else None)
-                value = local_of(moved) if moved is not value else local_of(value)
-            local.append(value)
-        return wrap(super().apply(*local), spec)
+        return apply_function(cls, super().apply, args, Tensor)

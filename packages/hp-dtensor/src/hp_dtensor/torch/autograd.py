@@ -41,6 +41,8 @@ _grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 
+local_mode = torch._C.DisableTorchFunctionSubclass
+"""Inside, DTensors are their local parts in every respect."""
 _memo: list[tuple[Any, ...]] = []
 _MEMO_SIZE = 4
 _pending: dict[tuple[int, tuple[bool, ...]], tuple[Any, torch.Tensor]] = {}

@@ -9,61 +9,24 @@ entries.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from hp_dtensor.modes import replicates_plain
 from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, wrap
 
-__all__ = ["SkipDTensorDispatch", "dispatch", "implicit_replication"]
+__all__ = ["dispatch"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
 _PLANS: dict[Any, Any] = {}
 _LIMIT = 1 << 16
 _SPECIAL: dict[Any, Any] = {}
-_implicit: contextvars.ContextVar[bool] = contextvars.ContextVar("implicit_replication", default=False)
-
-
-@contextlib.contextmanager
-def implicit_replication() -> Iterator[None]:
-    """Inside, a plain tensor that meets DTensors in an operation counts as replicated on their mesh.
-
-    It must then hold the same values on every rank of the mesh. Outside, mixing the two is an error.
-    """
-    token = _implicit.set(True)
-    try:
-        yield
-    finally:
-        _implicit.reset(token)
-
-
-class SkipDTensorDispatch:
-    """Context: inside, DTensors are their local parts in every respect. Nests; each thread has its own.
-
-    What works element by element on local parts, an optimizer's step above all, runs in it untouched.
-
-    Example:
-        >>> with SkipDTensorDispatch():
-        ...     optimizer.step()
-    """
-
-    def __init__(self) -> None:
-        self._contexts: list[Any] = []
-
-    def __enter__(self) -> SkipDTensorDispatch:
-        context = torch._C.DisableTorchFunctionSubclass()
-        context.__enter__()
-        self._contexts.append(context)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._contexts.pop().__exit__(*error)
 
 
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,7 +162,7 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return [change(v) for v in value]
         if not isinstance(value, Tensor) or type(value) is DTensor:
             return value
-        if value.dim() and not _implicit.get():
+        if value.dim() and not replicates_plain():
             raise ValueError(
                 f"{_name(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"
                 f" {tuple(some.shape)} placed {some._spec.placements}. Distribute it (distribute_tensor or"

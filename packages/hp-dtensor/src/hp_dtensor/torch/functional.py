@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.border import apply_function
 from hp_dtensor.placements import Replicate
-from hp_dtensor.rules.functions import plan_function
-from hp_dtensor.torch import autograd
-from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
+from hp_dtensor.torch.dtensor import DTensor
 
 __all__ = ["DFunction", "parallelize_value_and_grad"]
 
@@ -97,21 +96,4 @@ class DFunction(torch.autograd.Function):
         Raises:
             ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.
         """
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        given = [value for value in tensors if isinstance(value, DTensor)]
-        if not given:
-            return super().apply(*args)
-        if len(given) != len(tensors):
-            raise ValueError(f"{cls.__name__}: plain tensors and DTensors are mixed; distribute the plain ones")
-        specs, sizes = [value._spec for value in given], [value.element_size() for value in given]
-        found, spec = plan_function(cls._op_name, specs, sizes)
-        layouts = iter(zip(found.operands, found.vary, strict=True))
-        local = []
-        for value in args:
-            if isinstance(value, DTensor):
-                placements, vary = next(layouts)
-                axes = tuple(v and p.is_replicate() for v, p in zip(vary, placements, strict=True))
-                target = value._spec.with_placements(placements)
-                value = local_of(autograd.convert(value, target, axes if any(axes) else None))
-            local.append(value)
-        return wrap(super().apply(*local), spec)
+        return apply_function(cls, super().apply, args, torch.Tensor)
