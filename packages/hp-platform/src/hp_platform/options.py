@@ -8,12 +8,12 @@ from datetime import timedelta
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """What to ask of a new process group's backend, PyTorch's; what a backend doesn't have it refuses.
+    """What to ask of a new process group's backend; what a backend doesn't have it refuses.
 
     Attributes:
-        timeout: how long an operation may take; None is the backend's default.
+        timeout: how long an operation may take; None is the backend's default. PyTorch's groups only.
         buffer_size: MB of device memory that hccl communicates through; None is its default (200). hccl only.
-        high_priority: communicate on a stream of high priority. hccl and nccl.
+        high_priority: communicate on a stream of high priority. PyTorch's hccl and nccl.
 
     Raises:
         ValueError: `buffer_size` is below 1.

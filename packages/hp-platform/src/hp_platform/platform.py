@@ -25,7 +25,7 @@ class Platform:
         collectives: communication inside a group.
         devices: the kind of device in use, its memory and streams.
         random: the random generators.
-        fused: fused operators; None where the platform has none.
+        fused: fused operators, composed of others where the device has none.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Platform:
     collectives: Collectives
     devices: Devices
     random: Random
-    fused: Fused | None = None
+    fused: Fused
 
 
 @functools.cache

@@ -24,11 +24,13 @@ class Capabilities:
         pinned_memory: the host's memory can be pinned, so that copies run beside the computation.
         native_collectives: the backend has every collective, and one with `async_op` runs beside the computation; else
             some are emulated, and each has done its work when the call returns.
+        fused_operators: the device has the operators of `Fused` in one piece; else they are composed of others.
     """
 
     streams: bool
     pinned_memory: bool
     native_collectives: bool
+    fused_operators: bool
 
 
 class Handle(Protocol):
@@ -59,7 +61,7 @@ class Groups(Protocol):
 
         Args:
             ranks: global ranks, this one among them.
-            pg_options: GroupOptions on PyTorch, or the framework's own, for the call that makes the group.
+            pg_options: GroupOptions, or the framework's own, for the call that makes the group.
         """
         ...
 

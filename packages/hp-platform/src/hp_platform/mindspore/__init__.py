@@ -6,7 +6,7 @@ modules directly.
 
 from __future__ import annotations
 
-from hp_platform.mindspore import collectives, groups, random
+from hp_platform.mindspore import collectives, fused, groups, random
 from hp_platform.mindspore.devices import devices
 from hp_platform.platform import Platform
 
@@ -15,4 +15,4 @@ __all__ = ["platform"]
 
 def platform() -> Platform:
     """Assemble the platform from its roles."""
-    return Platform("mindspore", groups=groups, collectives=collectives, devices=devices, random=random)
+    return Platform("mindspore", groups=groups, collectives=collectives, devices=devices, random=random, fused=fused)

@@ -43,7 +43,7 @@ class MindSporeDevices:
     def capabilities(self) -> Capabilities:
         """Tell what this kind of device can do."""
         ascend = self.kind == "npu"
-        return Capabilities(streams=ascend, pinned_memory=ascend, native_collectives=ascend)
+        return Capabilities(streams=ascend, pinned_memory=ascend, native_collectives=ascend, fused_operators=ascend)
 
     @property
     def count(self) -> int:

@@ -15,6 +15,7 @@ from mindspore.mint import distributed as dist
 
 from hp_platform.checks import check_ranks, check_same_world, check_split_ranks, no_default_group
 from hp_platform.mindspore.devices import devices
+from hp_platform.mindspore.options import own_options
 
 MCCL, HCCL = "mccl", "hccl"
 
@@ -169,7 +170,7 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> str:
 
     Args:
         ranks: global ranks, this one among them.
-        pg_options: a `mindspore.communication.GroupOptions`, for the call that makes the group.
+        pg_options: GroupOptions, or MindSpore's own, for the call that makes the group.
 
     Returns:
         The group's name.
@@ -187,11 +188,12 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> str:
 
 
 def _create(ranks: tuple[int, ...], options: Any | None = None) -> str:
+    own = own_options(options, get_backend())
     number = _made[ranks]
     _made[ranks] += 1
     digest = hashlib.sha1(f"{ranks} {number}".encode(), usedforsecurity=False).hexdigest()
     group = f"hp_{len(ranks)}_{digest}"
-    communication.create_group(group, list(ranks), options)
+    communication.create_group(group, list(ranks), own)
     _by_ranks[ranks], _ranks[group] = group, ranks
     return group
 
@@ -209,7 +211,7 @@ def split_group(
         parent: the group to split; None is the default group.
         split_ranks: for each child its ranks inside the parent; no rank in two children.
         timeout: must be None; MindSpore's groups share the default group's.
-        pg_options: a `mindspore.communication.GroupOptions` for a new child.
+        pg_options: GroupOptions for a new child, or MindSpore's own.
         group_desc: what a new child is for; MindSpore shows it nowhere.
 
     Returns:

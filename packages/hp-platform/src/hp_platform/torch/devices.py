@@ -41,7 +41,12 @@ class TorchDevices:
     def capabilities(self) -> Capabilities:
         """Tell what this kind of device can do."""
         accelerator = self.kind != "cpu"
-        return Capabilities(streams=accelerator, pinned_memory=accelerator, native_collectives=True)
+        return Capabilities(
+            streams=accelerator,
+            pinned_memory=accelerator,
+            native_collectives=True,
+            fused_operators=self.kind == "npu",
+        )
 
     @property
     def count(self) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_LAYOUTS = ("BSND", "BNSD")
+from hp_platform.fused_checks import check_attention, check_rms_norm, check_rotary, check_swiglu
+
 _NPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPRESSED = 2048  # sides of the mask that stands for any causal one on an NPU
 
@@ -44,21 +45,10 @@ def flash_attention(
         ValueError: a shape or the layout doesn't fit, or both `causal` and `mask`.
         TypeError: the dtypes differ, or an NPU's operator doesn't have it.
     """
-    if layout not in _LAYOUTS:
-        raise ValueError(f"layout={layout!r} is unknown: choose one of {', '.join(_LAYOUTS)}.")
-    heads, sequence = layout.index("N"), layout.index("S")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} in layout {layout}"
-    if not q.dim() == k.dim() == v.dim() == 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"flash_attention needs 4 dims, one batch and one head size, got {shapes}.")
-    if k.shape[:3] != v.shape[:3] or q.shape[heads] % k.shape[heads]:
-        raise ValueError(f"flash_attention needs v as long as k, and heads of q that divide over k's, got {shapes}.")
-    if causal and mask is not None:
-        raise ValueError("flash_attention takes causal=True or a mask: put the causal part into the mask.")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"flash_attention needs one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}.")
+    check_attention(q, k, v, causal=causal, masked=mask is not None, layout=layout)
     scale = float(q.shape[3] ** -0.5) if scale is None else scale
     if q.device.type == "npu":
-        return _npu_attention(q, k, v, causal, float(scale), mask, layout, q.shape[heads])
+        return _npu_attention(q, k, v, causal, float(scale), mask, layout, q.shape[layout.index("N")])
     if layout == "BSND":
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     rows, columns = q.shape[2], k.shape[2]
@@ -68,7 +58,7 @@ def flash_attention(
     found = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return found.transpose(1, 2) if sequence == 1 else found
+    return found.transpose(1, 2) if layout == "BSND" else found
 
 
 def _npu_attention(
@@ -112,8 +102,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
         ValueError: the shapes don't fit.
         TypeError: an NPU's operator doesn't have the dtype.
     """
-    if weight.dim() == 0 or x.shape[x.dim() - weight.dim() :] != weight.shape:
-        raise ValueError(f"rms_norm: weight of shape {tuple(weight.shape)} is not the last dims of {tuple(x.shape)}.")
+    check_rms_norm(x.shape, weight.shape)
     if x.device.type == "npu":
         _check_dtype("rms_norm", x)
         return _torch_npu().npu_rms_norm(x, weight, epsilon=eps)[0]
@@ -131,8 +120,7 @@ def swiglu(gate_and_up: torch.Tensor, dim: int = -1) -> torch.Tensor:
         ValueError: the dim has no two halves.
         TypeError: an NPU's operator doesn't have the dtype.
     """
-    if gate_and_up.shape[dim] % 2:
-        raise ValueError(f"swiglu: dim {dim} of shape {tuple(gate_and_up.shape)} has no two halves.")
+    check_swiglu(gate_and_up.shape, dim)
     if gate_and_up.device.type == "npu":
         _check_dtype("swiglu", gate_and_up)
         return _torch_npu().npu_swiglu(gate_and_up, dim=dim)
@@ -156,17 +144,7 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
         ValueError: the shapes don't fit.
         TypeError: an NPU's operator doesn't have the dtype.
     """
-    for name, x in (("q", q), ("k", k)):
-        tables = (cos.shape, sin.shape)
-        fits = all(
-            len(table) == x.dim() == 4 and all(a in (1, b) for a, b in zip(table, x.shape)) and table[3] == x.shape[3]
-            for table in tables
-        )
-        if not fits or x.shape[3] % 2:
-            raise ValueError(
-                f"rotary: {name} of shape {tuple(x.shape)} needs 4 dims with an even head size, and cos and sin that "
-                f"broadcast to it, got {tuple(cos.shape)} and {tuple(sin.shape)}."
-            )
+    check_rotary(q.shape, k.shape, cos.shape, sin.shape)
     return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
 

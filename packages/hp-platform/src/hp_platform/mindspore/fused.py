@@ -1,0 +1,175 @@
+"""Fused operators: MindSpore's own where the device has them (Ascend), plain math elsewhere.
+
+Shapes are in the layout "BSND" (batch, sequence, heads, head size) or "BNSD" (heads before sequence).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from hp_platform.fused_checks import check_attention, check_rms_norm, check_rotary, check_swiglu
+from hp_platform.mindspore.devices import devices
+
+_HALVES = (mindspore.float16, mindspore.bfloat16)
+_FLOATS = (*_HALVES, mindspore.float32)
+_COMPRESSED = 2048  # sides of the mask that stands for any causal one on Ascend
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    layout: str = "BSND",
+) -> Tensor:
+    """Attend: softmax(scale * q k^T) v, on Ascend without the matrix of weights in memory.
+
+    Args:
+        q: queries, in `layout`.
+        k: keys; their heads divide the queries' heads, which share them in order.
+        v: values, of the keys' heads and length.
+        causal: a query sees keys up to its own place; the last query sees all keys.
+        scale: of the logits; None is 1 / sqrt(head size).
+        mask: bool, true where a query may look, broadcast to (batch, heads, queries, keys); not with `causal`.
+        layout: "BSND" or "BNSD".
+
+    Returns:
+        What the queries found, in the shape of `q`.
+
+    Raises:
+        ValueError: a shape or the layout doesn't fit, or both `causal` and `mask`.
+        TypeError: the dtypes differ, or Ascend's operator doesn't have it (it has float16 and bfloat16).
+    """
+    check_attention(q, k, v, causal=causal, masked=mask is not None, layout=layout)
+    scale = float(q.shape[3] ** -0.5) if scale is None else float(scale)
+    if devices.capabilities.fused_operators:
+        return _ascend_attention(q, k, v, causal, scale, mask, layout)
+    if layout == "BSND":
+        q, k, v = (mint.transpose(tensor, 1, 2) for tensor in (q, k, v))
+    k, v = (_repeat_heads(tensor, q.shape[1]) for tensor in (k, v))
+    logits = mint.matmul(q, mint.transpose(k, 2, 3)) * scale
+    if causal:
+        rows, columns = q.shape[2], k.shape[2]
+        mask = Tensor(np.tri(rows, columns, columns - rows, dtype=bool))
+    if mask is not None:
+        logits = mint.where(mask, logits, Tensor(float("-inf"), logits.dtype))
+    found = mint.matmul(mint.nn.functional.softmax(logits, -1), v)
+    return mint.transpose(found, 1, 2) if layout == "BSND" else found
+
+
+def _ascend_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None, layout: str
+) -> Tensor:
+    _check_dtype("flash_attention", q, _HALVES)
+    hidden, mode = None, 0
+    if causal:
+        hidden, mode = _compressed_mask(), 3
+    elif mask is not None:
+        hidden = mint.logical_not(mask)
+        if len(hidden.shape) != 2:  # Ascend repeats over the batch and the heads alone
+            sizes = q.shape[layout.index("S")], k.shape[layout.index("S")]
+            heads = hidden.shape[1] if len(hidden.shape) == 4 else 1
+            hidden = mint.broadcast_to(hidden, (q.shape[0], heads, *sizes))
+    return ops.flash_attention_score(
+        q,
+        k,
+        v,
+        q.shape[layout.index("N")],
+        attn_mask=hidden,
+        scalar_value=scale,
+        input_layout=layout,
+        sparse_mode=mode,
+    )
+
+
+@functools.cache
+def _compressed_mask() -> Tensor:
+    return Tensor(~np.tri(_COMPRESSED, dtype=bool))
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    batch, given, length, size = x.shape
+    if given == heads:
+        return x
+    repeated = mint.broadcast_to(x.reshape(batch, given, 1, length, size), (batch, given, heads // given, length, size))
+    return repeated.reshape(batch, heads, length, size)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Normalise the last dims, those of the weight: x / sqrt(mean(x^2) + eps) * weight.
+
+    Args:
+        x: any shape that ends with the weight's.
+        weight: the scale.
+        eps: added to the mean of the squares.
+
+    Raises:
+        ValueError: the shapes don't fit.
+        TypeError: Ascend's operator doesn't have the dtype.
+    """
+    check_rms_norm(x.shape, weight.shape)
+    if devices.capabilities.fused_operators:
+        _check_dtype("rms_norm", x, _FLOATS)
+        return ops.rms_norm(x, weight, eps)[0]
+    dims = tuple(range(-len(weight.shape), 0))
+    return x * mint.rsqrt(mint.mean(x * x, dims, True) + eps) * weight
+
+
+def swiglu(gate_and_up: Tensor, dim: int = -1) -> Tensor:
+    """Gate: silu(a) * b for the halves a, b of a dim.
+
+    Args:
+        gate_and_up: the gate and what it lets through, one after the other.
+        dim: the dim that they share.
+
+    Raises:
+        ValueError: the dim has no two halves.
+        TypeError: Ascend's operator doesn't have the dtype.
+    """
+    check_swiglu(gate_and_up.shape, dim)
+    if devices.capabilities.fused_operators:
+        _check_dtype("swiglu", gate_and_up, _FLOATS)
+        return ops.swiglu(gate_and_up, dim)
+    gate, up = mint.chunk(gate_and_up, 2, dim)
+    return mint.nn.functional.silu(gate) * up
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their places: x * cos + (-x2, x1) * sin for the halves x1, x2 of the last dim.
+
+    Args:
+        q: 4 dims, the last the head size.
+        k: as `q`.
+        cos: 4 dims that broadcast to q and k, such as (1, sequence, 1, head size).
+        sin: as `cos`.
+
+    Returns:
+        The rotated queries and keys.
+
+    Raises:
+        ValueError: the shapes don't fit.
+        TypeError: Ascend's operator doesn't have the dtype.
+    """
+    check_rotary(q.shape, k.shape, cos.shape, sin.shape)
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if devices.capabilities.fused_operators:
+        _check_dtype("rotary", x, _FLOATS)
+        return ops.rotary_position_embedding(x, cos, sin)
+    first, second = mint.chunk(x, 2, -1)
+    return x * cos + mint.cat((-second, first), -1) * sin
+
+
+def _check_dtype(name: str, tensor: Any, known: tuple[Any, ...]) -> None:
+    if tensor.dtype not in known:
+        raise TypeError(f"{name} on Ascend takes {', '.join(str(each).lower() for each in known)}, got {tensor.dtype}.")
