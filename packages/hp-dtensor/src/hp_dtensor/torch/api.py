@@ -44,13 +44,20 @@ def from_local(
         raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
     wanted = normalize(wanted, mesh, len(shape) if shape is not None else local.dim(), "from_local")
     if shape is None:
+        if mesh.get_coordinate() is None and not local.numel():
+            raise ValueError(
+                f"from_local: rank {mesh.get_rank()} is not in {mesh}, and a local tensor of shape {tuple(local.shape)}"
+                " doesn't tell the global shape; give shape="
+            )
         sizes = list(local.shape)
         for axis, placement in enumerate(wanted):
             if not (placement.is_replicate() or placement.is_partial()):
                 sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
         shape = sizes
     spec = TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
-    if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape:
+    if mesh.get_coordinate() is None:
+        local = _nothing_of(local, spec)
+    elif tuple(local.shape) != spec.local_shape:
         raise ValueError(
             f"from_local: a tensor of global shape {spec.shape} placed {wanted} on {mesh.shape} has {spec.local_shape}"
             f" on rank {mesh.get_rank()} at {mesh.get_coordinate()}, got {tuple(local.shape)}"
@@ -58,6 +65,13 @@ def from_local(
     if run_check:
         _check(local, spec)
     return wrap(local.view_as(local), spec)
+
+
+def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The part of a rank outside the mesh: empty (a scalar's is zero), of the tensor's dtype, in its graph."""
+    if not spec.shape:
+        return tensor.reshape(()).clone().zero_()
+    return tensor.reshape(-1)[:0].reshape(spec.local_shape)
 
 
 def _check(local: torch.Tensor, spec: TensorSpec) -> None:
@@ -129,6 +143,8 @@ def distribute_tensor(
         for axis in range(mesh.ndim):
             if mesh.shape[axis] > 1:
                 get_platform().collectives.broadcast(whole, src_data_rank, group=mesh.get_group(axis))
+    if mesh.get_coordinate() is None:
+        whole = _nothing_of(whole, spec)
     local = execute(whole, spec.with_placements([Replicate()] * mesh.ndim), spec)
     if local.untyped_storage().data_ptr() == tensor.detach().untyped_storage().data_ptr() or local._base is not None:
         local = local.clone(memory_format=torch.contiguous_format)

@@ -17,7 +17,7 @@ axes, and added to ``.grad`` when backward ends, or when ``reduce_partial_grads`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,13 +41,20 @@ _grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 
-local_mode = torch._C.DisableTorchFunctionSubclass
-"""Inside, DTensors are their local parts in every respect."""
+waiting: dict[int, Callable[[], None]] = {}
+"""What ends each pending redistribution: Note [A pending DTensor] in `hp_dtensor.torch.pending`."""
 _memo: list[tuple[Any, ...]] = []
 _MEMO_SIZE = 4
 _pending: dict[tuple[int, tuple[bool, ...]], tuple[Any, torch.Tensor]] = {}
 _tasks: list[int | None] = [None]
 _NONE: dict[Any, Any] = {}
+
+
+def local_mode() -> Any:
+    """A context in which DTensors are their local parts in every respect; none is pending in it."""
+    for end in list(waiting.values()):
+        end()
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 class _Redistribute(torch.autograd.Function):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from hp_dtensor.layout import Layout, as_placements
+from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
@@ -141,24 +141,24 @@ class DTensor(torch.Tensor):
         *,
         async_op: bool = False,
     ) -> DTensor:
-        """The same value in another layout; differentiable.
+        """The same value in another layout, on this mesh or another; differentiable.
+
+        To another mesh it is collective over the ranks of both: a rank outside the tensor's mesh passes its empty part,
+        of the same dtype and ``requires_grad``, and runs backward as well.
 
         Args:
-            device_mesh: the tensor's own mesh (default), or a ``Layout``.
+            device_mesh: a mesh of the same kind of device, or a ``Layout``; default the tensor's own.
             placements: one an axis.
-            async_op: accepted; the result is ready when the call returns.
+            async_op: on a device with streams, run beside what follows until the result is used; elsewhere (CPU) the
+                result is ready when the call returns.
 
         Raises:
-            ValueError: a different mesh, placements that do not fit.
+            ValueError: placements that do not fit, or a mesh of another kind of device; on every rank, before anything
+                is sent.
         """
-        mesh, wanted = as_placements(device_mesh, placements, self._spec.mesh, "redistribute")
-        if mesh != self._spec.mesh:
-            raise ValueError(
-                f"redistribute: the tensor is on {self._spec.mesh}, asked for {mesh}; only the same mesh is supported "
-                "(gather with full_tensor() and distribute_tensor() it anew)"
-            )
-        spec = self._spec.with_placements(normalize(wanted, mesh, len(self._spec.shape), "redistribute"))
-        return redistribute(self, spec)
+        from hp_dtensor.torch.transfer import relayout
+
+        return relayout(self, device_mesh, placements, async_op=async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, plain, on every rank; differentiable."""
@@ -356,13 +356,9 @@ class DTensor(torch.Tensor):
         )
 
     def __format__(self, spec: str) -> str:
-        return (
-            format(self.item(), spec)
-            if self.dim() == 0 and spec
-            else repr(self)
-            if not spec
-            else object.__format__(self, spec)
-        )
+        if not spec:
+            return repr(self)
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hp_dtensor.torch.exchange import Run
 if TYPE_CHECKING:
     from hp_dtensor.spec import TensorSpec
 
-__all__ = ["clear_cache", "execute"]
+__all__ = ["as_movable", "clear_cache", "execute"]
 
 _programs: dict[tuple[TensorSpec, TensorSpec], tuple[Run, ...]] = {}
 _MAX_PROGRAMS = 8192
@@ -100,9 +100,9 @@ def _runner(step: Step, place: Place, group: Any, *, owned: bool) -> Run:
         cut = Cut.of(step.target, place)
         return _reducing(lambda op: exchange.reduce_scatter(op, cut, place, group), step.op)
     if isinstance(step, AllGather):
-        return _moving(exchange.all_gather(Cut.of(step.source, place), place, group))
+        return as_movable(exchange.all_gather(Cut.of(step.source, place), place, group))
     if isinstance(step, AllToAll):
-        return _moving(exchange.all_to_all(step, place, group))
+        return as_movable(exchange.all_to_all(step, place, group))
     return exchange.to_partial(step.op, place)
 
 
@@ -124,7 +124,9 @@ def _reducing(make: Callable[[str], Run], op: str) -> Run:
     return reduce
 
 
-def _moving(run: Run) -> Run:
+def as_movable(run: Run) -> Run:
+    """``run``, which only moves elements, for every dtype: those that backends can't send travel as another."""
+
     def move(local: torch.Tensor) -> torch.Tensor:
         dtype = local.dtype
         if dtype in _NATIVE or dtype.is_complex:

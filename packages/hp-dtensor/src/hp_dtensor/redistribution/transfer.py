@@ -1,0 +1,344 @@
+"""Redistribution between two meshes as data: who sends what to whom, computed alike on every rank.
+
+Note [Three legs of a transfer]
+    A tensor goes from one mesh to another in three legs: a plan of `hp_dtensor.redistribution.planner` on the source
+    mesh, which reduces what is partial; one exchange between the meshes, in which every rank gets each element that it
+    needs once, its own copy where it has one; a plan on the target mesh. Where ranks of the source hold the same
+    elements they take turns in sending. What is partial may be reduced to pieces, and what is to be replicated may be
+    received in pieces and gathered, where that is fewer bytes for the rank that moves the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+import numpy as np
+
+from hp_dtensor.layout import Layout
+from hp_dtensor.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.redistribution.pieces import Pieces, held, merged, overlap, runs_of, shared
+from hp_dtensor.redistribution.planner import explain, plan, step_cost
+from hp_dtensor.redistribution.simulate import coordinates, neutral
+from hp_dtensor.redistribution.steps import Step
+from hp_dtensor.sharding import Interval, cut_dim, local_shape, normalize, ragged_of
+
+__all__ = ["Move", "Transfer", "explain_transfer", "plan_transfer"]
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[Interval, ...], ...]
+"""Intervals of each run of a local tensor; what lies in all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Elements that one rank gets from one rank.
+
+    Args:
+        source: the global rank that has them.
+        destination: the global rank that gets them; the same one for its own copy.
+        taken: where they lie in the source's local tensor, seen as `Transfer.view`.
+        put: where they go in the destination's local tensor. Both are in the tensor's order.
+        sizes: how many of each run.
+    """
+
+    source: int
+    destination: int
+    taken: Box
+    put: Box
+    sizes: Shape
+
+    @property
+    def elements(self) -> int:
+        """How many they are."""
+        return prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The way of a tensor from one mesh to another: Note [Three legs of a transfer]. Made by `plan_transfer`.
+
+    Args:
+        source: the layout that it has.
+        sent: the layout on the same mesh in which it is sent; no ``Partial``.
+        received: the layout on the other mesh in which it arrives.
+        target: the layout that it gets.
+        shape: the global shape.
+    """
+
+    source: Layout
+    sent: Layout
+    received: Layout
+    target: Layout
+    shape: Shape
+
+    @property
+    def before(self) -> tuple[Step, ...]:
+        """The steps on the source mesh."""
+        return plan(_placed(self.source), _placed(self.sent), self.shape, self.source.mesh_shape)
+
+    @property
+    def after(self) -> tuple[Step, ...]:
+        """The steps on the target mesh."""
+        return plan(_placed(self.received), _placed(self.target), self.shape, self.target.mesh_shape)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both meshes, ascending: all of them take part, nobody else does."""
+        return tuple(sorted({*self.source.rank_list, *self.target.rank_list}))
+
+    @property
+    def sends(self) -> bool:
+        """Whether anything goes from one rank to another in the exchange."""
+        return self.elements > 0
+
+    def moves_from(self, rank: int) -> tuple[Move, ...]:
+        """What a rank sends, its own copy included; by destination, ascending."""
+        routes = self._exchange.routes
+        return tuple(self._move(int(s), int(d)) for s, d in routes[routes[:, 0] == rank])
+
+    def moves_to(self, rank: int) -> tuple[Move, ...]:
+        """What a rank gets, its own copy included; by source, ascending."""
+        routes = self._exchange.routes
+        return tuple(self._move(int(s), int(d)) for s, d in routes[routes[:, 1] == rank])
+
+    def view(self, layout: Layout, rank: int) -> Shape:
+        """The local tensor's sizes in `sent` or `received`: its dims, those that a RaggedShard flattens as one."""
+        return tuple(int(pieces[:, 1].sum()) for pieces in self._held(layout, rank))
+
+    def fill(self, rank: int) -> int | None:
+        """What a rank of the target mesh holds everywhere instead of the value, as its part of a ``Partial``."""
+        return _fill(self.received, _coordinate(self.received, rank))
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements that a rank sends or receives in the exchange, whichever is more: the largest over the ranks."""
+        routes, sizes = self._exchange.routes, self._exchange.elements
+        apart = routes[:, 0] != routes[:, 1]
+        return max(int(np.bincount(routes[apart, side], sizes[apart], 1).max()) for side in (0, 1))
+
+    def explain(self, *, itemsize: int = 4) -> str:
+        """The way as text: a line for each step and the exchange, with the bytes that a rank moves, then the total."""
+        rows = _rows(self.source, self.before, self.shape, itemsize)
+        rows += [
+            (
+                "Transfer",
+                f"{_numbered(self.source.rank_list)} to {_numbered(self.target.rank_list)}",
+                f"{_placed(self.sent)} -> {_placed(self.received)}",
+                itemsize * self.elements,
+            )
+        ]
+        rows += _rows(self.target, self.after, self.shape, itemsize)
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]  # type: ignore[arg-type]
+        lines = [
+            "  ".join((*(text.ljust(w) for text, w in zip(texts, widths, strict=True)), f"{size} bytes"))
+            for *texts, size in rows
+        ]
+        return "\n".join((*lines, f"total {sum(row[3] for row in rows)} bytes a rank"))
+
+    @cached_property
+    def _exchange(self) -> _Exchange:
+        return _exchange(self.sent, self.received, self.shape)
+
+    def _held(self, layout: Layout, rank: int) -> tuple[Pieces, ...]:
+        return held(_placed(layout), layout.mesh_shape, _coordinate(layout, rank), self.shape, self._exchange.runs)
+
+    def _move(self, source: int, destination: int) -> Move:
+        taken, put, sizes = [], [], []
+        for mine, theirs in zip(self._held(self.sent, source), self._held(self.received, destination), strict=True):
+            both = overlap(mine, theirs)
+            taken.append(_intervals(both[:, [0, 2]]))
+            put.append(_intervals(both[:, [1, 2]]))
+            sizes.append(int(both[:, 2].sum()))
+        return Move(source, destination, tuple(taken), tuple(put), tuple(sizes))
+
+
+@lru_cache(maxsize=512)
+def plan_transfer(source: Layout, target: Layout, shape: Shape) -> Transfer:
+    """The way of a tensor from a layout to one on another mesh, with the fewest bytes for the rank that moves the most.
+
+    Depends on nothing but its arguments, so that every rank computes the same without asking. Meshes may have ranks in
+    common, or the same ranks in another order or shape.
+
+    Args:
+        source: the layout that it has, placements in it.
+        target: the wanted layout.
+        shape: the global shape.
+
+    Raises:
+        ValueError: a layout without placements, or placements that don't fit the shape on some rank of the mesh, this
+            one or another.
+    """
+    for layout in (source, target):
+        _check(layout, shape)
+    best: tuple[tuple[int, int], Transfer] | None = None
+    for sent in _ways(source, shape, reduce=True):
+        for received in _ways(target, shape, reduce=False):
+            found = Transfer(source, sent, received, target, shape)
+            steps = [(step, source.mesh_shape) for step in found.before]
+            steps += [(step, target.mesh_shape) for step in found.after]
+            bytes_ = found.elements + sum(step_cost(step, shape, mesh_shape) for step, mesh_shape in steps)
+            if best is None or (bytes_, len(steps)) < best[0]:
+                best = (bytes_, len(steps)), found
+    assert best is not None
+    return best[1]
+
+
+def explain_transfer(source: Layout, target: Layout, shape: Shape, *, itemsize: int = 4) -> str:
+    """The way between two layouts as text, alike for one mesh (`explain`) and for two (`Transfer.explain`).
+
+    Args:
+        source: the layout that the tensor has, as ``DTensor.layout``.
+        target: the wanted layout.
+        shape: the global shape.
+        itemsize: bytes of an element.
+    """
+    if (source.mesh_shape, source.rank_list) == (target.mesh_shape, target.rank_list):
+        names = source.mesh_dim_names
+        return explain(_placed(source), _placed(target), shape, source.mesh_shape, itemsize=itemsize, axis_names=names)
+    return plan_transfer(source, target, shape).explain(itemsize=itemsize)
+
+
+# ---- the exchange ----
+@dataclass(frozen=True)
+class _Exchange:
+    runs: tuple[tuple[int, int], ...]
+    routes: np.ndarray
+    """[n, 2]: (source rank, destination rank), ascending."""
+    elements: np.ndarray
+    """[n]: how many elements each takes."""
+
+
+def _exchange(sent: Layout, received: Layout, shape: Shape) -> _Exchange:
+    runs = runs_of(shape, _placed(sent), _placed(received))
+    holders = _alike(sent)
+    getters = _alike(received)
+    counts = _counts(
+        [held(_placed(sent), sent.mesh_shape, c, shape, runs) for c in holders],
+        [held(_placed(received), received.mesh_shape, c, shape, runs) for c in getters],
+    )
+    kind = {rank: i for i, (_, ranks) in enumerate(getters.items()) for rank in ranks}
+    getting = np.array([r for r in received.rank_list if _fill(received, _coordinate(received, r)) is None], np.int64)
+    kinds = np.array([kind[int(rank)] for rank in getting], np.int64)
+    routes, elements = [], []
+    for row, ranks in zip(counts, holders.values(), strict=True):
+        amount = row[kinds]
+        wanted = np.nonzero(amount)[0]
+        has = np.isin(getting[wanted], ranks)
+        for places, senders in ((wanted[has], None), (wanted[~has], np.array(ranks, np.int64))):
+            to = getting[places]
+            by = to if senders is None else senders[np.arange(len(to)) % len(senders)]
+            routes.append(np.stack([by, to], 1))
+            elements.append(amount[places])
+    found, sizes = np.concatenate(routes), np.concatenate(elements)
+    order = np.lexsort((found[:, 1], found[:, 0]))
+    return _Exchange(runs, found[order], sizes[order])
+
+
+def _alike(layout: Layout) -> dict[Shape, list[int]]:
+    """The ranks that hold the same part, by the coordinate of the first."""
+    found: dict[Shape, list[int]] = {}
+    kept = [not isinstance(p, (Replicate, Partial)) for p in _placed(layout)]
+    for rank, coordinate in zip(layout.rank_list, coordinates(layout.mesh_shape), strict=True):
+        found.setdefault(tuple(i * k for i, k in zip(coordinate, kept, strict=True)), []).append(rank)
+    return found
+
+
+def _counts(mine: Sequence[tuple[Pieces, ...]], theirs: Sequence[tuple[Pieces, ...]]) -> np.ndarray:
+    """[len(mine), len(theirs)]: how many elements each two have in common; the product over the runs."""
+    total = np.ones((len(mine), len(theirs)), np.int64)
+    for run in range(len(mine[0])):
+        (few, of), (others, to) = _distinct([m[run] for m in mine]), _distinct([t[run] for t in theirs])
+        total *= shared(few, others)[of][:, to]
+    return total
+
+
+def _distinct(found: Sequence[Pieces]) -> tuple[list[Pieces], list[int]]:
+    """The different ones, and for each which of them it is."""
+    numbers: dict[bytes, int] = {}
+    of = [numbers.setdefault(pieces.tobytes(), len(numbers)) for pieces in found]
+    return [np.frombuffer(key, np.int64).reshape(-1, 2) for key in numbers], of
+
+
+# ---- layouts ----
+def _placed(layout: Layout) -> tuple[Placement, ...]:
+    assert layout.placements is not None
+    return layout.placements
+
+
+def _check(layout: Layout, shape: Shape) -> None:
+    if layout.placements is None:
+        raise ValueError(f"transfer: {layout!r} describes ranks only; call it with the axis of each tensor dim")
+    placements = normalize(layout.placements, shape, layout.mesh_shape)
+    ragged = ragged_of(placements)
+    if ragged:
+        bare = (*placements[: ragged[0]], Replicate(), *placements[ragged[0] + 1 :])
+        sizes = sorted(
+            {
+                prod(local_shape(shape, bare, layout.mesh_shape, c)[d] for d in ragged[1].dims)
+                for c in coordinates(layout.mesh_shape)
+            }
+        )
+        if len(sizes) > 1:  # then each rank has units of its own, which the others don't know
+            raise ValueError(
+                f"transfer: {ragged[1]!r} of a tensor of shape {shape} placed {placements} cuts {sizes} elements, not"
+                " as many on every rank, so its units are not the same everywhere; redistribute to another placement"
+                " than RaggedShard on its own mesh first, then to the other mesh"
+            )
+    for coordinate in coordinates(layout.mesh_shape):
+        local_shape(shape, placements, layout.mesh_shape, coordinate)
+
+
+def _ways(layout: Layout, shape: Shape, *, reduce: bool) -> Iterator[Layout]:
+    """The layouts on its mesh in which a tensor may be sent (``reduce``: no Partial) or received."""
+    placements = normalize(_placed(layout), shape, layout.mesh_shape)
+    changed = Partial if reduce else Replicate
+    whole = tuple(Replicate() if reduce and isinstance(p, Partial) else p for p in placements)
+    yield layout._placed(whole, len(shape))
+    ragged = ragged_of(placements)
+    cut = {cut_dim(p) for p in placements} | set(ragged[1].dims if ragged else ())
+    free = [dim for dim in range(len(shape)) if dim not in cut]
+    if free and any(isinstance(p, changed) for p in placements):
+        longest = Shard(max(free, key=lambda dim: shape[dim]))
+        yield layout._placed(tuple(longest if isinstance(p, changed) else p for p in placements), len(shape))
+
+
+def _coordinate(layout: Layout, rank: int) -> Shape:
+    place = layout.rank_list.index(rank)
+    return tuple(int(i) for i in np.unravel_index(place, layout.mesh_shape))
+
+
+def _fill(layout: Layout, coordinate: Shape) -> int | None:
+    # Reductions nest, the left axis's outermost: a rank that is not the first on several axes counts for the innermost.
+    found = None
+    for placement, index in zip(_placed(layout), coordinate, strict=True):
+        if isinstance(placement, Partial) and index and neutral(placement.op) is not None:
+            found = neutral(placement.op)
+    return found
+
+
+# ---- text ----
+def _rows(layout: Layout, steps: Sequence[Step], shape: Shape, itemsize: int) -> list[tuple[str, str, str, int]]:
+    return [
+        (
+            type(step).__name__,
+            f"{layout.mesh_dim_names[step.axis]} ({layout.mesh_shape[step.axis]} ranks)",
+            f"{step.source!r} -> {step.target!r}",
+            itemsize * step_cost(step, shape, layout.mesh_shape),
+        )
+        for step in steps
+    ]
+
+
+def _numbered(ranks: Sequence[int]) -> str:
+    """``0-3`` for ranks in a row, else a list, shortened."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}, ... ({len(ranks)})" if len(ranks) > 8 else f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _intervals(pieces: Pieces) -> tuple[Interval, ...]:
+    return tuple((int(start), int(length)) for start, length in merged(pieces))
