@@ -11,6 +11,7 @@ from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hp_dtensor.modes import SkipDTensorDispatch, implicit_replication
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.sharding_plan import shard_module
 from hp_platform import lazy_exports
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from hp_dtensor.torch.dtensor import DTensor
     from hp_dtensor.torch.functional import DFunction, parallelize_value_and_grad
     from hp_dtensor.torch.init import init_empty_weights, init_on_device, init_parameters
+    from hp_dtensor.torch.register import register_sharding
 
 __all__ = [
     "DFunction",
@@ -46,6 +48,8 @@ __all__ = [
     "parallelize_value_and_grad",
     "rand",
     "randn",
+    "register_sharding",
+    "shard_module",
     "zeros",
 ]
 
@@ -65,6 +69,7 @@ __getattr__, __dir__ = lazy_exports(
         "parallelize_value_and_grad": "functional",
         "rand": "api",
         "randn": "api",
+        "register_sharding": "register",
         "zeros": "api",
     },
 )

@@ -35,6 +35,7 @@ class Binding:
         like: the result has the first operand's shape, and the function can't run on meta tensors.
         in_place: the first operand is written to.
         hot: plans may be found by the short key, in which ``True`` and ``1`` are one.
+        solve: finds the placements itself, from the call and the results' shapes; no rule is read.
     """
 
     rule: str
@@ -45,6 +46,7 @@ class Binding:
     like: bool = False
     in_place: bool = False
     hot: bool = True
+    solve: Callable[[Call, list[tuple[int, ...]]], Solution] | None = None
 
 
 @dataclass(slots=True)
@@ -200,6 +202,8 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     if binding.rule == "view":
         operand, result = view_placements(call.specs[0].shape, shapes[0], call.specs[0].placements, mesh.shape)
         found = Solution((operand,), ((False,) * mesh.ndim,), (result,))
+    elif binding.solve is not None:
+        found = binding.solve(call, shapes)
     else:
         arguments = binding.arguments(call) if binding.arguments is not None else call.bound
         factors = RULES[binding.rule](

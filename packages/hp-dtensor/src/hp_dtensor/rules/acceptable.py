@@ -1,0 +1,95 @@
+"""Choosing among the placements that somebody accepts for an operation of theirs, by bytes moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hp_dtensor.placements import Placement
+from hp_dtensor.rules.factors import Solution, _move_bytes
+from hp_dtensor.spec import TensorSpec, normalize
+
+__all__ = ["choose"]
+
+Pair = tuple[Sequence[Any], Sequence[Any]]
+
+
+def choose(
+    name: str,
+    acceptable: Sequence[Pair],
+    specs: Sequence[TensorSpec],
+    itemsizes: Sequence[int],
+    results: Sequence[Sequence[int]],
+) -> Solution:
+    """The acceptable placements that move the fewest bytes, on each axis by itself; of equal ones the first.
+
+    A replicated operand whose results are sharded or partial on an axis has a partial gradient there, as with every
+    rule.
+
+    Args:
+        name: the operation's, for errors.
+        acceptable: pairs of placements of the results and of the operands, on one axis; None stands for an argument
+            that is no tensor.
+        specs: where each operand is.
+        itemsizes: bytes an element of each operand.
+        results: global shape of each result.
+
+    Raises:
+        TypeError: something that is no such pair.
+        ValueError: no pair, another number of placements than of operands or results, or a dim out of range.
+    """
+    mesh = specs[0].mesh
+    read = [_pair(name, pair, specs, results) for pair in acceptable]
+    if not read:
+        raise ValueError(f"{name}: its sharding function accepts nothing; accept Replicate() for all at least")
+    sizes = [math.prod(spec.shape) * itemsize for spec, itemsize in zip(specs, itemsizes, strict=True)]
+    targets: list[tuple[Placement, ...]] = []
+    outs: list[tuple[Placement, ...]] = []
+    for axis, ranks in enumerate(mesh.shape):
+
+        def cost(pair: tuple[Any, Any], axis: int = axis, ranks: int = ranks) -> float:
+            moves = zip(specs, pair[1], sizes, strict=True)
+            return sum(_move_bytes(spec.placements[axis], want, size, ranks) for spec, want, size in moves)
+
+        out, want = min(read, key=cost)
+        targets.append(want)
+        outs.append(out)
+    varies = [any(not placement.is_replicate() for placement in out) for out in outs]
+    operands = tuple(zip(*targets, strict=True))
+    vary = tuple(
+        tuple(v and placement.is_replicate() for v, placement in zip(varies, of, strict=True)) for of in operands
+    )
+    return Solution(operands, vary, tuple(zip(*outs, strict=True)))
+
+
+def _flat(values: Any) -> list[Any]:
+    """Placements in order; lists stand for lists of tensors."""
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(_flat(value) if isinstance(value, (list, tuple)) else [value] if value is not None else [])
+    return flat
+
+
+def _pair(
+    name: str, pair: Any, specs: Sequence[TensorSpec], results: Sequence[Sequence[int]]
+) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(p, (list, tuple)) for p in pair)):
+        raise TypeError(
+            f"{name}: its sharding function must return pairs ([placements of the results], [placements of the"
+            f" arguments]), got {pair!r}"
+        )
+    out, want = _flat(pair[0]), _flat(pair[1])
+    for what, placements, count in (("results", out, len(results)), ("tensor arguments", want, len(specs))):
+        if len(placements) != count:
+            raise ValueError(
+                f"{name}: {len(placements)} placements {placements} for {count} {what}; its sharding function gives one"
+                " for each, and None for an argument that is no tensor"
+            )
+    shapes = [*results, *(spec.shape for spec in specs)]
+    mesh = specs[0].mesh
+    made = [
+        normalize([placement] * mesh.ndim, mesh, len(shape), name)[0]
+        for placement, shape in zip([*out, *want], shapes, strict=True)
+    ]
+    return tuple(made[: len(out)]), tuple(made[len(out) :])

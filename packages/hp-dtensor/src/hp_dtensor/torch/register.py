@@ -1,0 +1,138 @@
+"""register_sharding: a user's sharding rule for an operation of theirs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from hp_dtensor.rules.acceptable import choose
+from hp_dtensor.rules.factors import Solution
+from hp_dtensor.torch import dispatch
+from hp_dtensor.torch.dtensor import DTensor, local_of
+from hp_dtensor.torch.functions import BINDINGS
+from hp_dtensor.torch.plans import Binding, Call
+
+__all__ = ["register_sharding"]
+
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+
+def register_sharding(op: Any) -> Callable[[Rule], Rule]:
+    """Registers a function as the sharding rule of an operation; it replaces a rule that the operation has.
+
+    Example:
+        >>> @torch.library.custom_op("mine::softcap", mutates_args=())
+        ... def softcap(x: torch.Tensor, cap: float) -> torch.Tensor: ...
+        >>> @register_sharding(softcap)
+        ... def _(x, cap):
+        ...     kept = [Replicate(), *(Shard(dim) for dim in range(len(x.shape)))]
+        ...     return [([placement], [placement, None]) for placement in kept]
+
+    The function is called once for each combination of layouts and arguments, with the operation's arguments. In place
+    of a tensor stands its ``TensorSpec`` (``shape``, ``placements``, ``mesh``), and in place of a float the type
+    ``float``: what is planned serves every float. It returns what is right on one axis of the mesh, whatever the others
+    do, as pairs: placements of the results, and placements of the arguments, None for what is no tensor. On each axis
+    the operands are moved to the pair that moves the fewest bytes, the first of equal ones. The operation then runs on
+    local tensors, so gradients come from its own backward; a replicated operand's gradient is summed where the results
+    are sharded.
+
+    Args:
+        op: what is called with DTensors: an operation of ``torch.library`` (the custom op, ``torch.ops.mine.softcap``,
+            or an overload of it), a function of torch, or a list of these. A custom op needs its ``register_fake``,
+            from which the results' shapes come.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        TypeError: a plain Python function, which runs operation by operation and is not intercepted.
+        NotImplementedError: an operation that writes to its arguments.
+
+    When the operation is called:
+
+    Raises:
+        TypeError, ValueError: the function returned something that are no such pairs, or of which none fits.
+        RuntimeError: the operation's local result has not the shape that the rule says.
+    """
+    ops = [form for each in (op if isinstance(op, list) else [op]) for form in _forms(each)]
+
+    def decorate(rule: Rule) -> Rule:
+        def solve(call: Call, shapes: Sequence[tuple[int, ...]]) -> Solution:
+            values = [_described(value) for value in call.args]
+            named = {name: _described(value) for name, value in call.kwargs.items()}
+            given = [tensor for tensor in call.tensors if tensor is not None]
+            sizes = [tensor.element_size() for tensor in given]
+            return choose(dispatch._name(call.func), rule(*values, **named), call.specs, sizes, shapes)
+
+        for form in ops:
+            BINDINGS[form] = Binding("registered", solve=solve, local=_checked, hot=False)
+            dispatch._SPECIAL.pop(form, None)
+        dispatch._PLANS.clear()
+        return rule
+
+    return decorate
+
+
+def _forms(op: Any) -> list[Any]:
+    """The operation in the forms in which it may be intercepted."""
+    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
+        raise NotImplementedError(
+            f"register_sharding: {op} writes to its arguments, which a registered rule can't express; run it on local"
+            " tensors with custom_shard"
+        )
+    if isinstance(op, torch._ops.OpOverload):
+        return [op, op.overloadpacket] if op.overloadpacket.overloads() == [op._overloadname] else [op]
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return [op, *(form for name in op.overloads() for form in _forms(getattr(op, name)))]
+    if isinstance(op, types.FunctionType) and not op.__module__.startswith("torch"):
+        if "handle_torch_function" not in op.__code__.co_names and not hasattr(op, "__wrapped__"):
+            raise TypeError(
+                f"register_sharding: {op.__qualname__} is a plain Python function, of which only the operations inside"
+                " are intercepted; make it one operation with torch.library.custom_op, or run it on local tensors with"
+                " custom_shard"
+            )
+        op = getattr(op, "__wrapped__", op)  # torch.overrides.wrap_torch_function
+    if not callable(op):
+        raise TypeError(f"register_sharding: an operation is needed, got {type(op).__name__} {op!r}")
+    return [op]
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._spec
+    if isinstance(value, (list, tuple)):
+        return [_described(item) for item in value]
+    return float if type(value) is float else value
+
+
+def _plain(value: Any) -> Any:
+    return local_of(value) if isinstance(value, DTensor) else value
+
+
+def _checked(call: Call) -> Any:
+    """The operation on plain local tensors, with a look at the shapes of what it returns."""
+    func, layouts = call.func, call.results
+
+    def local(value: Any) -> Any:
+        # Plain, since what an operation saves for its backward comes back to it as the object that it was.
+        return [local(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+        made = [
+            value for value in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(value, torch.Tensor)
+        ]
+        for index, (value, spec) in enumerate(zip(made, layouts, strict=True)):
+            if tuple(value.shape) != spec.local_shape:
+                raise RuntimeError(
+                    f"{dispatch._name(func)}: by the registered rule result {index} of global shape {spec.shape} is"
+                    f" {spec.placements}, which is {spec.local_shape} on this rank; the operation returned"
+                    f" {tuple(value.shape)}. The rule accepts placements for which the operation is not right"
+                )
+        return out
+
+    return run
