@@ -265,8 +265,8 @@ def test_what_parallelize_module_refuses():
         parallelize_module(Mlp(), mesh, {"upp": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"'up' is matched by 'u\*' and by 'up'"):
         parallelize_module(Mlp(), mesh, {"u*": ColwiseParallel(), "up": RowwiseParallel()})
-    with pytest.raises(TypeError, match="'up' is given a str, not a ParallelStyle"):
-        parallelize_module(Mlp(), mesh, {"up": "colwise"})
+    with pytest.raises(TypeError, match="'up' is given a int, not a ParallelStyle"):
+        parallelize_module(Mlp(), mesh, {"up": 3})
     with pytest.raises(ValueError, match="parallelize_plan is missing"):
         parallelize_module(Mlp(), mesh)
     with pytest.raises(ValueError, match=r"a mesh of one axis is needed.*mesh\['tp'\]"):

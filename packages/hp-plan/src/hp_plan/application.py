@@ -23,7 +23,6 @@ from hp_plan.framework import framework
 from hp_plan.model_checks import model_faults
 from hp_plan.patterns import matches
 from hp_plan.plan import ParallelPlan
-from hp_plan.styles import style_passes
 from hp_plan.tables import resolve, style_table
 from hp_platform import get_platform
 from hp_styles import parallelize_module
@@ -69,8 +68,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if "tp" in axes:
         table = style_table(plan, outline)
         styled = {name: table[patterns[0]] for name, patterns in resolve(table, outline).items()}
-        for styles in style_passes(styled):
-            parallelize_module(model, mesh["tp"], styles)
+        parallelize_module(model, mesh["tp"], styled)
         models.replicate_rest(model, mesh["tp"])
         models.keep_border_plain(model, mesh["tp"], plain)
     if "dp_shard" in axes:

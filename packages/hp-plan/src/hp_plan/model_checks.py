@@ -8,8 +8,8 @@ from hp_plan.findings import Finding, PlanError, near_misses
 from hp_plan.outline import ModelOutline, ModuleOutline
 from hp_plan.patterns import generalise, matching
 from hp_plan.plan import ParallelPlan
-from hp_plan.style_names import ALIASES, STYLES
 from hp_plan.tables import resolve, style_table
+from hp_styles.names import ALIASES, STYLES
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

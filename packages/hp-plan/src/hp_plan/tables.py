@@ -8,7 +8,8 @@ from hp_plan.findings import Finding, PlanError
 from hp_plan.outline import ModelOutline
 from hp_plan.patterns import matching
 from hp_plan.plan import ParallelPlan
-from hp_plan.style_names import SEQUENCE_FAMILIES, TABLES, canonical, with_sequence
+from hp_plan.style_names import SEQUENCE_FAMILIES, TABLES, with_sequence
+from hp_styles.names import canonical
 
 
 def style_table(plan: ParallelPlan, model: ModelOutline) -> dict[str, str]:

@@ -5,6 +5,8 @@ right wherever they are used.
 """
 
 from hp_styles.api import parallelize_module
+from hp_styles.loss import loss_parallel
+from hp_styles.names import sequence_parallel_plan
 from hp_styles.styles import (
     ColwiseParallel,
     ParallelStyle,
@@ -14,6 +16,7 @@ from hp_styles.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+from hp_styles.two_dimensional import TwoDimensionalParallel
 
 __all__ = [
     "ColwiseParallel",
@@ -23,5 +26,8 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "TwoDimensionalParallel",
+    "loss_parallel",
     "parallelize_module",
+    "sequence_parallel_plan",
 ]

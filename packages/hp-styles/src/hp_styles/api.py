@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from hp_dtensor import DeviceMesh, get_current_mesh
+from hp_dtensor.sharding_plan import matching
 from hp_styles.inputs import framework
+from hp_styles.names import named_style
 from hp_styles.styles import ParallelStyle
 
 __all__ = ["parallelize_module"]
@@ -17,7 +17,7 @@ __all__ = ["parallelize_module"]
 def parallelize_module(
     module: Any,
     device_mesh: DeviceMesh | None = None,
-    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    parallelize_plan: ParallelStyle | str | Mapping[str, ParallelStyle | str] | None = None,
     *,
     src_data_rank: int | None = 0,
 ) -> Any:
@@ -27,47 +27,45 @@ def parallelize_module(
 
     Args:
         module: the module.
-        device_mesh: a mesh of one axis; default that of ``with mesh:``.
+        device_mesh: a mesh of one axis (of two for ``TwoDimensionalParallel``); default that of ``with mesh:``.
         parallelize_plan: a style for the module itself, or ``{name or fnmatch pattern: style}``; patterns match dotted
             names of submodules part by part: ``layers.*.mlp.up``; ``layers.*`` is the layers, not what is inside them.
-            ``""`` is the module itself.
+            ``""`` is the module itself. A style may be a name, such as ``"colwise"``, as in a transformers model's
+            ``base_model_tp_plan``: `hp_styles.names` lists them; named styles keep activations DTensors, so that what
+            else the model computes with is replicated (``"replicate"``).
         src_data_rank: the rank along the axis whose parameters count; None takes each rank's own.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: a mesh of several axes, a key that matches no submodule (near misses are listed), a module that two
-            keys match, or modules that share a parameter and get different placements.
+        ValueError: a mesh of another number of axes than a style is for, a key that matches no submodule (near misses
+            are listed), a name that is no style's, a module that two keys match, or modules that share a parameter and
+            get different placements.
         TypeError: something that is no style, or no plan.
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"parallelize_module: a mesh of one axis is needed, got axes {mesh.mesh_dim_names or mesh.shape}; slice it:"
-            " mesh['tp']"
-        )
     if parallelize_plan is None:
         raise ValueError("parallelize_module: parallelize_plan is missing; pass a style or {pattern: style}")
-    if not isinstance(parallelize_plan, (ParallelStyle, Mapping)):
+    if not isinstance(parallelize_plan, (ParallelStyle, str, Mapping)):
         raise TypeError(
             "parallelize_module: parallelize_plan must be a ParallelStyle or {pattern: style}, got"
             f" {type(parallelize_plan).__name__}"
         )
-    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
     modules = dict(framework().named_modules(module))
     chosen: dict[int, tuple[str, str, ParallelStyle]] = {}
     for pattern, style in plan.items():
+        style = named_style(style) if isinstance(style, str) else style
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"parallelize_module: {pattern!r} is given a {type(style).__name__}, not a ParallelStyle")
-        found = [pattern] if pattern in modules else [name for name in modules if _matches(pattern, name)]
-        if not found:
-            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.5)
+        if mesh.ndim != style.mesh_axes:
             raise ValueError(
-                f"parallelize_module: {pattern!r} matches no submodule of {type(module).__name__}"
-                + (f"; near: {', '.join(near)}" if near else "")
+                f"parallelize_module: a mesh of {'one axis' if style.mesh_axes == 1 else f'{style.mesh_axes} axes'} is"
+                f" needed for {type(style).__name__}, got axes {mesh.mesh_dim_names or mesh.shape}; slice it, as in"
+                " mesh['tp'], and apply styles of other meshes in a call of their own"
             )
-        for name in found:
+        for name in matching(pattern, modules, "submodule", module, "parallelize_module"):
             _, other, _ = chosen.setdefault(id(modules[name]), (name, pattern, style))
             if other != pattern:
                 raise ValueError(f"parallelize_module: {name!r} is matched by {other!r} and by {pattern!r}; keep one")
@@ -80,8 +78,3 @@ def parallelize_module(
             finally:
                 style.src_data_rank = previous
     return module
-
-
-def _matches(pattern: str, name: str) -> bool:
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))

@@ -19,22 +19,31 @@ def framework() -> Any:
     return importlib.import_module(f"hp_styles.{get_platform().name}.modules")
 
 
-def _spec(mesh: DeviceMesh, layout: Placement, local: Any) -> TensorSpec:
-    (placement,) = normalize([layout], mesh, local.ndim, "parallel style")
+# One placement, or one for each axis of a mesh of several.
+Placed = Placement | tuple[Placement, ...]
+
+
+def _placements(layout: Placed, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+    return normalize([layout] if isinstance(layout, Placement) else layout, mesh, ndim, "parallel style")
+
+
+def _spec(mesh: DeviceMesh, layout: Placed, local: Any) -> TensorSpec:
+    placements = _placements(layout, mesh, local.ndim)
     shape = list(local.shape)
-    if not (placement.is_replicate() or placement.is_partial()):
-        shape[placement.dim] *= mesh.size()  # type: ignore[attr-defined]
-    return TensorSpec.of(mesh, (placement,), tuple(shape))
+    for axis, placement in enumerate(placements):
+        if not (placement.is_replicate() or placement.is_partial()):
+            shape[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
+    return TensorSpec.of(mesh, placements, tuple(shape))
 
 
-def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placement, desired: Placement) -> Any:
+def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> Any:
     """A plain tensor as the local part of ``layout``, or a DTensor, in ``desired``; several readers move it once."""
     if not isinstance(value, framework().Tensor):
         raise TypeError(f"parallel style: {layout!r} is for a tensor, got {type(value).__name__}")
     if isinstance(value, hp_dtensor.DTensor):
         if value.device_mesh != mesh:
             raise ValueError(f"parallel style: the input is on {value.device_mesh}, the module on {mesh}")
-        wanted = TensorSpec.of(mesh, normalize([desired], mesh, value.ndim, "parallel style"), value._spec.shape)
+        wanted = TensorSpec.of(mesh, _placements(desired, mesh, value.ndim), value._spec.shape)
         return value if value._spec is wanted else framework().redistribute_shared(value, wanted)
     src = _spec(mesh, layout, value)
     if src.local_shape != tuple(value.shape):
@@ -42,11 +51,11 @@ def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placement, desired: Placem
             f"parallel style: a local input of shape {tuple(value.shape)} placed {layout!r} over {mesh.size()} ranks is"
             " uneven; pass a DTensor"
         )
-    wanted = src.with_placements(normalize([desired], mesh, value.ndim, "parallel style"))
+    wanted = src.with_placements(_placements(desired, mesh, value.ndim))
     return framework().redistribute_shared(value, wanted, src)
 
 
-def on_input(module: Any, mesh: DeviceMesh, layout: Placement, desired: Placement) -> None:
+def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> None:
     """Converts the first positional input (or, where there is none, the first keyword tensor).
 
     Raises:
@@ -67,15 +76,15 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placement, desired: Placemen
     module.register_forward_pre_hook(convert, with_kwargs=True)
 
 
-def _output(value: Any, mesh: DeviceMesh, desired: Placement, local: bool) -> Any:
+def _output(value: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> Any:
     if isinstance(value, hp_dtensor.DTensor):
-        wanted = TensorSpec.of(mesh, normalize([desired], mesh, value.ndim, "parallel style"), value._spec.shape)
+        wanted = TensorSpec.of(mesh, _placements(desired, mesh, value.ndim), value._spec.shape)
         value = value if value._spec is wanted else framework().redistribute(value, wanted)
         return value.to_local() if local else value
     return value
 
 
-def on_output(module: Any, mesh: DeviceMesh, desired: Placement, local: bool) -> None:
+def on_output(module: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> None:
     """Brings the output, a tensor, to ``desired``."""
     module.register_forward_hook(lambda mod, args, output: _output(output, mesh, desired, local))
 

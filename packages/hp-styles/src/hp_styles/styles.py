@@ -30,8 +30,14 @@ def _tuple(layouts: Any) -> tuple[Placement | None, ...] | None:
 
 
 class ParallelStyle(ABC):
-    """How a module is parallelised; ``parallelize_module`` applies it."""
+    """How a module is parallelised; ``parallelize_module`` applies it.
 
+    Attributes:
+        mesh_axes: number of axes of the mesh that it is for.
+        src_data_rank: the rank along each axis whose parameters count, while ``parallelize_module`` applies it.
+    """
+
+    mesh_axes: int = 1
     src_data_rank: int | None = 0
 
     @abstractmethod
@@ -69,9 +75,9 @@ class ColwiseParallel(ParallelStyle):
         f = framework()
         kind = f.kind(module)
         if kind == "linear":
-            f.partition(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)}, self.src_data_rank)
+            f.partition(module, device_mesh, {"weight": (Shard(0),), "bias": (Shard(0),)}, self.src_data_rank)
         elif kind == "embedding":
-            f.partition(module, device_mesh, {"weight": Shard(1)}, self.src_data_rank)
+            f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
         else:
             raise NotImplementedError(
                 f"ColwiseParallel shards Linear and Embedding modules, got {type(module).__name__}"
@@ -115,10 +121,10 @@ class RowwiseParallel(ParallelStyle):
         f = framework()
         kind = f.kind(module)
         if kind == "linear":
-            f.partition(module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank)
+            f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
             on_input(module, device_mesh, self.input_layouts or Shard(-1), Shard(-1))
         elif kind == "embedding":
-            f.partition(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
+            f.partition(module, device_mesh, {"weight": (Shard(0),)}, self.src_data_rank)
             on_input(module, device_mesh, self.input_layouts or Replicate(), Replicate())
         else:
             raise NotImplementedError(

@@ -17,7 +17,10 @@ from hp_styles import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    TwoDimensionalParallel,
+    loss_parallel,
     parallelize_module,
+    sequence_parallel_plan,
 )
 
 # 9 features over 2 or 4 ranks are uneven: their local parts travel as DTensors.
@@ -181,3 +184,30 @@ def test_mistakes_are_told_apart():
     parallelize_module(net.head, mesh, ColwiseParallel())
     with pytest.raises(ValueError, match="two styles on one Cell"):
         parallelize_module(net.head, mesh, RowwiseParallel())
+
+
+@on_ranks(2)
+def test_styles_by_name_and_sequence_parallel():
+    mesh = init_device_mesh("cpu", (2,))
+    net, plain = built(Net), built(Net)
+    plan = {"blocks.*.gate": "colwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise"}
+    plan = sequence_parallel_plan(plan, norms=["blocks.*.norm"], embedding="table")
+    parallelize_module(net, mesh, {**plan, "head": "replicate"})
+    index = Tensor(np.array([[0, 3, 5, 1], [2, 2, 4, 0]], np.int32))
+    same_gradients(net, plain, index, index)
+
+
+@on_ranks(4)
+def test_two_dimensional():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    net, plain = built(lambda: mint.nn.Linear(6, 8)), built(lambda: mint.nn.Linear(6, 8))
+    parallelize_module(net, mesh, TwoDimensionalParallel(use_local_output=False))
+    assert net.weight.placements == (Shard(0), Shard(1))
+    x = np.random.default_rng(2).standard_normal((4, 6)).astype(np.float32)
+    given = DTensor.from_local(Tensor(x), mesh, [Replicate(), Replicate()])
+    same_gradients(net, plain, given, Tensor(x))
+
+
+def test_loss_parallel_is_refused():
+    with pytest.raises(NotImplementedError, match="loss_parallel is for PyTorch: on MindSpore a cross entropy gathers"):
+        loss_parallel()

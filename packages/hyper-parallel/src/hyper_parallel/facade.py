@@ -49,6 +49,8 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "parallelize_value_and_grad",
         "rand",
         "randn",
+        "register_sharding",
+        "shard_module",
         "zeros",
     ),
     "hp_styles": (
@@ -59,7 +61,10 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "PrepareModuleOutput",
         "RowwiseParallel",
         "SequenceParallel",
+        "TwoDimensionalParallel",
+        "loss_parallel",
         "parallelize_module",
+        "sequence_parallel_plan",
     ),
     "hp_fsdp": (
         "CPUOffloadPolicy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 from mindspore import Tensor, mint, nn
 
@@ -12,7 +13,17 @@ from hp_dtensor.mindspore.api import distribute_parameter
 from hp_dtensor.mindspore.dtensor import DTensor, redistribute, redistribute_shared
 from hp_dtensor.spec import normalize
 
-__all__ = ["Tensor", "kind", "named_modules", "partition", "redistribute", "redistribute_shared", "replicate", "tied"]
+__all__ = [
+    "Tensor",
+    "kind",
+    "named_modules",
+    "partition",
+    "redistribute",
+    "redistribute_shared",
+    "replicate",
+    "sharded_loss",
+    "tied",
+]
 
 
 def named_modules(module: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
@@ -40,8 +51,10 @@ def kind(module: nn.Cell) -> str:
     return getattr(module, "parallel_kind", "other")
 
 
-def partition(module: nn.Cell, mesh: DeviceMesh, layouts: Mapping[str, Placement], src_data_rank: int | None) -> None:
-    """Distributes the parameters that the Cell itself holds, by name, in place.
+def partition(
+    module: nn.Cell, mesh: DeviceMesh, layouts: Mapping[str, tuple[Placement, ...]], src_data_rank: int | None
+) -> None:
+    """Distributes the parameters that the Cell itself holds, by name, one placement an axis; others are replicated.
 
     Raises:
         ValueError: a parameter is a DTensor of other placements already (two styles on one Cell, or weights tied to a
@@ -51,9 +64,9 @@ def partition(module: nn.Cell, mesh: DeviceMesh, layouts: Mapping[str, Placement
     for name, parameter in module._params.items():
         if parameter is None:
             continue
-        placement = layouts.get(name, Replicate())
+        placements = layouts.get(name, (Replicate(),) * mesh.ndim)
         if isinstance(parameter, DTensor):
-            wanted = normalize([placement], mesh, parameter.ndim, "parallelize_module")
+            wanted = normalize(placements, mesh, parameter.ndim, "parallelize_module")
             if parameter.device_mesh == mesh and parameter.placements == wanted:
                 continue
             raise ValueError(
@@ -61,7 +74,7 @@ def partition(module: nn.Cell, mesh: DeviceMesh, layouts: Mapping[str, Placement
                 f" {parameter.device_mesh} already, this style wants {wanted}: two styles on one Cell, or on two Cells"
                 " that share the parameter"
             )
-        distribute_parameter(parameter, mesh, [placement], src_data_rank=src_data_rank)
+        distribute_parameter(parameter, mesh, placements, src_data_rank=src_data_rank)
 
 
 def replicate(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
@@ -74,3 +87,15 @@ def replicate(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> N
 def tied(module: nn.Cell) -> Iterator[None]:
     """Cells that share a parameter go on sharing it: it is distributed in place."""
     yield
+
+
+def sharded_loss(*, z_loss: float) -> NoReturn:
+    """Not on MindSpore.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "loss_parallel is for PyTorch: on MindSpore a cross entropy gathers logits whose classes are sharded; call it"
+        " without the context, on logits that are gathered or sharded over rows"
+    )

@@ -10,8 +10,19 @@ import torch
 from hp_dtensor import DeviceMesh, DTensor, Placement, Replicate, distribute_tensor
 from hp_dtensor.spec import normalize
 from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
+from hp_dtensor.torch.parallel_loss import sharded_loss
 
-__all__ = ["Tensor", "kind", "named_modules", "partition", "redistribute", "redistribute_shared", "replicate", "tied"]
+__all__ = [
+    "Tensor",
+    "kind",
+    "named_modules",
+    "partition",
+    "redistribute",
+    "redistribute_shared",
+    "replicate",
+    "sharded_loss",
+    "tied",
+]
 
 Tensor = torch.Tensor
 
@@ -29,9 +40,12 @@ def kind(module: torch.nn.Module) -> str:
 
 
 def partition(
-    module: torch.nn.Module, mesh: DeviceMesh, layouts: Mapping[str, Placement], src_data_rank: int | None
+    module: torch.nn.Module,
+    mesh: DeviceMesh,
+    layouts: Mapping[str, tuple[Placement, ...]],
+    src_data_rank: int | None,
 ) -> None:
-    """Distributes the parameters that the module itself holds, by name.
+    """Distributes the parameters that the module itself holds, by name, one placement an axis; others are replicated.
 
     Raises:
         ValueError: a parameter is a DTensor already (two styles on one module, or weights tied to a module styled
@@ -40,9 +54,9 @@ def partition(
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
-        placement = layouts.get(name, Replicate())
+        placements = layouts.get(name, (Replicate(),) * mesh.ndim)
         if isinstance(parameter, DTensor):
-            wanted = normalize([placement], mesh, parameter.dim(), "parallelize_module")
+            wanted = normalize(placements, mesh, parameter.dim(), "parallelize_module")
             if parameter.device_mesh == mesh and parameter.placements == wanted:
                 continue
             raise ValueError(
@@ -50,7 +64,7 @@ def partition(
                 f" {parameter.device_mesh} already, this style wants {wanted}: two styles on one module, or on two"
                 " modules that share the parameter"
             )
-        made = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=src_data_rank)
+        made = distribute_tensor(parameter.data, mesh, placements, src_data_rank=src_data_rank)
         new = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
         vars(new).update({k: v for k, v in parameter.__dict__.items() if k not in new.__dict__})
         module._parameters[name] = new
