@@ -190,3 +190,10 @@ def bench(session: nox.Session) -> None:
         session.error(f"no benchmark's path contains one of {session.posargs}; there are: {', '.join(benchmarks)}")
     for path in chosen:
         session.run("python", path)
+
+
+@nox.session
+def sweep(session: nox.Session) -> None:
+    """Every operator of torch's own database on DTensors, ours and torch's; writes docs/operators.md."""
+    install(session, "hp-dtensor", extras="[torch,test]")
+    session.run("python", "packages/hp-dtensor/benchmarks/sweep_operators.py", *session.posargs)

@@ -182,8 +182,8 @@ def test_redistribute(ranks: int) -> None:
             assert y is not x and x.placements == (source,)
     assert x.redistribute(placements=[Shard(-1)], async_op=True).placements == (Shard(1),)
     assert x.redistribute().placements == (R,), "replicated by default"
-    with pytest.raises(ValueError, match="redistribute: the tensor is on .* only the same mesh is supported"):
-        x.redistribute(init_device_mesh(device_type(), (ranks, 1)), [R, R])
+    other = init_device_mesh(device_type(), (ranks, 1))
+    assert x.redistribute(other, [R, R]).device_mesh == other
     assert _dt(4, placement=P, ranks=ranks).reduce_partial().placements == (R,)
 
 
@@ -350,10 +350,8 @@ def test_no_rule() -> None:
     x = _dt(4, 4)
     with pytest.raises(
         NotImplementedError,
-        match=r"no sharding rule for .*cholesky.* \(DTensors: \(4, 4\) \(Shard\(0\),\)\)\. Write one",
+        match=r"no sharding rule for .*fft.* \(DTensors: \(4, 4\) \(Shard\(0\),\)\)\. Write one",
     ):
-        torch.linalg.cholesky(x)
-    with pytest.raises(NotImplementedError, match="no sharding rule for .*take a plain|no sharding rule"):
         torch.fft.fft(x)
     with pytest.raises(NotImplementedError, match="add: out= is not supported with DTensors; use the returned tensor"):
         torch.add(x, x, out=x)

@@ -127,20 +127,34 @@ def test_factories_draw_like_torch() -> None:
         assert torch.equal(made.full_tensor(), expected) and made.requires_grad and made.is_leaf
 
 
+ON_WHOLES: dict[str, Callable[[Any], Any]] = {
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "dropout1d": lambda x: F.dropout1d(x, 0.5),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "rrelu": lambda x: F.rrelu(-x, training=True),
+    "bernoulli": lambda x: torch.bernoulli(x, 0.5),
+    "normal": lambda x: torch.normal(x, 0.5),
+    "multinomial": lambda x: torch.multinomial(x[:, :, 0], 3),
+    "orthogonal_": lambda x: nn.init.orthogonal_(x),
+}
+
+
 @on_ranks(2)
-def test_random_functions_that_are_not_supported_say_so() -> None:
+@pytest.mark.parametrize("name", ON_WHOLES)
+def test_random_functions_on_whole_tensors_draw_what_one_device_draws(name: str) -> None:
     mesh = init_device_mesh(device_type(), (2,))
-    x = distribute_tensor(torch.ones(4, 6, 2, device=device_type()), mesh, [Shard(0)])
-    for call in (
-        lambda: F.alpha_dropout(x, 0.5, True),
-        lambda: F.dropout1d(x, 0.5),
-        lambda: F.gumbel_softmax(x),
-        lambda: nn.init.orthogonal_(x),
-    ):
-        with pytest.raises(NotImplementedError, match="no sharding rule for"):
-            call()
-    with pytest.raises(NotImplementedError, match="torch.bernoulli of a DTensor takes the probabilities alone"):
-        torch.bernoulli(x, 0.5)
+    whole = torch.arange(1.0, 49.0, device=device_type()).reshape(4, 6, 2)
+    manual_seed(3)
+    expected = ON_WHOLES[name](whole.clone())
+    for dim in range(3):
+        manual_seed(3)
+        made = ON_WHOLES[name](distribute_tensor(whole, mesh, [Shard(dim)]))
+        assert torch.equal(made.full_tensor(), expected)
+
+
+@on_ranks(2)
+def test_attention_with_dropout_on_shards_says_that_it_is_not_supported() -> None:
+    mesh = init_device_mesh(device_type(), (2,))
     q = distribute_tensor(torch.ones(2, 4, 3, 2, device=device_type()), mesh, [Shard(1)])
     for probability in (0.0, 0.5):  # the first call's plan serves the second
         if probability:

@@ -190,13 +190,17 @@ rule("linear_whole_dims", _linear_whole_dims)  # cumsum, flip, roll, tril, narro
 
 
 def _pad(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """Padded dims (``dim``, a tuple) are whole; ``linear``: what is added is zero, or comes from the operand."""
+    """Padded dims (``dim``, a tuple) are whole.
+
+    ``linear``: what is added is zero, or comes from the operand; ``full``: the kernel takes no empty shard.
+    """
     (shape,) = _known(shapes)
     made = pointwise_factors([shape], [shape])
     return FactorMap(
         made.operands,
         made.results,
         whole=frozenset(arguments["dim"]),
+        full=frozenset(range(len(shape))) if arguments.get("full") else frozenset(),
         linear=(frozenset({0}),) if arguments["linear"] else (),
     )
 

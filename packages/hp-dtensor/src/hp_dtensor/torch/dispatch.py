@@ -2,8 +2,8 @@
 
 Note [What a plan is found by]
 The function, the layouts (interned, with global shapes in them) and every other argument. Floats stand for their type:
-no rule reads a float, and a schedule's learning rate would fill the cache. The cache is emptied when it has many
-entries.
+no rule reads a float, and a schedule's learning rate would fill the cache; a handler of a function whose result's shape
+depends on a float adds it to the key. The cache is emptied when it has many entries.
 """
 
 from __future__ import annotations
@@ -220,11 +220,19 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError(f"{_name(func)}: {error}") from None
 
 
-def planned(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs ``func`` by its plan, passing over its special handler."""
+def planned(func: Any, args: Any, kwargs: Any, floats: Any = None) -> Any:
+    """Runs ``func`` by its plan, passing over its special handler.
+
+    Args:
+        func: the torch function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        floats: what of its floats the plan depends on, see Note [What a plan is found by].
+    """
     key = _key_of(func, args, kwargs)
     if key is None:
-        return planned(func, *_replicate_plain(func, args, kwargs))
+        return planned(func, *_replicate_plain(func, args, kwargs), floats)
+    key = key if floats is None else (*key, floats)
     plan = _PLANS.get(key)
     if plan is None:
         plan = plan_of(key, func, args, kwargs)

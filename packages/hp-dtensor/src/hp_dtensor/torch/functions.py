@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import hp_dtensor.rules.library  # noqa: F401  (defines the rules)
+import hp_dtensor.rules.library
+import hp_dtensor.rules.neural  # noqa: F401  (they define the rules)
 from hp_dtensor.rules.equation import RULES
 from hp_dtensor.torch import local
 from hp_dtensor.torch.plans import Binding
@@ -30,10 +31,10 @@ def _signature(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _functions(names: str) -> list[Any]:
-    """The torch functions of these names, in torch, torch.Tensor, torch.nn.functional, torch.special, torch.linalg."""
+    """The torch functions of these names, wherever torch has them."""
     found: dict[Any, None] = {}
     for name in names.split():
-        here = [getattr(place, name, None) for place in (torch, T, F, torch.special, torch.linalg)]
+        here = [getattr(place, name, None) for place in (torch, T, F, torch.special, torch.linalg, torch._C._nn)]
         for func in here:
             if callable(func):
                 found[func] = None
@@ -86,7 +87,8 @@ def _bind_pointwise() -> None:
         logical_not logical_or logical_xor logit logsigmoid lt maximum minimum mish nan_to_num ne nextafter not_equal
         pow polygamma rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin
         sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc true_divide_ xlogy
-        xlog1py where masked_fill addcmul addcdiv bool int long short char byte __and__ __or__ __xor__ __rand__
+        xlog1py where masked_fill addcmul addcdiv bool int long short char byte igamma igammac mvlgamma angle polar
+        complex frexp __and__ __or__ __xor__ __rand__
         __ror__ __rxor__ __invert__ __lshift__ __rshift__ __rpow__ __rsub__ __rtruediv__ __rdiv__ __rfloordiv__
         __floordiv__ __mod__ __rmod__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __abs__ fill"""
     bind("pointwise", nonlinear)
@@ -110,19 +112,19 @@ def _bind_pointwise() -> None:
     )
     bind(
         "linear_unary",
-        "neg negative clone contiguous positive conj resolve_conj resolve_neg alias __neg__ __pos__ real",
+        """neg negative clone contiguous positive conj conj_physical resolve_conj resolve_neg alias __neg__ __pos__ real
+        imag""",
     )
     bind("linear_unary", "neg_ negative_ zero_", in_place=True)
-    bind("pointwise", "to float double half bfloat16 type cpu cuda", like=True)
+    bind("pointwise", "to float double half bfloat16 cfloat cdouble chalf type cpu cuda", like=True)
     bind("pointwise", "type_as", like=True)
     bind("forgetful", "zeros_like ones_like full_like empty_like")
 
 
 def _bind_products() -> None:
     bind("any_matmul", "matmul mm bmm mv __matmul__ dot")
-    bind("any_matmul", T.__rmatmul__)
     bind("outer", "outer ger")
-    bind("linear", F.linear, "input weight bias=None", "input weight bias", local=local.linear)
+    bind("linear", F.linear, "input weight bias=None", "input weight bias", local=local.biased)
     bind("einsum", torch.einsum, arguments=local.einsum_arguments)
     bind(
         "embedding",
@@ -171,11 +173,6 @@ def _bind_reductions() -> None:
     bind("max", "any", *one)
     bind("min", "all", *one)
     bind("whole_reduction", "argmax argmin nansum nanmean count_nonzero median nanmedian mode aminmax logsumexp", *one)
-    bind("whole", "max min", "input dim=None keepdim=False", None, local=None)
-    bind(
-        "whole",
-        "var std var_mean std_mean norm vector_norm matrix_norm multinomial isin unique_consecutive allclose equal",
-    )
     bind("whole_dims", "softmax log_softmax", "input dim=-1 dtype=None", "input")
     bind("whole_dims", [F.softmax, F.log_softmax, F.softmin], "input dim=-1 _stacklevel=3 dtype=None", "input")
     bind("whole_dims", "cummax cummin cumprod logcumsumexp", "input dim dtype=None", "input")
@@ -219,14 +216,48 @@ def _bind_moves() -> None:
     bind("gather", "gather", "input dim index", "input index")
     bind("gather", "take_along_dim", "input indices dim=None", "input indices")
     bind("pad", F.pad, "input pad mode=constant value=None", "input", arguments=local.pad_arguments)
+
+
+def _bind_neural() -> None:
+    images = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
+    transposed = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
+    for names, signature in (
+        ("conv1d conv2d conv3d", images),
+        ("conv_transpose1d conv_transpose2d conv_transpose3d", transposed),
+    ):
+        operands = {"operands": "input weight bias", "arguments": local.convolution_arguments, "local": local.biased}
+        bind("convolution", names, signature, **operands)
+    pools = """avg_pool{0}d max_pool{0}d max_pool{0}d_with_indices adaptive_avg_pool{0}d adaptive_max_pool{0}d
+        adaptive_max_pool{0}d_with_indices lp_pool{0}d"""
+    for dims in (1, 2, 3):
+        bind("leading", pools.format(dims), arguments=local.trailing(dims))
+    bind("leading", "interpolate upsample upsample_nearest upsample_bilinear", arguments=local.trailing(-2))
+    bind("leading", "pixel_shuffle pixel_unshuffle unfold", arguments=local.trailing(3))
+    for func in (T.unfold, torch.ops.aten.unfold_copy.default):
+        BINDINGS.pop(func, None)  # windows of a dim, of the same name as those of images
+    bind("leading", "channel_shuffle grid_sample", arguments=local.trailing(-1))
+    norm = "input num_groups weight=None bias=None eps=0 cudnn_enabled=True"
+    bind("channels", "group_norm", norm, "input weight bias", arguments=lambda call: {"free": (0,)})
+    norm = "input running_mean=None running_var=None weight=None bias=None use_input_stats=True momentum=0 eps=0"
     bind(
-        "whole",
-        "one_hot scatter scatter_add index_add index_copy index_put masked_select take diag diagonal diag_embed trace"
-        " tensordot bincount searchsorted bucketize",
+        "channels",
+        F.instance_norm,
+        norm,
+        "input running_mean running_var weight bias",
+        arguments=lambda call: {"free": (0, 1)},
     )
+    bind(
+        "channels",
+        F.batch_norm,
+        "input running_mean running_var weight=None bias=None training=False momentum=0 eps=0",
+        "input running_mean running_var weight bias",
+        arguments=lambda call: {"free": range(len(call.specs[0].shape))},
+    )
+    bind("whole_dims", torch.ops.aten._safe_softmax.default, "input dim dtype=None", "input")
 
 
 _bind_pointwise()
 _bind_products()
 _bind_reductions()
 _bind_moves()
+_bind_neural()

@@ -88,7 +88,8 @@ def pad_arguments(call: Call) -> dict[str, Any]:
     touched = tuple(ndim - 1 - i // 2 for i in range(0, len(pad), 2) if pad[i] or pad[i + 1])
     # a plan serves every float, so only what can't be one is known to be zero
     zero = value is None or (type(value) is int and value == 0)
-    return {"dim": touched, "linear": zero or call.bound["mode"] != "constant"}
+    constant = call.bound["mode"] == "constant"
+    return {"dim": touched, "linear": zero or not constant, "full": not constant}
 
 
 def repeat_interleave(call: Call) -> dict[str, Any]:
@@ -107,6 +108,15 @@ def select_arguments(call: Call) -> dict[str, Any]:
 def index_select_arguments(call: Call) -> dict[str, Any]:
     dim = call.bound["dim"] % max(_ndim(call), 1)
     return {"kept": tuple(None if d == dim else d for d in range(_ndim(call)))}
+
+
+def convolution_arguments(call: Call) -> dict[str, Any]:
+    return {"groups": call.bound["groups"], "transposed": "transpose" in call.func.__name__}
+
+
+def trailing(count: int) -> Any:
+    """``count`` dims at the end are whole; negative: all but so many at the beginning."""
+    return lambda call: {"trailing": count if count > 0 else _ndim(call) + count}
 
 
 def _expanded(call: Call) -> list[Any]:
@@ -181,8 +191,8 @@ def mean(call: Call) -> Any:
     return run
 
 
-def linear(call: Call) -> Any:
-    """The contracted dim sharded: the bias is added on the first rank of those axes alone."""
+def biased(call: Call) -> Any:
+    """A linear map or a convolution with the contracted dim sharded: the bias is added on the first rank alone."""
     if len(call.targets) < 3:
         return None
     coordinate = call.results[0].mesh.get_coordinate()
@@ -193,8 +203,8 @@ def linear(call: Call) -> Any:
     ]
     if coordinate is None or all(coordinate[axis] == 0 for axis in partial):
         return None
-
-    return lambda input, weight, bias: F.linear(input, weight, _Elsewhere.apply(bias))
+    func = call.func
+    return lambda input, weight, bias, *rest, **named: func(input, weight, _Elsewhere.apply(bias), *rest, **named)
 
 
 class _Elsewhere(torch.autograd.Function):

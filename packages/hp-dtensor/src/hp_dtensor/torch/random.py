@@ -18,11 +18,11 @@ import torch
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
+from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import get_platform
 
-__all__ = ["draw", "fill", "special"]
+__all__ = ["compare_generators", "draw", "fill", "special"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -30,7 +30,7 @@ _replicate = Replicate()
 _compared: set[DeviceMesh] = set()
 
 
-def _compare_generators(mesh: DeviceMesh, device: torch.device) -> None:
+def compare_generators(mesh: DeviceMesh, device: torch.device) -> None:
     """Raises on every rank of the mesh alike where the ranks' generators differ; once a mesh."""
     if mesh in _compared or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
@@ -53,7 +53,7 @@ def draw(spec: TensorSpec, like: torch.Tensor, fill: Any) -> torch.Tensor:
     """This rank's part of a global tensor that ``fill`` fills in place, of ``like``'s dtype and device."""
     if like.is_meta:
         return torch.empty(spec.local_shape, dtype=like.dtype, device=like.device)
-    _compare_generators(spec.mesh, like.device)
+    compare_generators(spec.mesh, like.device)
     whole = torch.empty(spec.shape, dtype=like.dtype, device=like.device)
     fill(whole)
     replicated = TensorSpec.of(spec.mesh, [_replicate] * spec.mesh.ndim, spec.shape)
@@ -132,18 +132,6 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(made, spec).requires_grad_(requires_grad)
 
 
-def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    if kwargs or len(args) > 1:
-        raise NotImplementedError("torch.bernoulli of a DTensor takes the probabilities alone")
-    x = x.reduce_partial() if x.is_partial() else x
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        whole = execute(local_view(x), x._spec, x._spec.with_placements([_replicate] * x._spec.mesh.ndim))
-        _compare_generators(x._spec.mesh, x.device)
-        made = execute(torch.bernoulli(whole), x._spec.with_placements([_replicate] * x._spec.mesh.ndim), x._spec)
-    return wrap(made, x._spec)
-
-
 def special() -> dict[Any, Any]:
     """The handlers of the random functions, by function."""
     made: dict[Any, Any] = {}
@@ -157,5 +145,4 @@ def special() -> dict[Any, Any]:
     made[torch.dropout] = made[torch.nn.functional.dropout] = _dropout
     for like in (torch.rand_like, torch.randn_like, torch.randint_like):
         made[like] = _like
-    made[torch.bernoulli] = made[T.bernoulli] = _bernoulli
     return made

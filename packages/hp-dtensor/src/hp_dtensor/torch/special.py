@@ -11,9 +11,10 @@ import torch
 
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import autograd, dispatch, indexing, norms, random
+from hp_dtensor.torch import autograd, composites, dispatch, indexing, norms, parallel_loss, random, whole
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_dtensor.torch.functions import bind
+from hp_dtensor.torch.whole import on_whole
 
 __all__ = ["install"]
 
@@ -35,25 +36,6 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     """On the local tensor; the result has the operand's layout."""
     out = _impl(func, (), args, kwargs)
     return wrap(out, args[0]._spec) if type(out) is T else out
-
-
-def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
-    """On whole tensors, gathered on every rank; results are replicated."""
-    if any(type(t) is not DTensor for t in dispatch._tensors(args, kwargs)):
-        args, kwargs = dispatch._replicate_plain(func, args, kwargs)
-    mesh = next(t for t in dispatch._tensors(args, kwargs) if type(t) is DTensor)._spec.mesh
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return value.full_tensor()
-        return type(value)(whole(v) for v in value) if type(value) in (list, tuple) else value
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, T):
-            return wrap(value, TensorSpec.of(mesh, [Replicate()] * mesh.ndim, value.shape))
-        return type(value)(placed(v) for v in value) if type(value) in (list, tuple) else value
-
-    return placed(func(*whole(list(args)), **{k: whole(v) for k, v in kwargs.items()}))
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
@@ -177,16 +159,16 @@ def _min_dim(input: Any, dim: Any, keepdim: bool = False) -> Any:
     return torch.min(input, dim, keepdim)
 
 
-def _reduced(whole: Any) -> Handler:
+def _reduced(complete: Any) -> Handler:
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
-        chosen = whole if torch.is_grad_enabled() and x.requires_grad else func
+        chosen = complete if torch.is_grad_enabled() and x.requires_grad else func
         return dispatch.planned(chosen, args, kwargs)
 
     return handle
 
 
-def _extreme(by_dim: Any, elementwise: Any, whole: Any, parts: Any) -> Handler:
+def _extreme(by_dim: Any, elementwise: Any, complete: Any, parts: Any) -> Handler:
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         other = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("dim"))
         if isinstance(other, T):
@@ -194,7 +176,7 @@ def _extreme(by_dim: Any, elementwise: Any, whole: Any, parts: Any) -> Handler:
         if other is not None:
             return dispatch.planned(by_dim, args, kwargs)
         x = args[0] if args else kwargs["input"]
-        return _reduced(whole)(parts, (x,), {})
+        return _reduced(complete)(parts, (x,), {})
 
     return handle
 
@@ -202,6 +184,26 @@ def _extreme(by_dim: Any, elementwise: Any, whole: Any, parts: Any) -> Handler:
 # ---- shapes taken from another tensor ----
 def _shaped_as(func: Any) -> Handler:
     return lambda _, args, kwargs: func(args[0], (args[1] if len(args) > 1 else kwargs["other"]).shape)
+
+
+def _reshaping(base: Any) -> Handler:
+    """``t_`` and its kin: the layout changes with the local part, which stays where it is."""
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0]
+        with torch.no_grad():
+            spec = base(*args, **kwargs)._spec
+            local = _impl(func, (), (local_view(x), *args[1:]), kwargs)
+        if tuple(local.shape) != spec.local_shape:
+            raise NotImplementedError(
+                f"{func.__name__} of a DTensor of shape {tuple(x.shape)} placed {x._spec.placements}: it would have to"
+                f" be redistributed; use {base.__name__}"
+            )
+        _impl(func, (), args, kwargs)
+        x._spec = spec
+        return x
+
+    return handle
 
 
 # ---- creation ----
@@ -274,7 +276,7 @@ def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
     """``x[index]``: a short key for indices of ints, slices, None and ``...``."""
     x, index = args
     if type(x) is not DTensor:
-        return indexing.get_item(func, args, _gathered)
+        return indexing.get_item(func, args, on_whole)
     key: list[Any] = [func, "index", x._spec]  # not a key that (func, spec, True) equals where an index is 1
     for item in index if type(index) is tuple else (index,):
         kind = type(item)
@@ -283,14 +285,14 @@ def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
         elif kind is int or item is None or item is Ellipsis:
             key.append(item)
         else:
-            return indexing.get_item(func, args, _gathered)
+            return indexing.get_item(func, args, on_whole)
     try:
         plan = dispatch._PLANS.get(tuple(key))
     except TypeError:  # bounds that are not ints
-        return indexing.get_item(func, args, _gathered)
+        return indexing.get_item(func, args, on_whole)
     if plan is None:
         if any(isinstance(part, T) for part in key):
-            return indexing.get_item(func, args, _gathered)
+            return indexing.get_item(func, args, on_whole)
         plan = dispatch.plan_of(tuple(key), func, args, kwargs)
     out = plan.run(args, kwargs)
     if plan.fixes:  # gathered: no view of x, so a fill has to be sent to x as well
@@ -335,27 +337,24 @@ def install() -> None:
         if hasattr(T, name):
             table[getattr(T, name)] = _read
     table[torch.is_nonzero] = _read
-    for name in """equal allclose bincount searchsorted bucketize unique unique_consecutive masked_select nonzero
-        multinomial isin tensordot diag diagonal diag_embed trace take scatter scatter_add index_add index_copy
-        index_put masked_scatter norm matrix_norm var std var_mean std_mean cdist argwhere histc kron cross cov
-        corrcoef quantile renorm""".split():
-        for place in (torch, T, torch.linalg):
-            if hasattr(place, name):
-                table[getattr(place, name)] = _gathered
-    table[torch.nn.functional.one_hot] = _gathered
-    table[torch.linalg.vector_norm] = functools.partial(norms.vector_norm, _gathered)
+    table.update(whole.special())
+    table.update(composites.special())
+    table.update(parallel_loss.special())
+    table[torch.linalg.vector_norm] = functools.partial(norms.vector_norm, on_whole)
     table[T.__getitem__] = _get_item
     table[torch.maximum] = _maximum
     table[T.fill_] = table[T.zero_] = table[torch.fill_] = table[torch.zero_] = _fill
     table[T.view_as], table[T.reshape_as], table[T.expand_as] = map(_shaped_as, (T.view, T.reshape, T.expand))
     table[T.__setitem__] = _set_item
+    for name in "t transpose swapaxes swapdims squeeze unsqueeze".split():
+        table[getattr(T, f"{name}_")] = _reshaping(getattr(torch, name))
     table[torch.autograd.backward] = _backward
     table[torch.autograd.grad] = _grad
     for name in "new_zeros new_ones new_empty new_full new_tensor".split():
         table[getattr(T, name)] = _new
     for place in (torch, T):
-        for name, whole in (("amax", _amax), ("amin", _amin), ("prod", _prod)):
-            table[getattr(place, name)] = _reduced(whole)
+        for name, complete in (("amax", _amax), ("amin", _amin), ("prod", _prod)):
+            table[getattr(place, name)] = _reduced(complete)
         table[place.max] = _extreme(_max_dim, torch.maximum, _amax, torch.amax)
         table[place.min] = _extreme(_min_dim, torch.minimum, _amin, torch.amin)
     one = ("input dim=None keepdim=False dtype=None", "input")

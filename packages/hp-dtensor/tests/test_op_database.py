@@ -1,0 +1,73 @@
+"""torch's operator database: each operator's first sample, results and gradients; `nox -s sweep` runs the whole."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("expecttest", reason="torch's operator database needs expecttest")
+
+from hp_platform.testing import on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+import op_database
+
+pytestmark = [
+    pytest.mark.framework("torch"),
+    pytest.mark.not_on("torch-npu-sim", reason="its kernels are the CPU's; what is placed where is tested there"),
+]
+MASKED = """sum prod cumsum cumprod amax amin argmax argmin mean median norm var std softmax log_softmax softmin
+    normalize logaddexp logsumexp"""
+REFUSED = {
+    "as_strided": "strides are of memory",
+    "as_strided.partial_views": "strides are of memory",
+    "as_strided_copy": "strides are of memory",
+    "as_strided_scatter": "strides are of memory",
+    "resize_": "a part can't be resized",
+    "resize_as_": "a part can't be resized",
+    "to_sparse": "a sparse tensor can't be distributed",
+    **dict.fromkeys((f"masked.{name}" for name in MASKED.split()), "expects? strided"),  # torch reads x.layout there
+}
+PARTS = 8
+
+
+@on_ranks(2, timeout=300.0)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_operator(part: int) -> None:
+    names = list(op_database.operators())[part::PARTS]
+    for verdict in op_database.judge_all(names, (2,), 1, 4, True, False):
+        assert not verdict.wrong, f"{verdict.name}: {verdict.wrong[0]}"
+        reason = REFUSED.get(verdict.name)
+        refused = [text for text in verdict.raised if reason is None or not re.search(reason, text)]
+        assert not refused, f"{verdict.name}: {refused[0]}"
+        assert verdict.right or reason, verdict.name
+
+
+def test_what_is_refused_is_known() -> None:
+    names = list(op_database.operators())
+    assert set(REFUSED) <= set(names)
+    assert len(names) - len(REFUSED) >= 520
+
+
+def broken(x):
+    """An operator whose local result would be taken for the whole."""
+    from hp_dtensor import DTensor
+
+    if not isinstance(x, DTensor):
+        return x * 2
+    return x * 2 if x.placements[0].is_replicate() else x * 3
+
+
+@on_ranks(2)
+def test_a_wrong_operator_is_found(monkeypatch) -> None:
+    op = op_database.operators()["abs"]
+    fake = type("Fake", (), {"op": staticmethod(broken), "sample_inputs": op.sample_inputs})
+    fake.supports_dtype, fake.supports_autograd = op.supports_dtype, True
+    monkeypatch.setattr(op_database, "operators", lambda: {"broken": fake})
+    verdict = op_database.judge("broken", (2,), 1, 8, False, False)
+    assert verdict.outcome == "wrong"
+    assert "S0" in verdict.wrong[0]
+    assert verdict.right
