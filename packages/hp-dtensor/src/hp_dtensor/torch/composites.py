@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor.torch import dispatch
-from hp_dtensor.torch.functions import bind
-from hp_dtensor.torch.whole import functions_of, on_whole
+from hp_dtensor.torch.functions import bind, functions_of
+from hp_dtensor.torch.whole import on_whole
 
 __all__ = ["special"]
 

@@ -13,7 +13,7 @@ from hp_dtensor.rules.equation import RULES
 from hp_dtensor.torch import local
 from hp_dtensor.torch.plans import Binding
 
-__all__ = ["BINDINGS", "bind"]
+__all__ = ["BINDINGS", "bind", "functions_of"]
 
 T = torch.Tensor
 BINDINGS: dict[Any, Binding] = {}
@@ -30,15 +30,12 @@ def _signature(text: str) -> tuple[tuple[str, Any], ...]:
     return tuple(made)
 
 
-def _functions(names: str) -> list[Any]:
+def functions_of(names: str) -> list[Any]:
     """The torch functions of these names, wherever torch has them."""
-    found: dict[Any, None] = {}
-    for name in names.split():
-        here = [getattr(place, name, None) for place in (torch, T, F, torch.special, torch.linalg, torch._C._nn)]
-        for func in here:
-            if callable(func):
-                found[func] = None
-    return list(found)
+    internal: Any = torch._C
+    places = (torch, T, F, torch.special, torch.linalg, torch.functional, internal._nn, internal._VariableFunctions)
+    found = {getattr(place, name): None for name in names.split() for place in places if hasattr(place, name)}
+    return [func for func in found if callable(func)]
 
 
 def bind(rule: str, functions: Any, signature: str | None = None, operands: str | None = None, **options: Any) -> None:
@@ -67,7 +64,7 @@ def bind(rule: str, functions: Any, signature: str | None = None, operands: str 
         **options,
     )
     for func in (
-        _functions(functions)
+        functions_of(functions)
         if isinstance(functions, str)
         else functions
         if isinstance(functions, list)

@@ -16,8 +16,9 @@ from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import dispatch, random
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
+from hp_dtensor.torch.functions import functions_of
 
-__all__ = ["functions_of", "on_whole", "special"]
+__all__ = ["on_whole", "special"]
 
 T = torch.Tensor
 
@@ -119,13 +120,6 @@ def _refuse(why: str) -> Any:
         raise NotImplementedError(f"{dispatch._name(func)} of a DTensor: {why}")
 
     return handle
-
-
-def functions_of(names: str) -> list[Any]:
-    """The torch functions of these names, wherever torch has them."""
-    places = (torch, T, F, torch.linalg, torch.special, torch.functional, torch._C._nn, torch._C._VariableFunctions)
-    found = {getattr(place, name): None for name in names.split() for place in places if hasattr(place, name)}
-    return [func for func in found if callable(func)]
 
 
 def operators_of(names: str) -> list[Any]:
