@@ -55,6 +55,19 @@ def test_flash_attention(layout, kind, rows):
 
 
 @on_ranks(1)
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 1), (4, 6, 6), (1, 6, 6), (2, 1, 1, 6)])
+def test_masks_of_every_shape_that_broadcasts(shape):
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    seen = torch.rand(shape) > 0.4
+    seen[..., 0] = True
+    mask = seen.to(device_type())
+    flash = get_platform().fused.flash_attention
+    same(
+        lambda *x: flash(*x, layout="BNSD", scale=0.3, mask=mask), lambda *x: attend(*x, scale=0.3, seen=seen), q, k, v
+    )
+
+
+@on_ranks(1)
 def test_rms_norm():
     def plain(x, weight):
         return x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weight
@@ -103,6 +116,12 @@ def test_what_does_not_fit_is_refused():
         fused.swiglu(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"cos and sin that broadcast to it, got \(6, 8\)"):
         fused.rotary(q, q, torch.ones(6, 8), torch.ones(6, 8))
+    with pytest.raises(ValueError, match=r"swiglu: dim 9 is out of range for shape \(2, 4\)"):
+        fused.swiglu(torch.zeros(2, 4), 9)
+    with pytest.raises(TypeError, match="needs a bool mask, true where a query may look, got torch.float32"):
+        fused.flash_attention(q, q, q, mask=torch.ones(6, 6))
+    with pytest.raises(ValueError, match=r"mask of shape \(5, 6\) does not broadcast to \(2, 4, 6, 6\)"):
+        fused.flash_attention(q, q, q, mask=torch.ones(5, 6, dtype=torch.bool))
     if device_type() == "npu":
         with pytest.raises(TypeError, match="swiglu on an NPU takes float16, bfloat16 or float32, got torch.float64"):
             fused.swiglu(q.double())

@@ -28,6 +28,11 @@ def test_a_timeout_is_every_backends():
     group = new_group(half, GroupOptions(timeout=timedelta(seconds=77)))
     reduce(group)
     assert group._get_backend(torch.device(device_type())).options._timeout == timedelta(seconds=77)
+    assert new_group(half, GroupOptions(timeout=timedelta(seconds=77))) is group
+    with pytest.raises(ValueError, match=r"but the group of ranks \(., .\) exists already, made with GroupO"):
+        new_group(half, GroupOptions(timeout=timedelta(seconds=1)))
+    with pytest.raises(ValueError, match=r"the group of ranks \(0, 1, 2, 3\) exists already, made with None"):
+        new_group(range(4), GroupOptions(timeout=timedelta(seconds=1)))
 
 
 @on_ranks(5)

@@ -89,6 +89,15 @@ def check_ranks(ranks: tuple[int, ...], rank: int, size: int) -> None:
         raise ValueError(f"rank {rank} is not in the group {ranks}: only members call new_group().")
 
 
+def check_options(asked: object, made: object, ranks: Sequence[int]) -> None:
+    """Refuse options for a group that exists, unless it was made with them."""
+    if asked is not None and asked != made:
+        raise ValueError(
+            f"pg_options={asked!r}, but the group of ranks {tuple(ranks)} exists already, made with {made!r}: options "
+            "are for the call that makes a group, which comes first."
+        )
+
+
 def check_split_ranks(split_ranks: Sequence[Sequence[int]] | None, size: int) -> None:
     """Refuse children of a group of `size` ranks that overlap or have other ranks."""
     if not split_ranks:

@@ -8,7 +8,7 @@ from typing import Any
 LAYOUTS = ("BSND", "BNSD")
 
 
-def check_attention(q: Any, k: Any, v: Any, *, causal: bool, masked: bool, layout: str) -> None:
+def check_attention(q: Any, k: Any, v: Any, *, causal: bool, mask: Any, layout: str) -> None:
     """Check the arguments of `flash_attention`.
 
     Args:
@@ -16,12 +16,12 @@ def check_attention(q: Any, k: Any, v: Any, *, causal: bool, masked: bool, layou
         k: its keys.
         v: its values.
         causal: its `causal`.
-        masked: whether it has a mask.
+        mask: its `mask`.
         layout: its `layout`.
 
     Raises:
         ValueError: a shape or the layout doesn't fit, or both `causal` and a mask.
-        TypeError: the dtypes differ.
+        TypeError: the dtypes differ, or the mask is not bool.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown: choose one of {', '.join(LAYOUTS)}.")
@@ -32,10 +32,34 @@ def check_attention(q: Any, k: Any, v: Any, *, causal: bool, masked: bool, layou
         raise ValueError(f"flash_attention needs 4 dims, one batch and one head size, got {shapes}.")
     if b[:3] != c[:3] or a[heads] % b[heads]:
         raise ValueError(f"flash_attention needs v as long as k, and heads of q that divide over k's, got {shapes}.")
-    if causal and masked:
+    if causal and mask is not None:
         raise ValueError("flash_attention takes causal=True or a mask: put the causal part into the mask.")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"flash_attention needs one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}.")
+    if mask is None:
+        return
+    if str(mask.dtype).rpartition(".")[2].lower() != "bool":
+        raise TypeError(f"flash_attention needs a bool mask, true where a query may look, got {mask.dtype}.")
+    sequence = layout.index("S")
+    full = (a[0], a[heads], a[sequence], b[sequence])
+    shape = tuple(mask.shape)
+    if len(shape) > 4 or any(have not in (1, want) for have, want in zip(reversed(shape), reversed(full))):
+        raise ValueError(f"flash_attention: mask of shape {shape} does not broadcast to {full}.")
+
+
+def hidden_shape(mask: Sequence[int], batch: int, heads: int, rows: int, columns: int) -> tuple[int, ...]:
+    """Get the shape that Ascend takes a mask in: it repeats over the batch and the heads alone, all or none of them.
+
+    Args:
+        mask: the mask's shape, which broadcasts to (batch, heads, rows, columns).
+        batch: of the queries.
+        heads: of the queries.
+        rows: how many queries.
+        columns: how many keys.
+    """
+    if len(mask) <= 2:
+        return rows, columns
+    return batch, heads if mask[-3] != 1 else 1, rows, columns
 
 
 def check_rms_norm(x: Sequence[int], weight: Sequence[int]) -> None:
@@ -52,8 +76,10 @@ def check_swiglu(shape: Sequence[int], dim: int) -> None:
     """Check the shape of `swiglu`.
 
     Raises:
-        ValueError: the dim has no two halves.
+        ValueError: there is no such dim, or it has no two halves.
     """
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"swiglu: dim {dim} is out of range for shape {tuple(shape)}.")
     if shape[dim] % 2:
         raise ValueError(f"swiglu: dim {dim} of shape {tuple(shape)} has no two halves.")
 

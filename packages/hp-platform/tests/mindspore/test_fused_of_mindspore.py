@@ -73,6 +73,31 @@ def test_flash_attention(layout, kind, rows):
 
 
 @on_ranks(1)
+def test_a_query_that_sees_nothing_finds_zeros_and_spoils_no_other():
+    q, k, v = draw(1, 2, 4, 8), draw(1, 2, 4, 8), draw(1, 2, 4, 8)
+    seen = np.tril(np.ones((4, 4), bool))
+    seen[0] = False
+    mask = Tensor(seen)
+    found = (
+        get_platform()
+        .fused.flash_attention(*(Tensor(x.astype(np.float32)) for x in (q, k, v)), layout="BNSD", scale=0.3, mask=mask)
+        .asnumpy()
+    )
+    seen[0] = True
+    (expected,) = attend(q, k, v, scale=0.3, seen=seen)
+    np.testing.assert_allclose(found[:, :, 1:], expected[:, :, 1:], rtol=1e-4, atol=1e-5)
+    assert not found[:, :, 0].any()
+
+
+@on_ranks(1)
+def test_the_norm_of_large_half_precision_numbers():
+    x = Tensor(np.full((2, 8), 300.0, np.float16))
+    made = get_platform().fused.rms_norm(x, Tensor(np.ones(8, np.float32)))
+    assert made.dtype == mindspore.float16
+    np.testing.assert_allclose(made.asnumpy(), 1.0, rtol=1e-3)
+
+
+@on_ranks(1)
 def test_the_other_operators():
     def norm(x, weight):
         return (x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-3) * weight,)

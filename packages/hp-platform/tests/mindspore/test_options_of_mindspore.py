@@ -17,6 +17,8 @@ def test_options_of_groups():
     if groups.rank() < 2:  # no other test makes this pair: options are for the call that makes a group
         with pytest.raises(ValueError, match="buffer_size=64 is an option of hccl, the group's backend is mccl"):
             groups.new_group([0, 1], GroupOptions(buffer_size=64))
+    with pytest.raises(ValueError, match=r"the group of ranks \(0, 1, 2\) exists already, made with None"):
+        groups.new_group([0, 1, 2], GroupOptions(buffer_size=64))
     with pytest.raises(ValueError, match="high_priority=True: MindSpore chooses the streams"):
         own_options(GroupOptions(high_priority=True), "hccl")
     with pytest.raises(ValueError, match="groups have none of their own"):

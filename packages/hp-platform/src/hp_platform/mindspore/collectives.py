@@ -23,7 +23,7 @@ from hp_platform.checks import (
 )
 from hp_platform.mindspore import emulation, groups, native
 from hp_platform.mindspore.devices import devices
-from hp_platform.observing import observers
+from hp_platform.observing import Done, Observed, begin, observers
 from hp_platform.protocols import Handle
 
 OPS = ("sum", "avg", "min", "max", "product")
@@ -55,19 +55,21 @@ def _check_op(op: str, tensor: Any) -> None:
         raise integer_average(tensor)
 
 
-def _begin(kind: str, tensor: Any, group: str) -> None:
+def _begin(kind: str, tensor: Any, group: str) -> list[Done] | None:
     issued[group] += 1
-    if observers:
-        _observe(kind, tensor.nbytes, group)
+    return begin(kind, tensor.nbytes, group) if observers else None
 
 
-def _observe(kind: str, size: int, group: str) -> None:
-    for observer in tuple(observers):
-        observer(kind, size, group)
+def _handle(work: Handle | None, async_op: bool, done: list[Done] | None) -> Handle | None:
+    if not async_op:
+        _end(done)
+        return None
+    return Observed(work, done) if done else work or _DONE
 
 
-def _handle(work: Handle | None, async_op: bool) -> Handle | None:
-    return (work or _DONE) if async_op else None
+def _end(done: list[Done] | None) -> None:
+    if done:
+        Observed(None, done).wait()
 
 
 def all_reduce(tensor: Any, op: str = "sum", *, group: str, async_op: bool = False) -> Handle | None:
@@ -91,8 +93,8 @@ def all_reduce(tensor: Any, op: str = "sum", *, group: str, async_op: bool = Fal
     if not tensor.is_contiguous():
         raise not_contiguous("tensor", tensor)
     _check_op(op, tensor)
-    _begin("all_reduce", tensor, group)
-    return _handle(_backend().all_reduce(tensor, op, group, async_op), async_op)
+    done = _begin("all_reduce", tensor, group)
+    return _handle(_backend().all_reduce(tensor, op, group, async_op), async_op, done)
 
 
 def all_gather(output: Any, tensor: Any, *, group: str, async_op: bool = False) -> Handle | None:
@@ -115,8 +117,8 @@ def all_gather(output: Any, tensor: Any, *, group: str, async_op: bool = False) 
     size = groups.size(group)
     if output.numel() != tensor.numel() * size:
         raise gather_mismatch(output, tensor, size)
-    _begin("all_gather", output, group)
-    return _handle(_backend().all_gather(output, tensor, group, async_op), async_op)
+    done = _begin("all_gather", output, group)
+    return _handle(_backend().all_gather(output, tensor, group, async_op), async_op, done)
 
 
 def reduce_scatter(output: Any, tensor: Any, op: str = "sum", *, group: str, async_op: bool = False) -> Handle | None:
@@ -141,8 +143,8 @@ def reduce_scatter(output: Any, tensor: Any, op: str = "sum", *, group: str, asy
     size = groups.size(group)
     if tensor.numel() != output.numel() * size:
         raise scatter_mismatch(output, tensor, size)
-    _begin("reduce_scatter", tensor, group)
-    return _handle(_backend().reduce_scatter(output, tensor, op, group, async_op), async_op)
+    done = _begin("reduce_scatter", tensor, group)
+    return _handle(_backend().reduce_scatter(output, tensor, op, group, async_op), async_op, done)
 
 
 def all_to_all(
@@ -175,8 +177,8 @@ def all_to_all(
     size = groups.size(group)
     received = checked_splits("output", output, output_splits, size)
     sent = checked_splits("input", tensor, input_splits, size)
-    _begin("all_to_all", tensor, group)
-    return _handle(_backend().all_to_all(output, tensor, received, sent, group, async_op), async_op)
+    done = _begin("all_to_all", tensor, group)
+    return _handle(_backend().all_to_all(output, tensor, received, sent, group, async_op), async_op, done)
 
 
 def broadcast(tensor: Any, group_src: int, *, group: str, async_op: bool = False) -> Handle | None:
@@ -197,8 +199,8 @@ def broadcast(tensor: Any, group_src: int, *, group: str, async_op: bool = False
     if not tensor.is_contiguous():
         raise not_contiguous("tensor", tensor)
     check_peer("group_src", group_src, groups.size(group))
-    _begin("broadcast", tensor, group)
-    return _handle(_backend().broadcast(tensor, group_src, group, async_op), async_op)
+    done = _begin("broadcast", tensor, group)
+    return _handle(_backend().broadcast(tensor, group_src, group, async_op), async_op, done)
 
 
 def send(tensor: Any, dst: int, *, group: str) -> None:
@@ -212,8 +214,9 @@ def send(tensor: Any, dst: int, *, group: str) -> None:
     Raises:
         ValueError: the tensor is not contiguous, or the group has no such rank.
     """
-    _check_exchange("send", tensor, "dst", dst, group)
+    done = _check_exchange("send", tensor, "dst", dst, group)
     _backend().send(tensor, dst, group)
+    _end(done)
 
 
 def recv(tensor: Any, src: int, *, group: str) -> None:
@@ -227,16 +230,16 @@ def recv(tensor: Any, src: int, *, group: str) -> None:
     Raises:
         ValueError: the tensor is not contiguous, or the group has no such rank.
     """
-    _check_exchange("recv", tensor, "src", src, group)
+    done = _check_exchange("recv", tensor, "src", src, group)
     _backend().recv(tensor, src, group)
+    _end(done)
 
 
-def _check_exchange(kind: str, tensor: Any, name: str, peer: int, group: str) -> None:
+def _check_exchange(kind: str, tensor: Any, name: str, peer: int, group: str) -> list[Done] | None:
     if not tensor.is_contiguous():
         raise not_contiguous("tensor", tensor)
     check_peer(name, peer, groups.size(group))
-    if observers:
-        _observe(kind, tensor.nbytes, group)
+    return begin(kind, tensor.nbytes, group) if observers else None
 
 
 def barrier(group: str | None = None) -> None:
@@ -247,6 +250,6 @@ def barrier(group: str | None = None) -> None:
     """
     target = groups.default() if group is None else group
     issued[target] += 1
-    if observers:
-        _observe("barrier", 0, target)
+    done = begin("barrier", 0, target) if observers else None
     _backend().barrier(target)
+    _end(done)

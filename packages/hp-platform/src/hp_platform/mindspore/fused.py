@@ -12,11 +12,17 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_platform.fused_checks import check_attention, check_rms_norm, check_rotary, check_swiglu
+from hp_platform.fused_checks import check_attention, check_rms_norm, check_rotary, check_swiglu, hidden_shape
 from hp_platform.mindspore.devices import devices
 
 _HALVES = (mindspore.float16, mindspore.bfloat16)
 _FLOATS = (*_HALVES, mindspore.float32)
+_LOWEST = {
+    mindspore.float16: -6.0e4,
+    mindspore.bfloat16: -3.0e38,
+    mindspore.float32: -3.0e38,
+    mindspore.float64: -3.0e38,
+}
 _COMPRESSED = 2048  # sides of the mask that stands for any causal one on Ascend
 
 
@@ -48,7 +54,7 @@ def flash_attention(
         ValueError: a shape or the layout doesn't fit, or both `causal` and `mask`.
         TypeError: the dtypes differ, or Ascend's operator doesn't have it (it has float16 and bfloat16).
     """
-    check_attention(q, k, v, causal=causal, masked=mask is not None, layout=layout)
+    check_attention(q, k, v, causal=causal, mask=mask, layout=layout)
     scale = float(q.shape[3] ** -0.5) if scale is None else float(scale)
     if devices.capabilities.fused_operators:
         return _ascend_attention(q, k, v, causal, scale, mask, layout)
@@ -59,9 +65,12 @@ def flash_attention(
     if causal:
         rows, columns = q.shape[2], k.shape[2]
         mask = Tensor(np.tri(rows, columns, columns - rows, dtype=bool))
+    if mask is not None:  # not -inf: on the CPU a row of it spoils its neighbours
+        logits = mint.where(mask, logits, Tensor(_LOWEST[logits.dtype], logits.dtype))
+    weights = mint.nn.functional.softmax(logits, -1)
     if mask is not None:
-        logits = mint.where(mask, logits, Tensor(float("-inf"), logits.dtype))
-    found = mint.matmul(mint.nn.functional.softmax(logits, -1), v)
+        weights = mint.where(mask, weights, Tensor(0.0, weights.dtype))  # a query that sees nothing finds zeros
+    found = mint.matmul(weights, v)
     return mint.transpose(found, 1, 2) if layout == "BSND" else found
 
 
@@ -73,11 +82,9 @@ def _ascend_attention(
     if causal:
         hidden, mode = _compressed_mask(), 3
     elif mask is not None:
-        hidden = mint.logical_not(mask)
-        if len(hidden.shape) != 2:  # Ascend repeats over the batch and the heads alone
-            sizes = q.shape[layout.index("S")], k.shape[layout.index("S")]
-            heads = hidden.shape[1] if len(hidden.shape) == 4 else 1
-            hidden = mint.broadcast_to(hidden, (q.shape[0], heads, *sizes))
+        heads, sequence = layout.index("N"), layout.index("S")
+        shape = hidden_shape(mask.shape, q.shape[0], q.shape[heads], q.shape[sequence], k.shape[sequence])
+        hidden = mint.broadcast_to(mint.logical_not(mask), shape)
     return ops.flash_attention_score(
         q,
         k,
@@ -120,7 +127,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         _check_dtype("rms_norm", x, _FLOATS)
         return ops.rms_norm(x, weight, eps)[0]
     dims = tuple(range(-len(weight.shape), 0))
-    return x * mint.rsqrt(mint.mean(x * x, dims, True) + eps) * weight
+    exact = x.astype(mindspore.float32) if x.dtype in _HALVES else x
+    normed = exact * mint.rsqrt(mint.mean(exact * exact, dims, True) + eps) * weight.astype(exact.dtype)
+    return normed.astype(x.dtype)
 
 
 def swiglu(gate_and_up: Tensor, dim: int = -1) -> Tensor:

@@ -13,7 +13,7 @@ from mindspore import communication
 from mindspore.communication import GlobalComm, management
 from mindspore.mint import distributed as dist
 
-from hp_platform.checks import check_ranks, check_same_world, check_split_ranks, no_default_group
+from hp_platform.checks import check_options, check_ranks, check_same_world, check_split_ranks, no_default_group
 from hp_platform.mindspore.devices import devices
 from hp_platform.mindspore.options import own_options
 
@@ -27,6 +27,7 @@ _TIMEOUT_VARIABLE = "MS_CPU_COMM_OP_TIMEOUT"
 # can't make a destroyed group's name again.
 _by_ranks: dict[tuple[int, ...], str] = {}
 _ranks: dict[str, tuple[int, ...]] = {}
+_options: dict[tuple[int, ...], Any] = {}
 _made: Counter[tuple[int, ...]] = Counter()
 _destroyed = False
 
@@ -70,7 +71,9 @@ def init_process_group(
     if backend not in (None, expected):
         raise ValueError(f"backend={backend!r}, but on {devices.kind} MindSpore communicates with {expected!r}.")
     if pg_options is not None:
-        raise ValueError("pg_options: MindSpore's default group has no options; those of new groups are split_group's.")
+        raise ValueError(
+            "pg_options: MindSpore's default group has no options: give them to split_group, or set HCCL_BUFFSIZE."
+        )
     if devices.kind == "cpu" or device_id is not None:
         devices.set_device(device_id or 0)
     if expected == HCCL:
@@ -118,12 +121,14 @@ def destroy_process_group(group: str | None = None) -> None:
     if group is None or group == default():
         _destroyed = _destroyed or get_backend() == MCCL
         _by_ranks.clear()
+        _options.clear()
         _ranks.clear()
         _made.clear()
         dist.destroy_process_group()
         return
     for key in [key for key, cached in _by_ranks.items() if cached == group]:
         del _by_ranks[key]
+        _options.pop(key, None)
     _ranks.pop(group, None)
     devices.synchronize()
     communication.destroy_group(group)
@@ -176,7 +181,8 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> str:
         The group's name.
 
     Raises:
-        ValueError: a rank is doubled or not in the world, or this process is not a member.
+        ValueError: a rank is doubled or not in the world, this process is not a member, or the group exists already,
+            made with other options.
         RuntimeError: there is no default group yet.
     """
     key = tuple(sorted(ranks))
@@ -184,6 +190,7 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> str:
     if group is None:
         check_ranks(key, get_group_local_rank(), size())
         group = _create(key, pg_options)
+    check_options(pg_options, _options.get(key), key)
     return group
 
 
@@ -194,7 +201,7 @@ def _create(ranks: tuple[int, ...], options: Any | None = None) -> str:
     digest = hashlib.sha1(f"{ranks} {number}".encode(), usedforsecurity=False).hexdigest()
     group = f"hp_{len(ranks)}_{digest}"
     communication.create_group(group, list(ranks), own)
-    _by_ranks[ranks], _ranks[group] = group, ranks
+    _by_ranks[ranks], _ranks[group], _options[ranks] = group, ranks, options
     return group
 
 
@@ -229,7 +236,9 @@ def split_group(
     for ranks in split_ranks:
         key = tuple(sorted(members[index] for index in ranks))
         if rank in key:
-            return known_groups().get(key) or _create(key, pg_options)
+            group = known_groups().get(key) or _create(key, pg_options)
+            check_options(pg_options, _options.get(key), key)
+            return group
     return None
 
 

@@ -26,7 +26,7 @@ from hp_platform.checks import (
     scatter_mismatch,
     unknown_op,
 )
-from hp_platform.observing import observers
+from hp_platform.observing import Done, Observed, begin, observers
 from hp_platform.protocols import Handle
 from hp_platform.torch import gathered
 from hp_platform.torch.devices import devices
@@ -138,8 +138,7 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", *, group: ProcessGroup, as
     if tensor.is_complex():
         check_complex(op)
         parts = _real(tensor)
-    if observers:
-        _observe("all_reduce", tensor, group)
+    done = _observe("all_reduce", tensor, group) if observers else None
     divide = op == "avg" and not _averages(tensor, group)
     if divide:
         op, options = "sum", _REDUCE["sum", async_op]
@@ -147,6 +146,8 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", *, group: ProcessGroup, as
         work = gathered.all_reduce(parts, op, group)
     else:
         work = group.allreduce([parts], options)
+    if done:
+        work = Observed(work, done)
     if async_op:
         return _Average(work, tensor, group.size()) if divide else work
     if work is not None:
@@ -177,13 +178,14 @@ def all_gather(
     check_pair("all_gather", output, tensor)
     if output.numel() != tensor.numel() * group.size():
         raise gather_mismatch(output, tensor, group.size())
-    if observers:
-        _observe("all_gather", output, group)
+    done = _observe("all_gather", output, group) if observers else None
     if tensor.dtype in _MOVED_AS:
         output, tensor = _movable(output), _movable(tensor)
     if tensor.dim() != 1 or output.dim() != 1:  # gloo compares the shapes of the pieces
         output, tensor = output.view(-1), tensor.view(-1)
     work = group._allgather_base(output, tensor, _GATHER[async_op])
+    if done:
+        work = Observed(work, done)
     if async_op:
         return work
     if work is not None:
@@ -218,8 +220,7 @@ def reduce_scatter(
         check_complex(op)
     if tensor.numel() != output.numel() * group.size():
         raise scatter_mismatch(output, tensor, group.size())
-    if observers:
-        _observe("reduce_scatter", tensor, group)
+    done = _observe("reduce_scatter", tensor, group) if observers else None
     divide = op == "avg" and not _averages(tensor, group)
     if divide:
         op, options = "sum", _SCATTER["sum", async_op]
@@ -228,6 +229,8 @@ def reduce_scatter(
         work = gathered.reduce_scatter(into, parts, op, group)
     else:
         work = group._reduce_scatter_base(into, parts, options)
+    if done:
+        work = Observed(work, done)
     if async_op:
         return _Average(work, output, group.size()) if divide else work
     if work is not None:
@@ -266,11 +269,12 @@ def all_to_all(
     check_pair("all_to_all", output, tensor)
     received = checked_splits("output", output, output_splits, group.size())
     sent = checked_splits("input", tensor, input_splits, group.size())
-    if observers:
-        _observe("all_to_all", tensor, group)
+    done = _observe("all_to_all", tensor, group) if observers else None
     if tensor.dtype in _MOVED_AS:
         output, tensor = _movable(output), _movable(tensor)
     work = group.alltoall_base(output, tensor, received, sent, _EXCHANGE[async_op])
+    if done:
+        work = Observed(work, done)
     if async_op:
         return work
     if work is not None:
@@ -300,9 +304,10 @@ def broadcast(tensor: torch.Tensor, group_src: int, *, group: ProcessGroup, asyn
     if options is None:
         options = _options(c10d.BroadcastOptions, async_op, rootRank=group_src, rootTensor=0)
         _BROADCAST[group_src, async_op] = options
-    if observers:
-        _observe("broadcast", tensor, group)
+    done = _observe("broadcast", tensor, group) if observers else None
     work = group.broadcast([_movable(tensor) if tensor.dtype in _MOVED_AS else tensor], options)
+    if done:
+        work = Observed(work, done)
     if async_op:
         return work
     if work is not None:
@@ -342,14 +347,15 @@ def _exchange(kind: str, tensor: torch.Tensor, name: str, peer: int, group: Proc
     if not tensor.is_contiguous():
         raise not_contiguous("tensor", tensor)
     check_peer(name, peer, group.size())
-    if observers:
-        _observe(kind, tensor, group)
+    done = _observe(kind, tensor, group) if observers else None
     moved = parts = _movable(tensor) if tensor.dtype in _MOVED_AS else tensor
     # gloo sends from the host's memory only
     staged = tensor.device.type != "cpu" and _backend_name(tensor, group) == "gloo"
     if staged:
         moved = parts.cpu()
     work = (group.send if kind == "send" else group.recv)([moved], peer, 0)
+    if done:
+        work = Observed(work, done)
     if work is not None:
         work.wait()
     if staged and kind == "recv":
@@ -366,18 +372,16 @@ def barrier(group: ProcessGroup | None = None) -> None:
     target = dist.group.WORLD if group is None else group
     if target is None:
         raise no_default_group()
-    if observers:
-        for observer in tuple(observers):
-            observer("barrier", 0, target)
+    done = begin("barrier", 0, target) if observers else None
     options = c10d.BarrierOptions()
     cpu = torch.device("cpu")
     options.device = cpu if cpu in target._device_types else devices.current_device()
     work = target.barrier(options)
+    if done:
+        work = Observed(work, done)
     if work is not None:
         work.wait()
 
 
-def _observe(kind: str, tensor: torch.Tensor, group: ProcessGroup) -> None:
-    size = tensor.numel() * tensor.element_size()
-    for observer in tuple(observers):
-        observer(kind, size, group)
+def _observe(kind: str, tensor: torch.Tensor, group: ProcessGroup) -> list[Done]:
+    return begin(kind, tensor.numel() * tensor.element_size(), group)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_platform.fused_checks import check_attention, check_rms_norm, check_rotary, check_swiglu
+from hp_platform.fused_checks import check_attention, check_rms_norm, check_rotary, check_swiglu, hidden_shape
 
 _NPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPRESSED = 2048  # sides of the mask that stands for any causal one on an NPU
@@ -45,7 +45,7 @@ def flash_attention(
         ValueError: a shape or the layout doesn't fit, or both `causal` and `mask`.
         TypeError: the dtypes differ, or an NPU's operator doesn't have it.
     """
-    check_attention(q, k, v, causal=causal, masked=mask is not None, layout=layout)
+    check_attention(q, k, v, causal=causal, mask=mask, layout=layout)
     scale = float(q.shape[3] ** -0.5) if scale is None else scale
     if q.device.type == "npu":
         return _npu_attention(q, k, v, causal, float(scale), mask, layout, q.shape[layout.index("N")])
@@ -55,6 +55,8 @@ def flash_attention(
     if causal and rows != columns:  # torch's own begins at the first key
         mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
         causal = False
+    if mask is not None and mask.dim() < 2:  # torch's own wants both dims
+        mask = mask.expand(rows, columns)
     found = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -76,10 +78,8 @@ def _npu_attention(
     if causal:
         hidden, mode = _compressed_mask(q.device), 3
     elif mask is not None:
-        hidden = ~mask
-        if hidden.dim() != 2:  # an NPU repeats over the batch and the heads alone
-            batch, rows, columns = q.shape[0], q.shape[layout.index("S")], k.shape[layout.index("S")]
-            hidden = hidden.expand(batch, -1 if hidden.dim() == 4 else 1, rows, columns)
+        sequence = layout.index("S")
+        hidden = (~mask).expand(*hidden_shape(mask.shape, q.shape[0], heads, q.shape[sequence], k.shape[sequence]))
     return _torch_npu().npu_fusion_attention(q, k, v, heads, layout, atten_mask=hidden, scale=scale, sparse_mode=mode)[
         0
     ]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hp_platform.checks import check_ranks, check_same_world, check_split_ranks, no_default_group
+from hp_platform.checks import check_options, check_ranks, check_same_world, check_split_ranks, no_default_group
 from hp_platform.torch.creation import create, forget
 from hp_platform.torch.devices import devices
 from hp_platform.torch.options import backend_options, restore_priority, timeout_of
@@ -19,6 +19,7 @@ ProcessGroup = dist.ProcessGroup
 
 # The groups by their ranks. They live as long as the default group `_world` they were made under.
 _by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+_options: dict[tuple[int, ...], Any] = {}
 _world: ProcessGroup | None = None
 
 
@@ -53,6 +54,8 @@ def init_process_group(
     """
     if dist.is_initialized():
         _check_same(backend, world_size, rank)
+        everyone = tuple(range(dist.get_world_size()))
+        check_options(pg_options, _options.get(everyone), everyone)
         return
     chosen = backend or dist.get_default_backend_for_device(devices.kind)
     made = backend_options(pg_options, chosen)
@@ -68,6 +71,8 @@ def init_process_group(
         device_id=device_id,
     )
     restore_priority(pg_options, _default(), chosen)
+    _cache()
+    _options[tuple(range(dist.get_world_size()))] = pg_options
 
 
 def _check_same(backend: str | None, world_size: int, rank: int) -> None:
@@ -87,11 +92,13 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     global _world
     if group is None or group is dist.group.WORLD:
         _by_ranks.clear()
+        _options.clear()
         _world = None
         forget()
     else:
         for key in [key for key, cached in _by_ranks.items() if cached is group]:
             del _by_ranks[key]
+            _options.pop(key, None)
     dist.destroy_process_group(group)
 
 
@@ -100,6 +107,7 @@ def _cache() -> dict[tuple[int, ...], ProcessGroup]:
     world = _default()
     if world is not _world:
         _by_ranks.clear()
+        _options.clear()
         forget()
         _by_ranks[tuple(range(world.size()))] = world
         _world = world
@@ -136,7 +144,8 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> ProcessGro
         The group.
 
     Raises:
-        ValueError: a rank is doubled or not in the world, or this process is not a member.
+        ValueError: a rank is doubled or not in the world, this process is not a member, or the group exists already,
+            made with other options.
         RuntimeError: there is no default group yet.
     """
     key = tuple(sorted(ranks))
@@ -145,6 +154,8 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> ProcessGro
     if group is None:
         check_ranks(key, dist.get_rank(), dist.get_world_size())
         group = groups[key] = create(key, pg_options=pg_options)
+        _options[key] = pg_options
+    check_options(pg_options, _options.get(key), key)
     return group
 
 
@@ -168,7 +179,8 @@ def split_group(
         The child that holds this rank, None if no child does.
 
     Raises:
-        ValueError: `split_ranks` is empty, or its ranks are doubled or not in the parent.
+        ValueError: `split_ranks` is empty, its ranks are doubled or not in the parent, or the child exists already,
+            made with other options.
     """
     members = get_process_group_ranks(parent)
     check_split_ranks(split_ranks, len(members))
@@ -180,6 +192,8 @@ def split_group(
         if rank in key:
             if key not in groups:
                 groups[key] = create(key, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
+                _options[key] = pg_options
+            check_options(pg_options, _options.get(key), key)
             return groups[key]
     return None
 
