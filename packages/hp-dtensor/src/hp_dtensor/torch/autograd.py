@@ -6,6 +6,10 @@ memo of four entries, found by the identity and version of the tensor it came fr
 the tensor itself would be a cycle through autograd's C++ nodes that the garbage collector cannot see; a weak reference
 dies at once.
 
+Note [Gradients of gradients]
+Parts of a sum all get the sum's gradient. That is a replicated value which each rank reads for a part of its own, so where
+it has a gradient itself, that is partial: the move of a gradient to a Partial varies.
+
 Note [Partial gradients of leaves]
 A leaf parameter that is replicated on an axis but used where the result varies (a norm's weight under sequence
 parallel) has a partial gradient there. Summing each as it comes would cost one small collective a parameter, and an
@@ -72,7 +76,11 @@ class _Redistribute(torch.autograd.Function):
         _memo.clear()
         src, dst, vary = ctx.layouts
         scale = backward_scale(src, dst)
-        moved = move(grad, grad_spec(dst, vary), grad_spec(src))
+        if torch.is_grad_enabled() and _requires_grad(grad):  # see Note [Gradients of gradients]
+            read = tuple(a.is_partial() and not b.is_partial() for a, b in zip(src.placements, dst.placements))
+            moved = _Redistribute.apply(grad, grad_spec(dst, vary), grad_spec(src), read, None)
+        else:
+            moved = move(grad, grad_spec(dst, vary), grad_spec(src))
         return (moved if scale == 1.0 else moved * scale), None, None, None, None
 
 

@@ -216,7 +216,19 @@ class _Elsewhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: T) -> T:  # type: ignore[override]
-        return grad
+        return _Counted.apply(grad) if torch.is_grad_enabled() and grad.requires_grad else grad
+
+
+class _Counted(torch.autograd.Function):
+    """A value as it is, whose gradient the rank that adds it sends back alone."""
+
+    @staticmethod
+    def forward(ctx: Any, value: T) -> T:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> T:  # type: ignore[override]
+        return torch.zeros_like(grad)
 
 
 def embedding(call: Call) -> Any:

@@ -74,7 +74,8 @@ def _roots(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
                     )
                 gradient = torch.ones_like(local_view(tensor))
             elif isinstance(gradient, DTensor):
-                gradient = redistribute(gradient, autograd.grad_spec(tensor._spec))
+                wanted, parts = autograd.grad_spec(tensor._spec), [p.is_partial() for p in tensor._spec.placements]
+                gradient = autograd.convert(gradient, wanted, tuple(parts) if any(parts) else None)
         ready.append(local_of(gradient) if gradient is not None else None)
     with torch.enable_grad():  # reentrant checkpointing calls from a backward, where gradients are off
         return [local_of(tensor) for tensor in tensors], ready
