@@ -178,6 +178,54 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class _Enter(torch.autograd.Function):
+    """The input of a column-parallel layer: its gradient is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Leave(torch.autograd.Function):
+    """The output of a row-parallel layer: summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+class ByHand(Block):
+    """A rank's part of a block, its collectives written by hand as Megatron-LM does (arXiv:1909.08053, section 3)."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__(dim, heads, hidden)
+        self.q, self.k, self.v = (nn.Linear(dim, dim // RANKS, bias=False) for _ in range(3))
+        self.o = nn.Linear(dim // RANKS, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, hidden // RANKS, bias=False), nn.Linear(hidden // RANKS, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        h: Any = _Enter.apply(self.norm1(x))
+        q, k, v = (m(h).view(batch, length, -1, self.head_dim).transpose(1, 2) for m in (self.q, self.k, self.v))
+        a = F.softmax(q @ k.transpose(-2, -1) * self.head_dim**-0.5, -1) @ v
+        attended: Any = _Leave.apply(self.o(a.transpose(1, 2).reshape(batch, length, -1)))
+        x = x + attended
+        fed: Any = _Leave.apply(self.down(F.gelu(self.up(_Enter.apply(self.norm2(x))))))
+        return x + fed
+
+
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(Block(64, 8, 128), Block(64, 8, 128))
@@ -218,6 +266,7 @@ def bench_transformer(rounds: int) -> None:
 
     runs = {
         "one device, unsharded": step(single, x),
+        "by hand, as Megatron": step(nn.Sequential(ByHand(64, 8, 128), ByHand(64, 8, 128)), x),
         "torch, DTensor activations": step(theirs, theirs_x),
         "torch, local activations": step(theirs_local, x),
         "ours, DTensor activations": step(ours, ours_x),

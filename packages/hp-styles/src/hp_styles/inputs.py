@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from hp_platform import get_platform
 __all__ = ["framework", "on_input", "on_inputs", "on_output", "on_outputs"]
 
 
+@functools.cache
 def framework() -> Any:
     """The framework folder's module: what differs between a Module of torch and a Cell of MindSpore."""
     return importlib.import_module(f"hp_styles.{get_platform().name}.modules")
@@ -27,32 +29,48 @@ def _placements(layout: Placed, mesh: DeviceMesh, ndim: int) -> tuple[Placement,
     return normalize([layout] if isinstance(layout, Placement) else layout, mesh, ndim, "parallel style")
 
 
-def _spec(mesh: DeviceMesh, layout: Placed, local: Any) -> TensorSpec:
-    placements = _placements(layout, mesh, local.ndim)
-    shape = list(local.shape)
+@functools.lru_cache(maxsize=4096)
+def _spec(mesh: DeviceMesh, layout: Placed, local: tuple[int, ...]) -> TensorSpec:
+    """What a plain tensor of this shape is a part of.
+
+    Raises:
+        ValueError: its parts are not of one size.
+    """
+    placements = _placements(layout, mesh, len(local))
+    shape = list(local)
     for axis, placement in enumerate(placements):
         if not (placement.is_replicate() or placement.is_partial()):
             shape[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
-    return TensorSpec.of(mesh, placements, tuple(shape))
+    made = TensorSpec.of(mesh, placements, tuple(shape))
+    if made.local_shape != local:
+        raise ValueError(
+            f"parallel style: a local input of shape {local} placed {layout!r} over {mesh.size()} ranks is uneven; pass"
+            " a DTensor"
+        )
+    return made
+
+
+@functools.lru_cache(maxsize=4096)
+def _wanted(spec: TensorSpec, mesh: DeviceMesh, desired: Placed) -> TensorSpec:
+    """The layout that a DTensor of layout ``spec`` is to have.
+
+    Raises:
+        ValueError: it is on another mesh.
+    """
+    if spec.mesh != mesh:
+        raise ValueError(f"parallel style: the input is on {spec.mesh}, the module on {mesh}")
+    return TensorSpec.of(mesh, _placements(desired, mesh, len(spec.shape)), spec.shape)
 
 
 def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> Any:
     """A plain tensor as the local part of ``layout``, or a DTensor, in ``desired``; several readers move it once."""
+    if isinstance(value, hp_dtensor.DTensor):
+        wanted = _wanted(value._spec, mesh, desired)
+        return value if value._spec is wanted else framework().redistribute_shared(value, wanted)
     if not isinstance(value, framework().Tensor):
         raise TypeError(f"parallel style: {layout!r} is for a tensor, got {type(value).__name__}")
-    if isinstance(value, hp_dtensor.DTensor):
-        if value.device_mesh != mesh:
-            raise ValueError(f"parallel style: the input is on {value.device_mesh}, the module on {mesh}")
-        wanted = TensorSpec.of(mesh, _placements(desired, mesh, value.ndim), value._spec.shape)
-        return value if value._spec is wanted else framework().redistribute_shared(value, wanted)
-    src = _spec(mesh, layout, value)
-    if src.local_shape != tuple(value.shape):
-        raise ValueError(
-            f"parallel style: a local input of shape {tuple(value.shape)} placed {layout!r} over {mesh.size()} ranks is"
-            " uneven; pass a DTensor"
-        )
-    wanted = src.with_placements(_placements(desired, mesh, value.ndim))
-    return framework().redistribute_shared(value, wanted, src)
+    src = _spec(mesh, layout, tuple(value.shape))
+    return framework().redistribute_shared(value, _wanted(src, mesh, desired), src)
 
 
 def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> None:
@@ -78,7 +96,7 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> 
 
 def _output(value: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> Any:
     if isinstance(value, hp_dtensor.DTensor):
-        wanted = TensorSpec.of(mesh, _placements(desired, mesh, value.ndim), value._spec.shape)
+        wanted = _wanted(value._spec, mesh, desired)
         value = value if value._spec is wanted else framework().redistribute(value, wanted)
         return value.to_local() if local else value
     return value

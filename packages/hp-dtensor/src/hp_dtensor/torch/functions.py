@@ -182,14 +182,14 @@ def _bind_reductions() -> None:
 
 
 def _bind_moves() -> None:
-    bind("view", "view reshape flatten unflatten squeeze unsqueeze", local=local.view, hot=False)
+    bind("view", "view reshape flatten unflatten squeeze unsqueeze", local=local.view)
     bind("view", "ravel", local=local.view)
     bind("permute", "permute", local=None, arguments=local.permute_arguments)
     bind("permute", "transpose swapaxes swapdims", "input dim0 dim1", "input", arguments=local.transpose_arguments)
     bind("permute", "movedim moveaxis", "input source destination", "input", arguments=local.movedim_arguments)
     bind("permute", "t adjoint", arguments=local.reverse_arguments)
     bind("permute", [T.T.__get__, T.mT.__get__], arguments=local.reverse_arguments)  # type: ignore[attr-defined]
-    bind("expand", "expand broadcast_to", local=local.expand, hot=False)
+    bind("expand", "expand broadcast_to", local=local.expand)
     bind("cat", "cat concat concatenate", "tensors dim=0", "tensors")
     bind("stack", "stack", "tensors dim=0", "tensors")
     bind("linear_whole_dims", "flip", "input dims", "input", arguments=local.flip_arguments)
