@@ -316,3 +316,43 @@ def test_collectives_are_counted():
     assert outer == Counter(all_reduce=2, broadcast=1) and outer.bytes == 96
     assert inner == Counter(all_reduce=1, broadcast=1) and inner.bytes == 64
     assert collectives.observers == []
+
+
+@on_ranks(2)
+def test_observers_are_told_the_end_of_each_collective():
+    collectives, group = get_platform().collectives, world()
+    seen = []
+
+    def observe(kind, size, group):
+        seen.append(f"{kind} begins")
+        return lambda: seen.append(f"{kind} ends")
+
+    collectives.observers.append(observe)
+    try:
+        four, two, other = (as_tensor(np.ones(size), "float32") for size in (4, 2, 4))
+        collectives.all_gather(four, two, group=group)
+        collectives.reduce_scatter(two, four, "avg", group=group)
+        collectives.all_to_all(four, other, group=group)
+        collectives.broadcast(two, 0, group=group)
+        if rank() == 0:
+            collectives.send(two, 1, group=group)
+        else:
+            collectives.recv(two, 0, group=group)
+        collectives.barrier(group)
+        handle = collectives.all_reduce(two, group=group, async_op=True)
+        assert seen[-1] == "all_reduce begins"
+        handle.wait()
+        handle.wait()
+    finally:
+        collectives.observers.remove(observe)
+    kinds = [
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        ("send", "recv")[rank()],
+        "barrier",
+        "all_reduce",
+    ]
+    assert seen == [f"{kind} {what}" for kind in kinds for what in ("begins", "ends")]
+    assert as_array(two).tolist() == [2.0, 2.0]

@@ -12,6 +12,7 @@ from hp_dtensor.mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hp_dtensor.modes import SkipDTensorDispatch, implicit_replication
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.sharding_plan import shard_module
+from hp_dtensor.visualize import visualize_sharding
 from hp_platform import lazy_exports
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ __all__ = [
     "randn",
     "register_sharding",
     "shard_module",
+    "visualize_sharding",
     "zeros",
 ]
 

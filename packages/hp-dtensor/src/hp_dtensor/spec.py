@@ -10,7 +10,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.sharding import local_shape
 
-__all__ = ["TensorSpec", "normalize"]
+__all__ = ["TensorSpec", "meshes", "normalize"]
 
 
 class TensorSpec:
@@ -106,3 +106,8 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what
             )
         made.append(placement)
     return tuple(made)
+
+
+def meshes() -> list[DeviceMesh]:
+    """The meshes of all specs that live."""
+    return list(dict.fromkeys(spec.mesh for spec in list(_specs.values())))

@@ -51,6 +51,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "randn",
         "register_sharding",
         "shard_module",
+        "visualize_sharding",
         "zeros",
     ),
     "hp_styles": (

@@ -1,0 +1,303 @@
+"""What a program communicates, and where: `CommDebugMode`.
+
+Only what goes through `hp_platform`'s collectives is seen, which is all that these packages issue.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from types import FrameType
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from hp_dtensor.border import framework
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.spec import meshes as known_meshes
+from hp_dtensor.text_table import text_table
+from hp_platform import get_platform
+from hp_platform.observing import observers
+
+__all__ = ["Collective", "CommDebugMode", "Names", "Total", "running"]
+
+_LIBRARIES = ("torch", "torch_npu", "mindspore", "hyper_parallel", "contextlib", "functools", "threading")
+_COLUMNS = ("phase", "module", "kind", "axis", "file", "line")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective that this process issued.
+
+    Attributes:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``,
+            ``"recv"`` or ``"barrier"``.
+        axis: the mesh axis over which it goes; the ranks as ``"ranks 0-3"`` where they are no axis of a known mesh.
+        bytes: size of the larger of its tensors.
+        phase: ``"backward"`` in autograd's backward, ``"forward"`` everywhere else.
+        module: name of the module whose call communicates, after the class of the module that was called first:
+            ``"Transformer.layers.0.mlp"``; in backward that of the module whose operation's gradient is at hand. Empty
+            outside of modules, and for what is done for several at once, as the sum of parameters' gradients at the end
+            of backward.
+        file: the file of ``line``; empty where no frame is the user's.
+        line: the line that led to it, the innermost outside of the framework and of these packages; in backward that
+            which called backward.
+        start: nanoseconds since 1970.
+        duration: nanoseconds on the host from its issue until it has been waited for, None where it never was.
+    """
+
+    kind: str
+    axis: str
+    bytes: int
+    phase: str
+    module: str
+    file: str
+    line: int
+    start: int
+    duration: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A sum over collectives.
+
+    Attributes:
+        calls: how many.
+        bytes: their sizes together.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Modules(Protocol):
+    """What a framework tells of its modules while a `CommDebugMode` is active."""
+
+    def start(self) -> None:
+        """Watch the modules that run."""
+        ...
+
+    def stop(self) -> None:
+        """Take away whatever was hung on modules."""
+        ...
+
+    def place(self, frame: FrameType) -> tuple[str, str]:
+        """Phase and module of the program at this frame."""
+        ...
+
+
+class CommDebugMode:
+    """Context manager that records each collective: its kind, bytes, mesh axis, module, line, phase and time.
+
+    It may be entered while it is active, and again later: records are added. Others may be active beside it. Outside of
+    a ``with`` it costs nothing. On MindSpore the module of a collective in backward is not known, and is empty.
+
+    Example:
+        >>> with CommDebugMode() as comm:
+        ...     model(tokens).sum().backward()
+        >>> comm.totals("phase", "kind")                        # row parallel, then its input's gradient
+        {('forward', 'all_reduce'): Total(calls=1, bytes=4096), ('backward', 'all_reduce'): Total(calls=1, bytes=4096)}
+        >>> print(comm.table())
+
+    Args:
+        mesh: the mesh or meshes whose axes' names are used. Default: those of all DTensors that live; where several
+            call the same ranks differently, the names are joined by ``|``.
+    """
+
+    def __init__(self, *, mesh: DeviceMesh | Sequence[DeviceMesh] | None = None) -> None:
+        self._meshes = [mesh] if isinstance(mesh, DeviceMesh) else mesh
+        self._events: list[Collective] = []
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._thread = 0
+        self._modules: Modules = framework("debug").Modules()
+        self._epoch = time.time_ns() - time.perf_counter_ns()
+
+    def __enter__(self) -> CommDebugMode:
+        if not self._depth:
+            self._thread = threading.get_ident()
+            self._modules.start()
+            observers.append(self._observe)
+        self._depth += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            observers.remove(self._observe)
+            self._modules.stop()
+
+    # ---- what was seen ----
+    @property
+    def events(self) -> tuple[Collective, ...]:
+        """All collectives, in the order in which they were issued."""
+        return tuple(self._events)
+
+    def get_total_counts(self) -> int:
+        """How many collectives there were."""
+        return len(self._events)
+
+    def get_comm_counts(self) -> dict[str, int]:
+        """How many collectives of each kind there were."""
+        return dict(Counter(event.kind for event in self._events))
+
+    def totals(self, *by: str) -> dict[tuple[Any, ...], Total]:
+        """Calls and bytes, summed over the collectives that are equal in some attributes.
+
+        ``totals("kind", "axis")`` has a total for each ``(kind, axis)``, in the order in which they were met first;
+        ``totals()`` has one, for ``()``.
+
+        Args:
+            by: names of attributes of `Collective`.
+
+        Raises:
+            ValueError: a name that is no attribute.
+        """
+        names = [field.name for field in fields(Collective)]
+        unknown = [name for name in by if name not in names]
+        if unknown:
+            raise ValueError(f"totals: {unknown[0]!r} is no attribute of a Collective, which has {', '.join(names)}")
+        found: dict[tuple[Any, ...], Total] = {} if by else {(): Total()}
+        for event in self._events:
+            key = tuple(getattr(event, name) for name in by)
+            known = found.get(key, Total())
+            found[key] = Total(known.calls + 1, known.bytes + event.bytes)
+        return found
+
+    def table(self) -> str:
+        """Calls and bytes by phase, module, kind, axis and line, as text; the last row is their sum."""
+        rows = []
+        for (*key, file, line), total in self.totals(*_COLUMNS).items():
+            rows.append(
+                [*key, f"{total.calls}", f"{total.bytes:,}", f"{os.path.basename(file)}:{line}" if file else ""]
+            )
+        everything = self.totals()[()]
+        rows.append(["total", "", "", "", f"{everything.calls}", f"{everything.bytes:,}", ""])
+        return text_table(["phase", "module", "kind", "axis", "calls", "bytes", "line"], rows)
+
+    def chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes the collectives as trace events, for chrome://tracing or Perfetto: a process a rank, a row an axis.
+
+        Times are those of the clock on the wall, so that the files of several ranks can be loaded together. A
+        collective that nobody waited for is an instant.
+
+        Args:
+            path: the file, JSON.
+        """
+        groups = get_platform().groups
+        rank = groups.rank() if groups.is_initialized() else 0
+        rows = {axis: row for row, axis in enumerate(dict.fromkeys(event.axis for event in self._events))}
+        made: list[dict[str, Any]] = [_label("process_name", rank, 0, f"rank {rank}")]
+        made += [_label("thread_name", rank, row, axis) for axis, row in rows.items()]
+        for event in self._events:
+            told = asdict(event)
+            start, duration = told.pop("start"), told.pop("duration")
+            made.append(
+                {
+                    "name": event.kind,
+                    "cat": event.phase,
+                    "ts": start / 1000,  # microseconds
+                    "pid": rank,
+                    "tid": rows[event.axis],
+                    "args": told,
+                }
+                | ({"ph": "i", "s": "t"} if duration is None else {"ph": "X", "dur": duration / 1000})
+            )
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": made, "displayTimeUnit": "ms"}, file)
+
+    # ---- seeing it ----
+    def _observe(self, kind: str, size: int, group: Any) -> Callable[[], None]:
+        frame = sys._getframe(1)
+        phase, module = self._modules.place(frame)
+        file, line = self._line(frame)
+        axis = _axis(get_platform().groups.ranks(group), known_meshes() if self._meshes is None else self._meshes)
+        clock = time.perf_counter_ns()
+        with self._lock:
+            index = len(self._events)
+            self._events.append(Collective(kind, axis, size, phase, module, file, line, self._epoch + clock))
+
+        def done() -> None:
+            self._events[index] = replace(self._events[index], duration=time.perf_counter_ns() - clock)
+
+        return done
+
+    def _line(self, frame: FrameType) -> tuple[str, int]:
+        """The user's line above a frame; of a thread of autograd, that where the thread of the context stands."""
+        return _user_line(frame) or _user_line(sys._current_frames().get(self._thread)) or ("", 0)
+
+
+class Names:
+    """Names of modules, after the class of the module that was called first.
+
+    Args:
+        named: gives all modules inside one, itself among them, by name.
+    """
+
+    def __init__(self, named: Callable[[Any], Mapping[str, Any]]) -> None:
+        self._named = named
+        self._known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+    def of(self, running: Sequence[Any]) -> str:
+        """The name of the innermost of the modules that run, which are given from it to the outermost."""
+        if not running:
+            return ""
+        module, root = running[0], running[-1]
+        if module not in self._known:
+            top = self._known.get(root, type(root).__name__)
+            for name, each in reversed(list(self._named(root).items())):  # of several names the first
+                self._known[each] = f"{top}.{name}" if name else top
+        if module not in self._known:  # made in a forward, held by no module
+            return f"{self.of(running[1:])}.({type(module).__name__})"
+        return self._known[module]
+
+
+def running(frame: FrameType | None, kind: type) -> list[Any]:
+    """The modules that run at a frame, from the innermost to the outermost.
+
+    They are those whose ``__call__`` is on the way, which may do more than forward: fully_shard gathers there.
+
+    Args:
+        frame: the frame.
+        kind: the framework's class of modules.
+    """
+    found: list[Any] = []
+    while frame is not None:
+        if frame.f_code.co_name in ("__call__", "_call_impl"):
+            module = frame.f_locals.get("self")
+            if isinstance(module, kind) and not (found and found[-1] is module):
+                found.append(module)
+        frame = frame.f_back
+    return found
+
+
+def _user_line(frame: FrameType | None) -> tuple[str, int] | None:
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _LIBRARIES and not package.startswith("hp_"):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _axis(ranks: Sequence[int], meshes: Iterable[DeviceMesh]) -> str:
+    """What meshes call the line of these ranks through this rank."""
+    names: dict[str, None] = {}
+    related = (each for known in meshes for each in (known, known.root, *known.root._flattened.values()))
+    for mesh in dict.fromkeys(related):
+        coordinate = mesh.get_coordinate()
+        for axis in range(mesh.ndim) if coordinate is not None else ():
+            line: list[Any] = list(coordinate or ())
+            line[axis] = slice(None)
+            if mesh.mesh[tuple(line)].tolist() == list(ranks):
+                names[mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else f"axis{axis}"] = None
+    return "|".join(sorted(names)) or f"ranks {', '.join(map(str, ranks))}"
+
+
+def _label(name: str, rank: int, row: int, text: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": rank, "tid": row, "args": {"name": text}}
