@@ -7,8 +7,8 @@ the tensor itself would be a cycle through autograd's C++ nodes that the garbage
 dies at once.
 
 Note [Gradients of gradients]
-Parts of a sum all get the sum's gradient. That is a replicated value which each rank reads for a part of its own, so where
-it has a gradient itself, that is partial: the move of a gradient to a Partial varies.
+Parts of a sum all get the sum's gradient. That is a replicated value which each rank reads for a part of its own, so
+where it has a gradient itself, that is partial: the move of a gradient to a Partial varies.
 
 Note [Partial gradients of leaves]
 A leaf parameter that is replicated on an axis but used where the result varies (a norm's weight under sequence
