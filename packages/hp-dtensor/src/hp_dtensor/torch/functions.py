@@ -229,9 +229,8 @@ def _bind_neural() -> None:
     for dims in (1, 2, 3):
         bind("leading", pools.format(dims), arguments=local.trailing(dims))
     bind("leading", "interpolate upsample upsample_nearest upsample_bilinear", arguments=local.trailing(-2))
-    bind("leading", "pixel_shuffle pixel_unshuffle unfold", arguments=local.trailing(3))
-    for func in (T.unfold, torch.ops.aten.unfold_copy.default):
-        BINDINGS.pop(func, None)  # windows of a dim, of the same name as those of images
+    bind("leading", "pixel_shuffle pixel_unshuffle", arguments=local.trailing(3))
+    bind("leading", F.unfold, arguments=local.trailing(3))
     bind("leading", "channel_shuffle grid_sample", arguments=local.trailing(-1))
     norm = "input num_groups weight=None bias=None eps=0 cudnn_enabled=True"
     bind("channels", "group_norm", norm, "input weight bias", arguments=lambda call: {"free": (0,)})

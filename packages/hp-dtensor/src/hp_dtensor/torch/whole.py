@@ -29,7 +29,7 @@ READING = """equal allclose bincount searchsorted bucketize unique unique_consec
     cartesian_prod cholesky cholesky_inverse cholesky_solve diagonal_scatter select_scatter slice_scatter stft istft
     geqrf gradient linspace logspace lu lu_unpack lu_solve matrix_exp meshgrid ormqr qr svd triangular_solve pinverse
     logdet inverse det slogdet matrix_power chain_matmul trapz trapezoid cumulative_trapezoid unravel_index
-    segment_reduce nonzero_static hash_tensor unfold unfold_copy rot90 view_as_complex view_as_real _chunk_cat
+    segment_reduce nonzero_static hash_tensor unfold_copy rot90 view_as_complex view_as_real _chunk_cat
     _unsafe_masked_index _unsafe_masked_index_put_accumulate native_group_norm native_layer_norm prelu bilinear
     embedding_bag multi_head_attention_forward ctc_loss pdist local_response_norm fold multi_margin_loss
     multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss
@@ -134,6 +134,7 @@ def special() -> dict[Any, Any]:
     for why, names in ((why, names) for names, why in _REFUSED.items()):
         table.update(dict.fromkeys(functions_of(names), _refuse(why)))
     table.update(dict.fromkeys(functions_of(READING + " " + WRITING), on_whole))
+    table[T.unfold] = on_whole  # torch.nn.functional's is another one
     table.update(dict.fromkeys(functions_of(DRAWING), _draw))
     table.update(dict.fromkeys(functions_of(UNTOLD) + operators_of(UNTOLD), functools.partial(on_whole, untold=True)))
     table.update(dict.fromkeys(operators_of(OPERATORS), on_whole))
