@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import copy
 import random
 from types import SimpleNamespace
@@ -255,6 +256,23 @@ def test_a_second_derivative() -> None:
 
 
 @on_ranks(2)
+def test_a_second_derivative_of_a_partial_value() -> None:
+    source, target = _mesh([0, 1]), _mesh([[0], [1]])
+    whole, weight = _whole(3, 4).double(), _whole(3, 4).double().flip(0)
+
+    def second(x, w, move):
+        y = (move((x * w).sum(1)) ** 3).sum()
+        (grad,) = torch.autograd.grad(y, [x], create_graph=True)
+        return torch.autograd.grad((grad * grad).sum(), [x, w])
+
+    expected = second(whole.requires_grad_(), weight.requires_grad_(), lambda y: y)
+    x, w = (distribute_tensor(each.detach(), source, [Shard(1)]).requires_grad_() for each in (whole, weight))
+    made = second(x, w, lambda y: y.redistribute(target, [R, R]))
+    for got, want in zip(made, expected):
+        torch.testing.assert_close(got.full_tensor(), want)
+
+
+@on_ranks(2)
 def test_without_recording_nothing_is_recorded() -> None:
     x = distribute_tensor(_whole(4), _mesh([0, 1]), [Shard(0)]).requires_grad_()
     with torch.no_grad():
@@ -373,6 +391,7 @@ def test_the_first_use_waits(use: str) -> None:
 @on_ranks(2)
 def test_what_is_pending_ends_before_interception_is_off() -> None:
     x = distribute_tensor(_whole(4, 2), init_device_mesh(device_type(), (2,)), [Shard(0)])
+    gc.collect()  # what another test left pending
     with _with_streams() as seen:
         y, dropped = (x.redistribute(placements=[R], async_op=True) for _ in range(2))
         del dropped

@@ -31,7 +31,17 @@ from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.redistribute import execute
 
-__all__ = ["convert", "forget", "grad_spec", "move", "recall", "reduce_partial_grads", "remember", "shadows"]
+__all__ = [
+    "convert",
+    "forget",
+    "grad_spec",
+    "move",
+    "read_in_parts",
+    "recall",
+    "reduce_partial_grads",
+    "remember",
+    "shadows",
+]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -160,6 +170,14 @@ def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
     if torch.is_grad_enabled() and _requires_grad(local):
         return _Redistribute.apply(local, src, dst, None, None)
     return execute(local, src, dst)
+
+
+def read_in_parts(grad: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The gradient of a value of layout ``spec`` as its parts of sums read it; see Note [Gradients of gradients]."""
+    parts = tuple(placement.is_partial() for placement in spec.placements)
+    if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
+        return grad
+    return _Redistribute.apply(grad, grad_spec(spec), grad_spec(spec), parts, None)
 
 
 def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> torch.Tensor:

@@ -75,7 +75,7 @@ class _Transfer(torch.autograd.Function):
         autograd.forget()
         src, dst = ctx.layouts
         scale = _ranks_averaged(dst) / _ranks_averaged(src)
-        moved = _move(grad, autograd.grad_spec(dst), autograd.grad_spec(src))
+        moved = autograd.read_in_parts(_move(grad, autograd.grad_spec(dst), autograd.grad_spec(src)), src)
         return (moved if scale == 1.0 else moved * scale), None, None
 
 
