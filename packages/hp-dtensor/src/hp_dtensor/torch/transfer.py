@@ -41,7 +41,7 @@ def relayout(
     if async_op and pending.possible(x):
         return pending.aside(x, lambda: relayout(x, device_mesh, placements, async_op=False))
     have = x._spec
-    if device_mesh is have.mesh and type(placements) in (list, tuple) and tuple(placements) == have.placements:
+    if device_mesh is have.mesh and isinstance(placements, (list, tuple)) and tuple(placements) == have.placements:
         return redistribute(x, have)
     mesh, wanted = as_placements(device_mesh, placements, have.mesh, "redistribute")
     wanted = normalize(wanted, mesh, len(have.shape), "redistribute")
