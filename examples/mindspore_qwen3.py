@@ -72,9 +72,9 @@ class Qwen3Model(nn.Cell):
         length = input_ids.shape[1]
         angles = ops.arange(length).astype(mindspore.float32).reshape(-1, 1) * self.inverse_frequencies
         angles = ops.concat([angles, angles], -1)
-        rotation = ops.cos(angles), ops.sin(angles)
         future = ops.arange(length).reshape(1, -1) > ops.arange(length).reshape(-1, 1)
         hidden = self.embed_tokens(input_ids)
+        rotation = ops.cos(angles).astype(hidden.dtype), ops.sin(angles).astype(hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, rotation, future)
         return self.norm(hidden)

@@ -144,6 +144,66 @@ def test_a_model_that_can_not_be_built(model, expected):
     assert expected in text
 
 
+def test_what_a_function_returns_is_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "returned_models.py").write_text(
+        "class Cell:\n    __module__ = 'mindspore.nn.cell'\n"
+        "class Net(Cell):\n    pass\n"
+        "def cell():\n    return Net()\n"
+        "def nothing():\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert texts({"model": {"function": "returned_models:cell"}}) == [
+        "run.platform: returned_models:cell returned a Net, a model of mindspore, and this process runs torch; write "
+        'platform = "mindspore" in [run]'
+    ]
+    assert texts({"model": {"function": "returned_models:nothing"}}) == [
+        "model.function: returned_models:nothing returned a NoneType, expected a model of torch (nn.Module); return "
+        "the model from the function"
+    ]
+
+
+def test_a_module_whose_own_import_fails(tmp_path, monkeypatch):
+    (tmp_path / "needs_missing.py").write_text("import no_such_framework.nn\n")
+    (tmp_path / "needs_names.py").write_text("from torch import no_such_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert texts({"model": {"function": "needs_missing:model"}}) == [
+        "model.function: 'needs_missing' was found, and one of its own imports failed: No module named "
+        "'no_such_framework'; install no_such_framework, or take an environment that has what it imports"
+    ]
+    (text,) = texts({"model": {"function": "needs_names:model"}})
+    assert "one of its own imports failed: cannot import name 'no_such_name' from 'torch'" in text
+    assert text.endswith("; correct its imports, or take an environment that has what it imports")
+    (text,) = texts({"model": {"function": "torch.no_such_module:model"}})
+    assert text.endswith("; check the name, and that the module's folder is on PYTHONPATH or is [model] folder")
+
+
+def test_a_function_is_found_in_the_folder_that_the_plan_names(tmp_path, monkeypatch):
+    (tmp_path / "foldered_model.py").write_text("import torch\ndef model():\n    return torch.nn.Linear(2, 2)\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "can't import 'foldered_model'" in texts({"model": {"function": "foldered_model:model"}})[0]
+    monkeypatch.chdir(tmp_path.parent)
+    assert texts({"model": {"function": "foldered_model:model", "folder": tmp_path.name}}) == []
+    assert texts({"model": {"function": "foldered_model:model", "folder": "nowhere"}}) == [
+        "model.folder: the folder nowhere does not exist; give the folder of the function's module, or leave it out"
+    ]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_resharding_to_a_smaller_group_is_refused(shards):
+    tables = plan_of(mesh={"dp_shard": 2}, fsdp={"reshard_after_forward": shards})
+    assert texts(tables) == [
+        f"fsdp.reshard_after_forward: got {shards}, the size of a smaller group to reshard to, which this version "
+        "can't do; make it true (least memory) or false (gathered until backward, least communication)"
+    ]
+
+
+@pytest.mark.parametrize(("variable", "knob"), [("RANK", "torchrun --nproc-per-node 2"), ("NO_LAUNCHER", "--nproc 2")])
+def test_the_launcher_in_use_is_told_how_many_ranks(monkeypatch, variable, knob):
+    monkeypatch.setenv(variable, "0")
+    (text,) = texts(plan_of(mesh={"tp": 2}), 3)
+    assert text.endswith(f"; start 2 ranks ({knob}) or change the sizes in [mesh]")
+
+
 def test_experts_that_an_axis_does_not_divide():
     overrides = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2}
     tables = {

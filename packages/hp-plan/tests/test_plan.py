@@ -22,7 +22,8 @@ POSITIVE = st.floats(1e-12, 1e3)
 PLANS = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries(
-            {"overrides": st.dictionaries(NAMES, VALUES, max_size=3)}, optional={"config": NAMES, "function": NAMES}
+            {"overrides": st.dictionaries(NAMES, VALUES, max_size=3)},
+            optional={"config": NAMES, "function": NAMES, "folder": NAMES},
         ),
         "mesh": st.fixed_dictionaries(
             {}, optional={axis: st.integers(1, 8) for axis in ("dp_shard", "tp", "pp", "ep")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -100,16 +101,77 @@ def test_a_mesh_that_is_not_the_world(command):
     assert "start 2 ranks (--nproc 2) or change the sizes in [mesh]" in err
 
 
+def test_fewer_steps_shorten_the_warm_up(command, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(cli, "_run", lambda work, job, ranks: jobs.append(job))
+    plan = PLAN + "[schedule]\nwarmup_steps = 10\n[run]\nsteps = 40\n"
+    out, err, status = command("train", "--steps", "3", "--out", "run", plan=plan)
+    assert status == 0, err
+    assert (jobs[0].plan.run.steps, jobs[0].plan.schedule.warmup_steps) == (3, 3)
+    assert (out, err) == ("", "note: --steps 3 shortens schedule.warmup_steps, 10 in the plan, to 3\n")
+    _, err, status = command("train", "--steps", "10", "--out", "run", plan=plan)
+    assert (jobs[1].plan.schedule.warmup_steps, err, status) == (10, "", 0)
+    _, err, status = command("lint", plan=plan.replace("40", "3"))
+    assert "10 warm-up steps in a run of 3" in err
+
+
+def test_the_plan_of_a_run_names_the_folder_of_its_function(command, monkeypatch, tmp_path):
+    jobs = []
+    monkeypatch.setattr(cli, "_run", lambda work, job, ranks: jobs.append(job))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "beside_the_plan.py").write_text("import torch\ndef model():\n    return torch.nn.Linear(2, 2)\n")
+    _, err, status = command("train", "--out", "run", plan='[model]\nfunction = "beside_the_plan:model"\n')
+    assert status == 0, err
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "plan.toml").write_text(jobs[0].plan.to_toml())
+    sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
+    monkeypatch.delitem(sys.modules, "beside_the_plan")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["lint", "plan.toml"])
+    assert not ended.value.code
+    assert sys.path[0] == str(tmp_path)
+
+
+def test_verify_of_a_plan_for_mindspore_starts_nothing(command, monkeypatch):
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "mindspore")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    out, err, status = command("verify", plan=PLAN + '[run]\nplatform = "mindspore"\n')
+    assert (out, status) == ("", 1)
+    assert err.startswith("error: verify runs on PyTorch only: on MindSpore, lint the plan, then compare the losses")
+    assert err.count("\n") == 1
+
+
+def test_a_plan_for_a_framework_that_is_not_installed(command, monkeypatch):
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "")
+    monkeypatch.delenv("HYPER_PARALLEL_PLATFORM")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("mindspore", "torch") else name)
+    _, err, status = command("lint", plan=PLAN + '[run]\nplatform = "mindspore"\n')
+    assert status == 1
+    assert "the plan is for mindspore, which is not installed here" in err
+    assert "pip install 'hyper-parallel[mindspore]'" in err
+    monkeypatch.delitem(sys.modules, "torch")
+    _, err, status = command("lint")
+    assert status == 1
+    assert err == (
+        "error: no framework is installed here: pip install 'hyper-parallel[torch]' or 'hyper-parallel[mindspore]'\n"
+    )
+
+
 def test_data_that_is_missing_or_empty(command, tmp_path):
     (tmp_path / "empty").touch()
     _, err, status = command("train", "--data", "nowhere.txt")
     assert status == 1
-    assert "error: the data file nowhere.txt does not exist; give files or folders of text with --data" in err
+    assert "data.paths" in err
+    assert "the data file nowhere.txt does not exist" in err
+    assert "give files or folders of text with --data" in err
     _, err, status = command("train", "--data", "plan.toml", "empty", "--steps", "3")
     assert status == 1
-    assert "error: the data file empty is empty (0 bytes); leave it out, or give another with --data" in err
-    _, err, status = command("train", plan=PLAN + 'paths = ["short"]\n')
-    assert (status, "the data file short does not exist" in err) == (1, True)
+    assert "the data file empty is empty (0 bytes)" in err
+    for action in ("train", "lint"):
+        _, err, status = command(action, plan=PLAN + 'paths = ["short"]\n')
+        assert (status, "the data file short does not exist" in err) == (1, True)
 
 
 def test_a_folder_that_can_not_be_written(command, tmp_path):
@@ -119,8 +181,9 @@ def test_a_folder_that_can_not_be_written(command, tmp_path):
     assert "error: the checkpoint can't be written to file/run: Not a directory" in err
 
 
-def test_a_vocabulary_that_has_no_room_for_bytes(command):
-    _, err, status = command("train", plan=PLAN.replace("256", "255"))
+@pytest.mark.parametrize("action", ["train", "lint"])
+def test_a_vocabulary_that_has_no_room_for_bytes(command, action):
+    _, err, status = command(action, plan=PLAN.replace("256", "255"))
     assert status == 1
     assert "the model knows 255 tokens, and text as bytes has 256" in err
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 
-from hyper_parallel.events import EventReader, EventWriter
+from hyper_parallel.events import EventReader, EventWriter, Tail
 from hyper_parallel.metrics import Step, Summary
 
 STEPS = [Step(i, 5.0 / i, 1.25, 1e-3, 12345.6, 300 << 20, 0.5) for i in (1, 2)]
@@ -40,6 +40,18 @@ def test_a_run_is_shown_by_another_process_as_by_its_own(tmp_path):
         writer.finished(SUMMARY)
         reader.poll()
     assert recorder.seen == [("a model", 2), *STEPS, "over", SUMMARY]
+
+
+def test_a_file_is_read_as_it_grows(tmp_path):
+    tail = Tail(tmp_path / "output")
+    assert tail.read() == ""
+    with open(tmp_path / "output", "wb", buffering=0) as file:
+        seen = []
+        for part in (b"one\nt", b"wo \xc3", b"\xa4\n"):
+            file.write(part)
+            seen.append(tail.read())
+    assert seen == ["one\nt", "wo ", "ä\n"]
+    assert tail.read() == ""
 
 
 def test_half_a_line_waits_for_its_end_and_the_display_is_closed_whatever_happens(tmp_path):

@@ -31,7 +31,8 @@ class Bigram(nn.Module):
     def forward(self, input_ids, labels):
         self.calls += 1
         rank = int(os.environ["RANK"])
-        open(f"rank{rank}.pid", "w").write(str(os.getpid()))
+        if self.calls == 1:
+            open(f"rank{rank}.pid", "w").write(str(os.getpid()))
         if self.calls == 3 and rank == int(os.environ.get("VICTIM", "-1")):
             if os.environ["END"] == "raise":
                 raise ValueError("the weights went bad")

@@ -110,15 +110,19 @@ def matching(pattern: str, names: Collection[str], what: str, module: Any, calle
         called: the function that was called.
 
     Raises:
-        ValueError: there is none; near misses are listed.
+        ValueError: there is none; near misses, or the first names, are listed.
     """
     found = [pattern] if pattern in names else [name for name in names if matches(pattern, name)]
     if not found:
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
-        raise ValueError(
-            f"{called}: {pattern!r} matches no {what} of {type(module).__name__}"
-            + (f"; near: {', '.join(near)}" if near else "")
-        )
+        known = [name for name in names if name]  # "" is the module itself
+        if near:
+            advice = f"near: {', '.join(near)}"
+        elif known:
+            advice = f"there are {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}"
+        else:
+            advice = "there is none"
+        raise ValueError(f"{called}: {pattern!r} matches no {what} of {type(module).__name__}; {advice}")
     return found
 
 

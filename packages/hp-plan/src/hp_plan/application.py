@@ -9,7 +9,6 @@ generation, samplers and metrics work as they are.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ import hp_dtensor
 import hp_fsdp
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
-from hp_plan.checks import mesh_faults, platform_faults
+from hp_plan.checks import LAUNCHERS, fsdp_faults, inside_launcher, mesh_faults, platform_faults
 from hp_plan.findings import PlanError
 from hp_plan.framework import framework
 from hp_plan.model_checks import model_faults
@@ -28,8 +27,6 @@ from hp_platform import get_platform
 from hp_styles import parallelize_module
 
 Model = TypeVar("Model")
-
-_LAUNCHERS = {"torch": "torchrun --nproc-per-node {0}", "mindspore": "msrun --worker_num={0} --local_worker_num={0}"}
 
 
 def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> Model:
@@ -58,7 +55,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     platform, models = get_platform(), framework("models")
     ranks = mesh.size() if mesh is not None else platform.groups.size()
     outline = models.outline(model)
-    found = [*platform_faults(plan), *mesh_faults(plan, ranks), *model_faults(plan, outline)]
+    found = [*platform_faults(plan), *mesh_faults(plan, ranks), *fsdp_faults(plan), *model_faults(plan, outline)]
     if found:
         raise PlanError(found)
     axes = plan.mesh.axes
@@ -80,11 +77,11 @@ def _ensure_process_group(plan: ParallelPlan) -> None:
     platform = get_platform()
     if platform.groups.is_initialized():
         return
-    if not {"RANK", "MS_ROLE"}.intersection(os.environ):
+    if not inside_launcher():
         count = plan.mesh.world_size
         raise RuntimeError(
             f"apply needs a process group of {count} ranks and there is none: start the script with "
-            f"{_LAUNCHERS[platform.name].format(count)}, or call hp_platform.init_process_group() first"
+            f"{LAUNCHERS[platform.name].format(count)}, or call hp_platform.init_process_group() first"
         )
     hp_platform.init_process_group()
 

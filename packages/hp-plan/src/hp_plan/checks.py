@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from hp_plan.findings import Finding
 from hp_plan.plan import ParallelPlan
 from hp_platform import get_platform
 
 # What this version can apply; the others are read, so that a plan may be written for later.
 APPLIED_AXES = ("dp_replicate", "dp_shard", "tp")
+LAUNCHERS = {"torch": "torchrun --nproc-per-node {0}", "mindspore": "msrun --worker_num={0} --local_worker_num={0}"}
 
 
 def plan_faults(plan: ParallelPlan, world_size: int | None = None) -> list[Finding]:
@@ -17,7 +20,7 @@ def plan_faults(plan: ParallelPlan, world_size: int | None = None) -> list[Findi
         plan: the plan.
         world_size: how many ranks there will be; None leaves that unchecked.
     """
-    return [*mesh_faults(plan, world_size), *_training_faults(plan)]
+    return [*mesh_faults(plan, world_size), *_training_faults(plan), *fsdp_faults(plan), *_device_faults(plan)]
 
 
 def platform_faults(plan: ParallelPlan) -> list[Finding]:
@@ -40,9 +43,36 @@ def mesh_faults(plan: ParallelPlan, world_size: int | None = None) -> list[Findi
     if world_size is not None and plan.mesh.world_size != world_size:
         product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
         message = f"the mesh {product} has {plan.mesh.world_size} ranks, and there are {world_size}"
-        fix = f"start {plan.mesh.world_size} ranks (--nproc {plan.mesh.world_size}) or change the sizes in [mesh]"
+        knob = LAUNCHERS[get_platform().name] if inside_launcher() else "--nproc {0}"
+        count = plan.mesh.world_size
+        fix = f"start {count} ranks ({knob.format(count)}) or change the sizes in [mesh]"
         found.append(Finding("mesh", message, fix))
     return found
+
+
+def fsdp_faults(plan: ParallelPlan) -> list[Finding]:
+    """Options of `fully_shard` that this version doesn't have."""
+    shards = plan.fsdp.reshard_after_forward
+    if isinstance(shards, bool):
+        return []
+    message = f"got {shards}, the size of a smaller group to reshard to, which this version can't do"
+    fix = "make it true (least memory) or false (gathered until backward, least communication)"
+    return [Finding("fsdp.reshard_after_forward", message, fix)]
+
+
+def _device_faults(plan: ParallelPlan) -> list[Finding]:
+    """Dtypes that the device in use can't compute in."""
+    if get_platform().name != "mindspore" or get_platform().devices.kind != "cpu":
+        return []
+    message = "got 'bfloat16', of which MindSpore has no matrix product on the CPU"
+    fix = "make it 'float32', or run the plan on an Ascend NPU"
+    dtypes = {"run.dtype": plan.run.dtype, "fsdp.param_dtype": plan.fsdp.param_dtype}
+    return [Finding(key, message, fix) for key, dtype in dtypes.items() if dtype == "bfloat16"]
+
+
+def inside_launcher() -> bool:
+    """Whether torchrun or msrun has started this process."""
+    return not {"RANK", "MS_ROLE"}.isdisjoint(os.environ)
 
 
 def _training_faults(plan: ParallelPlan) -> list[Finding]:
@@ -61,9 +91,4 @@ def _training_faults(plan: ParallelPlan) -> list[Finding]:
     if plan.schedule.warmup_steps > plan.run.steps:
         message = f"{plan.schedule.warmup_steps} warm-up steps in a run of {plan.run.steps}"
         found.append(Finding("schedule.warmup_steps", message, f"make it at most {plan.run.steps}"))
-    shards = plan.fsdp.reshard_after_forward
-    if not isinstance(shards, bool) and (shards < 1 or plan.mesh.dp_shard % shards):
-        message = f"{shards} does not divide dp_shard {plan.mesh.dp_shard}"
-        fix = f"make it true, false or a divisor of {plan.mesh.dp_shard}"
-        found.append(Finding("fsdp.reshard_after_forward", message, fix))
     return found

@@ -3,40 +3,84 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hp_plan.findings import Finding, PlanError, near_misses
+from hp_platform import get_platform
+from hp_platform.platform import CHOICES
 
 
-def model_function(name: str) -> Callable[..., Any]:
+def model_function(name: str, folder: str | None = None) -> Callable[..., Any]:
     """The function called `name`.
 
     Args:
         name: `"package.module:function"`.
+        folder: where the module, or its outermost package, lies; it is put on `sys.path`. None takes what is there.
 
     Raises:
-        PlanError: the name has another form, the module can't be imported, or has no such function.
+        PlanError: the name has another form, the folder doesn't exist, the module can't be imported, or has no such
+            function.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         fix = 'write it as "package.module:function"'
         raise PlanError([Finding("model.function", f"got '{name}', expected a module and a function", fix)])
+    if folder is not None:
+        place = Path(folder).resolve()
+        if not place.is_dir():
+            fix = "give the folder of the function's module, or leave it out"
+            raise PlanError([Finding("model.folder", f"the folder {folder} does not exist", fix)])
+        if str(place) not in sys.path:
+            sys.path.insert(0, str(place))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        fix = "check the name, and that the module's folder is on PYTHONPATH"
-        raise PlanError([Finding("model.function", f"can't import '{module_name}': {error}", fix)]) from error
+        raise PlanError([_import_fault(module_name, error)]) from error
     if not hasattr(module, function_name):
         message = f"module '{module_name}' has no '{function_name}'"
         raise PlanError([Finding("model.function", message, near_misses(function_name, dir(module)))])
     return getattr(module, function_name)
 
 
-def function_faults(name: str) -> list[Finding]:
+def _import_fault(name: str, error: ImportError) -> Finding:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and f"{name}.".startswith(f"{missing}."):
+        fix = "check the name, and that the module's folder is on PYTHONPATH or is [model] folder"
+        return Finding("model.function", f"can't import '{name}': {error}", fix)
+    fix = f"install {missing}, or take" if missing is not None else "correct its imports, or take"
+    message = f"'{name}' was found, and one of its own imports failed: {error}"
+    return Finding("model.function", message, f"{fix} an environment that has what it imports")
+
+
+def check_returned(name: str, model: Any, expected: type) -> None:
+    """Raises where a function's model is not of the framework in use.
+
+    Args:
+        name: `"package.module:function"`.
+        model: what it returned.
+        expected: the class of the framework's models.
+
+    Raises:
+        PlanError: another framework's model, or no model.
+    """
+    if isinstance(model, expected):
+        return
+    got, running = type(model).__name__, get_platform().name
+    roots = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    for other in roots.intersection(CHOICES) - {running}:
+        message = f"{name} returned a {got}, a model of {other}, and this process runs {running}"
+        raise PlanError([Finding("run.platform", message, f'write platform = "{other}" in [run]')])
+    message = f"{name} returned a {got}, expected a model of {running} (nn.{expected.__name__})"
+    raise PlanError([Finding("model.function", message, "return the model from the function")])
+
+
+def function_faults(name: str, folder: str | None = None) -> list[Finding]:
     """What is wrong with a function's name; nothing where it is found."""
     try:
-        model_function(name)
+        model_function(name, folder)
     except PlanError as error:
         return list(error.findings)
     return []

@@ -28,7 +28,9 @@ class ModelSection:
             causal language model that transformers builds from it.
         function: `"module:function"`; called with the overrides, returns an `nn.Module` whose `forward(input_ids,
             labels)`, or an `nn.Cell` whose `construct(input_ids, labels)`, returns a mapping with `loss`, as the models
-            of transformers do. The command line finds modules beside the plan's file, too.
+            of transformers do.
+        folder: where the function's module lies; none takes what Python finds, and the command line looks beside the
+            plan's file, too.
         overrides: keyword arguments of either.
         weights: a safetensors file (or a folder with a model.safetensors) that the initial weights are read from, by
             name; none draws them from `run.seed`.
@@ -36,6 +38,7 @@ class ModelSection:
 
     config: str | None = None
     function: str | None = None
+    folder: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     weights: str | None = None
 
@@ -89,8 +92,8 @@ class FsdpSection:
 
     Attributes:
         groups: patterns of modules whose parameters are gathered together; what no group holds belongs to the root.
-        reshard_after_forward: free the gathered parameters after forward (true, false, or the size of a smaller
-            group to keep them sharded over).
+        reshard_after_forward: free the gathered parameters after forward (true) or after backward (false). A number,
+            the size of a smaller group to keep them sharded over, is read and can't be applied yet.
         param_dtype: compute in this dtype.
         reduce_dtype: reduce gradients in this dtype.
     """

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TORCH_ONLY = (
+    "verify runs on PyTorch only: on MindSpore, lint the plan, then compare the losses of a few steps with those of "
+    "one rank (--nproc 1 and a plan without [mesh]) or of PyTorch (examples/compare_frameworks.py)"
+)
+
 
 @dataclass(frozen=True)
 class ModuleDifference:

@@ -8,13 +8,14 @@ from pathlib import Path
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 from safetensors.numpy import save_file
 
 from hp_plan import ParallelPlan, PlanError, build_model, build_optimizer, build_schedule, lint, verify
 from hp_plan.mindspore.build import build_empty
 from hp_plan.mindspore.models import named_parameters, outline
 from hp_plan.schedule import schedule_factor
+from hp_platform import get_platform
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SMALL = {
@@ -95,7 +96,8 @@ def test_faults_of_a_plan_for_cells():
         ({"model": {}}, "model: [model] has no 'function'; write function = "),
         (
             {"model": {"config": "Qwen3Config"}},
-            "model.config: Qwen3Config is of transformers, whose models",
+            'whose models are PyTorch\'s; this process runs MindSpore; write function = "module:function", which '
+            'returns a Cell, or platform = "torch" in [run]',
         ),
         (
             {"run": {"platform": "torch"}},
@@ -110,6 +112,52 @@ def test_faults_of_a_plan_for_cells():
 def test_a_model_that_can_not_be_built(given, expected):
     (text,) = texts(given)
     assert expected in text
+
+
+def test_a_module_of_torch_is_no_cell(tmp_path, monkeypatch):
+    (tmp_path / "torch_models.py").write_text(
+        "class Module:\n    __module__ = 'torch.nn.modules.module'\n"
+        "class Net(Module):\n    pass\n"
+        "def net():\n    return Net()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert texts({"model": {"function": "torch_models:net"}}) == [
+        "run.platform: torch_models:net returned a Net, a model of torch, and this process runs mindspore; write "
+        'platform = "torch" in [run]'
+    ]
+
+
+def test_bfloat16_is_refused_where_the_cpu_has_no_kernels(monkeypatch):
+    given = tables(run={"dtype": "bfloat16"}, fsdp={"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"})
+    wrong = "got 'bfloat16', of which MindSpore has no matrix product on the CPU; make it 'float32', or run the plan on"
+    assert texts(given) == [f"{key}: {wrong} an Ascend NPU" for key in ("run.dtype", "fsdp.param_dtype")]
+    monkeypatch.setattr(type(get_platform().devices), "kind", "npu")
+    assert texts(given) == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_the_example_computes_in_other_dtypes(dtype):
+    plan = ParallelPlan.from_dict(tables(run={"dtype": dtype}))
+    assert texts(plan.to_dict()) == []
+    output = build_model(plan)(Tensor([[1, 2, 3]]))
+    assert output["logits"].dtype == getattr(mindspore, dtype)
+
+
+def batch_norm(size):
+    return nn.SequentialCell(nn.BatchNorm1d(size))
+
+
+def test_running_statistics_are_refused():
+    assert texts({"model": {"function": f"{__name__}:batch_norm", "overrides": {"size": 3}}}) == [
+        "model.function: 0 is a BatchNorm1d, whose running statistics a sharded step does not keep; use a norm without "
+        "them, such as LayerNorm"
+    ]
+
+
+def test_msrun_is_told_how_many_ranks(monkeypatch):
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    (text,) = texts(tables(mesh={"tp": 2}), 3)
+    assert text.endswith("; start 2 ranks (msrun --worker_num=2 --local_worker_num=2) or change the sizes in [mesh]")
 
 
 def test_weights_are_read_by_name(tmp_path):

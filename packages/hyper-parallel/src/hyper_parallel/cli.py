@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -15,8 +16,9 @@ import typer
 
 from hp_plan import Finding, ParallelPlan, PlanError, VerifyResult, lint
 from hp_plan.plan import read_plan, read_toml
+from hp_plan.verification import TORCH_ONLY
 from hp_platform import get_platform
-from hp_platform.platform import CHOICES, VARIABLE
+from hp_platform.platform import CHOICES, VARIABLE, platform_name
 from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text
 from hyper_parallel.display import fault_table, make_console, verify_table
@@ -56,18 +58,19 @@ def train(
     ] = None,
     json_lines: Json = False,
 ) -> None:
-    """Train the plan's model; starts the ranks, or joins them when torchrun has started this."""
+    """Train the plan's model; starts the ranks, or joins them when torchrun or msrun has started this."""
     with _errors():
         tables = read_toml(plan)
+        _set_environment(tables, plan)
+        _name_folder(tables, plan)
         if steps is not None:
-            _override(tables, "run", "steps", steps)
+            _shorten(tables, steps)
         if weights is not None:
             _override(tables, "model", "weights", str(weights))
         if data:
             _override(tables, "data", "paths", list(data))
-        ranks = _prepare(tables, plan, nproc)
+        ranks = _prepare(tables, nproc)
         checked = _checked(tables, ranks, training=True)
-        check_text(checked.data.paths, sequence_length=checked.data.sequence_length, max_bytes=checked.data.max_bytes)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
         folder = prepare_folder(out, name=plan.stem) if _leads() else Path()
         _run(worker.train_rank, Job(checked, folder, json_lines), ranks)
@@ -75,11 +78,15 @@ def train(
 
 @app.command()
 def verify(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> None:
-    """Compare two float64 steps under the plan with the same in one process; exit 1 where they differ."""
+    """Compare two float64 steps under the plan with the same in one process, on PyTorch; exit 1 where they differ."""
     with _errors():
         os.environ.setdefault("HYPER_PARALLEL_DEVICE", "cpu")
         tables = read_toml(plan)
-        ranks = _prepare(tables, plan, nproc)
+        _set_environment(tables, plan)
+        if platform_name() != "torch":
+            _say(TORCH_ONLY)
+            raise typer.Exit(1)
+        ranks = _prepare(tables, nproc)
         result = _run(worker.verify_rank, Job(_checked(tables, ranks)), ranks)
         if _leads():
             _show_verified(result, json_lines=json_lines)
@@ -88,11 +95,19 @@ def verify(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> Non
 
 
 @app.command(name="lint")
-def lint_plan(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> None:
+def lint_plan(
+    plan: PlanFile,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many ranks there will be; by default as the mesh says.", show_default=False),
+    ] = None,
+    json_lines: Json = False,
+) -> None:
     """Read the plan against its model without starting a rank; exit 1 where something is wrong."""
     with _errors():
-        _set_environment(read_toml(plan), plan)
-        faults = lint(plan, nproc)
+        tables = read_toml(plan)
+        _set_environment(tables, plan)
+        faults = [*lint(tables, nproc), *_text_faults(read_plan(tables)[0])]
         if json_lines:
             typer.echo(json.dumps({"findings": [dataclasses.asdict(fault) for fault in faults]}))
         elif faults:
@@ -167,6 +182,7 @@ def _set_environment(tables: dict[str, Any], plan: Path) -> None:
     os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of each kind of device that a machine has not.
     run = tables.get("run")
     wanted = run.get("platform") if isinstance(run, dict) else None
+    _check_installed(wanted if os.environ.get(VARIABLE) in (None, wanted) else None)
     if wanted in CHOICES:
         os.environ.setdefault(VARIABLE, wanted)
     folders = [str(folder) for folder in (Path.cwd(), plan.parent.resolve())]
@@ -175,9 +191,19 @@ def _set_environment(tables: dict[str, Any], plan: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*known, *folders])))
 
 
-def _prepare(tables: dict[str, Any], plan: Path, nproc: int | None) -> int:
+def _check_installed(wanted: str | None) -> None:
+    """Says what to install for the framework that the plan names, or for any."""
+    missing = [name for name in CHOICES if name not in sys.modules and importlib.util.find_spec(name) is None]
+    if wanted in missing:
+        fix = f"run the command in an environment that has it, or: pip install 'hyper-parallel[{wanted}]'"
+        raise PlanError([Finding("run.platform", f"the plan is for {wanted}, which is not installed here", fix)])
+    if missing == list(CHOICES):
+        extras = " or ".join(f"'hyper-parallel[{name}]'" for name in CHOICES)
+        raise ImportError(f"no framework is installed here: pip install {extras}")
+
+
+def _prepare(tables: dict[str, Any], nproc: int | None) -> int:
     """Gets the ranks' libraries loading while the plan is checked; how many ranks there will be."""
-    _set_environment(tables, plan)
     place = launcher_place()
     if place is not None:
         return place.world_size
@@ -191,10 +217,8 @@ def _prepare(tables: dict[str, Any], plan: Path, nproc: int | None) -> int:
 def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> ParallelPlan:
     faults = list(lint(tables, ranks))
     read, _ = read_plan(tables)
-    vocabulary = read.model.overrides.get("vocab_size")
-    if training and isinstance(vocabulary, int) and vocabulary < VOCABULARY:
-        message = f"the model knows {vocabulary} tokens, and text as bytes has {VOCABULARY}"
-        faults.append(Finding("model.overrides.vocab_size", message, f"make it {VOCABULARY} or more"))
+    if training:
+        faults += _text_faults(read)
     devices = get_platform().devices
     if devices.kind != "cpu" and not inside_launcher() and ranks > devices.count:
         message = f"{ranks} ranks, and this machine has {devices.count} {devices.kind} devices"
@@ -202,6 +226,21 @@ def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> P
     if faults:
         raise PlanError(faults)
     return read
+
+
+def _text_faults(plan: ParallelPlan) -> list[Finding]:
+    """What keeps the plan from being trained on its text."""
+    found = []
+    vocabulary = plan.model.overrides.get("vocab_size")
+    if isinstance(vocabulary, int) and vocabulary < VOCABULARY:
+        message = f"the model knows {vocabulary} tokens, and text as bytes has {VOCABULARY}"
+        found.append(Finding("model.overrides.vocab_size", message, f"make it {VOCABULARY} or more"))
+    data = plan.data
+    try:
+        check_text(data.paths, sequence_length=data.sequence_length, max_bytes=data.max_bytes)
+    except DataError as error:
+        found.append(Finding("data.paths", error.message, error.fix))
+    return found
 
 
 def _run(work: Callable[[Job], Any], job: Job, ranks: int) -> Any:
@@ -215,6 +254,26 @@ def _override(tables: dict[str, Any], section: str, key: str, value: Any) -> Non
     table = tables.setdefault(section, {})
     if isinstance(table, dict):  # Else lint says what is wrong with it.
         table[key] = value
+
+
+def _name_folder(tables: dict[str, Any], plan: Path) -> None:
+    """Says in the plan where its function is looked for, so that it can be read where the run leaves it."""
+    model = tables.get("model")
+    if isinstance(model, dict) and "function" in model:
+        model.setdefault("folder", str(plan.parent.resolve()))
+
+
+def _shorten(tables: dict[str, Any], steps: int) -> None:
+    """A run of so many steps: a warm-up that was for more of them is as long as the run."""
+    _override(tables, "run", "steps", steps)
+    schedule = tables.get("schedule")
+    warmup = schedule.get("warmup_steps") if isinstance(schedule, dict) else None
+    if isinstance(warmup, int) and warmup > steps:
+        _override(tables, "schedule", "warmup_steps", steps)
+        if _leads():
+            typer.echo(
+                f"note: --steps {steps} shortens schedule.warmup_steps, {warmup} in the plan, to {steps}", err=True
+            )
 
 
 def _show_faults(faults: Sequence[Finding], *, source: str = "the plan") -> None:

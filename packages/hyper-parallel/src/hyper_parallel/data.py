@@ -11,11 +11,21 @@ if TYPE_CHECKING:
     import numpy as np
 
 VOCABULARY = 256
+_GIVE = "give files or folders of text with --data"
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 class DataError(ValueError):
-    """Text that can't be trained on."""
+    """Text that can't be trained on.
+
+    Attributes:
+        message: what is wrong with it.
+        fix: what to do.
+    """
+
+    def __init__(self, message: str, fix: str) -> None:
+        self.message, self.fix = message, fix
+        super().__init__(f"{message}; {fix}")
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
@@ -41,12 +51,12 @@ def find_files(paths: Sequence[str]) -> list[Path]:
                 if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
             )
             if not inside:
-                raise DataError(f"the data folder {path} has no files; give files or folders of text with --data")
+                raise DataError(f"the data folder {path} has no files", _GIVE)
             files += inside
         elif not path.exists():
-            raise DataError(f"the data file {path} does not exist; give files or folders of text with --data")
+            raise DataError(f"the data file {path} does not exist", _GIVE)
         elif path.stat().st_size == 0:
-            raise DataError(f"the data file {path} is empty (0 bytes); leave it out, or give another with --data")
+            raise DataError(f"the data file {path} is empty (0 bytes)", "leave it out, or give another with --data")
         else:
             files.append(path)
     return files
@@ -64,14 +74,12 @@ def check_text(paths: Sequence[str], *, sequence_length: int, max_bytes: int) ->
             with open(file, "rb"):
                 pass
         except OSError as error:
-            raise DataError(f"the data file {file} can't be read: {error.strerror}; leave it out") from error
+            raise DataError(f"the data file {file} can't be read: {error.strerror}", "leave it out") from error
     size = min(max_bytes, sum(file.stat().st_size for file in files))
     if size < sequence_length:
         shown = ", ".join(paths) if paths else "the standard library's sources"
-        raise DataError(
-            f"{shown} has {size} bytes of text, and one sample takes {sequence_length}: give more with --data, or make "
-            f"data.sequence_length at most {size}"
-        )
+        message = f"{shown} has {size} bytes of text, and one sample takes {sequence_length}"
+        raise DataError(message, f"give more with --data, or make data.sequence_length at most {size}")
     return size
 
 

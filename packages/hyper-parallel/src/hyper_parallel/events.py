@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import json
@@ -43,6 +44,28 @@ class EventWriter:
             file.write(json.dumps(event) + "\n")
 
 
+class Tail:
+    """What is added to a file of text, read bit by bit.
+
+    Args:
+        path: the file; it may come later.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self) -> str:
+        """What was added since the last call; of a character that is half written, nothing."""
+        if not self._path.exists():
+            return ""
+        with open(self._path, "rb") as file:
+            file.seek(self._read)
+            added = file.read()
+        self._read += len(added)
+        return self._decoder.decode(added)
+
+
 class EventReader:
     """Hands what an EventWriter writes to another reporter, as it comes; closes what that opened.
 
@@ -52,7 +75,7 @@ class EventReader:
     """
 
     def __init__(self, path: Path, reporter: Reporter) -> None:
-        self._path, self._reporter, self._read = path, reporter, 0
+        self._tail, self._reporter, self._begun = Tail(path), reporter, ""
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> EventReader:
@@ -63,14 +86,8 @@ class EventReader:
 
     def poll(self) -> None:
         """Shows what was written since the last call."""
-        if not self._path.exists():
-            return
-        with open(self._path, encoding="utf-8") as file:
-            file.seek(self._read)
-            text = file.read()
-        whole = text[: text.rfind("\n") + 1]
-        self._read += len(whole.encode())
-        for line in whole.splitlines():
+        *whole, self._begun = (self._begun + self._tail.read()).split("\n")
+        for line in whole:
             self._show(json.loads(line))
 
     def _show(self, event: dict[str, Any]) -> None:

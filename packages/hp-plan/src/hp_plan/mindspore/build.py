@@ -13,7 +13,7 @@ from mindspore.experimental.optim.lr_scheduler import LambdaLR
 from hp_dtensor import SkipDTensorDispatch, init_empty_weights
 from hp_plan.findings import Finding, PlanError
 from hp_plan.mindspore.models import named_parameters
-from hp_plan.model_function import failed, function_faults, model_function
+from hp_plan.model_function import check_returned, failed, function_faults, model_function
 from hp_plan.plan import ParallelPlan
 from hp_plan.schedule import schedule_factor
 from hp_plan.weights import load_weights, weights_faults
@@ -35,11 +35,13 @@ def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:
     mindspore.set_seed(plan.run.seed)
     name = str(plan.model.function)
     try:
-        model = model_function(name)(**plan.model.overrides)
+        model = model_function(name, plan.model.folder)(**plan.model.overrides)
     except PlanError:
         raise
     except Exception as error:  # Whatever the user's own function raises.
         raise failed("function", name, error) from error
+    check_returned(name, model, nn.Cell)
+    _check_statistics(model)
     chosen = getattr(mindspore, plan.run.dtype) if dtype is None else dtype
     for parameter in model.get_parameters():
         if parameter.dtype != chosen:
@@ -47,6 +49,14 @@ def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:
     if plan.model.weights is not None and not any(parameter.has_init for parameter in model.get_parameters()):
         _load_weights(model, plan.model.weights)
     return model
+
+
+def _check_statistics(model: nn.Cell) -> None:
+    """Refuses BatchNorm: its statistics are Parameters and so sharded, and what a forward writes to them is lost."""
+    for name, cell in model.cells_and_names():
+        if not {"moving_mean", "running_mean"}.isdisjoint(cell._params):
+            message = f"{name} is a {type(cell).__name__}, whose running statistics a sharded step does not keep"
+            raise PlanError([Finding("model.function", message, "use a norm without them, such as LayerNorm")])
 
 
 def _load_weights(model: nn.Cell, path: str) -> None:
@@ -72,11 +82,11 @@ def model_section_faults(plan: ParallelPlan) -> list[Finding]:
     section = plan.model
     if section.config is not None:
         message = f"{section.config} is of transformers, whose models are PyTorch's; this process runs MindSpore"
-        fix = 'write function = "module:function", which returns a Cell, or set HYPER_PARALLEL_PLATFORM=torch'
+        fix = 'write function = "module:function", which returns a Cell, or platform = "torch" in [run]'
         return [Finding("model.config", message, fix)]
     if section.function is None:
         return [Finding("model", "[model] has no 'function'", 'write function = "package.module:function"')]
-    return [*function_faults(section.function), *weights_faults(section.weights)]
+    return [*function_faults(section.function, section.folder), *weights_faults(section.weights)]
 
 
 def build_optimizer(plan: ParallelPlan, parameters: Iterable[mindspore.Parameter]) -> optim.Optimizer:

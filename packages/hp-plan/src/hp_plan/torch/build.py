@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hp_plan.findings import Finding, PlanError, near_misses
-from hp_plan.model_function import failed, function_faults, model_function
+from hp_plan.model_function import check_returned, failed, function_faults, model_function
 from hp_plan.plan import ParallelPlan
 from hp_plan.schedule import schedule_factor
 from hp_plan.weights import load_weights, weights_faults
@@ -45,7 +45,7 @@ def build_model(
         torch.manual_seed(plan.run.seed)
         try:
             if section.function is not None:
-                model = model_function(section.function)(**section.overrides)
+                model = model_function(section.function, section.folder)(**section.overrides)
             else:
                 config = config_class(str(section.config))(**section.overrides)
                 model = _transformers().AutoModelForCausalLM.from_config(config, dtype=chosen)
@@ -54,6 +54,8 @@ def build_model(
         except Exception as error:  # Whatever the user's own function or transformers' validation raises.
             key = "function" if section.function is not None else "config"
             raise failed(key, getattr(section, key), error) from error
+    if section.function is not None:
+        check_returned(section.function, model, nn.Module)
     if section.weights is not None and not any(parameter.is_meta for parameter in model.parameters()):
         _load_weights(model, section.weights)
     return model
@@ -83,7 +85,7 @@ def model_section_faults(plan: ParallelPlan) -> list[Finding]:
         fix = 'give one: config = "Qwen3Config" or function = "package.module:function"'
         return [Finding("model", f"[model] has {got}", fix)]
     if section.function is not None:
-        return [*function_faults(section.function), *weights_faults(section.weights)]
+        return [*function_faults(section.function, section.folder), *weights_faults(section.weights)]
     try:
         known = _config_keys(config_class(str(section.config)))
     except PlanError as error:

@@ -20,10 +20,10 @@ from typing import TypeVar
 
 from hp_plan import ParallelPlan
 from hyper_parallel.display import make_reporter
-from hyper_parallel.events import EventReader
+from hyper_parallel.events import EventReader, Tail
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
 from hyper_parallel.mindspore.process import peer_lost
-from hyper_parallel.mindspore.rank import JOB
+from hyper_parallel.mindspore.rank import JOB, OUTPUT
 
 Result = TypeVar("Result")
 
@@ -46,8 +46,8 @@ def start_server(plan: ParallelPlan, ranks: int) -> None:
 def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, Result]:
     """Runs `work(job)` on new ranks of this machine, by msrun, and waits for all of them.
 
-    A rank that fails, or a signal to this process, ends all ranks. The run is shown by this process, which has the
-    terminal: a rank's output is a file.
+    A rank that fails, or a signal to this process, ends all ranks. The run, and what rank 0 prints, is shown by this
+    process, which has the terminal: a rank's output is a file.
 
     Args:
         work: a function at the top of a module.
@@ -69,10 +69,20 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
             job = Job(job.plan, job.folder, job.json_lines, folder / "events")
             reader = stack.enter_context(EventReader(folder / "events", make_reporter(json_lines=job.json_lines)))
         (folder / JOB).write_bytes(pickle.dumps((work, job)))
+        output = Tail(folder / OUTPUT)
+
+        def show() -> None:
+            printed = output.read()
+            if printed:
+                sys.stdout.write(printed)
+                sys.stdout.flush()
+            if reader is not None:
+                reader.poll()
+
         watched = stack.enter_context(_Msrun(folder, ranks))
         try:
             with _signals_raise():
-                watched.wait(lambda: reader.poll() if reader is not None else None)
+                watched.wait(show)
         except _Signalled as error:
             raise Interrupted(f"{error}: all ranks are ended") from None
         return {rank: pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(ranks)}
@@ -141,6 +151,7 @@ class _Msrun:
             between()
             failure = self._failure(ended is not None)
             if failure is not None:
+                between()
                 raise failure
             if all((self._folder / f"rank{rank}.result").exists() for rank in range(self._ranks)):
                 between()

@@ -32,6 +32,7 @@ class Trainer:
         self.name = type(self.model).__name__
         self.size = sum(parameter.size for parameter in self.model.get_parameters())
         apply(self.model, plan)
+        self.model.set_train()  # A Cell is made for inference, without dropout.
         self._weights = list(self.model.trainable_params())
         self._optimizer: Any = build_optimizer(plan, self._weights)
         self._schedule = build_schedule(plan, self._optimizer)
