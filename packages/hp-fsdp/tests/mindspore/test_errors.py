@@ -48,6 +48,15 @@ def test_arguments():
 
 
 @on_ranks(1)
+def test_statistics_that_a_forward_writes():
+    net = nn.SequentialCell(nn.Dense(4, 4), nn.BatchNorm1d(4))
+    message = "1 is a BatchNorm1d, whose moving_mean is written in forward .* pass its running statistics in ignored_pa"
+    with pytest.raises(NotImplementedError, match=message):
+        fully_shard(net, data_mesh())
+    fully_shard(net, data_mesh(), ignored_params=[net[1].moving_mean, net[1].moving_variance])
+
+
+@on_ranks(1)
 def test_cells():
     with pytest.raises(TypeError, match=r"expected a mindspore.nn.Cell, got list"):
         fully_shard([mint.nn.Linear(1, 1)])  # type: ignore[type-var]

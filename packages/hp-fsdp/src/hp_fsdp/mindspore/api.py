@@ -78,9 +78,10 @@ def fully_shard(
         ValueError: arguments that contradict each other, a mesh of more than two axes, a Cell that is sharded
             already, a parameter that another group has.
         TypeError: something that is not a Cell, a mesh or a policy.
-        NotImplementedError: what is said above to be not supported yet.
+        NotImplementedError: what is said above to be not supported yet, or BatchNorm's running statistics.
     """
     _check_module(module)
+    _check_statistics(module, {id(parameter) for parameter in ignored_params or ()})
     policy = check_options(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
@@ -104,6 +105,18 @@ def fully_shard(
     group = ParameterGroup(module, parameters, axes, policy, bool(reshard_after_forward))
     shard_class(module, group)
     return module
+
+
+def _check_statistics(module: nn.Cell, ignored: Collection[int]) -> None:
+    """Refuses BatchNorm's running statistics: Parameters, whose shards would not get what a forward writes."""
+    for name, cell in module.cells_and_names():
+        for key in ("moving_mean", "moving_variance", "running_mean", "running_var"):
+            parameter = cell._params.get(key)
+            if parameter is not None and id(parameter) not in ignored:
+                raise NotImplementedError(
+                    f"fully_shard: {name or 'the Cell'} is a {type(cell).__name__}, whose {key} is written in forward"
+                    " and so can't be sharded: pass its running statistics in ignored_params, or take another norm"
+                )
 
 
 def _check_module(module: Any) -> None:
