@@ -112,6 +112,18 @@ CASES = {
     "cross entropy": (lambda x: ops.cross_entropy(x, Tensor([0, 3, 2, 5, 1], ms.int32)), A),
     "rms norm": (lambda x, w: x * mint.rsqrt(mint.mean(x * x, -1, True) + 1e-6) * w, A, (6,)),
     "cumsum": (lambda x: ops.cumsum(x, 0), A),
+    "bias add": (lambda x, b: ops.bias_add(x, b), A, (6,)),
+    "bias add channels": (lambda x, b: ops.BiasAdd()(x, b), (2, 5, 6), (5,)),
+    "bias add last": (lambda x, b: ops.BiasAdd("NHWC")(x, b), (2, 3, 2, 5), (5,)),
+    "dense": (lambda x, w, b: ops.bias_add(ops.MatMul(transpose_b=True)(x, w), b), A, (3, 6), (3,)),
+    "LayerNorm": (lambda x, w, b: ops.LayerNorm(1, 1, 1e-5)(x, w, b), A, (6,), (6,)),
+    "LayerNorm of rows": (lambda x, w, b: ops.LayerNorm(2, 2, 1e-5)(x, w, b)[0], (2, 3, 6), (6,), (6,)),
+    "Flatten": (lambda x: ops.flatten(x), (5, 2, 3)),
+    "ops max": (lambda x: ops.max(x, 1)[0], A),
+    "ops min": (lambda x: ops.min(x, 0, keepdims=True)[0], A),
+    "prod": (lambda x: mint.prod(x, 0), A),
+    "Slice": (lambda x: ops.narrow(x, 0, 1, 3), A),
+    "ops split": (lambda x: ops.split(x, 2, 1), A),
 }
 GROUPS = [pytest.param(i, id=f"from {list(CASES)[i]}") for i in range(0, len(CASES), GROUP)]
 

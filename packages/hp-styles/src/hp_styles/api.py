@@ -43,6 +43,7 @@ def parallelize_module(
             are listed), a name that is no style's, a module that two keys match, or modules that share a parameter and
             get different placements.
         TypeError: something that is no style, or no plan.
+        NotImplementedError: a style that is not for such a module.
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     if parallelize_plan is None:
@@ -75,6 +76,8 @@ def parallelize_module(
             style.src_data_rank = src_data_rank
             try:
                 style._apply(modules[name], mesh)
+            except NotImplementedError as error:
+                raise NotImplementedError(f"parallelize_module: {name or 'the module itself'}: {error}") from None
             finally:
                 style.src_data_rank = previous
     return module

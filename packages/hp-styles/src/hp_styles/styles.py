@@ -79,9 +79,7 @@ class ColwiseParallel(ParallelStyle):
         elif kind == "embedding":
             f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
         else:
-            raise NotImplementedError(
-                f"ColwiseParallel shards Linear and Embedding modules, got {type(module).__name__}"
-            )
+            raise NotImplementedError(f"ColwiseParallel shards Linear and Embedding modules, got {f.described(module)}")
         on_input(module, device_mesh, self.input_layouts, Replicate())
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
@@ -127,9 +125,7 @@ class RowwiseParallel(ParallelStyle):
             f.partition(module, device_mesh, {"weight": (Shard(0),)}, self.src_data_rank)
             on_input(module, device_mesh, self.input_layouts or Replicate(), Replicate())
         else:
-            raise NotImplementedError(
-                f"RowwiseParallel shards Linear and Embedding modules, got {type(module).__name__}"
-            )
+            raise NotImplementedError(f"RowwiseParallel shards Linear and Embedding modules, got {f.described(module)}")
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 

@@ -69,7 +69,7 @@ class TwoDimensionalParallel(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = framework()
         if f.kind(module) != "linear":
-            raise NotImplementedError(f"TwoDimensionalParallel shards Linear modules, got {type(module).__name__}")
+            raise NotImplementedError(f"TwoDimensionalParallel shards Linear modules, got {f.described(module)}")
         swap = device_mesh.axis(self.input_axis) == 0
 
         def placed(on_output_axis: Placement, on_input_axis: Placement) -> tuple[Placement, Placement]:

@@ -62,6 +62,19 @@ class Table(nn.Cell):
         return ops.gather(self.weight, index, 0)
 
 
+class Dense(nn.Cell):
+    """As Block, of Cells of mindspore.nn."""
+
+    def __init__(self, hidden=9):
+        super().__init__()
+        self.norm = nn.LayerNorm((6,), epsilon=1e-5)
+        self.up = nn.Dense(6, hidden)
+        self.down = nn.Dense(hidden, 6)
+
+    def construct(self, x):
+        return x + self.down(ops.gelu(self.up(self.norm(x))))
+
+
 class Net(nn.Cell):
     def __init__(self):
         super().__init__()
@@ -131,6 +144,42 @@ def test_sequence_parallel(ranks):
     parallelize_module(net, mesh, plan)
     x = DTensor.from_local(Tensor(X), mesh, [Replicate()]).redistribute(placements=[Shard(1)])
     same_gradients(net, plain, x, Tensor(X))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("hidden", [8, 9, 3], ids=["even", "uneven", "some empty"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_dense_with_bias_and_layer_norm(sequence, hidden, ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    net, plain = built(lambda: Dense(hidden)), built(lambda: Dense(hidden))
+    x, layout = Tensor(X), Shard(1) if sequence else Replicate()
+    plan = {
+        "up": ColwiseParallel(input_layouts=layout, use_local_output=False),
+        "down": RowwiseParallel(output_layouts=layout, use_local_output=not sequence),
+    }
+    if sequence:
+        plan["norm"] = SequenceParallel()
+        x = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    parallelize_module(net, mesh, plan)
+    assert net.up.bias.placements == (Shard(0),)
+    same_gradients(net, plain, x, Tensor(X))
+
+
+@on_ranks(2)
+def test_an_embedding_by_columns():
+    mesh = init_device_mesh("cpu", (2,))
+    net, plain = built(lambda: nn.Embedding(7, 6)), built(lambda: nn.Embedding(7, 6))
+    parallelize_module(net, mesh, {"": ColwiseParallel(output_layouts=Replicate())})
+    assert net.embedding_table.local_shape == (7, 3)
+    index = Tensor(np.array([[0, 6, 3], [5, 5, 1]]), ms.int32)
+    same_gradients(net, plain, index, index)
+
+
+@on_ranks(1)
+def test_a_dense_with_an_activation_is_refused_by_name():
+    net = nn.SequentialCell(nn.Dense(4, 4, activation="relu"))
+    with pytest.raises(NotImplementedError, match=r"0: ColwiseParallel .* got Dense with an activation \(ReLU\)"):
+        parallelize_module(net, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
 
 
 @on_ranks(2, 4)

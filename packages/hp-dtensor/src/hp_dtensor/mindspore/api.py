@@ -12,6 +12,7 @@ from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.mindspore.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
+from hp_dtensor.mindspore.parameter import set_local
 from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.placements import Placement, RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
@@ -167,12 +168,12 @@ def distribute_parameter(
             raise ValueError(f"parameter {parameter.name!r} is on {parameter._spec.mesh}, not on {device_mesh}")
         if parameter._spec is not spec:
             local = execute(local_view(parameter), parameter._spec, spec)
-            parameter._update_data(local)
+            set_local(parameter, local)
             wrap(parameter, spec)
         return parameter
     if parameter.has_init:
         return wrap(parameter, spec)
-    parameter._update_data(_local(parameter, spec, src_data_rank))
+    set_local(parameter, _local(parameter, spec, src_data_rank))
     return wrap(parameter, spec)
 
 

@@ -102,6 +102,12 @@ def _placed(grads: Any, args: Any, grad_position: Any, weights: Any) -> Any:
         spec = grad_spec(source._spec)
         if tuple(grad.shape) != spec.local_shape:
             # One that took no part gets zeros of the shape that it was made with, before it was distributed.
+            if grad.asnumpy().any():
+                raise RuntimeError(
+                    f"MindSpore made a gradient of shape {tuple(grad.shape)} for a DTensor whose part is"
+                    f" {spec.local_shape}: it took the Parameter for what it was before it was distributed; distribute"
+                    " it before a kernel reads it"
+                )
             grad = ops.zeros(spec.local_shape, grad.dtype)
         return wrap(grad, spec)
 

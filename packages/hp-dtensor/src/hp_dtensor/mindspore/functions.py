@@ -14,6 +14,7 @@ from hp_dtensor.mindspore import local, shapes
 from hp_dtensor.mindspore.plans import Binding, Call
 from hp_dtensor.placements import Shard
 from hp_dtensor.rules.equation import RULES, from_equation, rule
+from hp_dtensor.rules.factors import FactorMap
 from hp_dtensor.rules.library import dims_argument
 
 __all__ = ["BINDINGS", "bind"]
@@ -70,14 +71,15 @@ def bind(
 def _bind_pointwise() -> None:
     bind(
         "pointwise",
-        """Abs Acos AcosExt Acosh AcoshExt Asin AsinExt Asinh AsinhExt Atan AtanExt Atan2 Atan2Ext Atanh BitwiseAnd
-        BitwiseOr BitwiseXor Ceil ClampScalar ClampTensor Cos Cosh DivMod DivMods Elu EluExt Equal Erf Erfc Erfinv Exp
-        Exp2 Expm1 Floor FloorDiv FloorDivScalar GeLU Gelu GeluExt Greater GreaterEqual GreaterEqualScalar HShrink
-        HSigmoid HSwish IsFinite IsInf IsNan LeakyReLU LeakyReLUExt Lerp LerpScalar Less LessEqual Log Log1p Log2 Log10
-        LogicalAnd LogicalNot LogicalOr LogicalXor LogSigmoid MaskedFill MaskedFillScalar Maximum Minimum Mish NanToNum
-        NotEqual Pow PowScalarTensor PowTensorScalar ReLU ReLU6 Reciprocal RemainderScalarTensor RemainderTensorScalar
-        RemainderTensorTensor Round Rsqrt Select SeLUExt Sigmoid Sign SiLU Sin Sinc Sinh Softplus SoftplusExt SoftShrink
-        Sqrt Square Tan Tanh Trunc Xlogy""",
+        """Abs ACos AcosExt Acosh AcoshExt Asin AsinExt Asinh AsinhExt Atan AtanExt Atan2 Atan2Ext Atanh BitwiseAnd
+        BitwiseOr BitwiseXor Ceil ClampScalar ClampTensor Cos Cosh DivMod DivMods Elu EluExt EqScalar Equal
+        Erf Erfc Erfinv Exp Exp2 Expm1 Floor FloorDiv FloorDivScalar FmodScalar FmodTensor GeLU Gelu GeluExt
+        Greater GreaterEqual GreaterEqualScalar HShrink Hardtanh HSigmoid HSwish IsFinite IsInf IsNan
+        LeakyReLU LeakyReLUExt Lerp LerpScalar Less LessEqual LessScalar Log Log1p Log2 Log10 LogicalAnd
+        LogicalNot LogicalOr LogicalXor LogSigmoid MaskedFill MaskedFillScalar Maximum Minimum Mish MishExt
+        NanToNum NotEqual Pow PowScalarTensor PowTensorScalar ReLU ReLU6 Reciprocal RemainderScalarTensor
+        RemainderTensorScalar RemainderTensorTensor Round Rsqrt Select SeLU SeLUExt Sigmoid Sign SiLU Sin Sinc
+        Sinh Softplus SoftplusExt SoftShrink Sqrt Square Tan Tanh Trunc Xlogy""",
         shapes.broadcast,
     )
     bind("pointwise", "Cast ToDtype", shapes.same)
@@ -122,6 +124,23 @@ def _bind_products() -> None:
         "input weight",
     )
     bind(
+        "bias_add",
+        "BiasAdd",
+        shapes.same,
+        "input bias data_format=None",
+        "input bias",
+        arguments=local.channel_arguments,
+        local=local.over_nothing(local.bias_add),
+    )
+    bind(
+        "layer_norm",
+        "LayerNorm",
+        shapes.normed,
+        "input weight bias begin_norm_axis=1 begin_params_axis=1 epsilon=None",
+        "input weight bias",
+        local=local.layer_norm,
+    )
+    bind(
         "norm",
         "LayerNormExt",
         shapes.same,
@@ -137,6 +156,12 @@ def _matmul_shape(call: Call) -> list[Any]:
         a = (*a[:-2], a[-1], a[-2])
     if call.bound["transpose_b"]:
         b = (*b[:-2], b[-1], b[-2])
+    if a[-1] != b[-2]:
+        raise ValueError(
+            f"{call.name}: shapes {a} and {b} can't be multiplied. Local parts of uneven shards that are taken as even"
+            " ones give such shapes: keep them DTensors (use_local_output=False), or name the shape"
+            " (DTensor.from_local(..., shape=))"
+        )
     lead = shapes.broadcast_shapes(a[:-2], b[:-2]) if a[:-2] or b[:-2] else ()
     return [(*lead, a[-2], b[-1])]
 
@@ -164,7 +189,25 @@ def _rows_rule(given: Any, results: Any, arguments: Any) -> Any:
     )
 
 
+def _bias_add_rule(given: Any, results: Any, arguments: Any) -> Any:
+    """A sum, of which the bias is a part once: dim ``channel`` of the input is the bias's only one."""
+    dims = " ".join(f"d{d}" for d in range(len(given[0])))
+    bias = f"d{arguments['channel']}"
+    return from_equation(f"{dims}, {bias} -> {dims}", given, results, linear=(frozenset({0, 1}),))
+
+
+def _layer_norm_rule(given: Any, results: Any, arguments: Any) -> Any:
+    """As ``norm``, with mean and variance, whose normalized dims are of size one."""
+    dims = tuple(range(len(given[0])))
+    first = arguments["begin_norm_axis"] % len(dims)
+    statistics = tuple(d if d < first else None for d in dims)
+    tails = tuple(dims[len(dims) - len(shape) :] for shape in given[1:])
+    return FactorMap((dims, *tails), (dims, statistics, statistics), whole=frozenset(dims[first:]))
+
+
 rule("mindspore_matmul", _matmul_rule)
+rule("bias_add", _bias_add_rule)
+rule("layer_norm", _layer_norm_rule)
 rule("rows", _rows_rule)
 rule("embedding_of", "..., v d -> ... d", whole="v")
 
@@ -183,8 +226,8 @@ def _bind_reductions() -> None:
     one = ("input dim=None keepdim=False dtype=None", "input")
     bind("sum", "SumExt", shapes.reduced, *one, local=local.over_nothing())
     bind("mean", "MeanExt", shapes.reduced, *one, local=local.over_nothing(local.mean))
-    bind("product", "ProdExt", shapes.reduced, *one)
-    # Extremes gather what they reduce: which rank's element the gradient goes to is only known then.
+    # Extremes and products gather what they reduce: a rank's gradient depends on the others' elements.
+    bind("whole_reduction", "ProdExt", shapes.reduced, *one)
     bind("whole_reduction", "Max Min", lambda call: [()], "input", "input")
     bind("whole_reduction", "ReduceMax ReduceMin", shapes.reduced, "input dim=None keepdim=False", "input")
     bind("min", "ReduceAll", shapes.reduced, "input dim=None keepdim=False", "input")
@@ -215,6 +258,9 @@ def _bind_reductions() -> None:
         local=local.over_nothing(),
     )
     bind("whole_reduction", "Argmax ArgMaxExt ArgMinExt", shapes.one_reduced, "input dim=None keepdim=False", "input")
+    bind(
+        "whole_reduction", "ArgMaxWithValue ArgMinWithValue", shapes.reduced_twice, "input dim=0 keepdim=False", "input"
+    )
     bind("whole_dims", "Softmax LogSoftmax LogSoftmaxExt", shapes.same, "input dim=-1 dtype=None", "input")
     bind("linear_whole_dims", "CumsumExt CumSum", shapes.same, "input dim exclusive=False reverse=False", "input")
     bind("whole_dims", "TopK TopkExt", shapes.top, "input k dim=-1 largest=True sorted=True", "input")
@@ -222,6 +268,7 @@ def _bind_reductions() -> None:
 
 def _bind_moves() -> None:
     bind("view", "Reshape View", shapes.reshape, local=local.view)
+    bind("view", "Flatten", shapes.rows, local=local.view)
     bind("view", "FlattenExt", shapes.flatten, "input start_dim=0 end_dim=-1", "input", local=local.view)
     bind("view", "ExpandDims ExpandDimsView", shapes.expand_dims, "input dim", "input", local=local.view)
     bind("view", "Squeeze", shapes.squeeze, "input dim=None", "input", local=local.view)
@@ -247,6 +294,15 @@ def _bind_moves() -> None:
     bind("linear_whole_dims", "Split", shapes.sections, "input dim=0 sections=1", "input")
     bind("linear_whole_dims", "Chunk ChunkView", shapes.chunked, "input chunks dim=0", "input")
     bind("linear_whole_dims", "Narrow NarrowView", shapes.narrowed, "input dim start length", "input")
+    bind(
+        "linear_whole_dims",
+        "Slice",
+        shapes.sliced,
+        "input begin size",
+        "input",
+        arguments=local.slice_arguments,
+        local=local.slice_,
+    )
     bind("linear_whole_dims", "Triu Tril TrilExt", shapes.same, "input diagonal=0", "input", arguments=local.last_two)
     bind("linear_whole_dims", "Tile", shapes.tiled, arguments=local.tile_arguments)
     bind("unbind", "UnstackExtView UnstackExt", shapes.unstacked, "input dim=0", "input")

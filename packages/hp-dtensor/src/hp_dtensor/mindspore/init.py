@@ -10,6 +10,7 @@ from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 
 from hp_dtensor.mindspore.dtensor import DParameter, unwrap, wrap
+from hp_dtensor.mindspore.parameter import set_local
 from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.placements import Replicate
 
@@ -62,7 +63,7 @@ def init_parameters(module: nn.Cell) -> nn.Cell:
         try:
             plain.init_data()  # type: ignore[attr-defined]
             whole = spec.with_placements([Replicate()] * spec.mesh.ndim)
-            plain._update_data(execute(plain.copy(), whole, spec))
+            set_local(plain, execute(plain.copy(), whole, spec))
         finally:
             wrap(plain, spec)
     return module

@@ -14,7 +14,7 @@ import mindspore
 from mindspore import Tensor, _Function, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
-from hp_dtensor.mindspore.shapes import ints
+from hp_dtensor.mindspore.shapes import ints, sliced
 from hp_dtensor.placements import Shard
 from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.sharding import chunk
@@ -61,6 +61,18 @@ def rms_norm_arguments(call: Call) -> dict[str, Any]:
     return {"normalized_shape": call.tensors[1]._spec.shape}  # type: ignore[union-attr]
 
 
+def channel_arguments(call: Call) -> dict[str, Any]:
+    """``BiasAdd``: the dim that the bias is along, the last where the format names channels last."""
+    last_format = call.bound["data_format"] in ("NHWC", 1)
+    return {"channel": len(call.shape) - 1 if last_format else 1}
+
+
+def slice_arguments(call: Call) -> dict[str, Any]:
+    (made,) = sliced(call)
+    cut = tuple(d for d, size in enumerate(call.shape) if made[d] != size)
+    return {"dim": cut}
+
+
 # ---- views ----
 def view(call: Call) -> Any:
     """The same view with the local sizes of its result."""
@@ -71,6 +83,19 @@ def view(call: Call) -> Any:
 def expand(call: Call) -> Any:
     size = call.results[0].local_shape
     return lambda args, kwargs: ops.broadcast_to(args[0], size)
+
+
+def bias_add(call: Call) -> Any:
+    """As a sum: the CPU's own takes no gradient where the last of three dims is of size one."""
+    channel, ndim = channel_arguments(call)["channel"], len(call.shape)
+    shape = [-1 if d == channel else 1 for d in range(ndim)]
+    return lambda args, kwargs: args[0] + TensorPy.reshape(args[1], shape)
+
+
+def slice_(call: Call) -> Any:
+    """The same cut with the local sizes; dims that are cut are whole."""
+    run, begin, size = call.run, tuple(call.bound["begin"]), call.results[0].local_shape
+    return lambda args, kwargs: run([args[0], begin, size], {})
 
 
 def select(call: Call) -> Any:
@@ -125,7 +150,7 @@ def over_nothing(local: Callable[[Call], Any] | None = None) -> Callable[[Call],
         shape = call.results[0].local_shape
 
         def run(args: Any, kwargs: Any) -> Any:
-            operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)][:2]
+            operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             dtype = operands[0].dtype if operands[0].dtype != mindspore.bool_ else mindspore.int64
             # plain tensors: MindSpore compares gradients with the shape that Python tells
             plain = [TensorPy.reshape(value, TensorPy.shape.__get__(value)) for value in operands]
@@ -134,6 +159,19 @@ def over_nothing(local: Callable[[Call], Any] | None = None) -> Callable[[Call],
         return run
 
     return planned
+
+
+def layer_norm(call: Call) -> Any:
+    """Right where a rank holds no rows, too: the gradients of weight and bias are zeros there."""
+    if all(math.prod(spec.local_shape) for spec in call.targets):
+        return None
+    product, statistics = over_nothing()(call), call.results[1].local_shape
+
+    def run(args: Any, kwargs: Any) -> Any:
+        dtype = args[0].dtype
+        return product(args, kwargs), _zeros(statistics, dtype), _zeros(statistics, dtype)
+
+    return run
 
 
 def linear(call: Call) -> Any:

@@ -57,6 +57,18 @@ def reduced(call: Call) -> list[Shape]:
     return reduced_over(call.shape, call.bound.get("dim"), call.bound.get("keepdim"))
 
 
+def reduced_twice(call: Call) -> list[Shape]:
+    """Index and value, the dim named."""
+    return reduced(call) * 2
+
+
+def normed(call: Call) -> list[Shape]:
+    """``LayerNorm``: the result, mean and variance."""
+    first = int(call.bound["begin_norm_axis"]) % len(call.shape)
+    statistics = tuple(size if d < first else 1 for d, size in enumerate(call.shape))
+    return [call.shape, statistics, statistics]
+
+
 def matmul(call: Call) -> list[Shape]:
     a, b = _given(call)[:2]
     if a[-1] != b[-2 if len(b) > 1 else -1]:
@@ -68,7 +80,11 @@ def matmul(call: Call) -> list[Shape]:
 def linear(call: Call) -> list[Shape]:
     given = _given(call)
     if given[0][-1] != given[1][-1]:
-        raise ValueError(f"{call.name}: input of shape {given[0]}, weight of shape {given[1]}")
+        raise ValueError(
+            f"{call.name}: an input of shape {given[0]} has not the features that a weight of shape {given[1]} takes."
+            " Local parts of uneven shards that are taken as even ones give such shapes: keep the input a DTensor"
+            " (use_local_output=False), or name its shape (DTensor.from_local(..., shape=))"
+        )
     return [(*given[0][:-1], given[1][0])]
 
 
@@ -95,6 +111,17 @@ def flatten(call: Call) -> list[Shape]:
     ndim = len(call.shape)
     start, end = (int(call.bound[name]) % max(ndim, 1) for name in ("start_dim", "end_dim"))
     return [(*call.shape[:start], math.prod(call.shape[start : end + 1]), *call.shape[end + 1 :])]
+
+
+def rows(call: Call) -> list[Shape]:
+    """The old ``Flatten``: all dims but the first."""
+    return [(call.shape[0], math.prod(call.shape[1:]))]
+
+
+def sliced(call: Call) -> list[Shape]:
+    """``Slice``: in each dim so many elements, -1 for all from the first on."""
+    cuts = zip(call.shape, call.bound["begin"], call.bound["size"], strict=True)
+    return [tuple(size - begin if length == -1 else int(length) for size, begin, length in cuts)]
 
 
 def expand_dims(call: Call) -> list[Shape]:

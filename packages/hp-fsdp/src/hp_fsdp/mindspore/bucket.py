@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import mindspore
-import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore.common import dtype as mstype
 
@@ -209,4 +207,4 @@ class Bucket:
 
 
 def _itemsize(dtype: Any) -> int:
-    return np.dtype(mindspore.dtype_to_nptype(dtype)).itemsize
+    return mint.empty((0,), dtype=dtype).itemsize

@@ -9,6 +9,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, mint, nn
 
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
+from hp_dtensor.mindspore.parameter import set_local
 from hp_dtensor.spec import TensorSpec
 from hp_fsdp import finding
 
@@ -55,7 +56,7 @@ class ManagedParameter:
             owner: text for the error where another group finds this parameter, too.
         """
         if not self.parameter.has_init:
-            self.parameter._update_data(run_of(local_view(self.parameter), start, stop))
+            set_local(self.parameter, run_of(local_view(self.parameter), start, stop))
         wrap(self.parameter, spec)
         self.parameter._hsdp_owner = owner
 

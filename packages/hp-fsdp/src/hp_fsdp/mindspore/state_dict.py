@@ -10,6 +10,7 @@ from mindspore import Parameter, Tensor, _no_grad, mint, nn
 from hp_dtensor.mindspore import autograd
 from hp_dtensor.mindspore.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
+from hp_dtensor.mindspore.parameter import set_local
 from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.placements import Replicate
 from hp_fsdp.mindspore.bucket import Bucket
@@ -86,7 +87,7 @@ def load_full_state_dict(model: nn.Cell, state: Mapping[str, Any], *, strict: bo
                     part = run_of(part, *bucket.layout.part(index, bucket.axes.shard_rank))
                 else:
                     part = _part(source, target._spec if isinstance(target, DTensor) else None).copy()
-                target._update_data(part.astype(target.dtype))
+                set_local(target, part.astype(target.dtype))
                 if isinstance(target, Parameter):
                     target.init = None  # an initializer that was to give it values is not needed any more
     autograd.forget()

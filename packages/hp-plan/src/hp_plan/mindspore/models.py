@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mindspore
-from mindspore import mint, nn
+from mindspore import nn
 
 from hp_dtensor import DeviceMesh, implicit_replication
 from hp_dtensor.mindspore.api import replicate_parameters
 from hp_plan.outline import ModelOutline, ModuleOutline
+from hp_styles.mindspore.modules import kind as parallel_kind
 
 
 def named_modules(model: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
@@ -51,13 +52,8 @@ def outline(model: nn.Cell) -> ModelOutline:
 
 def _outline(module: nn.Cell) -> ModuleOutline:
     head_dim = getattr(module, "head_dim", None)
-    kind, out_features = "other", None
-    if isinstance(module, (mint.nn.Linear, nn.Dense)):
-        kind, out_features = "linear", module.weight.shape[0]
-    elif isinstance(module, (mint.nn.Embedding, nn.Embedding)):
-        kind = "embedding"
-    elif isinstance(module, (nn.CellList, nn.CellDict)):
-        kind = "container"
+    kind = "container" if isinstance(module, (nn.CellList, nn.CellDict)) else parallel_kind(module)
+    out_features = module.weight.shape[0] if kind == "linear" else None
     return ModuleOutline(type(module).__name__, kind, out_features, head_dim if isinstance(head_dim, int) else None)
 
 

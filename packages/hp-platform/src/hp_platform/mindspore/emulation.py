@@ -9,6 +9,7 @@ call has done its work, or raised what failed in it, when it returns.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,11 +40,16 @@ def host_array(tensor: Any) -> np.ndarray:
     Args:
         tensor: contiguous; may be a view of a part of another. It must outlive the array.
     """
-    dtype = np.dtype(mindspore.dtype_to_nptype(tensor.dtype))
+    dtype = _numpy_dtype(tensor.dtype)
     if tensor.numel() == 0:
         return np.empty(tensor.shape, dtype)
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return np.frombuffer(memory, dtype).reshape(tensor.shape)
+
+
+@functools.cache
+def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    return mindspore.mint.empty((0,), dtype=dtype).asnumpy().dtype
 
 
 def _wire(array: np.ndarray) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from mindspore import Tensor, mint, nn
 
@@ -15,6 +15,7 @@ from hp_dtensor.spec import normalize
 
 __all__ = [
     "Tensor",
+    "described",
     "kind",
     "named_modules",
     "partition",
@@ -38,7 +39,7 @@ def named_modules(module: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
     return walk(module, "")
 
 
-def kind(module: nn.Cell) -> str:
+def kind(module: nn.Cell) -> Literal["linear", "embedding", "other"]:
     """``"linear"``, ``"embedding"`` or ``"other"``.
 
     An ``nn.Dense`` with an activation, or a Cell whose weight is not ``[out, in]``, is "other". A Cell of another class
@@ -49,6 +50,13 @@ def kind(module: nn.Cell) -> str:
     if isinstance(module, (mint.nn.Embedding, nn.Embedding)):
         return "embedding"
     return getattr(module, "parallel_kind", "other")
+
+
+def described(module: nn.Cell) -> str:
+    """What an error calls a Cell, with the reason why it is "other"."""
+    if isinstance(module, nn.Dense) and module.activation is not None:
+        return f"Dense with an activation ({type(module.activation).__name__}); make that a Cell of its own after it"
+    return f"{type(module).__name__}; a Cell that is one says so by an attribute parallel_kind"
 
 
 def partition(

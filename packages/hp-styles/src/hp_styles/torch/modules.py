@@ -14,6 +14,7 @@ from hp_dtensor.torch.parallel_loss import sharded_loss
 
 __all__ = [
     "Tensor",
+    "described",
     "kind",
     "named_modules",
     "partition",
@@ -37,6 +38,11 @@ def kind(module: torch.nn.Module) -> str:
     if isinstance(module, torch.nn.Linear):
         return "linear"
     return "embedding" if isinstance(module, torch.nn.Embedding) else "other"
+
+
+def described(module: torch.nn.Module) -> str:
+    """What an error calls a module."""
+    return type(module).__name__
 
 
 def partition(
