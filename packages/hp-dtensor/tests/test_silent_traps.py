@@ -164,5 +164,6 @@ def test_meshes_of_one_shape_are_told_apart() -> None:
         mesh_of(device_type(), (2,), mesh_dim_names=("dp",)),
     )
     assert one != other
-    with pytest.raises(ValueError, match="operands are on different meshes"):
-        distribute_tensor(x, one, [Shard(0)]) + distribute_tensor(x, other, [Shard(0)])
+    for call in (torch.add, torch.kron):  # by a rule, and on gathered values
+        with pytest.raises(ValueError, match="operands are on different meshes"):
+            call(distribute_tensor(x, one, [Shard(0)]), distribute_tensor(x, other, [Shard(0)]))

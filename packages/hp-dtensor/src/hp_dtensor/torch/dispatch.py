@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.modes import replicates_plain
 from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.factors import NoLegalPlacement
@@ -208,16 +209,26 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
             " sharding rule'), gather the operands first with full_tensor(), or let it run on gathered values:"
             " hp_dtensor.torch.functions.bind('whole', func)"
         )
-    meshes = list(dict.fromkeys(t._spec.mesh for t in _tensors(args, kwargs) if type(t) is DTensor))
+    mesh_of(func, args, kwargs)
+    try:
+        return make_plan(func, binding, args, kwargs)
+    except NoLegalPlacement as error:
+        raise RuntimeError(f"{_name(func)}: {error}") from None
+
+
+def mesh_of(func: Any, args: Any, kwargs: Any) -> DeviceMesh:
+    """The mesh of the operands of a call.
+
+    Raises:
+        ValueError: they are on several.
+    """
+    meshes = list(dict.fromkeys(t._spec.mesh for t in _tensors(args, kwargs) if isinstance(t, DTensor)))
     if len(meshes) > 1:
         raise ValueError(
             f"{_name(func)}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the"
             " other's mesh first"
         )
-    try:
-        return make_plan(func, binding, args, kwargs)
-    except NoLegalPlacement as error:
-        raise RuntimeError(f"{_name(func)}: {error}") from None
+    return meshes[0]
 
 
 def planned(func: Any, args: Any, kwargs: Any, floats: Any = None) -> Any:

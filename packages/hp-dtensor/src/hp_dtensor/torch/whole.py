@@ -64,7 +64,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
     """
     if any(type(t) is not DTensor for t in dispatch._tensors(args, kwargs)):
         args, kwargs = dispatch._replicate_plain(func, args, kwargs)
-    mesh = next(t for t in dispatch._tensors(args, kwargs) if type(t) is DTensor)._spec.mesh
+    mesh = dispatch.mesh_of(func, args, kwargs)
     gathered: list[tuple[DTensor, T, Any]] = []
 
     def whole(value: Any) -> Any:
@@ -103,8 +103,8 @@ def _replicated(value: T, mesh: Any) -> DTensor:
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     """A random function: the ranks' generators are compared once."""
-    some = next(t for t in dispatch._tensors(args, kwargs) if type(t) is DTensor)
-    random.compare_generators(some._spec.mesh, some.device)
+    some = next(t for t in dispatch._tensors(args, kwargs) if isinstance(t, DTensor))
+    random.compare_generators(dispatch.mesh_of(func, args, kwargs), some.device)
     return on_whole(func, args, kwargs)
 
 
