@@ -285,15 +285,7 @@ def _layers() -> None:
                 lambda x, t, f=getattr(F, loss), r=reduction: f(x, t, reduction=r),
                 A,
                 A,
-                refuses="no sharding rule",
             )
-        case(
-            f"bce {reduction}",
-            lambda x, t, r=reduction: F.binary_cross_entropy_with_logits(x, t, reduction=r),
-            A,
-            (A, "p"),
-            refuses="no sharding rule",
-        )
         if reduction != "mean":  # torch warns of that one
             case(
                 f"kl_div {reduction}",
