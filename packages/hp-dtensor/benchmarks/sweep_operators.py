@@ -1,6 +1,6 @@
 """Runs torch's operator database on DTensors, ours and torch's own, and writes docs/operators.md.
 
-nox -s sweep                            everything: an hour on two cores
+nox -s sweep                            every sample of every operator
 nox -s sweep -- --samples 4 --only add  a part, printed and not written
 """
 
