@@ -94,7 +94,11 @@ def shard_module(module: Any, sharding_plan: Mapping[str, Mapping[str, Any]]) ->
 
 # ---- names ----
 def matches(pattern: str, name: str) -> bool:
-    """Whether each dotted part of ``name`` matches the same part of ``pattern``."""
+    """Whether each dotted part of ``name`` matches the same part of ``pattern``.
+
+    >>> matches("model.layers.*.mlp", "model.layers.0.mlp"), matches("model.layers.*", "model.layers.0.mlp")
+    (True, False)
+    """
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
 

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
+from hp_dtensor.sharding_plan import matches
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether each dotted part of `name` matches the same part of `pattern`.
-
-    >>> matches("model.layers.*.mlp", "model.layers.0.mlp"), matches("model.layers.*", "model.layers.0.mlp")
-    (True, False)
-    """
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+__all__ = ["generalise", "matches", "matching"]
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
