@@ -156,6 +156,36 @@ def test_writing_into_views_of_views(placement: Placement) -> None:
     close(given, plain)
 
 
+def reshaped_alike(reshape: Any) -> None:
+    mesh, x = mesh_of(device_type(), (3,)), rand(4, 1, 6)
+    expected = reshape(x.clone())
+    for placement in (Replicate(), Shard(0), Shard(2)):
+        given = distribute_tensor(x, mesh, [placement])
+        assert reshape(given) is given
+        close(given, expected)
+        close(given + 1, expected + 1)
+
+
+@on_ranks(3)
+def test_reshaping_in_place_is_of_the_whole() -> None:
+    """Parts of size 1 stay where the whole has more, and what would move is refused on all ranks alike."""
+    reshaped_alike(lambda t: t.squeeze_())
+    reshaped_alike(lambda t: t.squeeze_(0))
+    reshaped_alike(lambda t: t.unsqueeze_(1))
+    sharded = distribute_tensor(rand(4, 1, 6), mesh_of(device_type(), (3,)), [Shard(1)])
+    with pytest.raises(
+        NotImplementedError, match="squeeze_ of a DTensor of shape .* it would have to be redistributed"
+    ):
+        sharded.squeeze_(1)
+
+
+@on_ranks(3)
+@pytest.mark.not_on("torch-npu-sim", reason="the simulation transposes a plain tensor in place wrongly")
+def test_transposing_in_place() -> None:
+    reshaped_alike(lambda t: t.transpose_(0, 2))
+    reshaped_alike(lambda t: t.squeeze_(1).t_())
+
+
 @on_ranks(2)
 def test_meshes_of_one_shape_are_told_apart() -> None:
     x = rand(4, 6)

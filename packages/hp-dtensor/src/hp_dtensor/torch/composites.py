@@ -331,10 +331,7 @@ def _bind_losses(table: dict[Any, Handler]) -> None:
 # ---- the table ----
 def _handler(function: Callable[..., Any]) -> Handler:
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:
-            raise NotImplementedError(
-                f"{dispatch._name(func)}: out= is not supported with DTensors; use the returned tensor, or copy_ it"
-            )
+        dispatch.refuse_out(func, kwargs)
         return function(*args, **kwargs)
 
     return handle

@@ -196,10 +196,7 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
     from hp_dtensor.torch.plans import make_plan
 
     binding = BINDINGS.get(func)
-    if kwargs.get("out") is not None:
-        raise NotImplementedError(
-            f"{_name(func)}: out= is not supported with DTensors; use the returned tensor, or copy_ it"
-        )
+    refuse_out(func, kwargs)
     if binding is None:
         shown = ", ".join(
             f"{tuple(t.shape)} {t._spec.placements}" for t in _tensors(args, kwargs) if type(t) is DTensor
@@ -214,6 +211,14 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
         return make_plan(func, binding, args, kwargs)
     except NoLegalPlacement as error:
         raise RuntimeError(f"{_name(func)}: {error}") from None
+
+
+def refuse_out(func: Any, kwargs: Any) -> None:
+    """Refuses results that are written into a tensor."""
+    if kwargs.get("out") is not None:
+        raise NotImplementedError(
+            f"{_name(func)}: out= is not supported with DTensors; use the returned tensor, or copy_ it"
+        )
 
 
 def mesh_of(func: Any, args: Any, kwargs: Any) -> DeviceMesh:
@@ -243,11 +248,17 @@ def planned(func: Any, args: Any, kwargs: Any, floats: Any = None) -> Any:
     key = _key_of(func, args, kwargs)
     if key is None:
         return planned(func, *_replicate_plain(func, args, kwargs), floats)
-    key = key if floats is None else (*key, floats)
+    return _found(key if floats is None else (*key, floats), func, args, kwargs).run(args, kwargs)
+
+
+def plan_for(func: Any, args: Any, kwargs: Any) -> Any:
+    """The plan of a call on DTensors alone, without running it."""
+    return _found(_key(func, args, kwargs), func, args, kwargs)
+
+
+def _found(key: Any, func: Any, args: Any, kwargs: Any) -> Any:
     plan = _PLANS.get(key)
-    if plan is None:
-        plan = plan_of(key, func, args, kwargs)
-    return plan.run(args, kwargs)
+    return plan_of(key, func, args, kwargs) if plan is None else plan
 
 
 DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment,method-assign]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.placements import Replicate
+from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import autograd, composites, dispatch, indexing, norms, parallel_loss, random, whole
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
@@ -192,16 +193,17 @@ def _reshaping(base: Any) -> Handler:
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0]
-        with torch.no_grad():
-            spec = base(*args, **kwargs)._spec
-            local = _impl(func, (), (local_view(x), *args[1:]), kwargs)
-        if tuple(local.shape) != spec.local_shape:
+        plan = dispatch.plan_for(base, args, kwargs)
+        if plan.fixes:
             raise NotImplementedError(
                 f"{func.__name__} of a DTensor of shape {tuple(x.shape)} placed {x._spec.placements}: it would have to"
                 f" be redistributed; use {base.__name__}"
             )
+        if base is torch.squeeze:  # by the sizes of the whole: a part may have others of size 1
+            asked = dims_argument(args[1] if len(args) > 1 else kwargs.get("dim"), x.dim())
+            args, kwargs = (x, tuple(dim for dim in asked if x.shape[dim] == 1)), {}
         _impl(func, (), args, kwargs)
-        x._spec = spec
+        x._spec = plan.spec
         return x
 
     return handle
