@@ -69,7 +69,7 @@ def test_axes_that_are_not_there() -> None:
         mesh["x"]
     with pytest.raises(KeyError, match=r"axis names must not repeat, got \('tp', 'tp'\)"):
         mesh["tp", "tp"]
-    with pytest.raises(KeyError, match="this mesh has no mesh_dim_names"):
+    with pytest.raises(RuntimeError, match="this mesh has no mesh_dim_names"):
         _abstract([0, 1])["tp"]
     with pytest.raises(RuntimeError, match=r"get_local_rank: name the axis, the mesh has 2: \('dp_shard', 'tp'\)"):
         mesh.get_local_rank()
@@ -190,8 +190,6 @@ def test_a_mesh_that_leaves_ranks_out() -> None:
 def test_ranks_that_are_not_there() -> None:
     with pytest.raises(ValueError, match=r"ranks \[2, 3\] of \[0, 1, 2, 3\] are not in the world of 2 ranks"):
         DeviceMesh(device_type(), [0, 1, 2, 3])
-    with pytest.raises(ValueError, match=r"ranks must ascend along each axis, axis 0 has \[1, 0\]"):
-        DeviceMesh(device_type(), [1, 0])
 
 
 @on_ranks(2)

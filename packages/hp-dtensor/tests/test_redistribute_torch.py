@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_dtensor.mesh import init_device_mesh
+from hp_dtensor.mesh import DeviceMesh, init_device_mesh
 from hp_dtensor.placements import PARTIAL_OPS, Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribution import AllGather, AllReduce, AllToAll, ReduceScatter, plan, simulate
 from hp_dtensor.redistribution.simulate import coordinates
@@ -75,6 +75,20 @@ def test_any_placements_to_any_others(seed: int, ranks: int) -> None:
             src, dst = (_any_placements(rng, shape, mesh_shape) for _ in range(2))
             arrays = _values(rng, src, shape, mesh_shape, np.float64)
             _check(mesh, shape, src, dst, {c: take(a, src, mesh_shape, c) for c, a in arrays.items()})
+
+
+@on_ranks(2, 3, 4)
+def test_ranks_in_any_order(ranks: int) -> None:
+    torch.set_num_threads(1)
+    rng = random.Random(ranks)
+    for mesh_shape in MESHES[ranks]:
+        for _ in range(4):
+            mesh = DeviceMesh(device_type(), np.array(rng.sample(range(ranks), ranks)).reshape(mesh_shape))
+            for _ in range(25):
+                shape = tuple(rng.choice([0, 1, 3, 4, 6, 8]) for _ in range(rng.randrange(1, 4)))
+                src, dst = (_any_placements(rng, shape, mesh_shape) for _ in range(2))
+                arrays = _values(rng, src, shape, mesh_shape, np.float64)
+                _check(mesh, shape, src, dst, {c: take(a, src, mesh_shape, c) for c, a in arrays.items()})
 
 
 def _check(mesh, shape: tuple, src: tuple, dst: tuple, locals_: dict) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hp_dtensor import init_device_mesh
+from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from hp_platform.testing import device_type, on_ranks
 
@@ -86,6 +86,9 @@ def test_meshes():
     mesh = init_device_mesh(device_type(), (2, 1, 2), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match=r"one axis \(shard\) or two \(replicate, shard\), got 3: \('a', 'b', 'c'\)"):
         fully_shard(seeded(Net), mesh)
+    turned = DeviceMesh(device_type(), [3, 1, 2, 0])
+    with pytest.raises(ValueError, match=r"ranks must ascend along the shard axis, axis 0 of .*\[3, 1, 2, 0\]"):
+        fully_shard(seeded(Net), turned)
 
 
 @on_ranks(1)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from hp_dtensor import mesh_groups, submesh
+from hp_dtensor.mesh_axes import Digits, digits_of, read_names, read_ranks
 from hp_platform import get_platform
 
 __all__ = ["DeviceMesh", "get_current_mesh", "init_device_mesh"]
@@ -17,11 +20,15 @@ _active = threading.local()
 
 
 class DeviceMesh:
-    """An n-d arrangement of ranks.
+    """An n-d arrangement of ranks, in any order.
 
     Meshes are values: equal and of equal hash when device type, ranks, shape and axis names are equal. A group is made
-    for each axis when the mesh is made (unless ``_init_groups=False``); groups are cached by rank set, so two meshes
-    over the same ranks share communicators.
+    for each axis when the mesh is made (unless ``_init_groups=False``), and the default group where there is none;
+    groups are cached by rank set, so two meshes over the same ranks share communicators. Where torchrun has set
+    LOCAL_RANK and the process has not used an accelerator yet, that is the device that it uses from now on.
+
+    A rank's place along an axis is its place in ``mesh``. Its rank inside the group of that axis follows the global
+    order, and is another where ranks do not ascend: see ``group_order``.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))   # on 4 ranks
@@ -34,8 +41,9 @@ class DeviceMesh:
         mesh_dim_names: one name an axis, unique; also accepted by keyword.
 
     Raises:
-        ValueError: repeated ranks, ranks that the world has not, ranks that descend along an axis, repeated names, or a
-            number of names that is not the number of axes.
+        TypeError: ranks that are no integers, names that are no strings.
+        ValueError: no ranks, repeated ranks, ranks that the world has not, repeated names, or a number of names that is
+            not the number of axes.
     """
 
     def __init__(
@@ -46,37 +54,33 @@ class DeviceMesh:
         *,
         _init_groups: bool = True,
         _root: DeviceMesh | None = None,
+        _axes: tuple[Digits, ...] | None = None,
     ) -> None:
-        ranks = np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh, dtype=np.int64)
-        if ranks.ndim == 0:
-            ranks = ranks.reshape(1)
-        flat = tuple(int(rank) for rank in ranks.reshape(-1))
-        if len(set(flat)) != len(flat):
-            repeated = sorted({rank for rank in flat if flat.count(rank) > 1})
-            raise ValueError(f"DeviceMesh: ranks must be unique, {repeated} appear more than once in {ranks.tolist()}")
-        names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
-        if names is not None:
-            if len(names) != ranks.ndim:
-                raise ValueError(
-                    f"DeviceMesh: {len(names)} mesh_dim_names {names} for a mesh of {ranks.ndim} axes {ranks.shape}"
-                )
-            if len(set(names)) != len(names):
-                raise ValueError(f"DeviceMesh: mesh_dim_names must be unique, got {names}")
+        ranks = read_ranks(mesh)
         self.device_type = device_type
         self.mesh = ranks
         self.shape: tuple[int, ...] = tuple(ranks.shape)
-        self.mesh_dim_names = names
+        self.mesh_dim_names = names = read_names(mesh_dim_names, self.shape)
         self.root: DeviceMesh = _root if _root is not None else self
+        self._axes = _axes if _axes is not None else digits_of(self.shape)
         self._flattened: dict[str, DeviceMesh] = {}
-        self._key = (device_type, self.shape, flat, names)
+        self._key = (device_type, self.shape, tuple(ranks.reshape(-1).tolist()), names)
         self._hash = hash(self._key)
         self._groups: tuple[Any, ...] | None = None
-        groups = get_platform().groups
-        self._rank = groups.rank() if groups.is_initialized() else 0
-        position = np.argwhere(ranks == self._rank)
-        self._coordinate: tuple[int, ...] | None = tuple(int(i) for i in position[0]) if len(position) else None
+        self._rank: int | None = None
+        self._coordinate: tuple[int, ...] | None = None
         if _init_groups:
             self._make_groups()
+        self._locate()
+
+    def _locate(self) -> None:
+        """Finds this rank's place; before there is a default group, that of rank 0, for the time being."""
+        groups = get_platform().groups
+        known = groups.is_initialized()
+        rank = groups.rank() if known else 0
+        position = np.argwhere(self.mesh == rank)
+        self._coordinate = tuple(int(i) for i in position[0]) if len(position) else None
+        self._rank = rank if known else None
 
     # ---- values ----
     def __eq__(self, other: object) -> bool:
@@ -92,7 +96,9 @@ class DeviceMesh:
         return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}{names})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
+        root = self.root if self.root is not self else None
+        made = (self.device_type, self.mesh.tolist(), self.mesh_dim_names, root, self._axes)
+        return _rebuild, made, {"_flattened": self._flattened} if self._flattened else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self
@@ -105,7 +111,10 @@ class DeviceMesh:
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks, of the whole mesh or along one axis."""
-        return int(self.mesh.size) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
+        if mesh_dim is None:
+            return int(self.mesh.size)
+        mesh, axis = self._find(mesh_dim)
+        return mesh.shape[axis]
 
     def get_device_num_along_axis(self, name: str) -> int:
         """Number of ranks along the axis called ``name``."""
@@ -117,24 +126,45 @@ class DeviceMesh:
         Raises:
             KeyError: no axis of that name (near misses are listed).
             IndexError: index out of range.
+            TypeError: neither index nor name.
         """
         if isinstance(mesh_dim, str):
             names = self.mesh_dim_names or ()
             if mesh_dim not in names:
-                near = difflib.get_close_matches(mesh_dim, names)
+                known = (*names, *self._within())
+                near = difflib.get_close_matches(mesh_dim, known)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise KeyError(f"no axis {mesh_dim!r} in a mesh with axes {names}{hint}")
+                raise KeyError(f"no axis {mesh_dim!r} in a mesh with axes {known}{hint}")
             return names.index(mesh_dim)
+        if not isinstance(mesh_dim, int):
+            raise TypeError(f"an axis is named by a string or an index, got {mesh_dim!r}")
         if not -self.ndim <= mesh_dim < self.ndim:
             raise IndexError(f"axis {mesh_dim} of a mesh of {self.ndim} axes {self.shape}")
         return mesh_dim % self.ndim
 
+    def _within(self) -> dict[str, DeviceMesh]:
+        """The flattened meshes, by name, whose axes this mesh has."""
+        mine = {digit for axis in self._axes for digit in axis}
+        return {name: flat for name, flat in self.root._flattened.items() if mine.issuperset(flat._axes[0])}
+
+    def _find(self, mesh_dim: int | str) -> tuple[DeviceMesh, int]:
+        """The mesh, this one or a flattened one, that has an axis, and its index there."""
+        if isinstance(mesh_dim, str) and mesh_dim not in (self.mesh_dim_names or ()):
+            flat = self._within().get(mesh_dim)
+            if flat is not None:
+                return flat, 0
+        return self, self.axis(mesh_dim)
+
     def get_rank(self) -> int:
-        """This process's global rank."""
-        return self._rank
+        """This process's global rank; 0 before there is a default group."""
+        if self._rank is None and get_platform().groups.is_initialized():
+            self._locate()
+        return self._rank or 0
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """This rank's index on each axis; None where the rank is not in the mesh."""
+        if self._rank is None and get_platform().groups.is_initialized():
+            self._locate()
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
@@ -149,33 +179,24 @@ class DeviceMesh:
                     f"get_local_rank: name the axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}"
                 )
             mesh_dim = 0
-        if self._coordinate is None:
-            raise RuntimeError(f"rank {self._rank} is not in {self}")
-        return self._coordinate[self.axis(mesh_dim)]
+        mesh, axis = self._find(mesh_dim)
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise RuntimeError(f"rank {self.get_rank()} is not in {self}")
+        return coordinate[axis]
 
     # ---- groups ----
     def _make_groups(self) -> None:
-        groups = get_platform().groups
-        world = groups.size()
-        outside = [rank for rank in self._key[2] if not 0 <= rank < world]
-        if outside:
-            raise ValueError(
-                f"DeviceMesh: ranks {outside} of {self.mesh.tolist()} are not in the world of {world} ranks"
-            )
-        if self._coordinate is None:
-            self._groups = ()
-            return
-        made = []
-        for axis in range(self.ndim):
-            index: list[Any] = list(self._coordinate)
-            index[axis] = slice(None)
-            line = [int(rank) for rank in self.mesh[tuple(index)]]
-            if line != sorted(line):
-                raise ValueError(
-                    f"DeviceMesh: ranks must ascend along each axis, axis {axis} has {line} in {self.mesh.tolist()}"
-                )
-            made.append(groups.new_group(line))
-        self._groups = tuple(made)
+        mesh_groups.start()
+        mesh_groups.check_world(self)
+        here = range(self.ndim) if self.get_coordinate() is not None else ()
+        self._groups = tuple(get_platform().groups.new_group(self._line(axis)) for axis in here)
+
+    def _line(self, axis: int) -> list[int]:
+        """The ranks along an axis, through this one."""
+        index: list[Any] = list(self.get_coordinate() or ())
+        index[axis] = slice(None)
+        return self.mesh[tuple(index)].tolist()
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The process group of this rank's line along an axis (which may be left out on a mesh of one axis).
@@ -186,75 +207,103 @@ class DeviceMesh:
         if mesh_dim is None:
             if self.ndim != 1:
                 raise RuntimeError(
-                    f"get_group: name the axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}"
+                    f"get_group: name the axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}; all"
+                    " groups: get_all_groups()"
                 )
             mesh_dim = 0
-        if self._groups is None:
-            self._make_groups()
-        if not self._groups:
-            raise RuntimeError(f"rank {self._rank} is not in {self}: it has no group there")
-        return self._groups[self.axis(mesh_dim)]
+        mesh, axis = self._find(mesh_dim)
+        if mesh._groups is None:
+            mesh._make_groups()
+        if not mesh._groups:
+            raise RuntimeError(f"rank {self.get_rank()} is not in {self}: it has no group there")
+        return mesh._groups[axis]
+
+    def group_order(self, axis: int) -> tuple[int, ...] | None:
+        """The places along an axis of the ranks of its group, in the group's order; None where that is 0, 1, 2, ...
+
+        What a collective gathers or scatters lies in the group's order.
+
+        Example:
+            >>> DeviceMesh("cpu", [2, 0, 1]).group_order(0)    # the group is of ranks 0, 1, 2
+            (1, 2, 0)
+        """
+        if self.get_coordinate() is None or self.shape[axis] == 1:
+            return None
+        line = self._line(axis)
+        order = tuple(line.index(rank) for rank in get_platform().groups.ranks(self.get_group(axis)))
+        return None if order == tuple(range(len(line))) else order
 
     def get_all_groups(self) -> list[Any]:
         """The groups of all axes, in their order."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     # ---- sub-meshes ----
-    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+    def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """The sub-mesh of the named axes that holds this rank, axes in the order given.
 
+        Names are those of this mesh, and of ``_flatten`` where it has the axes that were flattened.
+
         Raises:
-            KeyError: unknown or repeated names, or a mesh without names.
+            KeyError: unknown or repeated names, or axes that share ranks, as a flattened axis and one that is in it.
+            RuntimeError: a mesh without names, or this rank is not in the mesh.
         """
         wanted = (names,) if isinstance(names, str) else tuple(names)
         if self.mesh_dim_names is None:
-            raise KeyError(f"cannot slice by name {wanted}: this mesh has no mesh_dim_names")
+            raise RuntimeError(f"cannot slice by name {wanted}: this mesh has no mesh_dim_names")
         if wanted == self.mesh_dim_names:
             return self
-        if len(wanted) == 1 and wanted[0] in self.root._flattened:
-            return self.root._flattened[wanted[0]]
         if len(set(wanted)) != len(wanted):
             raise KeyError(f"axis names must not repeat, got {wanted}")
-        axes = [self.axis(name) for name in wanted]
-        if self._coordinate is None:
-            raise RuntimeError(f"rank {self._rank} is not in {self}: it has no sub-mesh there")
-        index = tuple(slice(None) if axis in axes else place for axis, place in enumerate(self._coordinate))
-        kept = sorted(axes)
-        ranks = np.transpose(self.mesh[index], [kept.index(axis) for axis in axes])
-        sub = DeviceMesh(self.device_type, ranks, wanted, _init_groups=False, _root=self.root)
-        if self._groups is not None:
-            sub._groups = tuple(self.get_group(axis) for axis in axes)
-        return sub
+        if not wanted:
+            raise KeyError(f"name at least one axis of {self.mesh_dim_names}")
+        found = [self._find(name) for name in wanted]
+        if len(found) == 1 and found[0][0] is not self:
+            return found[0][0]
+        return submesh.join(self, wanted, found)
+
+    def _derived(
+        self, ranks: Any, names: Sequence[str] | None, axes: tuple[Digits, ...], *, init_groups: bool = False
+    ) -> DeviceMesh:
+        return DeviceMesh(self.device_type, ranks, names, _init_groups=init_groups, _root=self.root, _axes=axes)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
         """The same ranks on one axis, also reachable as ``root[mesh_dim_name]`` afterwards.
 
         Args:
-            mesh_dim_name: the new axis's name; default the names joined by ``_``.
+            mesh_dim_name: the new axis's name; default the names joined by ``_``. A mesh of one axis of that name is
+                returned as it is.
 
         Raises:
             ValueError: the name is an axis of the root mesh, or that of other ranks.
             RuntimeError: no name, and no axis names to join.
         """
-        if mesh_dim_name is None:
-            if self.mesh_dim_names is None:
-                raise RuntimeError("_flatten: give mesh_dim_name, this mesh has no mesh_dim_names to join")
-            mesh_dim_name = "_".join(self.mesh_dim_names)
-        if self.root.mesh_dim_names and mesh_dim_name in self.root.mesh_dim_names and self.ndim > 1:
-            raise ValueError(
-                f"_flatten: {mesh_dim_name!r} is already an axis of the root mesh {self.root.mesh_dim_names}"
-            )
-        known = self.root._flattened.get(mesh_dim_name)
-        if known is not None:
-            if known.mesh.tolist() == self.mesh.reshape(-1).tolist():
-                return known
-            raise ValueError(
-                f"_flatten: {mesh_dim_name!r} is already the name of ranks {known.mesh.tolist()}, "
-                f"asked for {self.mesh.reshape(-1).tolist()}; choose another name"
-            )
-        flat = DeviceMesh(self.device_type, self.mesh.reshape(-1), (mesh_dim_name,), _root=self.root)
-        self.root._flattened[mesh_dim_name] = flat
-        return flat
+        return submesh.flatten(self, mesh_dim_name)
+
+    def _unflatten(
+        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str] | None = None
+    ) -> DeviceMesh:
+        """The same ranks with one axis made several.
+
+        Args:
+            dim: the axis, by index or name.
+            mesh_sizes: sizes of the new axes, the outer first; their product is the axis's size.
+            mesh_dim_names: their names; needed where the mesh has names.
+
+        Raises:
+            ValueError: sizes or names that do not fit the axis or each other.
+            KeyError, IndexError: there is no such axis.
+        """
+        return submesh.unflatten(self, dim, tuple(mesh_sizes), mesh_dim_names)
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
+        """The mesh of all axes of meshes that were cut from one root, in that order.
+
+        Raises:
+            ValueError: no meshes, meshes of different roots or without names.
+            KeyError: axes that share ranks.
+        """
+        return submesh.concatenate(list(device_mesh_list))
 
     @staticmethod
     def from_group(
@@ -263,26 +312,18 @@ class DeviceMesh:
         """A mesh over existing process groups: one group, or a list with a group for each axis of ``mesh``.
 
         Raises:
-            ValueError: a list of several groups without ``mesh``, or a mesh whose line is not its group's ranks.
+            ValueError: no group, a list of several without ``mesh``, or a mesh whose line is not its group's ranks.
         """
         groups = get_platform().groups
         given = list(group) if isinstance(group, (list, tuple)) else [group]
+        if not given:
+            raise ValueError("from_group: at least one process group is needed, got an empty list")
         if len(given) == 1 and mesh is None:
             mesh = groups.ranks(given[0])
         if mesh is None:
             raise ValueError(f"from_group: {len(given)} groups need mesh=, the ranks in {len(given)} axes")
         made = DeviceMesh(device_type, mesh, mesh_dim_names, _init_groups=False)
-        if made.ndim != len(given):
-            raise ValueError(f"from_group: {len(given)} groups for a mesh of {made.ndim} axes")
-        for axis, one in enumerate(given):
-            index: list[Any] = list(made._coordinate or ())
-            if index:
-                index[axis] = slice(None)
-                line, have = made.mesh[tuple(index)].tolist(), groups.ranks(one)
-                if sorted(line) != sorted(have):
-                    raise ValueError(f"from_group: axis {axis} holds ranks {line}, its group holds {have}")
-        groups.mark_created(given)
-        made._groups = tuple(given)
+        mesh_groups.adopt(made, given)
         return made
 
     # ---- context ----
@@ -296,8 +337,14 @@ class DeviceMesh:
         _active.stack.pop()
 
 
-def _rebuild(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
-    return DeviceMesh(device_type, ranks, names, _init_groups=False)
+def _rebuild(
+    device_type: str,
+    ranks: Any,
+    names: tuple[str, ...] | None,
+    root: DeviceMesh | None = None,
+    axes: tuple[Digits, ...] | None = None,
+) -> DeviceMesh:
+    return DeviceMesh(device_type, ranks, names, _init_groups=False, _root=root, _axes=axes)
 
 
 def init_device_mesh(
@@ -305,7 +352,8 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """A mesh over all ranks in order: rank ``r`` sits at ``numpy.unravel_index(r, mesh_shape)``.
 
-    Initialises the default process group where there is none.
+    Initialises the default process group where there is none. For a mesh of some ranks, or in another order, make a
+    ``DeviceMesh`` of them.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``.
@@ -313,26 +361,27 @@ def init_device_mesh(
         mesh_dim_names: one name an axis.
 
     Raises:
-        ValueError: the product of ``mesh_shape`` is not the world size, or ``device_type`` has an index.
+        TypeError: names that are no strings.
+        ValueError: the product of ``mesh_shape`` is not the world size, names that do not fit it, or ``device_type``
+            has an index.
     """
-    if ":" in device_type:
+    if not device_type.isalpha():
         kind = device_type.partition(":")[0]
         raise ValueError(
             f"init_device_mesh: device_type {device_type!r} names one device; give the kind, {kind!r}: "
             "each rank uses the current device of that kind"
         )
-    groups = get_platform().groups
-    if not groups.is_initialized():
-        groups.init_process_group()
     shape = tuple(int(size) for size in ((mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape))
-    world = groups.size()
-    need = int(np.prod(shape)) if shape else 1
-    if need != world:
+    names = read_names(mesh_dim_names, shape)
+    mesh_groups.start()
+    world = get_platform().groups.size()
+    need = prod(shape)
+    if need != world or min(shape, default=1) < 1:
         raise ValueError(
             f"init_device_mesh: mesh_shape {shape} has {need} places, the world has {world} ranks; "
-            f"start {need} ranks or change the shape"
+            f"start {need} ranks or change the shape; DeviceMesh({device_type!r}, ranks) is a mesh of some ranks"
         )
-    return DeviceMesh(device_type, np.arange(need).reshape(shape), mesh_dim_names)
+    return DeviceMesh(device_type, np.arange(need).reshape(shape), names)
 
 
 def get_current_mesh() -> DeviceMesh:

@@ -94,13 +94,13 @@ def shard_module(module: Any, sharding_plan: Mapping[str, Mapping[str, Any]]) ->
 
 # ---- names ----
 def matches(pattern: str, name: str) -> bool:
-    """Whether each dotted part of ``name`` matches the same part of ``pattern``.
+    """Whether each dotted part of ``name`` matches the same part of ``pattern``; a module's own ``""`` is no part.
 
     >>> matches("model.layers.*.mlp", "model.layers.0.mlp"), matches("model.layers.*", "model.layers.0.mlp")
     (True, False)
     """
     wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+    return bool(name) == bool(pattern) and len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
 
 
 def matching(pattern: str, names: Collection[str], what: str, module: Any, called: str = "shard_module") -> list[str]:

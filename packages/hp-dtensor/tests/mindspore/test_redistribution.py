@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard, init_device_mesh
+from hp_dtensor import (
+    DeviceMesh,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
 from hp_dtensor.sharding import take
@@ -73,3 +82,17 @@ def test_two_axes():
     pairs = list(itertools.product(itertools.product(kinds, repeat=2), repeat=2))
     for seed, (source, target) in enumerate(random.Random(3).sample(pairs, 24)):
         check(mesh, (5, 3), source, target, seed)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("ranks_in_mesh", [[3, 1, 0, 2], [[1, 0], [2, 3]]], ids=str)
+def test_ranks_in_any_order(ranks_in_mesh):
+    mesh = DeviceMesh("cpu", ranks_in_mesh)
+    kinds = [Replicate(), Shard(0), Shard(1), Partial()]
+    placements = list(itertools.product(kinds, repeat=mesh.ndim))
+    pairs = list(itertools.product(placements, repeat=2))
+    for seed, (source, target) in enumerate(random.Random(4).sample(pairs, 12)):
+        check(mesh, (4, 4) if seed % 2 else (5, 3), source, target, seed)
+    x = distribute_tensor(Tensor(np.arange(8.0, dtype=np.float32) + mesh.get_rank()), mesh, [Shard(0)] * mesh.ndim)
+    first = int(mesh.mesh.reshape(-1)[0])  # the mesh's first rank has the values that count
+    np.testing.assert_array_equal(x.full_tensor().asnumpy(), np.arange(8.0, dtype=np.float32) + first)

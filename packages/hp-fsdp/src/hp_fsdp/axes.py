@@ -38,7 +38,8 @@ class DataAxes:
         """The axes of ``mesh``.
 
         Raises:
-            ValueError: a mesh of more than two axes, or one that does not hold this rank.
+            ValueError: a mesh of more than two axes, one that does not hold this rank, or one whose ranks do not ascend
+                along the shard axis: pieces are gathered in the group's order.
         """
         if mesh.ndim not in (1, 2):
             raise ValueError(
@@ -49,6 +50,11 @@ class DataAxes:
         if mesh.get_coordinate() is None:
             raise ValueError(f"fully_shard: rank {mesh.get_rank()} is not in {mesh}")
         shard = mesh.ndim - 1
+        if mesh.group_order(shard) is not None:
+            raise ValueError(
+                f"fully_shard: ranks must ascend along the shard axis, axis {shard} of {mesh} has another order; make"
+                " the mesh of data parallelism with ranks in order"
+            )
         replicas = mesh.size(0) if mesh.ndim == 2 else 1
         return DataAxes(
             mesh=mesh,

@@ -137,7 +137,9 @@ def _local(tensor: Tensor, spec: TensorSpec, src_data_rank: int | None) -> Tenso
         whole = whole.contiguous()
         for axis in range(mesh.ndim):
             if mesh.shape[axis] > 1:
-                get_platform().collectives.broadcast(whole, src_data_rank, group=mesh.get_group(axis))
+                order = mesh.group_order(axis)
+                source = src_data_rank if order is None else order.index(src_data_rank)
+                get_platform().collectives.broadcast(whole, source, group=mesh.get_group(axis))
     return execute(whole, spec.with_placements([Replicate()] * mesh.ndim), spec)
 
 

@@ -90,7 +90,7 @@ def slice_(placement: Any, place: Place) -> Run:
 def to_partial(op: str, place: Place) -> Run:
     """Replicate to Partial."""
     fill = neutral(op)
-    if place.me == 0 or fill is None:
+    if place.first or fill is None:
         return lambda local: local.copy()
     return lambda local: ops.full(local.shape, fill, dtype=local.dtype)
 

@@ -69,7 +69,7 @@ def _prepare(spec_from: TensorSpec, spec_to: TensorSpec) -> tuple[Run, ...]:
     program: list[Run] = []
     if coordinate is not None:  # a rank outside the mesh holds nothing and takes part in nothing
         for step in plan(spec_from.placements, spec_to.placements, spec_from.shape, tuple(mesh.shape)):
-            place = Place.of(step, spec_from.shape, tuple(mesh.shape), coordinate)
+            place = Place.of(step, spec_from.shape, mesh.shape, coordinate, mesh.group_order(step.axis))
             program.append(_runner(step, place, mesh.get_group(step.axis) if place.n > 1 else None))
     if len(_programs) >= _MAX_PROGRAMS:
         _programs.clear()

@@ -14,7 +14,11 @@ __all__ = ["Cut", "Place", "common"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A step seen from one rank: shapes local to the other axes, and this rank's index among the axis's ``n``."""
+    """A step seen from one rank: shapes local to the other axes, and this rank's index among the axis's ``n``.
+
+    Ranks are numbered as in their process group, whose collectives lay out pieces in that order. ``order`` tells the
+    place along the axis of each of them where that is another: where a mesh's ranks do not ascend.
+    """
 
     n: int
     me: int
@@ -22,14 +26,28 @@ class Place:
     after: tuple[int, ...]
     whole: tuple[int, ...]
     bare: tuple[Placement, ...]
+    order: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(step: Step, shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: Sequence[int]) -> Place:
+    def of(
+        step: Step,
+        shape: tuple[int, ...],
+        mesh_shape: tuple[int, ...],
+        coordinate: Sequence[int],
+        order: tuple[int, ...] | None = None,
+    ) -> Place:
         bare = (*step.before[: step.axis], Replicate(), *step.before[step.axis + 1 :])
         before, after, whole = (
             local_shape(shape, placements, mesh_shape, coordinate) for placements in (step.before, step.after, bare)
         )
-        return Place(mesh_shape[step.axis], coordinate[step.axis], before, after, whole, bare)
+        at = coordinate[step.axis]
+        me = order.index(at) if order is not None else at
+        return Place(mesh_shape[step.axis], me, before, after, whole, bare, order)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first along the axis."""
+        return (self.me if self.order is None else self.order[self.me]) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +59,8 @@ class Cut:
     inner: int
     held: tuple[tuple[Interval, ...], ...]
     blocks: int | None
-    """``O`` of Note [Even cuts are a transpose] in `hp_dtensor.torch.exchange`; None where the cut is uneven."""
+    """``O`` of Note [Even cuts are a transpose] in `hp_dtensor.torch.exchange`; None where the cut is uneven, or the
+    group's order is not the axis's."""
 
     @staticmethod
     def of(placement: Placement, place: Place) -> Cut:
@@ -50,7 +69,10 @@ class Cut:
         even = run % (factor * place.n) == 0
         if isinstance(placement, RaggedShard):
             even = len(set(placement.units)) == 1
-        return Cut(outer, run, inner, parts(placement, run, place.n), outer * factor if even else None)
+        held = parts(placement, run, place.n)
+        if place.order is not None:
+            held, even = tuple(held[index] for index in place.order), False
+        return Cut(outer, run, inner, held, outer * factor if even else None)
 
     def of_run(self, run: int) -> Cut:
         """The same cut of the longer run that begins with this one's dim."""
@@ -66,7 +88,8 @@ class Cut:
     @property
     def in_order(self) -> bool:
         """Whether the pieces, one after the other, are the tensor."""
-        return self.outer == 1 and all(len(held) < 2 for held in self.held)
+        starts = [start for held in self.held for start, _ in held]
+        return self.outer == 1 and all(len(held) < 2 for held in self.held) and starts == sorted(starts)
 
 
 def common(mine: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:

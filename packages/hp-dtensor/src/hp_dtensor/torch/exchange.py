@@ -70,7 +70,7 @@ def slice_(placement: Placement, place: Place) -> Run:
 def to_partial(op: str, place: Place) -> Run:
     """Replicate to Partial."""
     fill = neutral(op)
-    if place.me == 0 or fill is None:
+    if place.first or fill is None:
         return torch.clone
     return lambda local: torch.full_like(local, fill)
 
