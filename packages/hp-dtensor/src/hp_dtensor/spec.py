@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.sharding import local_shape
 
-__all__ = ["TensorSpec", "meshes", "normalize"]
+__all__ = ["TensorSpec", "meshes", "named", "normalize"]
 
 
 class TensorSpec:
@@ -22,15 +23,17 @@ class TensorSpec:
         shape: the global shape.
         local_shape: the shape of this rank's part.
         replicated: every placement is ``Replicate``.
+        name: of this spec alone, in this process; ``named`` finds it.
     """
 
-    __slots__ = ("__weakref__", "local_shape", "mesh", "placements", "replicated", "shape")
+    __slots__ = ("__weakref__", "local_shape", "mesh", "name", "placements", "replicated", "shape")
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     replicated: bool
+    name: str
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> TensorSpec:
@@ -46,6 +49,7 @@ class TensorSpec:
             else:
                 found.local_shape = tuple(local_shape(key[2], key[1], mesh.shape, coordinate))
             found.replicated = all(placement.is_replicate() for placement in key[1])
+            found.name = str(next(_numbers))
             _specs[key] = found
         return found
 
@@ -57,13 +61,23 @@ class TensorSpec:
         return f"TensorSpec({self.mesh!r}, {self.placements}, {self.shape})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorSpec.of, (self.mesh, self.placements, self.shape)
+        return _rebuild, (self.mesh, self.placements, self.shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSpec:
         return self
 
 
+def _rebuild(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> TensorSpec:
+    return TensorSpec.of(mesh, placements, shape)
+
+
 _specs: weakref.WeakValueDictionary[Any, TensorSpec] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def named(name: str) -> TensorSpec:
+    """The living spec of this name."""
+    return next(spec for spec in list(_specs.values()) if spec.name == name)
 
 
 def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what: str) -> tuple[Placement, ...]:

@@ -21,6 +21,10 @@ def framework() -> Any:
     return importlib.import_module(f"hp_styles.{get_platform().name}.modules")
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, framework().Tensor)
+
+
 # One placement, or one for each axis of a mesh of several.
 Placed = Placement | tuple[Placement, ...]
 
@@ -67,7 +71,7 @@ def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -
     if isinstance(value, hp_dtensor.DTensor):
         wanted = _wanted(value._spec, mesh, desired)
         return value if value._spec is wanted else framework().redistribute_shared(value, wanted)
-    if not isinstance(value, framework().Tensor):
+    if not _is_tensor(value):
         raise TypeError(f"parallel style: {layout!r} is for a tensor, got {type(value).__name__}")
     src = _spec(mesh, layout, tuple(value.shape))
     return framework().redistribute_shared(value, _wanted(src, mesh, desired), src)
@@ -81,10 +85,10 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> 
     """
 
     def convert(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], framework().Tensor):
+        if args and _is_tensor(args[0]):
             return (_to_dtensor(args[0], mesh, layout, desired), *args[1:]), kwargs
         for name, value in kwargs.items():
-            if isinstance(value, framework().Tensor):
+            if _is_tensor(value):
                 return args, {**kwargs, name: _to_dtensor(value, mesh, layout, desired)}
         given = [type(value).__name__ for value in (*args, *kwargs.values())]
         raise TypeError(
@@ -121,6 +125,8 @@ def on_inputs(
     def one(value: Any, layout: Placement | None, want: Placement | None) -> Any:
         if layout is None or value is None:
             return value
+        if want is None and isinstance(value, hp_dtensor.DTensor):
+            return value.to_local() if local else value
         made = _to_dtensor(value, mesh, layout, want if want is not None else layout)
         return made.to_local() if local and isinstance(made, hp_dtensor.DTensor) else made
 

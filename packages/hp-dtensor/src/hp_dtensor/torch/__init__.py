@@ -1,6 +1,8 @@
 """The PyTorch side of hp-dtensor."""
 
 from hp_dtensor.torch import dispatch as _dispatch  # noqa: F401  (DTensor's interception)
-from hp_dtensor.torch.special import install as _install
+from hp_dtensor.torch.compiling import install as _install_compiling
+from hp_dtensor.torch.special import install as _install_special
 
-_install()
+_install_special()
+_install_compiling()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from hp_platform import get_platform
 __all__ = ["distribute_module", "distribute_tensor", "empty", "from_local", "full", "ones", "rand", "randn", "zeros"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
+_MOST_DIMS = 16
+"""Of what ranks compare."""
 
 
 def from_local(
@@ -39,22 +42,9 @@ def from_local(
         "from_local",
         local.device.type,
     )
-    ragged = any(isinstance(p, RaggedShard) for p in wanted)
-    if ragged and shape is None:
-        raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
-    wanted = normalize(wanted, mesh, len(shape) if shape is not None else local.dim(), "from_local")
-    if shape is None:
-        if mesh.get_coordinate() is None and not local.numel():
-            raise ValueError(
-                f"from_local: rank {mesh.get_rank()} is not in {mesh}, and a local tensor of shape {tuple(local.shape)}"
-                " doesn't tell the global shape; give shape="
-            )
-        sizes = list(local.shape)
-        for axis, placement in enumerate(wanted):
-            if not (placement.is_replicate() or placement.is_partial()):
-                sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
-        shape = sizes
-    spec = TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
+    spec = layout_of(tuple(local.shape), mesh, wanted, shape)
+    if local.device.type != mesh.device_type and not local.is_meta:
+        local = local.to(mesh.device_type)
     if mesh.get_coordinate() is None:
         local = _nothing_of(local, spec)
     elif tuple(local.shape) != spec.local_shape:
@@ -67,6 +57,28 @@ def from_local(
     return wrap(local.view_as(local), spec)
 
 
+def layout_of(
+    local: tuple[int, ...], mesh: DeviceMesh, wanted: Sequence[Placement], shape: Sequence[int] | None
+) -> TensorSpec:
+    """The layout of a DTensor whose local part has shape ``local``; see ``DTensor.from_local``."""
+    ragged = any(isinstance(p, RaggedShard) for p in wanted)
+    if ragged and shape is None:
+        raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
+    wanted = normalize(wanted, mesh, len(shape) if shape is not None else len(local), "from_local")
+    if shape is None:
+        if mesh.get_coordinate() is None and not prod(local):
+            raise ValueError(
+                f"from_local: rank {mesh.get_rank()} is not in {mesh}, and a local tensor of shape {local}"
+                " doesn't tell the global shape; give shape="
+            )
+        sizes = list(local)
+        for axis, placement in enumerate(wanted):
+            if not (placement.is_replicate() or placement.is_partial()):
+                sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
+        shape = sizes
+    return TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
+
+
 def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The part of a rank outside the mesh: empty (a scalar's is zero), of the tensor's dtype, in its graph."""
     if not spec.shape:
@@ -77,17 +89,20 @@ def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 def _check(local: torch.Tensor, spec: TensorSpec) -> None:
     """Compares shapes over all ranks, and replicated values over theirs. Communicates."""
     collectives = get_platform().collectives
-    facts = torch.tensor([len(spec.shape), *spec.shape], dtype=torch.int64, device=local.device)
+    shape = [len(spec.shape), *spec.shape, *(0,) * (_MOST_DIMS - len(spec.shape))]
+    kind = [*str(local.dtype).encode().ljust(_MOST_DIMS * 2, b" "), local.requires_grad]
     for axis in range(spec.mesh.ndim):
         group = spec.mesh.get_group(axis)
-        low, high = facts.clone(), facts.clone()
-        collectives.all_reduce(low, "min", group=group)
-        collectives.all_reduce(high, "max", group=group)
-        if not torch.equal(low, high):
-            raise ValueError(
-                f"from_local: ranks along axis {axis} disagree on the global shape: from {low.tolist()[1:]} to"
-                f" {high.tolist()[1:]}"
-            )
+        for what, mine in (("the global shape", shape), ("the dtype or requires_grad", kind)):
+            low = torch.tensor(mine, dtype=torch.int64, device=local.device)
+            high = low.clone()
+            collectives.all_reduce(low, "min", group=group)
+            collectives.all_reduce(high, "max", group=group)
+            if not torch.equal(low, high):
+                raise ValueError(
+                    f"from_local: ranks along axis {axis} disagree on {what}; this rank has shape {spec.shape},"
+                    f" {local.dtype}, requires_grad={local.requires_grad}"
+                )
         if spec.placements[axis].is_replicate():
             value = local.detach().contiguous()
             low, high = value.clone(), value.clone()
@@ -118,7 +133,7 @@ def distribute_tensor(
             own values are taken, nothing is communicated (they must agree).
 
     Raises:
-        ValueError: placements that do not fit.
+        ValueError: placements that do not fit, or a tensor in a graph, whose gradients would be lost.
     """
     mesh, wanted = as_placements(
         device_mesh,
@@ -132,6 +147,12 @@ def distribute_tensor(
         if tensor._spec.mesh != mesh:
             raise ValueError(f"distribute_tensor: the DTensor is on {tensor._spec.mesh}, not on {mesh}")
         return tensor.redistribute(mesh, wanted)
+    if not tensor.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            f"distribute_tensor: a tensor of shape {tuple(tensor.shape)} that was computed from others would be cut off"
+            " from their gradients; take it as each rank has it, DTensor.from_local(tensor, mesh).redistribute(placements"
+            "=...), or detach() it"
+        )
     spec = TensorSpec.of(mesh, wanted, tuple(tensor.shape))
     if tensor.is_meta:
         return wrap(torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta"), spec).requires_grad_(
@@ -142,7 +163,9 @@ def distribute_tensor(
         whole = whole.clone(memory_format=torch.contiguous_format)
         for axis in range(mesh.ndim):
             if mesh.shape[axis] > 1:
-                get_platform().collectives.broadcast(whole, src_data_rank, group=mesh.get_group(axis))
+                order = mesh.group_order(axis)
+                source = src_data_rank if order is None else order.index(src_data_rank)
+                get_platform().collectives.broadcast(whole, source, group=mesh.get_group(axis))
     if mesh.get_coordinate() is None:
         whole = _nothing_of(whole, spec)
     local = execute(whole, spec.with_placements([Replicate()] * mesh.ndim), spec)

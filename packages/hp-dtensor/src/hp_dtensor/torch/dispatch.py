@@ -9,6 +9,7 @@ depends on a float adds it to the key. The cache is emptied when it has many ent
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.overrides import compiler as _compiler
 
 __all__ = ["dispatch"]
 
@@ -28,6 +30,8 @@ Tensor = torch.Tensor
 _PLANS: dict[Any, Any] = {}
 _LIMIT = 1 << 16
 _SPECIAL: dict[Any, Any] = {}
+_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+"""Names of numpy's, which torch's functions take as well."""
 
 
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,6 +118,12 @@ def _key_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
 
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Runs ``func`` on DTensors: special functions by their handler, others by their plan."""
+    if _compiler._is_compiling_flag or _of_a_graph(func, kwargs):
+        return _impl(func, types, args, kwargs or {})
+    if kwargs and not _NAMES.keys().isdisjoint(kwargs):
+        return func(*args, **{_NAMES.get(name, name): value for name, value in kwargs.items()})
+    if kwargs and not args and "tensors" in kwargs:
+        args, kwargs = (kwargs["tensors"],), {name: value for name, value in kwargs.items() if name != "tensors"}
     special = _SPECIAL.get(func)
     if special is not None:
         return special(func, args, kwargs or {})
@@ -134,6 +144,21 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             with contextlib.suppress(TypeError):  # a list among the arguments: found by the long key alone
                 _PLANS[(func, *short)] = plan
     return plan.run(args, kwargs)
+
+
+def _of_a_graph(func: Any, kwargs: Any) -> bool:
+    """Whether a compiled graph asks: it saw DTensors as their local parts when it was made.
+
+    torch turns interception off while it runs some graphs forward, and none backward.
+    """
+    if not (isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or (kwargs and "out" in kwargs)):
+        return False
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_aot_autograd/runtime_wrappers.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _name(func: Any) -> str:

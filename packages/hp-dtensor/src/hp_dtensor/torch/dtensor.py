@@ -21,8 +21,10 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import autograd
+from hp_dtensor.torch.overrides import compiler as _compiler
+from hp_dtensor.torch.overrides import overrides
 
-__all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "wrap"]
+__all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "varying", "wrap"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
@@ -176,26 +178,22 @@ class DTensor(torch.Tensor):
         spec = self._spec
         if grad_placements is None:
             return _impl(T.view_as, (), (self, self))
-        wanted = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
-        vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, wanted, strict=True))
-        for axis, (have, grad) in enumerate(zip(autograd.grad_spec(spec).placements, wanted, strict=True)):
-            if have != grad and not vary[axis]:
-                raise ValueError(
-                    f"to_local: grad_placements[{axis}] is {grad!r} for a tensor placed {spec.placements[axis]!r}; "
-                    f"it may be {have!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
-                )
-        made = autograd.convert(self, spec, vary if any(vary) else None)
+        made = autograd.convert(self, spec, varying(spec, grad_placements))
         return _impl(T.view_as, (), (made, made))
 
     # ---- metadata: global, or the local tensor's where interception is off ----
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size(self._spec.shape) if _enabled() else _impl(_shape, (), (self,))
+        if _enabled() and not _compiler._is_compiling_flag:
+            return torch.Size(self._spec.shape)
+        return _impl(_shape, (), (self,))
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    @overrides(T.size)
+    def size(self, dim: int | None = None) -> Any:
         shape = self.shape
         return shape if dim is None else shape[dim]
 
+    @overrides(T.dim)
     def dim(self) -> int:
         return len(self.shape)
 
@@ -205,19 +203,22 @@ class DTensor(torch.Tensor):
     def ndim(self) -> int:  # type: ignore[override]
         return len(self.shape)
 
+    @overrides(T.numel)
     def numel(self) -> int:
         return self.shape.numel()
 
     nelement = numel
 
+    @overrides(T.__len__)
     def __len__(self) -> int:
         if not self.ndim:
             raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    @overrides(T.stride)
+    def stride(self, dim: int | None = None) -> Any:
         local = _impl(T.stride, (), (self,))
-        if _enabled() and len(local) == len(self._spec.shape):
+        if _enabled() and not _compiler._is_compiling_flag and len(local) == len(self._spec.shape):
             order = sorted(range(len(local)), key=lambda d: (local[d], -d))
             strides, step = [0] * len(local), 1
             for d in order:
@@ -359,6 +360,23 @@ class DTensor(torch.Tensor):
         if not spec:
             return repr(self)
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
+def varying(spec: TensorSpec, grad_placements: Sequence[Placement]) -> tuple[bool, ...] | None:
+    """By axis, whether a local part whose gradient has ``grad_placements`` varies; None where none does.
+
+    Raises:
+        ValueError: gradients of that layout can't come from a tensor of layout ``spec``.
+    """
+    wanted = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
+    vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, wanted, strict=True))
+    for axis, (have, grad) in enumerate(zip(autograd.grad_spec(spec).placements, wanted, strict=True)):
+        if have != grad and not vary[axis]:
+            raise ValueError(
+                f"to_local: grad_placements[{axis}] is {grad!r} for a tensor placed {spec.placements[axis]!r}; "
+                f"it may be {have!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
+            )
+    return vary if any(vary) else None
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ class Call:
 class Plan:
     """A planned call: moves, the local function, the results' layouts."""
 
-    __slots__ = ("direct", "fixes", "func", "hot", "listed", "local", "outs", "spec", "tail")
+    __slots__ = ("direct", "fixes", "func", "hot", "listed", "local", "outs", "spec", "tail", "writes")
 
     def __init__(self, func: Any, fixes: list[Any], outs: list[TensorSpec], single: bool, hot: bool) -> None:
         self.func = func
@@ -88,29 +88,37 @@ class Plan:
         self.hot = hot
         self.direct = False
         self.listed = False
+        self.writes = False
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Runs the call on operands whose layouts are those that the plan was made for."""
-        if self.fixes:
-            args, kwargs = self._moved(args, kwargs)
-        if self.tail is not None:
-            out = _impl(self.func, (), (args[0], *self.tail))
-        elif self.listed:
-            out = _impl(self.local, (), (args,))
-        elif kwargs:
-            out = _impl(self.local or self.func, (), args, kwargs)
-        else:
-            out = _impl(self.local or self.func, (), args)
+        out = self.compute(args, kwargs)
         spec = self.spec
         if spec is not None:
             out.__class__ = DTensor
             out._spec = spec
+            if self.writes and "_taken_from" in out.__dict__:
+                from hp_dtensor.torch.indexing import write_through
+
+                write_through(out)
             return out
         if self.outs:
             flat = [value for value in out if isinstance(value, Tensor)]
             for value, layout in zip(flat, self.outs, strict=True):
                 wrap(value, layout)
         return out
+
+    def compute(self, args: Any, kwargs: Any) -> Any:
+        """The results' local parts, as the framework gives them."""
+        if self.fixes:
+            args, kwargs = self._moved(args, kwargs)
+        if self.tail is not None:
+            return _impl(self.func, (), (args[0], *self.tail))
+        if self.listed:
+            return _impl(self.local, (), (args,))
+        if kwargs:
+            return _impl(self.local or self.func, (), args, kwargs)
+        return _impl(self.local or self.func, (), args)
 
     def _moved(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         args = list(args)
@@ -237,5 +245,6 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
         plan.func, plan.tail = local
     else:
         plan.local = local
-    plan.direct = single and not fixes and plan.tail is None and plan.local is None
+    plan.writes = binding.in_place
+    plan.direct = single and not plan.writes and not fixes and plan.tail is None and plan.local is None
     return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,8 @@ def execute(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> 
         program = _prepare(spec_from, spec_to)
     with torch._C.DisableTorchFunctionSubclass():
         local = _detach(local)
+        if type(local) is not torch.Tensor:
+            return _in_graph(local, spec_from, spec_to)
         if local.shape != spec_from.local_shape:
             raise ValueError(
                 f"redistribute: the local tensor has shape {tuple(local.shape)}, {spec_from.placements} of shape "
@@ -61,6 +64,38 @@ def execute(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> 
         for run in program:
             local = run(local)
         return local
+
+
+_layouts: dict[str, TensorSpec] = {}
+
+
+def _in_graph(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> torch.Tensor:
+    """``execute`` as one operator, for a tensor that stands for another one while a graph is made."""
+    names = repr(spec_from), repr(spec_to)
+    _layouts.update(zip(names, (spec_from, spec_to), strict=True))
+    return _operator()(local, *names)
+
+
+@cache
+def _operator() -> Any:
+    """``hp_dtensor::redistribute``; see Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compiling`."""
+
+    def run(local: torch.Tensor, have: str, want: str) -> torch.Tensor:
+        made = execute(local, _layouts[have], _layouts[want])
+        return made.clone() if made.data_ptr() == local.data_ptr() else made
+
+    def shaped(local: torch.Tensor, have: str, want: str) -> torch.Tensor:
+        return local.new_empty(_layouts[want].local_shape)
+
+    library = torch.library.Library("hp_dtensor", "DEF")
+    _kept.append(library)
+    library.define("redistribute(Tensor local, str have, str want) -> Tensor")
+    library.impl("redistribute", run, "CompositeExplicitAutograd")
+    torch.library.register_fake("hp_dtensor::redistribute", shaped, lib=library)
+    return torch.ops.hp_dtensor.redistribute.default
+
+
+_kept: list[Any] = []  # a library that is collected takes its operators along
 
 
 def clear_cache() -> None:
@@ -79,7 +114,7 @@ def _prepare(spec_from: TensorSpec, spec_to: TensorSpec) -> tuple[Run, ...]:
     program: list[Run] = []
     if coordinate is not None:  # a rank outside the mesh holds nothing and takes part in nothing
         for step in steps:
-            place = Place.of(step, spec_from.shape, tuple(mesh.shape), coordinate)
+            place = Place.of(step, spec_from.shape, mesh.shape, coordinate, mesh.group_order(step.axis))
             group = mesh.get_group(step.axis) if place.n > 1 else None
             program.append(_runner(step, place, group, owned=bool(program)))
     if len(_programs) >= _MAX_PROGRAMS:

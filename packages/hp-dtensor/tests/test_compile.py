@@ -1,0 +1,108 @@
+"""torch.compile of operations on DTensors: one graph, eager's values, gradients and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor.debug import CommDebugMode
+from hp_platform.testing import on_ranks
+
+pytestmark = pytest.mark.framework("torch")
+
+
+def _mlp(x: Any, w: Any, v: Any) -> Any:
+    return F.linear(F.gelu(F.linear(x, w)), v).redistribute(placements=[Replicate()])
+
+
+def _sizes(x: Any, w: Any, v: Any) -> Any:
+    rows, columns = x.size()
+    assert x.dim() == 2 and len(x) == rows and x.numel() == rows * columns and x.shape == (rows, columns)
+    return (x @ w.t()).view(rows, -1) * x.size(1)
+
+
+def _pieces(x: Any, w: Any, v: Any) -> Any:
+    first, second = F.linear(x, w).chunk(2, 0)
+    return torch.cat([second, first * 2.0], 0)[1:, :4].softmax(-1)
+
+
+def _border(x: Any, w: Any, v: Any) -> Any:
+    local = x.to_local(grad_placements=[Partial()]) if x.placements[0].is_replicate() else x.to_local()
+    made = DTensor.from_local(local.sin(), w.device_mesh, x.placements)
+    return made.full_tensor() @ w.full_tensor().t()
+
+
+def _norms(x: Any, w: Any, v: Any) -> Any:
+    y = F.layer_norm(F.dropout(x, 0.0), (x.shape[-1],))
+    return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def _twice(x: Any, w: Any, v: Any) -> Any:
+    """One value read by three: its gradient is summed once."""
+    return F.linear(x, w) + F.linear(x, w) * F.linear(x, w)
+
+
+PROGRAMS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "mlp": _mlp,
+    "sizes": _sizes,
+    "pieces": _pieces,
+    "border": _border,
+    "norms": _norms,
+    "twice": _twice,
+}
+LAYOUTS = {
+    "column": (Replicate(), Shard(0), Shard(1)),
+    "row": (Shard(1), Shard(1), Replicate()),
+    "data": (Shard(0), Replicate(), Replicate()),
+    "replicated": (Replicate(), Replicate(), Replicate()),
+}
+
+
+def _operands(layout: str) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    values = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 8), (10, 8), (8, 10))]
+    return mesh, [
+        torch.nn.Parameter(distribute_tensor(value, mesh, [placement]))
+        for value, placement in zip(values, LAYOUTS[layout], strict=True)
+    ]
+
+
+def _step(function: Any, operands: list[Any]) -> tuple[Any, list[Any], dict[Any, int]]:
+    for operand in operands:
+        operand.grad = None
+    with CommDebugMode() as counted:
+        out = function(*operands)
+        out.square().sum().backward()
+    return out, [operand.grad for operand in operands], counted.get_comm_counts()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_equals_eager(program: str, layout: str) -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    _, operands = _operands(layout)
+    wanted, grads, count = _step(PROGRAMS[program], operands)
+    compiled = torch.compile(PROGRAMS[program], fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        out, found, moved = _step(compiled, operands)
+        assert type(out) is type(wanted)
+        if isinstance(out, DTensor):
+            assert out.placements == wanted.placements and out.shape == wanted.shape
+        torch.testing.assert_close(_whole(out), _whole(wanted))
+        for have, want in zip(found, grads, strict=True):
+            assert (have is None) == (want is None)
+            if have is not None:
+                torch.testing.assert_close(_whole(have), _whole(want))
+        assert sum(moved.values()) <= sum(count.values()) + 1, (moved, count)
+
+
+def _whole(x: Any) -> torch.Tensor:
+    return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()

@@ -1,0 +1,55 @@
+"""torch.compile of styled modules: what Dynamo traces in place of the hooks' conversions.
+
+See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compiling`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hp_dtensor import DTensor
+from hp_dtensor.spec import TensorSpec, named
+from hp_dtensor.torch.compiling import constant, mesh_of, placements_of, texts, traces_as
+from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
+from hp_styles import inputs
+
+__all__: list[str] = []
+
+
+@traces_as(inputs._is_tensor)
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+@constant
+def _spec(mesh: Any, layout: Any, local: tuple[int, ...]) -> TensorSpec:
+    return inputs._spec(mesh_of(mesh), placements_of(layout), local)
+
+
+@constant
+def _wanted(have: str, mesh: Any, desired: Any) -> TensorSpec:
+    return inputs._wanted(named(have), mesh_of(mesh), placements_of(desired))
+
+
+def _texts(layout: Any) -> Any:
+    return texts(layout if isinstance(layout, tuple) else (layout,))
+
+
+@traces_as(inputs._to_dtensor)
+def _to_dtensor(value: Any, mesh: Any, layout: Any, desired: Any) -> Any:
+    if isinstance(value, DTensor):
+        return redistribute_shared(value, _wanted(value._spec.name, mesh._key, _texts(desired)))
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"parallel style: a layout is for a tensor, got {type(value).__name__}")
+    src = _spec(mesh._key, _texts(layout), tuple([int(size) for size in value.shape]))
+    return redistribute_shared(value, _wanted(src.name, mesh._key, _texts(desired)), src)
+
+
+@traces_as(inputs._output)
+def _output(value: Any, mesh: Any, desired: Any, local: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = redistribute(value, _wanted(value._spec.name, mesh._key, _texts(desired)))
+        return value.to_local() if local else value
+    return value
