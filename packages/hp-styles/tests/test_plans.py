@@ -88,6 +88,9 @@ def test_patterns_match_part_by_part() -> None:
     assert names("layers.*.mlp.up") == [f"layers.{i}.mlp.up" for i in range(3)]
     assert names("layers.[02].*.d*") == ["layers.0.mlp.down", "layers.2.mlp.down"]
     assert names("layers.1.norm") == ["layers.1.norm"] and names("") == [""] and names("l?yers") == ["layers"]
+    assert names("*") == ["layers"] and names("*.*.norm") == [f"layers.{i}.norm" for i in range(3)]
+    model.layers[1].extra = nn.Identity()
+    assert names("layers.*.extra") == ["layers.1.extra"], "what some layers have"
 
 
 @on_ranks(1)
@@ -333,16 +336,14 @@ def test_a_plan_for_torch_is_a_plan_for_us(sequence: bool) -> None:
             torch.testing.assert_close(mine.grad.to_local(), other.grad.to_local(), msg=name)
 
 
-OURS = ["TwoDimensionalParallel", "sequence_parallel_plan"]  # torch has no such
 MORE = {"loss_parallel": ["z_loss"]}  # arguments that torch's have not
 
 
 def test_names_defaults_and_arguments_are_torchs() -> None:
     import inspect
 
-    for name in hp_styles.__all__:
-        if name in ("ParallelStyle", *OURS):
-            continue
+    assert set(torch_styles.__all__) <= set(hp_styles.__all__)
+    for name in set(torch_styles.__all__) - {"ParallelStyle"}:
         mine, theirs = getattr(hp_styles, name), getattr(torch_styles, name)
         target = (lambda f: f) if not inspect.isclass(mine) else (lambda c: c.__init__)
         have = inspect.signature(target(mine)).parameters

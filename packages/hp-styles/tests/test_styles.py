@@ -267,8 +267,8 @@ def test_what_parallelize_module_refuses():
         parallelize_module(Mlp(), mesh, {"u*": ColwiseParallel(), "up": RowwiseParallel()})
     with pytest.raises(TypeError, match="'up' is given a int, not a ParallelStyle"):
         parallelize_module(Mlp(), mesh, {"up": 3})
-    with pytest.raises(ValueError, match="parallelize_plan is missing"):
-        parallelize_module(Mlp(), mesh)
+    with pytest.warns(UserWarning, match="parallelize_plan is missing, the module stays as it is"):
+        assert not isinstance(parallelize_module(Mlp(), mesh).up.weight, DTensor)
     with pytest.raises(ValueError, match=r"a mesh of one axis is needed.*mesh\['tp'\]"):
         parallelize_module(Mlp(), init_device_mesh(device_type(), (1, 2), ("dp", "tp")), {"up": ColwiseParallel()})
     with pytest.raises(NotImplementedError, match="ColwiseParallel shards Linear and Embedding modules, got LayerNorm"):

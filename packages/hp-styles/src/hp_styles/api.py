@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,10 +45,19 @@ def parallelize_module(
             get different placements.
         TypeError: something that is no style, or no plan.
         NotImplementedError: a style that is not for such a module.
+        RuntimeError: no ``device_mesh``, and none is active; or a module has a style that shards parameters already.
+
+    Warns:
+        UserWarning: without a plan nothing is done.
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     if parallelize_plan is None:
-        raise ValueError("parallelize_module: parallelize_plan is missing; pass a style or {pattern: style}")
+        warnings.warn(
+            "parallelize_module: parallelize_plan is missing, the module stays as it is; pass a style or"
+            " {pattern: style}",
+            stacklevel=2,
+        )
+        return module
     if not isinstance(parallelize_plan, (ParallelStyle, str, Mapping)):
         raise TypeError(
             "parallelize_module: parallelize_plan must be a ParallelStyle or {pattern: style}, got"

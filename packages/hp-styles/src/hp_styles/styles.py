@@ -29,6 +29,27 @@ def _tuple(layouts: Any) -> tuple[Placement | None, ...] | None:
     return (layouts,) if isinstance(layouts, Placement) else None if layouts is None else tuple(layouts)
 
 
+def _named(style: Any, **arguments: Any) -> str:
+    """A style as its constructor is written."""
+    arguments.pop("src_data_rank", None)  # parallelize_module's
+    return f"{type(style).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+
+
+def claim(module: Any, style: ParallelStyle) -> None:
+    """Marks a module as one whose parameters a style has distributed.
+
+    Raises:
+        RuntimeError: another has, so that its inputs and outputs would be converted twice.
+    """
+    before = getattr(module, "_parallel_style", None)
+    if before is not None:
+        raise RuntimeError(
+            f"{type(module).__name__} has the style {before} already, {style!r} would convert its inputs and outputs a"
+            " second time; apply one style that shards parameters to a module, once"
+        )
+    module._parallel_style = repr(style)
+
+
 class ParallelStyle(ABC):
     """How a module is parallelised; ``parallelize_module`` applies it.
 
@@ -80,14 +101,17 @@ class ColwiseParallel(ParallelStyle):
             f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
         else:
             raise NotImplementedError(f"ColwiseParallel shards Linear and Embedding modules, got {f.described(module)}")
+        claim(module, self)
         on_input(module, device_mesh, self.input_layouts, Replicate())
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 
     def __repr__(self) -> str:
-        return (
-            f"ColwiseParallel(input_layouts={self.input_layouts}, output_layouts={self.output_layouts},"
-            f" use_local_output={self.use_local_output})"
+        return _named(
+            self,
+            input_layouts=self.input_layouts,
+            output_layouts=self.output_layouts,
+            use_local_output=self.use_local_output,
         )
 
 
@@ -120,24 +144,28 @@ class RowwiseParallel(ParallelStyle):
         kind = f.kind(module)
         if kind == "linear":
             f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
-            on_input(module, device_mesh, self.input_layouts or Shard(-1), Shard(-1))
+            given, desired = self.input_layouts or Shard(-1), Shard(-1)
         elif kind == "embedding":
             f.partition(module, device_mesh, {"weight": (Shard(0),)}, self.src_data_rank)
-            on_input(module, device_mesh, self.input_layouts or Replicate(), Replicate())
+            given, desired = self.input_layouts or Replicate(), Replicate()
         else:
             raise NotImplementedError(f"RowwiseParallel shards Linear and Embedding modules, got {f.described(module)}")
+        claim(module, self)
+        on_input(module, device_mesh, given, desired)
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 
     def __repr__(self) -> str:
-        return (
-            f"RowwiseParallel(input_layouts={self.input_layouts}, output_layouts={self.output_layouts},"
-            f" use_local_output={self.use_local_output})"
+        return _named(
+            self,
+            input_layouts=self.input_layouts,
+            output_layouts=self.output_layouts,
+            use_local_output=self.use_local_output,
         )
 
 
 class SequenceParallel(ParallelStyle):
-    """Keeps a norm's or dropout's activations sharded over the sequence; its parameters are replicated.
+    """Keeps a norm's or dropout's activations sharded over the sequence; its parameters and buffers are replicated.
 
     A plain input is taken as this rank's part of the sequence. Source: Korthikanti et al., "Reducing Activation
     Recomputation in Large Transformer Models", 2022.
@@ -154,12 +182,13 @@ class SequenceParallel(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = framework()
         f.replicate(module, device_mesh, self.src_data_rank)
+        claim(module, self)
         on_input(module, device_mesh, self.sequence_sharding, self.sequence_sharding)
         on_output(module, device_mesh, self.sequence_sharding, self.use_local_output)
         return module
 
     def __repr__(self) -> str:
-        return f"SequenceParallel(sequence_dim={self.sequence_sharding.dim}, use_local_output={self.use_local_output})"
+        return _named(self, sequence_dim=self.sequence_sharding.dim, use_local_output=self.use_local_output)
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -168,7 +197,8 @@ class PrepareModuleInput(ParallelStyle):
     Args:
         input_layouts: placement of each positional input where it is a plain tensor; None for inputs that stay as they
             are.
-        desired_input_layouts: placement each positional input is brought to, of the same length.
+        desired_input_layouts: placement each positional input is brought to, of the same length; None leaves a DTensor
+            as it is.
         input_kwarg_layouts: the same for keyword inputs, by name.
         desired_input_kwarg_layouts: likewise, for the same names.
         use_local_output: hand the module local parts as plain tensors; default False.
@@ -220,6 +250,9 @@ class PrepareModuleInput(ParallelStyle):
         )
         return module
 
+    def __repr__(self) -> str:
+        return _named(self, **vars(self))
+
 
 class PrepareModuleOutput(ParallelStyle):
     """Makes a module's outputs DTensors and brings them to wanted placements.
@@ -246,6 +279,9 @@ class PrepareModuleOutput(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         on_outputs(module, device_mesh, self.output_layouts, self.desired_output_layouts, self.use_local_output)
         return module
+
+    def __repr__(self) -> str:
+        return _named(self, **vars(self))
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -286,3 +322,8 @@ class PrepareModuleInputOutput(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         self.prepare_module_input._apply(module, device_mesh)
         return self.prepare_module_output._apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        given = dict(vars(self.prepare_module_input))
+        given["use_local_input"] = given.pop("use_local_output")
+        return _named(self, **given, **vars(self.prepare_module_output))

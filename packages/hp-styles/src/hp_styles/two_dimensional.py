@@ -6,7 +6,7 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
 from hp_styles.inputs import framework, on_input, on_output
-from hp_styles.styles import ParallelStyle
+from hp_styles.styles import ParallelStyle, claim
 
 __all__ = ["TwoDimensionalParallel"]
 
@@ -77,6 +77,7 @@ class TwoDimensionalParallel(ParallelStyle):
 
         weight, bias = placed(Shard(0), Shard(1)), placed(Shard(0), Replicate())
         f.partition(module, device_mesh, {"weight": weight, "bias": bias}, self.src_data_rank)
+        claim(module, self)
         tokens, features = Shard(self.token_dim), Shard(-1)
         given = self.input_layouts or placed(tokens, features)
         on_input(module, device_mesh, given, placed(Replicate(), features))

@@ -260,3 +260,26 @@ def test_two_dimensional():
 def test_loss_parallel_is_refused():
     with pytest.raises(NotImplementedError, match="loss_parallel is for PyTorch: on MindSpore a cross entropy gathers"):
         loss_parallel()
+
+
+@on_ranks(2)
+def test_sequence_parallel_replicates_buffers_and_a_second_style_is_refused():
+    class Scaled(nn.Cell):
+        def __init__(self, factor):
+            super().__init__()
+            self.norm = Norm(6)
+            self.register_buffer("scale", Tensor(np.full(6, factor, np.float32)))
+
+        def construct(self, x):
+            return self.norm(x) * self.scale
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    want = Scaled(2.0)(Tensor(X)).asnumpy()
+    module = parallelize_module(Scaled(2.0 + mesh.get_rank()), mesh, SequenceParallel())
+    assert module.scale.placements == (Replicate(),)
+    got = module(DTensor.from_local(Tensor(X), mesh, [Replicate()]))
+    np.testing.assert_allclose(got.full_tensor().asnumpy(), want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match=r"Scaled has the style SequenceParallel\(.* already"):
+        parallelize_module(module, mesh, SequenceParallel())
+    with pytest.warns(UserWarning, match="parallelize_plan is missing"):
+        assert parallelize_module(module, mesh) is module

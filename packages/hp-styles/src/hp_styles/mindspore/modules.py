@@ -9,7 +9,7 @@ from typing import Literal, NoReturn
 from mindspore import Tensor, mint, nn
 
 from hp_dtensor import DeviceMesh, Placement, Replicate
-from hp_dtensor.mindspore.api import distribute_parameter
+from hp_dtensor.mindspore.api import distribute_parameter, distribute_tensor
 from hp_dtensor.mindspore.dtensor import DTensor, redistribute, redistribute_shared
 from hp_dtensor.spec import normalize
 
@@ -86,9 +86,13 @@ def partition(
 
 
 def replicate(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replicates the parameters of the Cell and of all inside it."""
+    """Replicates the parameters and buffers of the Cell and of all inside it."""
     for _, child in named_modules(module):
         partition(child, mesh, {}, src_data_rank)
+        for name, buffer in child._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                replicated = [Replicate()] * mesh.ndim
+                child._buffers[name] = distribute_tensor(buffer, mesh, replicated, src_data_rank=src_data_rank)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,10 @@ import torch
 
 from hp_dtensor import DeviceMesh, DTensor, Placement, Replicate, distribute_tensor
 from hp_dtensor.spec import normalize
+from hp_dtensor.torch.api import replicate_parameters
 from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
 from hp_dtensor.torch.parallel_loss import sharded_loss
+from hp_styles.torch import compiling  # noqa: F401  (what torch.compile traces)
 
 __all__ = [
     "Tensor",
@@ -77,9 +79,10 @@ def partition(
 
 
 def replicate(module: torch.nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replicates the parameters of the module and of all inside it."""
+    """Replicates the parameters and buffers of the module and of all inside it."""
     for child in module.modules():
         partition(child, mesh, {}, src_data_rank)
+        replicate_parameters(child, mesh, src_data_rank=src_data_rank)  # now the buffers
 
 
 @contextlib.contextmanager
