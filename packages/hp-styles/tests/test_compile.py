@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor import init_device_mesh
+from hp_dtensor import Shard, init_device_mesh
 from hp_platform.testing import on_ranks
 from hp_styles import (
     ColwiseParallel,
@@ -19,7 +19,6 @@ from hp_styles import (
     SequenceParallel,
     parallelize_module,
 )
-from hp_dtensor import Replicate, Shard
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.spec import TensorSpec, meshes, named
+from hp_dtensor.spec import TensorSpec, meshes, named, normalize
 from hp_dtensor.torch import api, autograd, dispatch
 from hp_dtensor.torch import dtensor as eager
 from hp_dtensor.torch.dtensor import DTensor
@@ -110,8 +110,8 @@ def _question(func: Any) -> str:
     if handler in known:
         return known[handler]
     raise NotImplementedError(
-        f"torch.compile: {_shown(func)} of a DTensor is not traced; call it on the local part (to_local), or outside of the"
-        " compiled region (torch.compiler.disable)"
+        f"torch.compile: {_shown(func)} of a DTensor is not traced; call it on the local part (to_local), or outside of"
+        " the compiled region (torch.compiler.disable)"
     )
 
 
@@ -128,8 +128,8 @@ def _planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes
     for layout in layouts:
         if layout is None:
             raise NotImplementedError(
-                f"torch.compile: {_shown(func)} of a DTensor placed {known.placements} and a plain tensor; distribute it"
-                " (DTensor.from_local)"
+                f"torch.compile: {_shown(func)} of a DTensor placed {known.placements} and a plain tensor; distribute"
+                " it (DTensor.from_local)"
             )
         specs.append(named(layout))
     with torch.no_grad():
@@ -173,7 +173,7 @@ def placements_of(written: Any) -> tuple[Placement, ...]:
 def _placed(have: str, written: Any) -> TensorSpec:
     """The layout ``have`` with other placements, each as its kind and arguments."""
     spec = named(have)
-    placements = eager.normalize(placements_of(written), spec.mesh, len(spec.shape), "redistribute")
+    placements = normalize(placements_of(written), spec.mesh, len(spec.shape), "redistribute")
     return spec.with_placements(placements)
 
 
@@ -187,7 +187,7 @@ def _replicated(have: str) -> TensorSpec:
 def _made_local(have: str, written: Any) -> Any:
     """What varies where a DTensor's local part is taken, for its ``grad_placements``."""
     placements = placements_of(written)
-    return eager.varying(named(have), placements)
+    return autograd.varying(named(have), placements)
 
 
 def mesh_of(key: Any) -> DeviceMesh:
@@ -360,7 +360,13 @@ def _to_local(self: Any, *, grad_placements: Any = None) -> Any:
 
 @traces_as(DTensor.from_local)
 def _from_local(
-    local_tensor: Any, device_mesh: Any = None, placements: Any = None, *, run_check: bool = False, shape: Any = None, stride: Any = None
+    local_tensor: Any,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    run_check: bool = False,
+    shape: Any = None,
+    stride: Any = None,
 ) -> Any:
     if run_check or device_mesh is None or placements is None:
         raise NotImplementedError("torch.compile: from_local is traced with a mesh and placements, without run_check")

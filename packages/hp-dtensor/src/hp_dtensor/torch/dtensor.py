@@ -19,12 +19,12 @@ from torch.autograd.graph import _engine_run_backward
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate
-from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import autograd
 from hp_dtensor.torch.overrides import compiler as _compiler
 from hp_dtensor.torch.overrides import overrides
 
-__all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "varying", "wrap"]
+__all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "wrap"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
@@ -178,7 +178,7 @@ class DTensor(torch.Tensor):
         spec = self._spec
         if grad_placements is None:
             return _impl(T.view_as, (), (self, self))
-        made = autograd.convert(self, spec, varying(spec, grad_placements))
+        made = autograd.convert(self, spec, autograd.varying(spec, grad_placements))
         return _impl(T.view_as, (), (made, made))
 
     # ---- metadata: global, or the local tensor's where interception is off ----
@@ -360,23 +360,6 @@ class DTensor(torch.Tensor):
         if not spec:
             return repr(self)
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
-
-
-def varying(spec: TensorSpec, grad_placements: Sequence[Placement]) -> tuple[bool, ...] | None:
-    """By axis, whether a local part whose gradient has ``grad_placements`` varies; None where none does.
-
-    Raises:
-        ValueError: gradients of that layout can't come from a tensor of layout ``spec``.
-    """
-    wanted = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
-    vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, wanted, strict=True))
-    for axis, (have, grad) in enumerate(zip(autograd.grad_spec(spec).placements, wanted, strict=True)):
-        if have != grad and not vary[axis]:
-            raise ValueError(
-                f"to_local: grad_placements[{axis}] is {grad!r} for a tensor placed {spec.placements[axis]!r}; "
-                f"it may be {have!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
-            )
-    return vary if any(vary) else None
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

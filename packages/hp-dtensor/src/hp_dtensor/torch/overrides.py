@@ -20,7 +20,8 @@ class _Tracing:
 
     @property
     def _is_compiling_flag(self) -> bool:
-        return torch._guards.TracingContext.try_get() is not None
+        guards: Any = torch._guards  # type: ignore[attr-defined]
+        return guards.TracingContext.try_get() is not None
 
 
 compiler: Any = torch.compiler if hasattr(torch.compiler, "_compile_session_context") else _Tracing()

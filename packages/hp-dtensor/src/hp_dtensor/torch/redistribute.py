@@ -78,7 +78,7 @@ def _in_graph(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -
 
 @cache
 def _operator() -> Any:
-    """``hp_dtensor::redistribute``; see Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compiling`."""
+    """``hp_dtensor::redistribute``: Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compiling`."""
 
     def run(local: torch.Tensor, have: str, want: str) -> torch.Tensor:
         made = execute(local, _layouts[have], _layouts[want])
