@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.debug import CommDebugMode
-from hp_platform.testing import on_ranks
+from hp_platform.testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -66,7 +66,7 @@ LAYOUTS = {
 
 def _operands(layout: str) -> tuple[Any, list[Any]]:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     values = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 8), (10, 8), (8, 10))]
     return mesh, [
         torch.nn.Parameter(distribute_tensor(value, mesh, [placement]))
@@ -111,12 +111,12 @@ def test_equals_eager(program: str, layout: str) -> None:
 def test_another_layout_is_another_graph() -> None:
     """Layouts are guarded: an operand that is placed otherwise is not taken for the one that was traced."""
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     value = torch.randn(4, 4, dtype=torch.float64)
     compiled = torch.compile(lambda x: x.sum(0) * 2, fullgraph=True, backend="aot_eager")
     for placement in (Shard(0), Shard(1), Replicate(), Shard(0)):
         out = compiled(distribute_tensor(value, mesh, [placement]))
-        torch.testing.assert_close(out.full_tensor(), value.sum(0) * 2)
+        torch.testing.assert_close(out.full_tensor().cpu(), value.sum(0) * 2)
     assert compiled(distribute_tensor(value, mesh, [Shard(0)])).is_partial()
 
 
@@ -148,7 +148,7 @@ def test_results_go_on_outside() -> None:
 @on_ranks(2)
 def test_in_place() -> None:
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     value = torch.randn(4, 4, dtype=torch.float64)
     x = distribute_tensor(value, mesh, [Shard(0)])
 
@@ -157,14 +157,14 @@ def test_in_place() -> None:
         return x * 2
 
     out = torch.compile(add, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(x.full_tensor(), value + 1)
-    torch.testing.assert_close(out.full_tensor(), (value + 1) * 2)
+    torch.testing.assert_close(x.full_tensor().cpu(), value + 1)
+    torch.testing.assert_close(out.full_tensor().cpu(), (value + 1) * 2)
 
 
 @on_ranks(2)
 def test_what_is_not_traced_is_named() -> None:
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
 
     def fails(function: Any, text: str) -> None:
@@ -173,8 +173,8 @@ def test_what_is_not_traced_is_named() -> None:
 
     fails(lambda x: F.dropout(x, 0.5), "dropout of a DTensor is not traced")
     fails(lambda x: x.amax(), "amax of a DTensor is not traced")
-    fails(lambda x: x + torch.ones(4, 4), "a plain tensor; distribute")
-    other = DeviceMesh("cpu", [1, 0])
+    fails(lambda x: x + torch.ones(4, 4, device=x.device), "a plain tensor; distribute")
+    other = DeviceMesh(device_type(), [1, 0])
     fails(lambda x: x.redistribute(other, [Shard(0)]), "to another mesh is not traced")
 
 

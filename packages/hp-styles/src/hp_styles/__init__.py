@@ -5,6 +5,12 @@ right wherever they are used.
 """
 
 from hp_styles.api import parallelize_module
+from hp_styles.context import (
+    AsyncContextParallel,
+    ContextParallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+)
 from hp_styles.loss import loss_parallel
 from hp_styles.names import sequence_parallel_plan
 from hp_styles.styles import (
@@ -19,7 +25,9 @@ from hp_styles.styles import (
 from hp_styles.two_dimensional import TwoDimensionalParallel
 
 __all__ = [
+    "AsyncContextParallel",
     "ColwiseParallel",
+    "ContextParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -27,6 +35,8 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "TwoDimensionalParallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
     "loss_parallel",
     "parallelize_module",
     "sequence_parallel_plan",

@@ -55,7 +55,9 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "zeros",
     ),
     "hp_styles": (
+        "AsyncContextParallel",
         "ColwiseParallel",
+        "ContextParallel",
         "ParallelStyle",
         "PrepareModuleInput",
         "PrepareModuleInputOutput",
@@ -63,6 +65,8 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "RowwiseParallel",
         "SequenceParallel",
         "TwoDimensionalParallel",
+        "context_parallel_shard",
+        "context_parallel_unshard",
         "loss_parallel",
         "parallelize_module",
         "sequence_parallel_plan",

@@ -1,0 +1,255 @@
+"""Context parallelism: attention over a sequence that is cut over the ranks of a mesh axis."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hp_dtensor import DeviceMesh
+from hp_platform import get_platform
+from hp_styles.context_plan import Settings
+from hp_styles.styles import ParallelStyle
+
+__all__ = ["AsyncContextParallel", "ContextParallel", "context_parallel_shard", "context_parallel_unshard"]
+
+
+@functools.cache
+def _framework() -> Any:
+    return importlib.import_module(f"hp_styles.{get_platform().name}.context")
+
+
+class ContextParallel(ParallelStyle):
+    """Attends over the whole of a sequence of which each rank of the mesh axis holds a part.
+
+    Everything else in a transformer works on each token alone, so the model runs on its part as it is. Attention is
+    found in one of two ways:
+
+    - By default, as the calls of ``torch.nn.functional.scaled_dot_product_attention`` inside the module's forward (a
+      transformers model with ``attn_implementation="sdpa"``, or a block of one's own). A forward without such a call is
+      an error.
+    - With ``qkv_indices`` or ``qkv_kwarg_names``, the module's inputs q, k and v. It runs on plain tensors with the
+      whole sequence and a part of the heads, and may compute what it likes with them (masks of the whole sequence,
+      biases), and its output, of the queries' dims or with the heads flattened into ``head_dim``, is brought back.
+      Where the degree leaves a ring, the call of scaled_dot_product_attention inside is the ring's.
+
+    Groups of ``ulysses_degree`` neighbours exchange their parts of the sequence for parts of the heads (one all-to-all
+    for q, k and v, one for the output); keys and values go around the ``n / ulysses_degree`` groups in a ring, beside
+    the computation. Nothing gathers the sequence. Gradients are those of one device.
+
+    Example:
+        >>> parallelize_module(model, mesh["cp"], {"layers.*.self_attn": ContextParallel(load_balance=True)})
+        >>> batch = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "targets": targets}
+        >>> part = context_parallel_shard(batch, mesh["cp"], load_balance=True)
+        >>> logits = model(part["input_ids"], position_ids=part["position_ids"])
+
+    **What the caller sees to.** Whatever belongs to a token is cut with ``context_parallel_shard`` with the same
+    ``load_balance``, positions too; labels are shifted before they are cut, since the next token may be on another
+    rank. A loss that is a mean is over a rank's tokens. Parameters are replicated over the axis, and each rank's
+    gradients are of its own tokens, so they have to be summed (averaged, where the loss is a mean): let ``fully_shard``
+    do that over the flattened ``mesh["dp", "cp"]``; or distribute the parameters as ``Replicate()`` on the axis (the
+    style ``"replicate"``) and pass DTensors placed ``Shard(1)``, which gives whole gradients in one collective, and the
+    loss of all tokens; or all-reduce the gradients.
+
+    Args:
+        seq_dim: the sequence's dim in q, k, v where they are inputs; default 1. (scaled_dot_product_attention's is 2.)
+        head_dim: the heads' dim there; default 2, the head size follows. (scaled_dot_product_attention's is 1.)
+        ulysses_degree: ranks of a Ulysses group, a divisor of the axis's and of the query heads; default None, all; 1
+            is a ring alone. Key/value heads are a multiple or a divisor of it: of fewer heads each rank gets the one
+            that it needs.
+        qkv_indices: positions of q, k and v among the module's inputs; default none.
+        qkv_kwarg_names: their names, where they are passed by name; default none.
+        load_balance: rank i holds chunks i and 2n - 1 - i of 2n, so that under a causal mask all work as long; default
+            False, the i-th piece.
+        use_local_output: return DTensors' local parts as plain tensors; default False: the output is of the kind that
+            the input is.
+
+    Raises:
+        ValueError: arguments that do not fit the mesh, (in forward) the heads, the layouts or the lengths. Parts are
+            equally long. Ranks compare the shapes of plain tensors where they are new to each of them; a single rank
+            that deviates later is not found out.
+        NotImplementedError: (in forward) an attention mask other than ``is_causal=True``, dropout, attention weights as
+            output, nn.MultiheadAttention; on MindSpore.
+        RuntimeError: a second such style on a module; (in forward) no call of scaled_dot_product_attention; (in
+            backward) second derivatives of a ring.
+
+    Source: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509; Liu et al., "Ring Attention", arXiv:2310.01889; the
+    two combined: Fang and Zhao, "USP", arXiv:2405.07719; head and tail: Llama Team, "The Llama 3 Herd of Models",
+    arXiv:2407.21783, section 3.3.2.
+    """
+
+    def __init__(
+        self,
+        *,
+        seq_dim: int = 1,
+        head_dim: int = 2,
+        ulysses_degree: int | None = None,
+        qkv_indices: Sequence[int] = (),
+        qkv_kwarg_names: Sequence[str] = (),
+        load_balance: bool = False,
+        use_local_output: bool = False,
+    ) -> None:
+        what = type(self).__name__
+        if ulysses_degree is not None and ulysses_degree < 1:
+            raise ValueError(f"{what}: ulysses_degree must be at least 1 or None, got {ulysses_degree}")
+        for name, given in (("qkv_indices", qkv_indices), ("qkv_kwarg_names", qkv_kwarg_names)):
+            if isinstance(given, str) or len(given) not in (0, 3):
+                raise ValueError(f"{what}: {name} are three, for q, k and v, or none; got {given!r}")
+        if seq_dim == head_dim:
+            raise ValueError(f"{what}: seq_dim and head_dim are both {seq_dim}")
+        self.settings = Settings(
+            ulysses_degree=ulysses_degree,
+            load_balance=load_balance,
+            seq_dim=seq_dim,
+            head_dim=head_dim,
+            qkv_indices=tuple(qkv_indices),
+            qkv_kwarg_names=tuple(qkv_kwarg_names),
+            use_local_output=use_local_output,
+        )
+        self._agreed: set[Any] = set()  # the shapes that the ranks have compared
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        _framework().attach(module, device_mesh, self.settings, self._agreed)
+        return module
+
+    def __repr__(self) -> str:
+        s = self.settings
+        return (
+            f"ContextParallel(seq_dim={s.seq_dim}, head_dim={s.head_dim}, ulysses_degree={s.ulysses_degree},"
+            f" qkv_indices={s.qkv_indices}, qkv_kwarg_names={s.qkv_kwarg_names}, load_balance={s.load_balance},"
+            f" use_local_output={s.use_local_output})"
+        )
+
+
+class AsyncContextParallel(ContextParallel):
+    """ContextParallel whose Ulysses exchanges run beside the projections.
+
+    For a module that holds the projections of q, k and v and calls scaled_dot_product_attention on what they give: the
+    output of each is sent when it is there, beside the next projection, and awaited at attention; backward, the
+    gradients of q, k and v are sent when attention has them, and awaited one by one, each before its projection's
+    backward. Four all-to-alls forward, four backward; the results are those of ContextParallel.
+
+    What attention reads has to be the very output of the module named, with its heads apart by ``view`` and
+    ``transpose``; else it is an error. Where a projection's output is rotated or normed first, name the module that
+    does that, or leave it out (None), and it is sent at attention: of a transformers Llama, ``v_proj`` alone can be
+    named.
+
+    Example:
+        >>> style = AsyncContextParallel(q_proj="q", k_proj="k", v_proj="v", head_size=64)
+        >>> parallelize_module(model, mesh["cp"], {"layers.*.attention": style})
+
+    Args:
+        q_proj: name of the submodule whose output is q; default None, q is sent at attention.
+        k_proj, v_proj: likewise.
+        head_size: elements of a head; needed for outputs of shape [batch, sequence, heads * head_size].
+        seq_dim, head_dim: dims of outputs with 4 dims; defaults 1 and 2.
+        ulysses_degree, load_balance, use_local_output: see ``ContextParallel``; a degree of 1 has nothing to send early
+            and is refused.
+
+    Raises:
+        ValueError: no projection is named, or one that the module does not have; and as ``ContextParallel``.
+        RuntimeError: (in forward) attention reads something else than the projections' outputs, or is called twice;
+            (in backward) second derivatives are asked for.
+
+    Source: as ``ContextParallel``; overlapped projections: LoongTrain, arXiv:2406.18485, section 5.
+    """
+
+    def __init__(
+        self,
+        *,
+        q_proj: str | None = None,
+        k_proj: str | None = None,
+        v_proj: str | None = None,
+        head_size: int | None = None,
+        seq_dim: int = 1,
+        head_dim: int = 2,
+        ulysses_degree: int | None = None,
+        load_balance: bool = False,
+        use_local_output: bool = False,
+    ) -> None:
+        super().__init__(
+            seq_dim=seq_dim,
+            head_dim=head_dim,
+            ulysses_degree=ulysses_degree,
+            load_balance=load_balance,
+            use_local_output=use_local_output,
+        )
+        named = {"q": q_proj, "k": k_proj, "v": v_proj}
+        projections = {name: path for name, path in named.items() if path is not None}
+        if not projections:
+            raise ValueError(
+                "AsyncContextParallel: name at least one of q_proj, k_proj, v_proj, or use ContextParallel"
+            )
+        self.settings = replace(self.settings, projections=projections, head_size=head_size)
+
+    def __repr__(self) -> str:
+        s = self.settings
+        named = ", ".join(f"{name}_proj={path!r}" for name, path in s.projections.items())
+        return (
+            f"AsyncContextParallel({named}, head_size={s.head_size}, seq_dim={s.seq_dim}, head_dim={s.head_dim},"
+            f" ulysses_degree={s.ulysses_degree}, load_balance={s.load_balance},"
+            f" use_local_output={s.use_local_output})"
+        )
+
+
+def context_parallel_shard(
+    tensors: Any, device_mesh: DeviceMesh, *, seq_dim: int = 1, load_balance: bool = False
+) -> Any:
+    """This rank's part of tensors that every rank has whole.
+
+    Example:
+        >>> x = torch.arange(8)[None]                                             # on 2 ranks
+        >>> context_parallel_shard(x, mesh["cp"], load_balance=True)              # on the first
+        tensor([[0, 1, 6, 7]])
+
+    Args:
+        tensors: a tensor, or a dict, list or tuple of tensors.
+        device_mesh: of one axis.
+        seq_dim: the sequence's dim in each of them; default 1.
+        load_balance: as the style's; default False.
+
+    Returns:
+        What was given, with this rank's parts.
+
+    Raises:
+        ValueError: the length does not divide over the ranks (with ``load_balance``: into two chunks a rank), or a mesh
+            of several axes.
+    """
+    return _each(tensors, device_mesh, lambda x: _framework().shard(x, device_mesh, seq_dim, load_balance))
+
+
+def context_parallel_unshard(
+    tensors: Any, device_mesh: DeviceMesh, *, seq_dim: int = 1, load_balance: bool = False
+) -> Any:
+    """The whole of tensors of which each rank has what ``context_parallel_shard`` gives; gathers.
+
+    Differentiable; all ranks have to use the result in the same way.
+
+    Args:
+        tensors: a tensor, or a dict, list or tuple of tensors: this rank's parts, such as logits.
+        device_mesh: of one axis.
+        seq_dim: the sequence's dim in each of them; default 1.
+        load_balance: as the style's; default False.
+
+    Returns:
+        What was given, with whole tensors in the sequence's own order.
+
+    Raises:
+        ValueError: a mesh of several axes.
+    """
+    return _each(tensors, device_mesh, lambda x: _framework().unshard(x, device_mesh, seq_dim, load_balance))
+
+
+def _each(tensors: Any, mesh: DeviceMesh, do: Any) -> Any:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"context parallelism: a mesh of one axis is needed, got axes {mesh.mesh_dim_names or mesh.shape};"
+            " slice it, as in mesh['cp']"
+        )
+    if isinstance(tensors, Mapping):
+        return {name: do(x) for name, x in tensors.items()}
+    if isinstance(tensors, (list, tuple)):
+        return type(tensors)(do(x) for x in tensors)
+    return do(tensors)

@@ -1,0 +1,194 @@
+"""Who computes which part of attention when the sequence is cut over ranks: plain arithmetic, for any number of ranks.
+
+Note [Head and tail]
+    Under a causal mask a query's work grows with its place, so that of ranks with consecutive pieces the last has the
+    most. With ``2 n`` chunks and chunks ``i`` and ``2 n - 1 - i`` on rank ``i``, every rank has the same. The layout
+    nests: what ``u`` neighbours hold together, ordered, is chunk ``j`` and chunk ``2 r - 1 - j`` of ``2 r``, where
+    ``r = n / u``; so after an exchange inside groups of ``u`` ranks, the ring over the groups is balanced the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "Block",
+    "Degrees",
+    "Settings",
+    "chunk_order",
+    "chunks_of",
+    "divided",
+    "kv_copies",
+    "ring_blocks",
+    "split_degrees",
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a context parallel style says.
+
+    Attributes:
+        ulysses_degree: ranks of a Ulysses group; None is all.
+        load_balance: each rank holds a chunk of the head and one of the tail.
+        seq_dim: the dim of the sequence in q, k and v, where these are a module's inputs or a projection's output.
+        head_dim: the dim of the heads there.
+        qkv_indices: positions of q, k and v among a module's inputs; empty where they are none.
+        qkv_kwarg_names: their names.
+        projections: for q, k and v, the submodule whose output is sent at once.
+        head_size: elements of a head, where such an output has the heads one after the other in its last dim.
+        use_local_output: DTensors that the module returns become plain tensors.
+    """
+
+    ulysses_degree: int | None
+    load_balance: bool
+    seq_dim: int
+    head_dim: int
+    qkv_indices: tuple[int, ...]
+    qkv_kwarg_names: tuple[str, ...]
+    use_local_output: bool
+    projections: Mapping[str, str] = field(default_factory=dict)
+    head_size: int | None = None
+
+    @property
+    def takes_qkv(self) -> bool:
+        """Whether q, k and v are the module's inputs."""
+        return bool(self.qkv_indices or self.qkv_kwarg_names)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """A context group as ``ring`` groups of ``ulysses`` neighbours.
+
+    Attributes:
+        ring: ranks of a ring: those with the same place inside their Ulysses group.
+        ulysses: ranks of a Ulysses group, neighbours in the context group.
+    """
+
+    ring: int
+    ulysses: int
+
+    def ulysses_ranks(self, place: int) -> range:
+        """The places in the context group of the Ulysses group of ``place``."""
+        first = place - place % self.ulysses
+        return range(first, first + self.ulysses)
+
+    def ring_ranks(self, place: int) -> range:
+        """The places in the context group of the ring of ``place``."""
+        return range(place % self.ulysses, self.ring * self.ulysses, self.ulysses)
+
+
+def split_degrees(size: int, ulysses_degree: int | None) -> Degrees:
+    """How a context group of ``size`` ranks is divided.
+
+    Args:
+        size: ranks of the group.
+        ulysses_degree: ranks of a Ulysses group; None is all.
+
+    Raises:
+        ValueError: ``size`` is no multiple of it.
+    """
+    degree = size if ulysses_degree is None else ulysses_degree
+    if size % degree:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        raise ValueError(
+            f"ContextParallel: ulysses_degree={degree} does not divide the {size} ranks of the context axis; choose one"
+            f" of {divisors}"
+        )
+    return Degrees(size // degree, degree)
+
+
+def kv_copies(heads: int | None, kv_heads: int | None, degree: int, size: int) -> int:
+    """How often each key and value head is sent in a Ulysses exchange: once, or to all ranks whose queries share it.
+
+    Args:
+        heads: query heads of this rank, before the exchange; None where only keys or values are at hand.
+        kv_heads: key and value heads of this rank; None where only queries are at hand.
+        degree: the Ulysses degree.
+        size: ranks of the context axis, for the error.
+
+    Raises:
+        ValueError: the heads do not divide over the ranks.
+    """
+
+    def fits(d: int) -> bool:
+        shared = kv_heads is None or kv_heads % d == 0 or d % kv_heads == 0
+        return shared and (heads is None or heads % d == 0)
+
+    if fits(degree):
+        return 1 if kv_heads is None else max(1, degree // kv_heads)
+    have = [f"{n} {kind} heads" for n, kind in ((heads, "query"), (kv_heads, "key/value")) if n is not None]
+    raise ValueError(
+        f"ContextParallel: {' and '.join(have)} do not divide over a Ulysses group of {degree} ranks (the context axis"
+        f" has {size}): query heads must be a multiple of the degree, key/value heads a multiple or a divisor of it."
+        f" Pass ulysses_degree= one of {[d for d in range(1, size + 1) if size % d == 0 and fits(d)]}"
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a rank of a ring computes with the keys of one rank.
+
+    Attributes:
+        source: the rank of the ring that the keys are from.
+        queries: its queries that see any of them: all, or the second half.
+        keys: the keys that are seen: all, or the first half.
+        causal: whether the query in place i of those sees the keys up to place i only.
+    """
+
+    source: int
+    queries: Literal["all", "tail"] = "all"
+    keys: Literal["all", "head"] = "all"
+    causal: bool = False
+
+
+def ring_blocks(size: int, rank: int, *, causal: bool, load_balance: bool) -> tuple[Block | None, ...]:
+    """What a rank computes as the keys come around, its own first; None where nothing of them is seen.
+
+    Args:
+        size: ranks of the ring.
+        rank: which one.
+        causal: a query sees the keys up to its own place in the whole sequence.
+        load_balance: rank i holds chunks i and 2 size - 1 - i, see Note [Head and tail]; else the i-th piece.
+    """
+
+    def block(source: int) -> Block | None:
+        if not causal:
+            return Block(source)
+        if source == rank:
+            return Block(source, causal=True)
+        if load_balance:
+            return Block(source, keys="head") if source < rank else Block(source, queries="tail")
+        return Block(source) if source < rank else None
+
+    return tuple(block((rank - step) % size) for step in range(size))
+
+
+def chunk_order(size: int, load_balance: bool) -> list[int]:
+    """The chunks of the sequence in the order in which the ranks hold them, rank after rank."""
+    if not load_balance:
+        return list(range(size))
+    return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
+
+
+def chunks_of(rank: int, size: int, load_balance: bool) -> list[int]:
+    """The chunks that a rank holds."""
+    return [rank, 2 * size - 1 - rank] if load_balance else [rank]
+
+
+def divided(length: int, size: int, load_balance: bool, shape: Sequence[int], dim: int) -> int:
+    """The length of a chunk.
+
+    Raises:
+        ValueError: the sequence does not divide into chunks.
+    """
+    chunks = 2 * size if load_balance else size
+    if length % chunks:
+        balanced = f", with load_balance into {chunks} chunks" if load_balance else ""
+        raise ValueError(
+            f"ContextParallel: a sequence of length {length} (dim {dim} of shape {tuple(shape)}) does not divide over"
+            f" {size} ranks{balanced}; pad it to {-(-length // chunks) * chunks}"
+        )
+    return length // chunks

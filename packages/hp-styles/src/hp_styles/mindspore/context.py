@@ -1,0 +1,22 @@
+"""Context parallelism is not on MindSpore; each of its functions says so."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+__all__ = ["attach", "shard", "unshard"]
+
+
+def attach(*args: Any) -> NoReturn:
+    """Not on MindSpore.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "context parallelism is for PyTorch: MindSpore's attention is not intercepted here; cut the heads or the batch"
+        " instead (ColwiseParallel and RowwiseParallel over the heads)"
+    )
+
+
+shard = unshard = attach

@@ -1,0 +1,293 @@
+"""Attention over a context group, in the place of `torch.nn.functional.scaled_dot_product_attention`.
+
+Everything that is refused is refused by what all ranks know alike, before anything is sent. What a rank alone knows
+(the length of its plain tensors, a mask that it made) is compared over the group when a shape is met first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor import DeviceMesh, DTensor, Shard
+from hp_platform import get_platform
+from hp_styles.context_plan import divided, kv_copies, split_degrees
+from hp_styles.torch.context.exchange import Exchange, Transfer, exchange
+from hp_styles.torch.context.ring import Ring, no_autocast, ring_attention
+
+__all__ = ["ContextGroup", "attend", "like", "refuse", "refuse_mask"]
+
+T = torch.Tensor
+_HEADS, _SEQUENCE = 1, 2  # of scaled_dot_product_attention's tensors
+
+
+class ContextGroup:
+    """The ranks that a sequence is cut over, and how they compute attention.
+
+    Args:
+        mesh: of one axis.
+        ulysses_degree: ranks of a Ulysses group; None is all.
+        load_balance: each rank holds a chunk of the head and one of the tail.
+        agreed: what the ranks were found to have alike; modules of one style share it.
+
+    Raises:
+        ValueError: the degree does not divide the ranks, or these do not ascend along the axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh, ulysses_degree: int | None, load_balance: bool, agreed: set[Any]) -> None:
+        self.mesh = mesh
+        self.load_balance = load_balance
+        self.ranks: list[int] = mesh.mesh.reshape(-1).tolist()
+        self.size = len(self.ranks)
+        self.degrees = split_degrees(self.size, ulysses_degree)
+        if self.ranks != sorted(self.ranks):
+            raise ValueError(
+                f"ContextParallel: the ranks along the context axis are {self.ranks}; they have to ascend, as in a mesh"
+                " made by init_device_mesh"
+            )
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"ContextParallel: this rank is not in the mesh of ranks {self.ranks}")
+        self.place = coordinate[0]
+        self._ulysses = self._group(self.degrees.ulysses_ranks(self.place))
+        ring = self.degrees.ring
+        ring_group = self._group(self.degrees.ring_ranks(self.place))
+        self.ring = Ring(ring_group, ring, self.place // self.degrees.ulysses, load_balance)
+        self._agreed = agreed
+
+    def _group(self, places: range) -> Any:
+        if len(places) == 1:
+            return None
+        ranks = [self.ranks[place] for place in places]
+        return self.mesh.get_group() if len(places) == self.size else get_platform().groups.new_group(ranks)
+
+    def plan(self, head_dim: int, seq_dim: int) -> Exchange:
+        """The Ulysses exchange of tensors with these dims."""
+        return Exchange(self._ulysses, self.degrees.ulysses, head_dim, seq_dim, self.load_balance)
+
+    # ---- what is checked ----
+    def local(self, x: T, name: str, head_dim: int, seq_dim: int) -> T:
+        """This rank's part, plain; differentiable.
+
+        Raises:
+            ValueError: a DTensor of a layout that attention here is not for.
+        """
+        if not isinstance(x, DTensor):
+            return x
+        spec = x._spec
+        for axis, placement in enumerate(spec.placements):
+            line = spec.mesh._line(axis)
+            here = set(line) & set(self.ranks)
+            if line == self.ranks:
+                fits = placement == Shard(seq_dim) or (self.size == 1 and not placement.is_partial())
+                wanted = f"Shard({seq_dim}), its sequence dim,"
+                divided(spec.shape[seq_dim], self.size, self.load_balance, spec.shape, seq_dim)
+            else:
+                other = isinstance(placement, Shard) and placement.dim not in (seq_dim, len(spec.shape) - 1)
+                fits = len(here) == 1 and (placement.is_replicate() or other)
+                wanted = f"Replicate(), or Shard of the batch or head dim ({head_dim}),"
+            if not fits:
+                raise ValueError(
+                    f"ContextParallel: {name} of shape {spec.shape} is placed {spec.placements} on {spec.mesh}; over"
+                    f" ranks {line} it has to be {wanted} with the sequence cut over ranks {self.ranks}: redistribute"
+                    " it first"
+                )
+        return x.to_local()
+
+    def locals(self, q: T, k: T, v: T, head_dim: int, seq_dim: int) -> tuple[T, T, T]:
+        """This rank's parts, plain.
+
+        Raises:
+            ValueError: DTensors in unequal layouts, unequal dtypes, or an odd length with ``load_balance``.
+        """
+        layouts = [x._spec.placements if isinstance(x, DTensor) else None for x in (q, k, v)]
+        if any(layout != layouts[0] for layout in layouts):
+            raise ValueError(
+                f"ContextParallel: q, k and v are placed {', '.join(map(str, layouts))} (None is a plain tensor); they"
+                " need one layout"
+            )
+        if not q.dtype == k.dtype == v.dtype:
+            raise TypeError(f"ContextParallel: q is {q.dtype}, k {k.dtype}, v {v.dtype}; they need one dtype")
+        named = zip((q, k, v), "qkv", strict=True)
+        q, k, v = (self.local(x, name, head_dim, seq_dim) for x, name in named)
+        for x, name in ((q, "q"), (k, "k")):
+            if self.load_balance and x.shape[seq_dim] % 2:
+                raise ValueError(
+                    f"ContextParallel: load_balance needs two equal chunks a rank, {name} of shape {tuple(x.shape)} has"
+                    f" length {x.shape[seq_dim]} (dim {seq_dim}); cut the sequence with context_parallel_shard"
+                )
+        return q, k, v
+
+    def agree(self, *tensors: T, causal: bool = False, masked: bool = False) -> None:
+        """Compares over the ranks what each alone knows, where it is new here.
+
+        Raises:
+            ValueError: they differ, on every rank that found its own to be new.
+        """
+        key = (self.mesh, tensors[0].dtype, causal, masked, *(tuple(x.shape) for x in tensors))
+        if self.size == 1 or key in self._agreed:
+            return
+        numbers = [int(masked), int(causal), *(n for x in tensors for n in x.shape)]
+        mine = torch.tensor(numbers, device=tensors[0].device)
+        found = mine.new_empty(self.size * len(numbers))
+        get_platform().collectives.all_gather(found, mine, group=self.mesh.get_group())
+        rows = found.view(self.size, -1).tolist()
+        with_mask = [rank for rank, row in zip(self.ranks, rows, strict=True) if row[0]]
+        if masked:
+            return  # it is refused next
+        if with_mask:
+            raise NotImplementedError(
+                f"ContextParallel: ranks {with_mask} pass an attn_mask, this one does not; their error says more"
+            )
+        if any(row[1:] != numbers[1:] for row in rows):
+            shapes = "; ".join(f"rank {rank}: {row[2:]}" for rank, row in zip(self.ranks, rows, strict=True))
+            raise ValueError(
+                "ContextParallel: the ranks of the context axis hold parts of different shapes, or differ in is_causal."
+                f" The shapes of {'q, k, v' if len(tensors) == 3 else 'the tensor'}, one after the other, are {shapes}."
+                " Cut the sequence with context_parallel_shard, which refuses lengths that do not divide"
+            )
+        self._agreed.add(key)
+
+    def copies(self, heads: int | None, kv_heads: int | None) -> int:
+        """How often each key and value head is sent; see `kv_copies`."""
+        return kv_copies(heads, kv_heads, self.degrees.ulysses, self.size)
+
+    # ---- what is computed ----
+    def to_heads(
+        self, tensors: tuple[T, T, T], arriving: Mapping[str, Transfer], head_dim: int, seq_dim: int
+    ) -> list[T]:
+        """The longer sequence of a part of the heads, of q, k and v: those not on their way already in one exchange."""
+        if self.degrees.ulysses == 1:
+            return list(tensors)
+        copies = self.copies(tensors[0].shape[head_dim], tensors[1].shape[head_dim])
+        rest = {
+            name: x if name == "q" or copies == 1 else x.repeat_interleave(copies, head_dim)
+            for name, x in zip("qkv", tensors, strict=True)
+            if name not in arriving
+        }
+        if rest:
+            sent = exchange(self.plan(head_dim, seq_dim), *rest.values(), to_heads=True)
+            rest = dict(zip(rest, sent, strict=True))
+        return [rest[name] if name in rest else arriving[name].finish() for name in "qkv"]
+
+    def to_sequence(self, out: T, head_dim: int, seq_dim: int) -> T:
+        """All heads of this rank's part of the sequence."""
+        if self.degrees.ulysses == 1:
+            return out
+        return exchange(self.plan(head_dim, seq_dim), out, to_heads=False)[0]
+
+    def over_ring(self, q: T, k: T, v: T, causal: bool, scale: float | None) -> T:
+        """Attention over the ring; over this rank's own keys where it has no other."""
+        if self.degrees.ring > 1:
+            return ring_attention(q, k, v, ring=self.ring, causal=causal, scale=scale)
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and q.device.type != "cuda":  # elsewhere torch's own would hold the weights in memory
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            grouped = False
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def refuse(q: T, k: T, v: T, dropout_p: float, is_causal: bool, enable_gqa: bool) -> None:
+    """Refuses what attention over a cut sequence is not for.
+
+    Raises:
+        NotImplementedError: dropout.
+        ValueError: shapes that do not fit each other.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if dropout_p:
+        raise NotImplementedError(
+            f"ContextParallel: dropout_p={dropout_p}: what is dropped can't be drawn for a part of the sequence as one"
+            " device draws it; set attention's dropout to 0"
+        )
+    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"ContextParallel: q, k and v have to be [batch, heads, sequence, head size], v as long as k, got {shapes}"
+        )
+    if q.shape[1] != k.shape[1] and (not enable_gqa or q.shape[1] % k.shape[1]):
+        raise ValueError(
+            f"ContextParallel: fewer key than query heads need enable_gqa=True and a divisor of the query heads, got"
+            f" {shapes}, enable_gqa={enable_gqa}"
+        )
+    if is_causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"ContextParallel: is_causal=True needs as many keys as queries, got {shapes}; a key/value cache can't be"
+            " used here"
+        )
+
+
+def refuse_mask(mask: T) -> None:
+    """Refuses a mask.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"ContextParallel: an attn_mask of shape {tuple(mask.shape)}: where the sequence is cut no rank holds the keys"
+        " that it is for. Only is_causal=True and no mask at all are computed. A transformers model makes a mask of its"
+        " own for position_ids that do not count up by one, unless it is given"
+        " attention_mask=torch.ones_like(input_ids). A mask of the whole sequence goes where q, k and v are a module's"
+        " inputs (qkv_indices=) and ulysses_degree is None"
+    )
+
+
+def attend(
+    group: ContextGroup,
+    arriving: Mapping[str, Transfer],
+    exchanged: bool,
+    query: T,
+    key: T,
+    value: T,
+    attn_mask: T | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> T:
+    """Attention of this rank's queries over the keys of all ranks, of the kind and the layout of the queries.
+
+    Args:
+        group: the ranks.
+        arriving: of q, k and v those on their way to a part of the heads.
+        exchanged: all of them are there already.
+        query: this and what follows as `torch.nn.functional.scaled_dot_product_attention` takes it.
+        key: keys.
+        value: values.
+        attn_mask: has to be None.
+        dropout_p: has to be 0.
+        is_causal: a query sees the keys up to its own place in the whole sequence.
+        scale: of the logits; None is 1 / sqrt(head size).
+        enable_gqa: there may be fewer key than query heads.
+    """
+    refuse(query, key, value, dropout_p, is_causal, enable_gqa)
+    tensors, kind = (query, key, value), query.device.type
+    if torch.is_autocast_enabled(kind):
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+    else:
+        q, k, v = tensors
+    parts = group.locals(q, k, v, _HEADS, _SEQUENCE)
+    with torch._C.DisableTorchFunction(), no_autocast(kind):
+        if not exchanged:
+            group.copies(parts[0].shape[_HEADS], parts[1].shape[_HEADS])
+            group.agree(*parts, causal=is_causal, masked=attn_mask is not None)
+        if attn_mask is not None:
+            refuse_mask(attn_mask)
+        if not exchanged:
+            q, k, v = group.to_heads(parts, arriving, _HEADS, _SEQUENCE)
+        else:
+            q, k, v = parts
+        out = group.over_ring(q, k, v, is_causal, scale)
+        if not exchanged:
+            out = group.to_sequence(out, _HEADS, _SEQUENCE)
+    return like(out, query)
+
+
+def like(out: T, q: T) -> T:
+    """A rank's part of attention's output, of the kind of its queries; a head size may differ from theirs."""
+    if not isinstance(q, DTensor):
+        return out
+    shape = [n * whole // part for n, whole, part in zip(out.shape, q.shape, q.local_shape, strict=False)]
+    return DTensor.from_local(out, q.device_mesh, q.placements, shape=shape)

@@ -1,0 +1,199 @@
+"""The all-to-all of Ulysses: from a piece of the sequence with all heads to the whole of it with a part of the heads.
+
+Several tensors travel in one message. Note [Head and tail] in `hp_styles.context_plan` says what order they are put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hp_platform import get_platform
+
+__all__ = ["Exchange", "Transfer", "exchange"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Between which ranks, on which dims.
+
+    Attributes:
+        group: the process group.
+        size: its ranks.
+        head_dim: the dim that has the heads.
+        seq_dim: the dim that has the sequence.
+        load_balance: each rank holds a chunk of the head and one of the tail.
+    """
+
+    group: Any
+    size: int
+    head_dim: int
+    seq_dim: int
+    load_balance: bool
+
+    def pieces(self, x: torch.Tensor, *, to_heads: bool) -> tuple[int, ...]:
+        """The shape of what is sent of ``x``: a piece a rank, its heads, its part of the sequence, what is left."""
+        heads, length, *rest = x.movedim((self.head_dim, self.seq_dim), (0, 1)).shape
+        if to_heads:
+            return (self.size, heads // self.size, length, *rest)
+        return (self.size, heads, length // self.size, *rest)
+
+    def received(self, x: torch.Tensor, *, to_heads: bool) -> torch.Tensor:
+        """An empty tensor for what ``x`` becomes."""
+        shape = list(x.shape)
+        grows, shrinks = (self.seq_dim, self.head_dim) if to_heads else (self.head_dim, self.seq_dim)
+        shape[grows] *= self.size
+        shape[shrinks] //= self.size
+        return x.new_empty(shape)
+
+    def pairs(self, x: torch.Tensor, pieces: torch.Tensor, *, many_heads: bool) -> Iterator[Pair]:
+        """Parts of ``x`` and of the pieces that hold the same elements.
+
+        Args:
+            x: a tensor with all heads and a part of the sequence, or the other way round.
+            pieces: [rank, heads, sequence, ...].
+            many_heads: ``x`` is the former.
+        """
+        view = x.movedim((self.head_dim, self.seq_dim), (0, 1))
+        if many_heads:
+            yield view.unflatten(0, (self.size, -1)), pieces
+        elif not self.load_balance:
+            yield view.unflatten(1, (self.size, -1)).movedim(1, 0), pieces
+        else:
+            halves, ends = view.unflatten(1, (2, self.size, -1)), pieces.unflatten(2, (2, -1))
+            yield halves[:, 0].movedim(1, 0), ends[:, :, 0]
+            for rank in range(self.size):
+                yield halves[:, 1, self.size - 1 - rank], ends[rank, :, 1]
+
+    def pack(self, x: torch.Tensor, into: torch.Tensor, *, to_heads: bool) -> None:
+        """Writes what is sent of ``x``."""
+        for part, piece in self.pairs(x, into, many_heads=to_heads):
+            piece.copy_(part)
+
+    def unpack(self, pieces: torch.Tensor, into: torch.Tensor, *, to_heads: bool) -> torch.Tensor:
+        """Writes what was received, and returns it."""
+        for part, piece in self.pairs(into, pieces, many_heads=not to_heads):
+            part.copy_(piece)
+        return into
+
+
+def _run(plan: Exchange, to_heads: bool, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    shapes = [plan.pieces(x, to_heads=to_heads) for x in tensors]
+    widths = [prod(shape[1:]) for shape in shapes]
+    sent = tensors[0].new_empty(plan.size, sum(widths))
+    for x, shape, row in zip(tensors, shapes, sent.split(widths, 1), strict=True):
+        plan.pack(x, row.unflatten(1, shape[1:]), to_heads=to_heads)
+    received = torch.empty_like(sent)
+    get_platform().collectives.all_to_all(received, sent, group=plan.group)
+    return tuple(
+        plan.unpack(row.unflatten(1, shape[1:]), plan.received(x, to_heads=to_heads), to_heads=to_heads)
+        for x, shape, row in zip(tensors, shapes, received.split(widths, 1), strict=True)
+    )
+
+
+class _Exchange(torch.autograd.Function):
+    """One all-to-all forward, one backward, whatever the number of tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Exchange, to_heads: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.plan, ctx.to_heads = plan, to_heads
+        return _run(plan, to_heads, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, None, *_Exchange.apply(ctx.plan, not ctx.to_heads, *grads)
+
+
+def exchange(plan: Exchange, *tensors: torch.Tensor, to_heads: bool) -> tuple[torch.Tensor, ...]:
+    """All tensors at once, differentiable.
+
+    Args:
+        plan: between which ranks, on which dims.
+        tensors: of one dtype; their heads (``to_heads``) or their sequence divide over the ranks.
+        to_heads: from a piece of the sequence to a part of the heads; else back.
+    """
+    return _Exchange.apply(plan, to_heads, *tensors)
+
+
+@dataclass
+class Transfer:
+    """One tensor on its way to a part of its heads, forward, or its gradient on the way back.
+
+    Two autograd nodes, made at the two ends: the later one's backward starts the gradient's exchange, the earlier
+    one's, which autograd runs after all nodes between, waits for it. What flows between the two is a buffer that is
+    being written.
+
+    Attributes:
+        plan: between which ranks, on which dims.
+        pieces: what arrives.
+        under_way: the exchange, until it has been waited for.
+        sent: what it reads.
+    """
+
+    plan: Exchange
+    pieces: torch.Tensor | None = None
+    under_way: Any = None
+    sent: torch.Tensor | None = None
+
+    def start(self, x: torch.Tensor) -> None:
+        """Sends a tensor."""
+        self.pieces = _Start.apply(self, x)  # type: ignore[assignment]
+
+    def finish(self) -> torch.Tensor:
+        """What was sent, arrived."""
+        pieces, self.pieces = self.pieces, None  # its node holds this
+        return _Finish.apply(self, pieces)  # type: ignore[return-value]
+
+    def _send(self, sent: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(sent)
+        all_to_all = get_platform().collectives.all_to_all
+        self.sent, self.under_way = sent, all_to_all(received, sent, group=self.plan.group, async_op=True)
+        return received
+
+    def _wait(self) -> None:
+        if self.under_way is not None:
+            self.under_way.wait()
+        self.sent = self.under_way = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, x: torch.Tensor) -> torch.Tensor:
+        ctx.transfer, ctx.shape = transfer, x.shape
+        sent = x.new_empty(transfer.plan.pieces(x, to_heads=True))
+        transfer.plan.pack(x, sent, to_heads=True)
+        return transfer._send(sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, pieces: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.transfer._wait()
+        into = pieces.new_empty(ctx.shape)
+        return None, ctx.transfer.plan.unpack(pieces, into, to_heads=False)
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, pieces: torch.Tensor) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer._wait()
+        _, heads, length, *rest = pieces.shape
+        plan = transfer.plan
+        shape = [heads, plan.size * length, *rest]
+        made = pieces.new_empty(shape).movedim((0, 1), (plan.head_dim, plan.seq_dim))
+        return plan.unpack(pieces, made, to_heads=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        plan = ctx.transfer.plan
+        sent = grad.new_empty(plan.pieces(grad, to_heads=False))
+        plan.pack(grad, sent, to_heads=False)
+        return None, ctx.transfer._send(sent)

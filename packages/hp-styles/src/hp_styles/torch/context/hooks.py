@@ -1,0 +1,312 @@
+"""The hooks of context parallelism on a module.
+
+Note [Entered and left]
+    A hook before forward puts a frame on this thread's stack, and in it the mode that intercepts attention; a hook
+    after it, which is called on an error too, takes both away. Recomputation under activation checkpointing calls the
+    module again, perhaps on a thread of autograd's, and so its hooks. A second hook after forward, not called on an
+    error, tells whether attention was met at all: without it, the module would have attended within each rank's part.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hp_dtensor import DeviceMesh, DTensor
+from hp_styles.context_plan import Settings
+from hp_styles.torch.context.attention import ContextGroup, attend, like
+from hp_styles.torch.context.exchange import Transfer
+
+__all__ = ["attach"]
+
+T = torch.Tensor
+
+
+@dataclass
+class _Frame:
+    """A module that runs.
+
+    Attributes:
+        module: the module.
+        mode: what intercepts attention in it, where something does.
+        early: of q, k and v those that are sent before attention.
+        arriving: those on their way.
+        sources: what they were, and its version, which tells of writes.
+        query: its input that is the queries, where they are an input.
+        inside: heads and length of the sequence inside, where they are an input.
+    """
+
+    module: nn.Module
+    mode: _Attention | None = None
+    early: tuple[str, ...] = ()
+    arriving: dict[str, Transfer] = field(default_factory=dict)
+    sources: dict[str, tuple[T, int]] = field(default_factory=dict)
+    query: T | None = None
+    inside: tuple[int, int] = (1, 0)
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Frame] = []
+
+    def of(self, module: nn.Module) -> _Frame | None:
+        """The frame of ``module``, if it is the innermost."""
+        return self.stack[-1] if self.stack and self.stack[-1].module is module else None
+
+
+_frames = _Frames()
+
+
+class _Attention(TorchFunctionMode):
+    """Computes attention over the group, in the place of torch's function."""
+
+    def __init__(self, group: ContextGroup, frame: _Frame) -> None:
+        super().__init__()
+        self.group, self.frame, self.calls = group, frame, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            if self.frame.early:
+                _check_sources(self.frame, self.calls, *args, **(kwargs or {}))
+            return attend(self.group, self.frame.arriving, self.frame.query is not None, *args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            raise NotImplementedError(
+                "ContextParallel: nn.MultiheadAttention calls attention where it can't be intercepted; use a module"
+                " that calls torch.nn.functional.scaled_dot_product_attention"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, agreed: set[Any]) -> None:
+    """Registers the hooks.
+
+    Args:
+        module: whose attention is over the cut sequence.
+        mesh: of one axis.
+        settings: what the style says.
+        agreed: see `ContextGroup`.
+
+    Raises:
+        RuntimeError: the module has such hooks already.
+        ValueError: a degree or an order of ranks that does not fit, a projection that the module does not have, or
+            nothing to send early.
+    """
+    if getattr(module, "_context_parallel", False):
+        raise RuntimeError(
+            f"ContextParallel: {type(module).__name__} has a context parallel style already; apply one, once"
+        )
+    group = ContextGroup(mesh, settings.ulysses_degree, settings.load_balance, agreed)
+    if settings.projections and group.degrees.ulysses == 1 and group.size > 1:
+        raise ValueError(
+            f"AsyncContextParallel: with ulysses_degree=1 over {group.size} ranks no projection's output is sent before"
+            " attention, and the ring overlaps its exchanges itself; use ContextParallel"
+        )
+    for name, path in settings.projections.items():
+        _projection(module, path).register_forward_hook(_sender(group, name, settings))
+    module._context_parallel = True  # type: ignore[assignment]
+    if settings.takes_qkv:
+        module.register_forward_pre_hook(_receiver(group, settings), with_kwargs=True)
+        module.register_forward_hook(_giver(group, settings))
+    else:
+        module.register_forward_pre_hook(_enter(group, settings))
+    if not settings.takes_qkv or group.degrees.ring > 1:
+        module.register_forward_hook(_check_met)
+    module.register_forward_hook(_leave, always_call=True)
+    if settings.use_local_output:
+        module.register_forward_hook(_local_outputs)
+
+
+def _enter(group: ContextGroup, settings: Settings) -> Any:
+    early = tuple(settings.projections) if group.size > 1 else ()
+    return lambda module, args: _open(_Frame(module, early=early), group)
+
+
+def _open(frame: _Frame, group: ContextGroup | None) -> None:
+    if group is not None:
+        frame.mode = _Attention(group, frame)
+        frame.mode.__enter__()
+    _frames.stack.append(frame)
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    if _frames.of(module) is not None:
+        frame = _frames.stack.pop()
+        if frame.mode is not None:
+            frame.mode.__exit__(None, None, None)
+
+
+def _check_met(module: nn.Module, args: Any, output: Any) -> None:
+    frame = _frames.of(module)
+    if frame is not None and frame.mode is not None and not frame.mode.calls:
+        raise RuntimeError(
+            f"ContextParallel: {type(module).__name__} ran without a call of"
+            " torch.nn.functional.scaled_dot_product_attention, so that each rank attended to its own part of the"
+            " sequence only. Give a transformers model attn_implementation='sdpa'; for a module that takes q, k and v"
+            " as inputs, name them (qkv_indices= or qkv_kwarg_names=)"
+        )
+
+
+# ---- q, k and v are the module's inputs ----
+def _receiver(group: ContextGroup, settings: Settings) -> Any:
+    def receive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tuple(args), dict(kwargs)
+        given = [_input(module, args, kwargs, settings, which) for which in range(3)]
+        q: T = given[0][1]
+        head, seq = settings.head_dim % q.dim(), settings.seq_dim % q.dim()
+        parts = group.locals(*(x for _, x in given), head, seq)  # type: ignore[arg-type]
+        with torch._C.DisableTorchFunction():
+            group.copies(parts[0].shape[head], parts[1].shape[head])
+            group.agree(*parts)
+            sent = group.to_heads(parts, {}, head, seq)
+        for (where, _), x in zip(given, sent, strict=True):
+            if isinstance(where, str):
+                kwargs[where] = x
+            else:
+                args = (*args[:where], x, *args[where + 1 :])
+        _open(
+            _Frame(module, query=q, inside=(sent[0].shape[head], sent[0].shape[seq])),
+            group if group.degrees.ring > 1 else None,
+        )
+        return args, kwargs
+
+    return receive
+
+
+def _input(module: nn.Module, args: Any, kwargs: Any, settings: Settings, which: int) -> tuple[int | str, T]:
+    """Where one of q, k and v stands, and it."""
+    index = settings.qkv_indices[which] if settings.qkv_indices else None
+    name = settings.qkv_kwarg_names[which] if settings.qkv_kwarg_names else None
+    where = index if index is not None and index < len(args) else name
+    found = kwargs.get(name) if where is name else args[index]
+    if where is None or not isinstance(found, T):
+        raise TypeError(
+            f"ContextParallel on {type(module).__name__}: {'qkv'[which]} is looked for at position {index} and by name"
+            f" {name!r}; the inputs are {[type(x).__name__ for x in args]} and"
+            f" { {key: type(x).__name__ for key, x in kwargs.items()} }"
+        )
+    return where, found
+
+
+def _giver(group: ContextGroup, settings: Settings) -> Any:
+    def give(module: nn.Module, args: Any, output: Any) -> Any:
+        frame = _frames.of(module)
+        assert frame is not None and frame.query is not None  # the hook before made it
+        several = isinstance(output, (tuple, list))
+        first, *others = output if several else (output,)
+        if not isinstance(first, T) or any(isinstance(x, T) for x in others):
+            raise NotImplementedError(
+                f"ContextParallel on {type(module).__name__}: the output has to be a tensor, alone or first among"
+                f" others that are none, got {[type(x).__name__ for x in (first, *others)]}; attention weights are not"
+                " brought back"
+            )
+        ndim, (heads, length) = frame.query.dim(), frame.inside
+        head, seq = settings.head_dim % ndim, settings.seq_dim % ndim
+        if max(head, seq) >= first.dim() or first.shape[seq] != length or first.shape[head] % heads:
+            raise ValueError(
+                f"ContextParallel on {type(module).__name__}: the output of shape {tuple(first.shape)} has to have the"
+                f" sequence of length {length} in dim {seq} and the {heads} heads in dim {head}, as the queries"
+            )
+        with torch._C.DisableTorchFunction():
+            made = group.to_sequence(first, head, seq)
+        made = like(made, frame.query)
+        if not several:
+            return made
+        return type(output)(made, *others) if hasattr(output, "_fields") else type(output)((made, *others))
+
+    return give
+
+
+def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    def local(x: Any) -> Any:
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    if not isinstance(output, (tuple, list)):
+        return local(output)
+    made = [local(x) for x in output]
+    return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
+
+
+# ---- projections whose output is sent at once ----
+def _projection(module: nn.Module, path: str) -> nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        names = [name for name, _ in module.named_modules() if name]
+        raise ValueError(
+            f"AsyncContextParallel: {type(module).__name__} has no submodule {path!r}; it has {names}"
+        ) from None
+
+
+def _heads_apart(x: T, settings: Settings) -> T:
+    """A projection's output as [batch, heads, sequence, head size], a view."""
+    if x.dim() == 3 and settings.head_size:
+        if x.shape[2] % settings.head_size == 0:
+            return x.unflatten(2, (-1, settings.head_size)).transpose(1, 2)
+    elif x.dim() == 4:
+        return x.movedim((settings.head_dim, settings.seq_dim), (1, 2))
+    raise ValueError(
+        f"AsyncContextParallel: a projection's output has to be [batch, sequence, heads * head_size], with head_size="
+        f" given, or have 4 dims; got shape {tuple(x.shape)}, head_size={settings.head_size}"
+    )
+
+
+def _version(x: T) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _sender(group: ContextGroup, name: str, settings: Settings) -> Any:
+    def send(module: nn.Module, args: Any, output: Any) -> None:
+        frame = _frames.stack[-1] if _frames.stack else None
+        if frame is None or frame.mode is None or frame.mode.group is not group or not frame.early:
+            return  # called from elsewhere
+        if name in frame.arriving:
+            raise RuntimeError(f"AsyncContextParallel: {name}'s projection ran twice before attention")
+        local = output.to_local() if isinstance(output, DTensor) else output
+        with torch._C.DisableTorchFunction():
+            x = _heads_apart(local, settings)
+            if group.load_balance and x.shape[2] % 2:
+                raise ValueError(
+                    f"AsyncContextParallel: load_balance needs two equal chunks a rank, {name}'s projection has an"
+                    f" output of shape {tuple(local.shape)}; cut the sequence with context_parallel_shard"
+                )
+            copies = group.copies(x.shape[1], None) if name == "q" else group.copies(None, x.shape[1])
+            group.agree(x)
+            frame.arriving[name] = transfer = Transfer(group.plan(1, 2))
+            frame.sources[name] = x, _version(x)
+            transfer.start(x.repeat_interleave(copies, 1) if copies > 1 else x)
+
+    return send
+
+
+def _check_sources(frame: _Frame, calls: int, query: T, key: T, value: T, *args: Any, **more: Any) -> None:
+    """Refuses where attention reads something else than what is on its way."""
+    if calls > 1:
+        raise RuntimeError("AsyncContextParallel: attention is called twice in one forward; use ContextParallel")
+    absent = [name for name in frame.early if name not in frame.sources]
+    if absent:
+        raise RuntimeError(
+            f"AsyncContextParallel: attention is called before the projections of {', '.join(absent)} ran; leave them"
+            " out"
+        )
+    for name, x in zip("qkv", (query, key, value), strict=True):
+        if name not in frame.sources:
+            continue
+        local = x.to_local() if isinstance(x, DTensor) else x
+        with torch._C.DisableTorchFunction():
+            sent, version = frame.sources[name]
+            same = local.data_ptr() == sent.data_ptr() and local.shape == sent.shape and local.dtype == sent.dtype
+            strides = zip(local.stride(), sent.stride(), sent.shape, strict=False)
+            if not same or any(a != b for a, b, n in strides if n > 1) or _version(local) != version:
+                raise RuntimeError(
+                    f"AsyncContextParallel: {name} in attention, of shape {tuple(x.shape)}, is not the output of the"
+                    f" projection that {name}_proj names, with its heads apart: something (rotary positions, a norm)"
+                    f" comes between. Name the last module before attention, or leave {name}_proj out: {name} is then"
+                    " sent at attention"
+                )

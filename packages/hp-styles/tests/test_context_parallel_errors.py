@@ -1,0 +1,193 @@
+"""What context parallelism refuses: by which error, before anything is sent, and with nothing left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_platform import count_collectives
+from hp_platform.testing import device_type, on_ranks
+from hp_styles import AsyncContextParallel, ContextParallel, context_parallel_shard, parallelize_module
+
+pytestmark = pytest.mark.framework("torch")
+R = Replicate()
+HEADS, SIZE = 4, 2
+DIM = HEADS * SIZE
+
+
+class Attention(nn.Module):
+    """Projections and torch's attention, written for one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": torch.float64, "device": device_type(), "bias": False}
+        self.q, self.k, self.v = (nn.Linear(DIM, DIM, **options) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _mesh() -> Any:
+    return init_device_mesh(device_type(), (dist.get_world_size(),), ("cp",))
+
+
+class Given(nn.Module):
+    """Calls attention with what it is given."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+@on_ranks(2)
+def test_what_attention_is_not_computed() -> None:
+    mesh = _mesh()
+    module = parallelize_module(Given(), mesh, ContextParallel())
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device_type())
+
+    q = rand(1, 4, 6, 2)
+    cases: list[tuple[type[Exception], str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
+        (NotImplementedError, "dropout_p=0.1", (q, q, q), {"dropout_p": 0.1}),
+        (ValueError, "fewer key than query heads need enable_gqa=True", (q, q[:, :2], q[:, :2]), {}),
+        (ValueError, "is_causal=True needs as many keys", (q, q[:, :, :4], q[:, :, :4]), {"is_causal": True}),
+        (ValueError, "have to be .batch, heads, sequence, head size", (q[0], q[0], q[0]), {}),
+        (TypeError, "they need one dtype", (q, q.double(), q), {}),
+        (ValueError, "3 query heads and 3 key/value heads do not divide over a Ulysses", (q[:, :3],) * 3, {}),
+        (ValueError, "q, k and v are placed .* they need one layout", (distribute_tensor(q, mesh, [R]), q, q), {}),
+        (ValueError, "it has to be Shard.2., its sequence dim", (distribute_tensor(q, mesh, [R]),) * 3, {}),
+        (
+            ValueError,
+            "length 7 .* does not divide over 2",
+            (distribute_tensor(rand(1, 4, 7, 2), mesh, [Shard(2)]),) * 3,
+            {},
+        ),
+    ]
+    for error, text, tensors, options in cases:
+        with count_collectives() as counts, pytest.raises(error, match=text):
+            module(*tensors, **options)
+        assert not counts, text
+        assert F.scaled_dot_product_attention(q, q, q).shape == q.shape, "the mode is left"
+        assert not torch.overrides._get_current_function_mode_stack()
+    assert module(q[:, :, :4], q, q).shape == (1, 4, 4, 2), "fewer queries than keys"
+    own = {"attn_mask": rand(6, 6)} if dist.get_rank() else {}  # all ranks refuse what one is given
+    text = r"an attn_mask of shape \(6, 6\)" if own else r"ranks \[1\] pass an attn_mask"
+    with count_collectives() as counts, pytest.raises(NotImplementedError, match=text):
+        module(q, q, q, **own)
+    assert dict(counts) == {"all_gather": 1}, "nothing but what is compared"
+
+
+@on_ranks(2)
+def test_parts_of_unequal_length_are_found_out() -> None:
+    mesh = _mesh()
+    module = parallelize_module(Given(), mesh, ContextParallel())
+    q = torch.randn(1, 4, 3 + dist.get_rank(), 2, device=device_type())
+    with pytest.raises(ValueError, match=r"parts of different shapes.*rank 0: \[1, 4, 3, 2, .*rank 1: \[1, 4, 4, 2"):
+        module(q, q, q)
+    with pytest.raises(ValueError, match="length 9 .* does not divide over 2 ranks; pad it to 10"):
+        context_parallel_shard(torch.zeros(1, 9), mesh)
+    balanced = parallelize_module(Given(), mesh, ContextParallel(load_balance=True))
+    with pytest.raises(ValueError, match="load_balance needs two equal chunks a rank, q .* has length 3"):
+        balanced(*[torch.ones(1, 4, 3, 2, device=device_type())] * 3)
+
+
+@on_ranks(2)
+def test_modules_that_do_not_fit() -> None:
+    mesh = _mesh()
+    x = torch.randn(1, 4, DIM, device=device_type())
+    silent = parallelize_module(nn.Identity(), mesh, ContextParallel())
+    with pytest.raises(RuntimeError, match="Identity ran without a call of .*attn_implementation='sdpa'"):
+        silent(x)
+    with pytest.raises(RuntimeError, match="Identity has a context parallel style already"):
+        parallelize_module(silent, mesh, ContextParallel())
+    several = parallelize_module(nn.MultiheadAttention(DIM, HEADS, device=device_type()), mesh, ContextParallel())
+    with pytest.raises(NotImplementedError, match="nn.MultiheadAttention calls attention where"):
+        several(x, x, x)
+    named = parallelize_module(Given(), mesh, ContextParallel(qkv_indices=(0, 1, 3), qkv_kwarg_names=("q", "k", "w")))
+    with pytest.raises(TypeError, match="v is looked for at position 3 and by name 'w'; the inputs are"):
+        named(x[..., None], x[..., None], x[..., None])
+    core = parallelize_module(Given(), mesh, ContextParallel(qkv_indices=(0, 1, 2)))
+    q = torch.randn(1, 2, 4, 2, device=device_type())
+    with pytest.raises(ValueError, match="the output of shape .* has to have the sequence of length 4 in dim 1"):
+        _patched(core, lambda q, k, v: q[:, :1])(q, q, q)
+    with pytest.raises(NotImplementedError, match="attention weights are not brought back"):
+        _patched(core, lambda q, k, v: (q, q))(q, q, q)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def _patched(module: nn.Module, forward: Any) -> nn.Module:
+    module.forward = forward
+    return module
+
+
+class Rotated(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q.cos(), k, v, is_causal=True)
+
+
+@on_ranks(2)
+def test_async_arguments_and_what_comes_between() -> None:
+    mesh = _mesh()
+    x = torch.randn(1, 4, DIM, dtype=torch.float64, device=device_type())
+    module = parallelize_module(Rotated(), mesh, AsyncContextParallel(q_proj="q", v_proj="v", head_size=SIZE))
+    with pytest.raises(RuntimeError, match="q in attention, .* is not the output of the projection that q_proj names"):
+        module(x)
+    parallelize_module(Rotated(), mesh, AsyncContextParallel(v_proj="v", head_size=SIZE))(x)
+    with pytest.raises(ValueError, match="Attention has no submodule 'w'; it has .'q', 'k', 'v'."):
+        parallelize_module(Attention(), mesh, AsyncContextParallel(v_proj="w"))
+    with pytest.raises(ValueError, match="with ulysses_degree=1 over 2 ranks no projection's output"):
+        parallelize_module(Attention(), mesh, AsyncContextParallel(v_proj="v", ulysses_degree=1))
+    unknown = parallelize_module(Attention(), mesh, AsyncContextParallel(v_proj="v"))
+    with pytest.raises(ValueError, match="has to be .batch, sequence, heads . head_size., with head_size"):
+        unknown(x)
+    late = Attention()
+    late.forward = lambda x: F.scaled_dot_product_attention(*[x.unflatten(-1, (-1, SIZE)).transpose(1, 2)] * 3)
+    parallelize_module(late, mesh, AsyncContextParallel(q_proj="q", v_proj="v", head_size=SIZE))
+    with pytest.raises(RuntimeError, match="attention is called before the projections of q, v ran"):
+        late(x)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@on_ranks(2)
+def test_an_error_inside_leaves_nothing_behind() -> None:
+    class Fails(nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            F.scaled_dot_product_attention(q, q, q)
+            raise KeyError("own")
+
+    module = parallelize_module(Fails(), _mesh(), ContextParallel())
+    q = torch.randn(1, 2, 4, 2, device=device_type())
+    for _ in range(2):
+        with pytest.raises(KeyError, match="own"):
+            module(q)
+        assert not torch.overrides._get_current_function_mode_stack()
+    one = F.scaled_dot_product_attention(q, q, q)
+    with count_collectives() as counts:
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), one)
+    assert not counts
+
+
+def test_styles_check_their_arguments() -> None:
+    with pytest.raises(ValueError, match="ulysses_degree must be at least 1 or None, got 0"):
+        ContextParallel(ulysses_degree=0)
+    with pytest.raises(ValueError, match="qkv_indices are three, for q, k and v, or none; got"):
+        ContextParallel(qkv_indices=(0, 1))
+    with pytest.raises(ValueError, match="qkv_kwarg_names are three"):
+        ContextParallel(qkv_kwarg_names="qkv")
+    with pytest.raises(ValueError, match="seq_dim and head_dim are both 1"):
+        ContextParallel(head_dim=1)
+    with pytest.raises(ValueError, match="name at least one of q_proj, k_proj, v_proj"):
+        AsyncContextParallel()
+    assert repr(ContextParallel(ulysses_degree=2)) == (
+        "ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=2, qkv_indices=(), qkv_kwarg_names=(),"
+        " load_balance=False, use_local_output=False)"
+    )
+    assert repr(AsyncContextParallel(v_proj="v")).startswith("AsyncContextParallel(v_proj='v', head_size=None, ")
