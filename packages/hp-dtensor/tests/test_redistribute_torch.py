@@ -16,6 +16,7 @@ from hp_dtensor.redistribution import AllGather, AllReduce, AllToAll, ReduceScat
 from hp_dtensor.redistribution.simulate import coordinates
 from hp_dtensor.sharding import local_shape, take
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch import exchange
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
@@ -75,6 +76,24 @@ def test_any_placements_to_any_others(seed: int, ranks: int) -> None:
             src, dst = (_any_placements(rng, shape, mesh_shape) for _ in range(2))
             arrays = _values(rng, src, shape, mesh_shape, np.float64)
             _check(mesh, shape, src, dst, {c: take(a, src, mesh_shape, c) for c, a in arrays.items()})
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [np.float64, np.bool_, np.complex64], ids=lambda kind: kind.__name__)
+def test_large_exchanges_keep_their_own_piece(dtype: type, ranks: int) -> None:
+    """From ``OVERLAPPED`` bytes on, what stays on a rank is not sent to it."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh(device_type(), (ranks,))
+    shape = (2 * ranks, 3 * ranks, ranks)
+    whole = np.arange(prod(shape)).reshape(shape).astype(dtype)
+    moves = [(Shard(a), Shard(b)) for a in range(3) for b in range(3) if a != b]
+    usual, exchange.OVERLAPPED = exchange.OVERLAPPED, 1
+    try:
+        for source, target in [*moves, (Shard(1), StridedShard(1, 3)), (StridedShard(1, 3), Shard(1))]:
+            locals_ = {c: take(whole, (source,), mesh.shape, c) for c in coordinates(mesh.shape)}
+            _check(mesh, shape, (source,), (target,), locals_)
+    finally:
+        exchange.OVERLAPPED = usual
 
 
 @on_ranks(2, 3, 4)

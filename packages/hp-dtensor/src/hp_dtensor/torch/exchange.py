@@ -27,6 +27,8 @@ __all__ = ["Run", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "s
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
+OVERLAPPED = 1 << 20
+"""From so many bytes a rank holds on, an all-to-all that packs leaves a rank's own piece out."""
 PADDING = 1.25
 """Uneven pieces are padded for an all-gather up to this ratio of padded to real size, else sent by all-to-all."""
 
@@ -201,8 +203,29 @@ def _nested_all_to_all(source: int, target: int, place: Place, group: Any) -> Ru
     packed, received = _stack(prod(before), rows, n), _stack(prod(after), columns, n)
     strides = (packed[2], n * packed[2], 1)
     flat_in, flat_out = rows == 1 and before[0] % n > 0, columns == 1 and after[0] % n > 0
+    me, piece = place.me, prod(before) // n
+    others = slice(1, n) if me == 0 else slice(0, n - 1)
+    sizes = [piece] * n
+    sizes_of_others = [0 if peer == me else piece for peer in range(n)]
+
+    def keeping_own(local: torch.Tensor) -> torch.Tensor:
+        """The pieces of others are on their way while this rank's own is copied to where it belongs."""
+        pieces = local.as_strided(packed, strides)
+        out = local.new_empty(received)
+        if me in (0, n - 1):
+            sent = pieces[others].contiguous()
+            args = out[others].view(-1), sent.view(-1), sizes_of_others, sizes_of_others
+            work: Any = send(*args, group=group, async_op=True)
+            out[me].view(packed[1:]).copy_(pieces[me])
+            work.wait()
+        else:  # its own piece stands between those of others
+            send(out.view(-1), pieces.contiguous().view(-1), sizes, sizes, group=group)
+        return out
 
     def run(local: torch.Tensor) -> torch.Tensor:
+        if rows > 1 and local.numel() * local.element_size() >= OVERLAPPED:
+            out = keeping_own(local)
+            return out.view(after) if columns == 1 else out.transpose(0, 1).contiguous().view(after)
         if rows > 1:
             local = local.as_strided(packed, strides).contiguous()
         elif flat_in:
