@@ -85,6 +85,9 @@ def test_modules(ranks: int) -> None:
     assert all(torch.equal(local_view(a), local_view(b)) for a, b in zip(other.parameters(), net.parameters()))
     with pytest.raises(RuntimeError, match="up.weight"):
         other.load_state_dict(plain.state_dict())
+    for again in (net, copy.deepcopy(net)):
+        with pytest.raises(RuntimeError, match="distribute_module: this Net was distributed by a call before"):
+            distribute_module(again, mesh)
     half = copy.deepcopy(net).to(torch.float32)
     assert half.up.weight.dtype == torch.float32 and half.up.weight.placements == (Shard(0),)
 

@@ -94,6 +94,11 @@ def test_partial_passes_where_the_operation_is_linear() -> None:
     shapes, out = [(4, 6), (4, 6)], [(4, 6)]
     assert _solve("add", shapes, out, [P, P])[:2] == ([P, P], [P])
     assert _solve("add", shapes, out, [P, R])[:2] == ([R, R], [R]), "a + b is linear in both together only"
+    assert _solve("add", [(4, 6), (6,)], out, [P, R]) == ([P, P], [P], [False, False]), "a bias becomes parts itself"
+    assert _solve("add", shapes, out, [P, R], in_place=0)[:2] == ([P, P], [P])
+    assert _solve("copy", shapes, out, [Partial("max")] * 2)[1] == [Partial("max")]
+    assert _solve("maximum", shapes, out, [Partial("max")] * 2)[1] == [Partial("max")]
+    assert _solve("maximum", shapes, out, [P, P])[1] == [R]
     assert _solve("mul", shapes, out, [P, R]) == ([P, R], [P], [False, True])
     assert _solve("mul", shapes, out, [P, P])[1] in ([P], [R]) and _solve("mul", shapes, out, [P, P])[0].count(P) < 2
     assert _solve("add", shapes, out, [Partial("max"), Partial("max")])[0] == [R, R], "max is not linear"

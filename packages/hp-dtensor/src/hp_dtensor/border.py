@@ -68,6 +68,7 @@ def custom_shard(
         fn: works on this rank's parts.
         device_mesh: the mesh of the results.
         out_placements: placements of the result, or a tuple of them for several results; None for a plain result.
+            Where a result is cut or partial, a replicated argument's gradient is a sum over the ranks.
         in_placements: placements that each positional argument must have, None for any and for what is no DTensor.
         redistribute_inputs: bring arguments to ``in_placements``; otherwise others are an error.
 
@@ -76,7 +77,8 @@ def custom_shard(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        f = framework("dtensor")
+        f, convert = framework("dtensor"), framework("autograd").convert
+        varies = _varying(out_placements)
         given = []
         for position, value in enumerate(args):
             wanted = in_placements[position] if in_placements is not None and position < len(in_placements) else None
@@ -94,7 +96,9 @@ def custom_shard(
                                 f" in_placements says {spec.placements}; pass redistribute_inputs=True to move it"
                             )
                         value = f.redistribute(value, spec)
-                value = f.local_of(value)
+                spec = value._spec
+                axes = tuple(a in varies and p.is_replicate() for a, p in enumerate(spec.placements))
+                value = f.local_of(convert(value, spec, axes) if spec.mesh == device_mesh and any(axes) else value)
             given.append(value)
         out = fn(*given, **kwargs)
         several = isinstance(out, (tuple, list))
@@ -106,3 +110,9 @@ def custom_shard(
         return tuple(made) if several else made[0]
 
     return run
+
+
+def _varying(out_placements: Any) -> set[int]:
+    """The mesh axes on which a result is cut or partial."""
+    several = [out_placements] if out_placements and isinstance(out_placements[0], Placement) else out_placements or ()
+    return {axis for each in several for axis, p in enumerate(each or ()) if not p.is_replicate()}

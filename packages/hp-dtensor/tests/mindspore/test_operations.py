@@ -17,12 +17,14 @@ from hp_dtensor import (
     Partial,
     Replicate,
     Shard,
+    distribute_tensor,
     implicit_replication,
     init_device_mesh,
     parallelize_value_and_grad,
 )
 from hp_dtensor.mindspore.dtensor import wrap
 from hp_dtensor.spec import TensorSpec
+from hp_platform import count_collectives
 from hp_platform.testing import on_ranks
 
 GROUP = 16
@@ -39,6 +41,15 @@ CASES = {
     "mul scalar": (lambda x: x * 2.5, A),
     "div": (lambda x, y: x / (y * y + 1), A, A),
     "div scalar": (lambda x: x / 4, A),
+    "tensor plus": (lambda x: Tensor(2.0) + x, A),
+    "tensor minus": (lambda x: Tensor(2.0) - x, A),
+    "tensor times": (lambda x: Tensor(2) * x, A),
+    "tensor by": (lambda x: Tensor(2.0) / (x * x + 1), A),
+    "tensor to the power": (lambda x: Tensor(2.0) ** x, A),
+    "tensor by, whole": (lambda x: Tensor(7.0) // (x * x + 1) + x, A),
+    "tensor modulo": (lambda x: Tensor(7.0) % (x * x + 1), A),
+    "leaky relu": (ops.leaky_relu, A),
+    "leaky relu, steep": (lambda x: ops.leaky_relu(x, 2.5), A),
     "neg": (lambda x: -x, A),
     "square": (lambda x: x**2, A),
     "exp": (mint.exp, A),
@@ -226,3 +237,14 @@ def test_one_axis(first: int) -> None:
 @pytest.mark.parametrize("first", GROUPS)
 def test_two_axes(first: int) -> None:
     _sweep(first, init_device_mesh("cpu", (2, 2)))
+
+
+@on_ranks(2, 4)
+def test_rows_that_a_sharded_table_does_not_have(ranks) -> None:
+    mesh = init_device_mesh("cpu", (ranks,))
+    table = distribute_tensor(Tensor(np.ones((3, 2), np.float32)), mesh, [Shard(0)])  # of 4 ranks the last has nothing
+    for wrong in (3, -1):
+        index, text = distribute_tensor(Tensor([0, wrong]), mesh, [Replicate()]), rf"range \[0, 3\), .* but got {wrong}"
+        with count_collectives() as counts, pytest.raises(RuntimeError, match=text):
+            ops.gather(table, index, 0).asnumpy()
+        assert not counts

@@ -209,3 +209,24 @@ def test_kernels_that_read_a_parameter(first):
             except Exception as error:
                 failures.append(f"{name} of {placement}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     assert not failures, "\n".join(failures)
+
+
+def of_a_copy(parameter, differentiate):
+    """Gradients of a copy and of the parameter where both are used, and of the parameter that is copied in between."""
+    made = parameter.copy()
+    assert isinstance(made, Parameter) and made.requires_grad and made is not parameter
+    _, gradients = differentiate(lambda: (made * made * parameter).sum(), None, [made, parameter])()
+    _, cut_off = differentiate(lambda: (parameter.copy() * made).sum(), None, [parameter])()
+    return *gradients, *cut_off
+
+
+@on_ranks(2)
+def test_a_copy_is_a_parameter_of_its_own():
+    """As on one device: it trains, and what was copied gets no gradient through it."""
+    plain, given = parameters(1, 0.1) + parameters(1, 0.1)
+    distribute_parameter(given, init_device_mesh("cpu", (2,)), [Shard(0)])
+    assert given.copy().placements == (Shard(0),)
+    expected = of_a_copy(plain, ms.value_and_grad)
+    for got, want in zip(of_a_copy(given, parallelize_value_and_grad), expected, strict=True):
+        np.testing.assert_allclose(got.full_tensor().asnumpy(), want.asnumpy(), rtol=1e-6)
+    assert expected[0].asnumpy().all() and expected[1].asnumpy().all() and not expected[2].asnumpy().any()

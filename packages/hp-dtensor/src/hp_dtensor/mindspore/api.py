@@ -195,7 +195,15 @@ def distribute_module(
             (`distribute_parameter`).
         input_fn: called as ``(cell, inputs, mesh)`` before construct; returns the inputs.
         output_fn: called as ``(cell, outputs, mesh)`` after construct; returns the outputs.
+
+    Raises:
+        RuntimeError: it was called on this Cell before, whose inputs and outputs would be converted twice.
     """
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError(
+            f"distribute_module: this {type(module).__name__} was distributed by a call before, and its inputs and"
+            " outputs would be converted a second time; call it once, with all that is to be done"
+        )
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     for name, child in module.cells_and_names():
         if partition_fn is not None:
@@ -205,6 +213,7 @@ def distribute_module(
         module.register_forward_pre_hook(lambda cell, inputs: input_fn(cell, inputs, mesh))
     if output_fn is not None:
         module.register_forward_hook(lambda cell, inputs, outputs: output_fn(cell, outputs, mesh))
+    module._distribute_module_applied = True
     return module
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
 from hp_dtensor.gradients import grad_spec
@@ -60,6 +60,12 @@ def local_view(tensor: Tensor) -> Tensor:
     """A plain tensor of a DTensor's local part (or of a plain tensor), outside autograd."""
     with local_mode():
         return ops.stop_gradient(tensor)
+
+
+def _reflected(name: str, function: Any) -> Any:
+    """An operator that Python asks before that of a plain tensor on the left, which doesn't find ``__fallback__``."""
+    of_number = getattr(Tensor, name)
+    return lambda self, other: function(other, self) if isinstance(other, Tensor) else of_number(self, other)
 
 
 class DTensor(Tensor):
@@ -277,6 +283,15 @@ class DTensor(Tensor):
 
         return set_item(self, index, value)
 
+    __radd__ = _reflected("__radd__", ops.add)
+    __rsub__ = _reflected("__rsub__", ops.sub)
+    __rmul__ = _reflected("__rmul__", ops.mul)
+    __rtruediv__ = _reflected("__rtruediv__", ops.div)
+    __rfloordiv__ = _reflected("__rfloordiv__", ops.floor_div)
+    __rmod__ = _reflected("__rmod__", mint.remainder)
+    __rpow__ = _reflected("__rpow__", ops.pow)
+    __rmatmul__ = _reflected("__rmatmul__", ops.matmul)
+
     # ---- autograd ----
     def register_hook(self, hook: Any) -> Any:
         """Calls ``hook`` with the gradient, a DTensor of the layout that it has."""
@@ -347,6 +362,8 @@ class DParameter(DTensor, Parameter):
         finally:
             wrap(plain, spec)
         return made if local_only() else wrap(made, spec)
+
+    copy = clone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:

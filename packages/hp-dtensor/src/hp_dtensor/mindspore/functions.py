@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import hp_dtensor.rules.library  # noqa: F401  (defines the rules)
+import hp_dtensor.rules.moving  # noqa: F401  (defines the rules)
 from hp_dtensor.mindspore import local, shapes
 from hp_dtensor.mindspore.plans import Binding, Call
 from hp_dtensor.placements import Shard
@@ -114,7 +114,7 @@ def _bind_products() -> None:
         "source index axis=0 batch_dims=0",
         "source index",
         arguments=_gather_arguments,
-        local=local.over_nothing(_gather_local),
+        local=_gather_local,
     )
     bind(
         "embedding_of",
@@ -219,7 +219,8 @@ def _gather_arguments(call: Call) -> dict[str, Any]:
 
 def _gather_local(call: Call) -> Any:
     first = dims_argument(call.bound["axis"], len(call.shape)) == (0,)
-    return local.rows(call) if first and any(p == Shard(0) for p in call.targets[0].placements) else None
+    sharded = first and any(p == Shard(0) for p in call.targets[0].placements)
+    return local.rows(call) if sharded else local.over_nothing()(call)
 
 
 def _bind_reductions() -> None:

@@ -18,6 +18,7 @@ from hp_dtensor.mindspore.shapes import ints, sliced
 from hp_dtensor.placements import Shard
 from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.sharding import chunk
+from hp_platform import get_platform
 
 if TYPE_CHECKING:
     from hp_dtensor.mindspore.plans import Call
@@ -220,11 +221,30 @@ class _Elsewhere(_Function):
 
 
 def rows(call: Call) -> Any:
-    """``Gather`` from rows that are sharded: each rank looks up what it has, zeros elsewhere; the sum is the result."""
+    """``Gather`` from rows that are sharded: each rank looks up what it has, zeros elsewhere; the sum is the result.
+
+    An index that is no row's is refused on the CPU, as one device's kernel does, on all of the ranks that share the
+    rows, before they communicate. On Ascend, where it is undefined, it gives zeros: a check would wait for the device.
+    """
+    found, count = over_nothing(_rows)(call), call.targets[0].shape[0]
+    on_host = get_platform().devices.kind == "cpu"
+
+    def run(args: Any, kwargs: Any) -> Any:
+        if on_host and math.prod(args[1].shape):
+            values = args[1].asnumpy()
+            wrong = values[(values < 0) | (values >= count)]
+            if wrong.size:
+                raise RuntimeError(
+                    f"Gather: the indices should be in the range [0, {count}), the rows of the table, but got {wrong[0]}"
+                )
+        return found(args, kwargs)
+
+    return run
+
+
+def _rows(call: Call) -> Any:
     source = call.targets[0]
     axes = [axis for axis, p in enumerate(source.placements) if p == Shard(0)]
-    if not axes:
-        return None
     coordinate = source.mesh.get_coordinate()
     start, size = 0, source.shape[0]
     for axis in axes:

@@ -32,6 +32,7 @@ def rule(
     even: str = "",
     linear: str = "",
     once: str = "",
+    runs: str = "",
 ) -> None:
     """Defines the sharding rule of an operation.
 
@@ -45,6 +46,7 @@ def rule(
         linear: operands (by number, separated by blanks) in each of which the operation is linear by itself; ``0+1``
             where it is linear in both together.
         once: operands (by number) that one rank alone adds, where a summed factor is sharded: a bias.
+        runs: factors that may be sharded in runs only, not in strides: the local part knows where it begins.
 
     Raises:
         ValueError: the name is taken, or a factor is named that the equation does not have.
@@ -56,13 +58,14 @@ def rule(
         return
     if "->" not in equation:
         raise ValueError(f"rule {name!r}: the equation {equation!r} has no '->'")
-    for factor in f"{reduce} {whole} {even}".split():
+    for factor in f"{reduce} {whole} {even} {runs}".split():
         if factor not in equation.replace(",", " ").split():
             raise ValueError(f"rule {name!r}: factor {factor!r} is not in {equation!r}")
     options = {
         "reduce": tuple(reduce.split()),
         "whole": tuple(whole.split()),
         "even": tuple(even.split()),
+        "runs": tuple(runs.split()),
         "linear": tuple(frozenset(int(i) for i in group.split("+")) for group in linear.split()),
         "once": tuple(int(i) for i in once.split()),
     }
@@ -84,6 +87,7 @@ def from_equation(
     even: Sequence[str] = (),
     linear: Sequence[frozenset[int]] = (),
     once: Sequence[int] = (),
+    runs: Sequence[str] = (),
 ) -> FactorMap:
     """The FactorMap of an equation for given shapes; absent operands are None.
 
@@ -126,4 +130,5 @@ def from_equation(
         even=frozenset(names[name] for name in even if name in names),
         linear=tuple(linear),
         once=frozenset(once),
+        runs=frozenset(names[name] for name in runs if name in names),
     )

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 
-__all__ = ["Dims", "FactorMap", "NoLegalPlacement", "Solution", "solve"]
+__all__ = ["LINEAR", "Dims", "FactorMap", "NoLegalPlacement", "Solution", "solve"]
 
 Dims = tuple["int | None", ...]
 # Placements of the operands, where they vary, placements of the results, and the factor that is sharded.
 Candidate = tuple[list[Placement], list[bool], list[Placement], "int | None"]
 REPLICATE = Replicate()
+LINEAR = frozenset({"sum", "avg"})
+"""Reductions that are linear."""
 
 
 class NoLegalPlacement(ValueError):
@@ -36,7 +38,9 @@ class FactorMap:
         whole: factors that must not be sharded.
         even: factors whose every dim must be a multiple of the number of shards.
         full: factors of which no rank may hold an empty shard.
+        runs: factors that may be cut in runs only, not in strides.
         linear: sets of operands; the operation is linear in each set jointly, so partial sums pass through it.
+        passes: reductions whose parts pass through where an operation is ``linear``.
         once: operands that are added to a sum on one rank alone; the sum's gradient is theirs on every rank.
         elementwise: results are computed element by element from operands of the result's shape.
         forgetful: values of partial operands don't matter (``zeros_like``).
@@ -48,7 +52,9 @@ class FactorMap:
     whole: frozenset[int] = frozenset()
     even: frozenset[int] = frozenset()
     full: frozenset[int] = frozenset()
+    runs: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
+    passes: frozenset[str] = LINEAR
     once: frozenset[int] = frozenset()
     elementwise: bool = False
     forgetful: bool = False
@@ -179,7 +185,7 @@ def _solve(
 
         for candidate in _sharded(factors, have, shapes, ranks, splits):
             offer(*candidate)
-        for candidate in _partial(factors, have):
+        for candidate in _partial(factors, have, shapes, results, in_place is not None):
             offer(*candidate)
         if factors.elementwise and ragged:
             for candidate in _ragged(have, shapes, results):
@@ -225,6 +231,8 @@ def _sharded(
             continue
         if factor in factors.full and any(math.ceil(size / pieces) * (pieces - 1) >= size for size in sizes):
             continue
+        if kind is not None and factor in factors.runs:
+            continue
         if kind is not None and (any(size % (kind.split_factor * pieces) for size in sizes) or factor in splits):
             continue
         want: list[Placement] = []
@@ -245,15 +253,31 @@ def _sharded(
             yield want, varies, out, factor
 
 
-def _partial(factors: FactorMap, have: list[Placement]) -> Iterator[Candidate]:
+def _partial(
+    factors: FactorMap,
+    have: list[Placement],
+    shapes: Sequence[Sequence[int]],
+    results: Sequence[Sequence[int]],
+    in_place: bool,
+) -> Iterator[Candidate]:
+    """Parts that pass through.
+
+    A replicated value that meets parts of a sum or an average becomes parts itself where it is smaller than the result,
+    as a bias is, or the result can't move. At one as large, a residual, the sum is made: its readers read it whole.
+    """
     for jointly in factors.linear:
-        op = {have[i] for i in jointly}
-        if len(op) != 1:
+        parts = dict.fromkeys(have[i] for i in sorted(jointly))
+        placement = next((part for part in parts if isinstance(part, Partial)), None)
+        if placement is None or placement.op not in factors.passes:
             continue
-        (placement,) = op
-        if not (placement.is_partial("sum") or placement.is_partial("avg")):
+        others = [i for i in jointly if have[i] != placement]
+        most = math.prod(results[0])
+        if any(
+            not have[i].is_replicate() or placement.op not in LINEAR or not (in_place or math.prod(shapes[i]) < most)
+            for i in others
+        ):
             continue
-        want = [placement if i in jointly else REPLICATE for i in range(len(have))]
+        want: list[Placement] = [placement if i in jointly else REPLICATE for i in range(len(have))]
         yield want, [i not in jointly for i in range(len(have))], [placement] * len(factors.results), None
 
 

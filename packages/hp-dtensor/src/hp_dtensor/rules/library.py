@@ -5,13 +5,14 @@ Arguments that a rule reads have the names used here; each framework folder maps
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.rules.equation import RULES, Rule, Shapes, from_equation, rule
-from hp_dtensor.rules.factors import Dims, FactorMap
+from hp_dtensor.rules.factors import LINEAR, Dims, FactorMap
 
-__all__ = ["dims_argument"]
+__all__ = ["dims_argument", "known", "pointwise_factors"]
 
 
 def dims_argument(value: Any, ndim: int) -> tuple[int, ...]:
@@ -29,14 +30,15 @@ def dims_argument(value: Any, ndim: int) -> tuple[int, ...]:
     return tuple(dim % max(ndim, 1) for dim in dims) if ndim else ()
 
 
-def _known(shapes: Shapes) -> list[Sequence[int]]:
+def known(shapes: Shapes) -> list[Sequence[int]]:
+    """The shapes of the operands that are there."""
     return [shape for shape in shapes if shape is not None]
 
 
 # ---- element by element ----
 def pointwise_factors(shapes: Shapes, results: Shapes, linear: Iterable[frozenset[int]] = ()) -> FactorMap:
     """Operands broadcast against each other; dim ``k`` of the result is factor ``k``."""
-    given = _known(shapes)
+    given = known(shapes)
     ndim = max(len(shape) for shape in given)
     size = [
         max((shape[k - ndim + len(shape)] for shape in given if k - ndim + len(shape) >= 0), default=1)
@@ -62,7 +64,7 @@ def pointwise_factors(shapes: Shapes, results: Shapes, linear: Iterable[frozense
 
 def _pointwise(linear_of: Callable[[int], Iterable[frozenset[int]]]) -> Rule:
     def build(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-        given = len(_known(shapes))
+        given = len(known(shapes))
         return pointwise_factors(shapes, results, () if arguments.get("rounding_mode") else linear_of(given))
 
     return build
@@ -73,6 +75,20 @@ rule("add", _pointwise(lambda n: (frozenset(range(n)),) if n > 1 else ()))  # x 
 rule("mul", _pointwise(lambda n: tuple(frozenset({i}) for i in range(n))))
 rule("div", _pointwise(lambda n: (frozenset({0}),)))
 rule("linear_unary", _pointwise(lambda n: (frozenset({0}),) if n == 1 else ()))
+
+
+def _selecting(op: str) -> Rule:
+    """The larger or the smaller of two, as parts of a maximum or a minimum are put together."""
+
+    def build(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+        both = frozenset(range(len(known(shapes))))
+        return dataclasses.replace(pointwise_factors(shapes, results, (both,)), passes=frozenset({op}))
+
+    return build
+
+
+rule("maximum", _selecting("max"))
+rule("minimum", _selecting("min"))
 
 
 def _forgetful(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
@@ -91,19 +107,32 @@ rule("matvec", "... m k, k -> ... m", reduce="k", linear="0 1")
 rule("vecmat", "k, ... k n -> ... n", reduce="k", linear="0 1")
 rule("dot", "k, k -> ", reduce="k", linear="0 1")
 rule("outer", "m, n -> m n", linear="0 1")
-rule("embedding", "..., v d -> ... d", reduce="v")
+rule("embedding", "..., v d -> ... d", reduce="v", runs="v")
 
 
 def _linear(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    given = _known(shapes)
+    given = known(shapes)
     return RULES["linear_bias" if len(given) == 3 else "linear_plain"](given, results, arguments)
 
 
 rule("linear", _linear)
 
 
+def _grouped_matmul(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Rows in groups, each with a matrix of its own; where groups end stands in the third operand."""
+    kinds, both = tuple(len(shape) for shape in known(shapes)), (frozenset({0}), frozenset({1}))
+    if kinds == (2, 3, 1):
+        return from_equation("t k, g k n, g -> t n", shapes, results, reduce="k", whole="tg", linear=both)
+    if kinds == (3, 3):
+        return from_equation("g m k, g k n -> g m n", shapes[:2], results, reduce="k", linear=both)
+    return RULES["whole"](shapes, results, arguments)
+
+
+rule("grouped_matmul", _grouped_matmul)
+
+
 def _any_matmul(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    a, b = (len(shape) for shape in _known(shapes))
+    a, b = (len(shape) for shape in known(shapes))
     if a == 1 and b == 1:
         equation = "k, k -> "
     elif b == 1:
@@ -135,7 +164,7 @@ def _einsum(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fa
         results,
         reduce=[letter for letter in summed if letter not in repeated],
         whole=repeated,
-        linear=[frozenset({i}) for i in range(len(_known(shapes)))],
+        linear=[frozenset({i}) for i in range(len(known(shapes)))],
     )
 
 
@@ -143,9 +172,9 @@ rule("einsum", _einsum)
 
 
 # ---- reductions ----
-def _reduction(op: str, linear: bool = False) -> Rule:
+def _reduction(op: str, linear: bool = False, passes: frozenset[str] = LINEAR) -> Rule:
     def build(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-        (shape,) = _known(shapes)
+        (shape,) = known(shapes)
         ndim = len(shape)
         reduced = dims_argument(arguments.get("dim"), ndim)
         keep = bool(arguments.get("keepdim"))
@@ -157,22 +186,41 @@ def _reduction(op: str, linear: bool = False) -> Rule:
             whole=frozenset() if op else frozenset(reduced),
             full=frozenset(reduced) if op in ("max", "min") else frozenset(),
             linear=(frozenset({0}),) if linear else (),
+            passes=passes,
         )
 
     return build
 
 
+def _histogram(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Counts between given bounds are sums over all elements."""
+    dims = tuple(range(len(known(shapes)[0])))
+    return FactorMap((dims,), ((None,),), reduce=dict.fromkeys(dims, "sum"))
+
+
+rule("histogram", _histogram)
 rule("sum", _reduction("sum", linear=True))
 rule("mean", _reduction("sum", linear=True))
-rule("max", _reduction("max"))
-rule("min", _reduction("min"))
+rule("max", _reduction("max"))  # any
+rule("min", _reduction("min"))  # all
+rule("amax", _reduction("max", linear=True, passes=frozenset({"max"})))
+rule("amin", _reduction("min", linear=True, passes=frozenset({"min"})))
 rule("product", _reduction("product"))
+
+
+def _statistics(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """var, std: as above, but torch warns of parts that are empty."""
+    made = _reduction("")(shapes, results, arguments)
+    return dataclasses.replace(made, full=frozenset(made.operands[0]) - {None})  # type: ignore[arg-type]
+
+
+rule("statistics", _statistics)
 rule("whole_reduction", _reduction(""))  # argmax, var, norm: the reduced dims are gathered first
 
 
 def _whole_dims(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """Results have the operand's dims (sizes of the whole ones may differ): softmax, cumsum, topk, sort."""
-    given = _known(shapes)
+    given = known(shapes)
     made = pointwise_factors(given[:1], [given[0]] * len(results))
     whole = dims_argument(arguments.get("dim"), len(given[0]))
     return FactorMap(made.operands, made.results, whole=frozenset(whole))
@@ -186,7 +234,7 @@ def _linear_whole_dims(shapes: Shapes, results: Shapes, arguments: Mapping[str, 
     return FactorMap(made.operands, made.results, whole=made.whole, linear=(frozenset({0}),))
 
 
-rule("linear_whole_dims", _linear_whole_dims)  # cumsum, flip, roll, tril, narrow
+rule("linear_whole_dims", _linear_whole_dims)  # cumsum, tril
 
 
 def _pad(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
@@ -194,7 +242,7 @@ def _pad(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Facto
 
     ``linear``: what is added is zero, or comes from the operand; ``full``: the kernel takes no empty shard.
     """
-    (shape,) = _known(shapes)
+    (shape,) = known(shapes)
     made = pointwise_factors([shape], [shape])
     return FactorMap(
         made.operands,
@@ -210,7 +258,7 @@ rule("pad", _pad)
 
 def _whole_all(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """Everything is gathered first: the result is what a single device makes of it."""
-    given = _known(shapes)
+    given = known(shapes)
     return FactorMap(
         operands=tuple((None,) * len(shape) for shape in given),
         results=tuple((None,) * len(shape) if shape is not None else () for shape in results),
@@ -222,7 +270,7 @@ rule("whole", _whole_all)
 
 def _norm(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """layer_norm, rms_norm: the trailing dims are whole; weight and bias carry them."""
-    given = _known(shapes)
+    given = known(shapes)
     ndim = len(given[0])
     tail = len(arguments["normalized_shape"])
     factors = tuple(range(ndim))
@@ -234,102 +282,6 @@ def _norm(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fact
 
 
 rule("norm", _norm)
-
-
-# ---- moving dims ----
-def _permute(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    (shape,) = _known(shapes)
-    order = arguments["order"]
-    return FactorMap((tuple(range(len(shape))),), (tuple(order),), linear=(frozenset({0}),))
-
-
-rule("permute", _permute)
-
-
-def _expand(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    shape = _known(shapes)[0]
-    (result,) = _known(results)
-    lead = len(result) - len(shape)
-    kept = [size == result[lead + d] for d, size in enumerate(shape)]
-    return FactorMap(
-        operands=(tuple(d if keep else None for d, keep in enumerate(kept)),),
-        results=((None,) * lead + tuple(d if keep else None for d, keep in enumerate(kept)),),
-        linear=(frozenset({0}),),
-    )
-
-
-rule("expand", _expand)
-
-
-def _cat(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    given = _known(shapes)
-    dims = tuple(range(max(len(shape) for shape in given)))
-    (dim,) = dims_argument(arguments.get("dim", 0), len(dims))
-    return FactorMap(
-        # an empty 1-d tensor is passed over
-        operands=tuple(dims if len(shape) == len(dims) else (None,) for shape in given),
-        results=(dims,),
-        whole=frozenset({dim}),
-        linear=(frozenset(range(len(given))),),
-    )
-
-
-rule("cat", _cat)
-
-
-def _stack(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    given = _known(shapes)
-    dims = tuple(range(len(given[0])))
-    (at,) = dims_argument(arguments.get("dim", 0), len(dims) + 1)
-    return FactorMap(
-        operands=(dims,) * len(given), results=((*dims[:at], None, *dims[at:]),), linear=(frozenset(range(len(given))),)
-    )
-
-
-rule("stack", _stack)
-
-
-def _index(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """Indexing: ``kept`` lists, for each dim of the result, the dim of the operand that it is in full, or None."""
-    shape = _known(shapes)[0]
-    kept = arguments["kept"]
-    return FactorMap(
-        operands=(
-            tuple(d if d in kept else None for d in range(len(shape))),
-            *((None,) * len(other) for other in _known(shapes)[1:]),
-        ),
-        results=(tuple(kept),),
-        linear=(frozenset({0}),),
-    )
-
-
-rule("index", _index)
-
-
-def _unbind(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    (shape,) = _known(shapes)
-    (dim,) = dims_argument(arguments.get("dim", 0), len(shape))
-    kept = tuple(d for d in range(len(shape)) if d != dim)
-    return FactorMap(
-        (tuple(d if d != dim else None for d in range(len(shape))),), (kept,) * len(results), linear=(frozenset({0}),)
-    )
-
-
-rule("unbind", _unbind)
-
-
-def _gather(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """gather: dims where operand and index have one size are shared; the gathered dim and the others are whole."""
-    given = _known(shapes)
-    if arguments["dim"] is None:  # take_along_dim of the flattened operand
-        return _whole_all(shapes, results, arguments)
-    (dim,) = dims_argument(arguments["dim"], len(given[0])) or (0,)
-    same = [d != dim and all(shape[d] == given[0][d] for shape in given) for d in range(len(given[0]))]
-    dims = tuple(d if keep else None for d, keep in enumerate(same))
-    return FactorMap((dims,) * len(given), (dims,) * len(results))
-
-
-rule("gather", _gather)
 
 
 # ---- attention and losses ----

@@ -72,6 +72,9 @@ def _move(
         size //= placement.split_factor
     if size == 0 or math.prod(shape) == 0:
         return None
+    if size == 1 and isinstance(placement, Shard):  # one rank has everything, wherever the dim of one goes
+        ones = [d for d, length in enumerate(result) if length == 1 and math.prod(result[:d]) == outer]
+        return Shard(ones[0]) if ones else None
     before = 1
     for dim, length in enumerate(result):
         if before <= outer < before * length and outer % before == 0:

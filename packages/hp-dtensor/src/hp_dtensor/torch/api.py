@@ -150,8 +150,8 @@ def distribute_tensor(
     if not tensor.is_leaf and torch.is_grad_enabled():
         raise ValueError(
             f"distribute_tensor: a tensor of shape {tuple(tensor.shape)} that was computed from others would be cut off"
-            " from their gradients; take it as each rank has it, DTensor.from_local(tensor, mesh).redistribute(placements"
-            "=...), or detach() it"
+            " from their gradients; take each rank's own and redistribute that, DTensor.from_local(tensor, mesh),"
+            " or detach() it"
         )
     spec = TensorSpec.of(mesh, wanted, tuple(tensor.shape))
     if tensor.is_meta:
@@ -189,7 +189,15 @@ def distribute_module(
         partition_fn: called as ``(name, submodule, mesh)`` for every submodule, to distribute its parameters.
         input_fn: called as ``(module, inputs, mesh)`` before forward; returns the inputs.
         output_fn: called as ``(module, outputs, mesh)`` after forward; returns the outputs.
+
+    Raises:
+        RuntimeError: it was called on this module before, whose inputs and outputs would be converted twice.
     """
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError(
+            f"distribute_module: this {type(module).__name__} was distributed by a call before, and its inputs and"
+            " outputs would be converted a second time; call it once, with all that is to be done"
+        )
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     for name, child in module.named_modules():
         if partition_fn is not None:
@@ -199,6 +207,7 @@ def distribute_module(
         module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
     if output_fn is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    module._distribute_module_applied = True  # type: ignore[assignment]
     return module
 
 

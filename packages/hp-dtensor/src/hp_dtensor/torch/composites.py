@@ -246,6 +246,12 @@ def _copied(base: Any) -> Callable[..., Any]:
     return run
 
 
+def histc(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    """Without bounds they are those of the whole."""
+    known = min != 0 or max != 0
+    return (dispatch.planned if known else on_whole)(torch.histc, (input, bins, min, max), {})
+
+
 # ---- normalisation over the batch ----
 def batch_norm(
     input: Any,
@@ -347,7 +353,7 @@ def special() -> dict[Any, Handler]:
     composites = [
         *(addmm, addmv, addr, baddbmm, addbmm, vdot, inner, sum_to_size, linear_cross_entropy, cosine_similarity),
         *(pairwise_distance, dist, broadcast_tensors, hstack, vstack, dstack, column_stack, fliplr, flipud),
-        *(unsafe_split, tensor_split, narrow, diff, constant_pad_nd, msort, batch_norm),
+        *(unsafe_split, tensor_split, narrow, diff, constant_pad_nd, msort, histc, batch_norm),
     ]
     named = {function.__name__: function for function in composites}
     named |= {"atleast_1d": atleast_1d, "atleast_2d": atleast_2d, "atleast_3d": atleast_3d, "row_stack": vstack}

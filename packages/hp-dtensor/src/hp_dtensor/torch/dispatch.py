@@ -31,21 +31,28 @@ _PLANS: dict[Any, Any] = {}
 _LIMIT = 1 << 16
 _SPECIAL: dict[Any, Any] = {}
 _NAMES = {"axis": "dim", "keepdims": "keepdim"}
-"""Names of numpy's, which torch's functions take as well."""
+"""Names of numpy's, which torch's functions take as well; one has them for its own."""
 
 
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     try:
         if kwargs:
-            plan = _PLANS[
-                (
-                    func,
-                    len(args),
-                    *[a._spec if type(a) is DTensor else a for a in args],
-                    *kwargs,
-                    *[v._spec if type(v) is DTensor else float if type(v) is float else v for v in kwargs.values()],
-                )
-            ]
+            if len(kwargs) == 1 and len(args) == 1:
+                [(name, value)] = kwargs.items()
+                kind = type(value)
+                plan = _PLANS[
+                    func, 1, args[0]._spec, name, value._spec if kind is DTensor else float if kind is float else value
+                ]
+            else:
+                plan = _PLANS[
+                    (
+                        func,
+                        len(args),
+                        *[a._spec if type(a) is DTensor else a for a in args],
+                        *kwargs,
+                        *[v._spec if type(v) is DTensor else float if type(v) is float else v for v in kwargs.values()],
+                    )
+                ]
         else:
             count = len(args)
             if count == 2:
@@ -66,6 +73,11 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         return dispatch(func, types, args, kwargs)
     if plan.direct:
         out = _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
+        out.__class__ = DTensor
+        out._spec = plan.spec
+        return out
+    if plan.call is not None:
+        out = _impl(plan.call, types, (args[0], *plan.tail))
         out.__class__ = DTensor
         out._spec = plan.spec
         return out
@@ -120,8 +132,9 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Runs ``func`` on DTensors: special functions by their handler, others by their plan."""
     if _compiler._is_compiling_flag or _of_a_graph(func, kwargs):
         return _impl(func, types, args, kwargs or {})
-    if kwargs and not _NAMES.keys().isdisjoint(kwargs):
-        return func(*args, **{_NAMES.get(name, name): value for name, value in kwargs.items()})
+    if kwargs and not _NAMES.keys().isdisjoint(kwargs) and func is not torch.segment_reduce:
+        named: Any = {_NAMES.get(name, name): value for name, value in kwargs.items()}
+        return func(*args, **named)
     if kwargs and not args and "tensors" in kwargs:
         args, kwargs = (kwargs["tensors"],), {name: value for name, value in kwargs.items() if name != "tensors"}
     special = _SPECIAL.get(func)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import hp_dtensor.rules.library
+import hp_dtensor.rules.moving
 import hp_dtensor.rules.neural  # noqa: F401  (they define the rules)
 from hp_dtensor.rules.equation import RULES
 from hp_dtensor.torch import local
@@ -81,14 +81,20 @@ def _bind_pointwise() -> None:
         fix float_power floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardshrink
         hardsigmoid hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal lcm
         ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
-        logical_not logical_or logical_xor logit logsigmoid lt maximum minimum mish nan_to_num ne nextafter not_equal
+        logical_not logical_or logical_xor logit logsigmoid lt mish nan_to_num ne nextafter not_equal
         pow polygamma rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin
         sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc true_divide_ xlogy
         xlog1py where masked_fill addcmul addcdiv bool int long short char byte igamma igammac mvlgamma angle polar
         complex frexp __and__ __or__ __xor__ __rand__
         __ror__ __rxor__ __invert__ __lshift__ __rshift__ __rpow__ __rsub__ __rtruediv__ __rdiv__ __rfloordiv__
         __floordiv__ __mod__ __rmod__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __abs__ fill"""
-    bind("pointwise", nonlinear)
+    special = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u
+        chebyshev_polynomial_v chebyshev_polynomial_w entr erfcx gammainc gammaincc gammaln hermite_polynomial_h
+        hermite_polynomial_he i0e i1 i1e laguerre_polynomial_l legendre_polynomial_p log_ndtr modified_bessel_i0
+        modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln ndtr ndtri psi scaled_modified_bessel_k0
+        scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+        shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w spherical_bessel_j0 zeta"""
+    bind("pointwise", nonlinear + " " + special)
     for name in nonlinear.split():
         if not name.startswith("_") and not name.endswith("_"):
             bind("pointwise", f"{name}_", in_place=True)
@@ -96,7 +102,8 @@ def _bind_pointwise() -> None:
         "pointwise", "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __ifloordiv__ __imod__", in_place=True
     )
     bind("add", "add sub subtract __add__ __radd__ __sub__")
-    bind("add", "add_ sub_ subtract_ copy_ __iadd__ __isub__", in_place=True)
+    bind("add", "add_ sub_ subtract_ __iadd__ __isub__", in_place=True)
+    bind("copy", "copy_", in_place=True)
     bind("mul", "mul multiply __mul__ __rmul__")
     bind("mul", "mul_ multiply_ __imul__", in_place=True)
     bind("div", "div divide true_divide __truediv__ __div__", "input other rounding_mode=None", "input other")
@@ -109,12 +116,16 @@ def _bind_pointwise() -> None:
     )
     bind(
         "linear_unary",
-        """neg negative clone contiguous positive conj conj_physical resolve_conj resolve_neg alias __neg__ __pos__ real
-        imag""",
+        "neg negative conj conj_physical resolve_conj resolve_neg __neg__ real imag",
     )
-    bind("linear_unary", "neg_ negative_ zero_", in_place=True)
+    bind("copy", "clone contiguous positive alias __pos__")
+    bind("linear_unary", "neg_ negative_ zero_ conj_physical_", in_place=True)
+    for wrapper, kernel in ((F.silu, torch._C._nn.silu), (F.relu, torch.relu)):
+        bind("pointwise", wrapper, local=local.unwrapped(kernel))
     bind("pointwise", "to float double half bfloat16 cfloat cdouble chalf type cpu cuda", like=True)
     bind("pointwise", "type_as", like=True)
+    bind("maximum", "maximum")
+    bind("minimum", "minimum")
     bind("forgetful", "zeros_like ones_like full_like empty_like")
 
 
@@ -130,6 +141,8 @@ def _bind_products() -> None:
         "input weight",
         local=local.embedding,
     )
+    names = "input mat2 offs=None bias=None out_dtype=None"
+    bind("grouped_matmul", "grouped_mm _grouped_mm", names, "input mat2 offs")
     bind(
         "attention",
         F.scaled_dot_product_attention,
@@ -164,12 +177,16 @@ def _bind_reductions() -> None:
     one = ("input dim=None keepdim=False dtype=None", "input")
     bind("sum", "sum", *one)
     bind("mean", "mean", *one, local=local.mean)
-    bind("max", "amax", *one)
-    bind("min", "amin", *one)
+    bind("amax", "amax", *one)
+    bind("amin", "amin", *one)
     bind("product", "prod", *one)
     bind("max", "any", *one)
     bind("min", "all", *one)
     bind("whole_reduction", "argmax argmin nansum nanmean count_nonzero median nanmedian mode aminmax logsumexp", *one)
+    statistics = "input dim=None unbiased=True keepdim=False correction=None"
+    bind("statistics", "var std var_mean std_mean", statistics, "input", arguments=local.statistics_arguments)
+    bind("whole_reduction", torch.linalg.vector_norm, "x ord=2 dim=None keepdim=False dtype=None", "x")
+    bind("histogram", "histc", "input bins=100 min=0 max=0", "input")
     bind("whole_dims", "softmax log_softmax", "input dim=-1 dtype=None", "input")
     bind("whole_dims", [F.softmax, F.log_softmax, F.softmin], "input dim=-1 _stacklevel=3 dtype=None", "input")
     bind("whole_dims", "cummax cummin cumprod logcumsumexp", "input dim dtype=None", "input")
@@ -185,32 +202,34 @@ def _bind_moves() -> None:
     bind("view", "view reshape flatten unflatten squeeze unsqueeze", local=local.view)
     bind("view", "ravel", local=local.view)
     bind("permute", "permute", local=None, arguments=local.permute_arguments)
-    bind("permute", "transpose swapaxes swapdims", "input dim0 dim1", "input", arguments=local.transpose_arguments)
+    bind("permute", "transpose swapdims", "input dim0 dim1", "input", arguments=local.transpose_arguments)
+    bind("permute", "swapaxes", "input axis0 axis1", "input", arguments=local.transpose_arguments)
     bind("permute", "movedim moveaxis", "input source destination", "input", arguments=local.movedim_arguments)
     bind("permute", "t adjoint", arguments=local.reverse_arguments)
     bind("permute", [T.T.__get__, T.mT.__get__], arguments=local.reverse_arguments)  # type: ignore[attr-defined]
     bind("expand", "expand broadcast_to", local=local.expand)
     bind("cat", "cat concat concatenate", "tensors dim=0", "tensors")
     bind("stack", "stack", "tensors dim=0", "tensors")
-    bind("linear_whole_dims", "flip", "input dims", "input", arguments=local.flip_arguments)
-    bind("linear_whole_dims", "roll", "input shifts dims=None", "input", arguments=local.flip_arguments)
+    bind("moved_whole_dims", "flip", "input dims", "input", arguments=local.flip_arguments)
+    bind("moved_whole_dims", "roll", "input shifts dims=None", "input", arguments=local.flip_arguments)
     bind("linear_whole_dims", "tril triu", "input diagonal=0", "input", arguments=local.last_two)
-    bind("linear_whole_dims", "split split_with_sizes tensor_split", "input split_size_or_sections dim=0", "input")
-    bind("linear_whole_dims", "chunk unsafe_chunk", "input chunks dim=0", "input")
-    bind("linear_whole_dims", "narrow", "input dim start length", "input")
+    bind("moved_whole_dims", "split split_with_sizes tensor_split", "input split_size_or_sections dim=0", "input")
+    bind("moved_whole_dims", "chunk unsafe_chunk", "input chunks dim=0", "input")
+    bind("moved_whole_dims", "narrow", "input dim start length", "input")
     bind(
-        "linear_whole_dims",
+        "moved_whole_dims",
         "repeat_interleave",
         "input repeats dim=None output_size=None",
         "input",
         arguments=local.repeat_interleave,
     )
-    bind("linear_whole_dims", "repeat tile", arguments=local.repeat_dims, hot=False)
+    bind("expand", "repeat tile", hot=False)
+    bind("pairs", "view_as_real view_as_complex")
     bind("unbind", "unbind", "input dim=0", "input")
     bind("index", "select", "input dim index", "input", arguments=local.select_arguments)
     bind("index", T.__getitem__, arguments=local.index_arguments, local=local.index, hot=False)  # tensors: indexing
     bind("index", "index_select", "input dim index", "input index", arguments=local.index_select_arguments)
-    bind("gather", "gather", "input dim index", "input index")
+    bind("masked_gather", "gather", "input dim index sparse_grad=False", "input index", local=local.gather)
     bind("gather", "take_along_dim", "input indices dim=None", "input indices")
     bind("pad", F.pad, "input pad mode=constant value=None", "input", arguments=local.pad_arguments)
 

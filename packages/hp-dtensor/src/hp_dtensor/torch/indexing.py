@@ -6,18 +6,17 @@ everything is gathered first, and the result is replicated.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from hp_dtensor.placements import Replicate
 from hp_dtensor.torch import dispatch
-from hp_dtensor.torch.dtensor import DTensor, local_view
+from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.functions import bind
 from hp_dtensor.torch.plans import Call
-from hp_dtensor.torch.redistribute import execute
 
-__all__ = ["fill", "get_item"]
+__all__ = ["by_value", "get_item", "kept_dims", "without_tensors", "write_through"]
 
 _impl = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -34,10 +33,10 @@ def get_item(func: Any, args: Any, gathered: Any) -> Any:
         gathered: the handler that runs a function on whole tensors.
     """
     x, index = args
-    items = tuple(map(_without_tensors, index if type(index) is tuple else (index,)))
+    items = tuple(map(without_tensors, index if type(index) is tuple else (index,)))
     if any(isinstance(item, T) and type(item) is not DTensor for item in (x, *items)):
         (x, *items), _ = dispatch._replicate_plain(func, (x, *items), {})
-    if any(_by_value(item) for item in items):
+    if any(by_value(item) for item in items):
         return gathered(func, (x, tuple(items)), {})
     if not any(isinstance(item, (T, list)) for item in items):
         return func(x, tuple(items))
@@ -45,42 +44,27 @@ def get_item(func: Any, args: Any, gathered: Any) -> Any:
     return dispatch.planned(_index, (x, pattern, *(item for item in items if isinstance(item, T))), {})
 
 
-def fill(x: DTensor, index: Any, value: float) -> None:
-    """``x[index] = value`` on each rank's part: nothing is sent.
-
-    Args:
-        x: the tensor.
-        index: ints and slices, of whole dims too.
-        value: a number.
-    """
-    spec = x._spec
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise NotImplementedError(
-            f"x[index].fill_(value) of a DTensor placed {spec.placements} that requires grad: x[index] had to be"
-            " gathered; fill it under torch.no_grad(), or use torch.where"
-        )
-    if x.is_partial():
-        raise NotImplementedError(
-            f"x[index].fill_(value) of a DTensor placed {spec.placements}; reduce_partial() first"
-        )
-    mask = torch.zeros(spec.shape, dtype=torch.bool, device=x.device)
-    mask[index] = True
-    replicated = spec.with_placements([Replicate()] * spec.mesh.ndim)
-    with torch.no_grad():
-        local_view(x).masked_fill_(execute(mask, replicated, spec), value)
+def write_through(x: DTensor) -> None:
+    """What was written to ``x`` goes to the tensor that it was taken from by an index, where it is no view of it."""
+    source, index = x.__dict__.get("_taken_from", (None, None))
+    whole = source() if source is not None else None
+    if whole is not None:
+        whole[index] = x
 
 
-def _without_tensors(item: Any) -> Any:
+def without_tensors(item: Any) -> Any:
+    """An item of an index, the bounds of a slice as ints."""
     if isinstance(item, slice):
         return slice(*(int(bound) if isinstance(bound, T) else bound for bound in (item.start, item.stop, item.step)))
     return item
 
 
-def _by_value(item: Any) -> bool:
+def by_value(item: Any) -> bool:
+    """Whether what an item of an index takes is a matter of its values."""
     if isinstance(item, T):
         return item.dtype in (torch.bool, torch.uint8) or not item.dim()
     if isinstance(item, list):
-        return any(map(_by_value, item))
+        return any(map(by_value, item))
     return isinstance(item, bool)
 
 
@@ -90,16 +74,31 @@ def _index(x: Any, pattern: tuple[Any, ...], *tensors: Any) -> Any:
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """``kept``, found by the sizes of a result whose full dims have sizes that nothing else has."""
     shape = call.tensors[0]._spec.shape  # type: ignore[union-attr]
     pattern, others = call.args[1], [tensor._spec.shape for tensor in call.tensors[1:]]  # type: ignore[union-attr]
     indices = [torch.empty(other, dtype=torch.int64, device="meta") for other in others]
-    result = _index(torch.empty(shape, device="meta"), pattern, *indices).shape
+    kept, _ = kept_dims(lambda meta: _index(meta, pattern, *indices), shape, _full(pattern, len(shape), shape))
+    return {"kept": kept}
+
+
+def kept_dims(
+    read: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int], full: Sequence[bool]
+) -> tuple[tuple[int | None, ...], torch.Size]:
+    """For each dim of an indexed tensor, the operand's dim that it is in full, or None; and the result's shape.
+
+    Found by the sizes of a result whose full dims have sizes that nothing else has.
+
+    Args:
+        read: indexes a tensor on meta.
+        shape: the operand's.
+        full: for each of its dims, whether the index takes it in full.
+    """
+    result = read(torch.empty(shape, device="meta")).shape
     unlike = 1 + max((0, *shape, *result))
-    marked = {unlike + dim: dim for dim, full in enumerate(_full(pattern, len(shape), shape)) if full}
+    marked = {unlike + dim: dim for dim, whole in enumerate(full) if whole}
     sizes = [unlike + dim if unlike + dim in marked else size for dim, size in enumerate(shape)]
-    made = _index(torch.empty(sizes, device="meta"), pattern, *indices)
-    return {"kept": tuple(marked.get(size) for size in made.shape)}
+    made = read(torch.empty(sizes, device="meta"))
+    return tuple(marked.get(size) for size in made.shape), result
 
 
 def _full(pattern: tuple[Any, ...], ndim: int, shape: tuple[int, ...]) -> list[bool]:

@@ -44,7 +44,7 @@ def permute_arguments(call: Call) -> dict[str, Any]:
 
 def transpose_arguments(call: Call) -> dict[str, Any]:
     order = list(range(_ndim(call)))
-    a, b = call.bound["dim0"], call.bound["dim1"]
+    a, b = (value for name, value in call.bound.items() if name != "input")
     if order:
         order[a], order[b] = order[b], order[a]
     return {"order": tuple(order)}
@@ -75,6 +75,12 @@ def flip_arguments(call: Call) -> dict[str, Any]:
     return {"dim": dims_argument(call.bound[name], _ndim(call))}
 
 
+def statistics_arguments(call: Call) -> dict[str, Any]:
+    """``var(x, unbiased)`` has no dim."""
+    dim = call.bound["dim"]
+    return {"dim": None if isinstance(dim, bool) else dim, "keepdim": call.bound["keepdim"]}
+
+
 def last_two(call: Call) -> dict[str, Any]:
     return {"dim": tuple(range(_ndim(call)))[-2:]}
 
@@ -94,10 +100,6 @@ def pad_arguments(call: Call) -> dict[str, Any]:
 
 def repeat_interleave(call: Call) -> dict[str, Any]:
     return {"dim": call.bound["dim"]}
-
-
-def repeat_dims(call: Call) -> dict[str, Any]:
-    return {"dim": None}
 
 
 def select_arguments(call: Call) -> dict[str, Any]:
@@ -231,6 +233,15 @@ class _Counted(torch.autograd.Function):
         return torch.zeros_like(grad)
 
 
+def unwrapped(kernel: Any) -> Any:
+    """What a function of one operand and ``inplace`` calls, where it does not write."""
+
+    def local(call: Call) -> Any:
+        return None if any((*call.args[1:], *call.kwargs.values())) or not call.args else (kernel, ())
+
+    return local
+
+
 def embedding(call: Call) -> Any:
     """Rows sharded over the vocabulary: each rank looks up what it has, zeros elsewhere; the sum is the embedding."""
     weight, result = call.targets[1], call.results[0]
@@ -247,7 +258,7 @@ def embedding(call: Call) -> Any:
         none = -1 if bound["padding_idx"] is None else bound["padding_idx"] % weight.shape[0]
         by_freq, sparse = bound["scale_grad_by_freq"], bound["sparse"]
         return lambda args: torch.embedding(args[1], args[0], none, by_freq, sparse), None
-    start, size = _offset(weight, 0)
+    start, size = offset(weight, 0)
     padding = bound["padding_idx"]
     if padding is not None:
         padding = padding % weight.shape[0] - start
@@ -263,7 +274,25 @@ def embedding(call: Call) -> Any:
     return run
 
 
-def _offset(spec: Any, dim: int) -> tuple[int, int]:
+def gather(call: Call) -> Any:
+    """Cut along the gathered dim: each rank gives what it has, zeros elsewhere; the sum is what was gathered."""
+    source = call.targets[0]
+    dim = call.bound["dim"] % max(len(source.shape), 1)
+    if not any(placement == Shard(dim) for placement in source.placements):
+        return None
+    start, size = offset(source, dim)
+
+    def run(input: T, dim: int, index: T, **named: Any) -> T:
+        if not size:
+            return input.new_zeros(index.shape) + input.sum() * 0
+        place = index - start
+        outside = (place < 0) | (place >= size)
+        return torch.gather(input, dim, place.masked_fill(outside, 0), **named).masked_fill(outside, 0)
+
+    return run
+
+
+def offset(spec: Any, dim: int) -> tuple[int, int]:
     """Start and length of this rank's contiguous piece of a dim."""
     coordinate = spec.mesh.get_coordinate()
     start, size = 0, spec.shape[dim]

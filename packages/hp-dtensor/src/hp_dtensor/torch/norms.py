@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import torch
 
 from hp_dtensor.placements import RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch import dispatch
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
+from hp_dtensor.torch.whole import on_whole
 from hp_platform import get_platform
 
-__all__ = ["foreach_norm", "vector_norm"]
+__all__ = ["foreach_norm", "linalg_norm", "norm", "vector_norm"]
 
 
 def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
@@ -66,8 +70,8 @@ def foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
     return _norms(list(args[0]), order, kwargs.get("dtype"))
 
 
-def vector_norm(gathered: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """The norm of all elements without gradients is a reduction; everything else is computed on the whole."""
+def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """The norm of all elements without gradients is a reduction; of others the normed dims are gathered first."""
     bound = {
         "ord": 2,
         "dim": None,
@@ -77,6 +81,32 @@ def vector_norm(gathered: Any, func: Any, args: Any, kwargs: Any) -> Any:
         **kwargs,
     }
     x = bound["x"]
-    if bound["dim"] is None and not bound["keepdim"] and not (torch.is_grad_enabled() and x.requires_grad):
+    dims = () if bound["dim"] is None else dims_argument(bound["dim"], x.dim())
+    whole = len(set(dims)) in (0, x.dim()) and not (bound["keepdim"] and x.dim())
+    if whole and not (torch.is_grad_enabled() and x.requires_grad):
         return _norms([x], bound["ord"], bound["dtype"])[0]
-    return gathered(func, args, kwargs)
+    return dispatch.planned(func, args, kwargs)
+
+
+def norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.norm`` and ``Tensor.norm``: those of vectors; the nuclear norm of the gathered matrix."""
+    bound = inspect.signature(func).bind(*args, **kwargs).arguments
+    order = bound.get("p", "fro")
+    if order == "nuc":
+        return on_whole(func, args, kwargs)
+    dispatch.refuse_out(func, kwargs)
+    order = 2 if order in ("fro", None) else order
+    named = {name: bound[name] for name in ("dim", "keepdim", "dtype") if bound.get(name) is not None}
+    return torch.linalg.vector_norm(bound["input" if "input" in bound else "self"], order, **named)
+
+
+def linalg_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.linalg.norm``: of vectors, or of a gathered matrix."""
+    bound = {**dict(zip(("A", "ord", "dim", "keepdim"), args, strict=False)), **kwargs}
+    x, order, dim = bound["A"], bound.get("ord"), bound.get("dim")
+    one = isinstance(dim, int) or (dim is not None and len(dim) == 1) or (dim is None and x.dim() == 1)
+    if isinstance(order, str) or not (order is None or one):
+        return on_whole(func, args, kwargs)
+    dispatch.refuse_out(func, kwargs)
+    named = {name: bound[name] for name in ("dim", "keepdim", "dtype") if bound.get(name) is not None}
+    return torch.linalg.vector_norm(x, 2 if order is None else order, **named)

@@ -74,9 +74,14 @@ class Call:
 
 
 class Plan:
-    """A planned call: moves, the local function, the results' layouts."""
+    """A planned call: moves, the local function, the results' layouts.
 
-    __slots__ = ("direct", "fixes", "func", "hot", "listed", "local", "outs", "spec", "tail", "writes")
+    Attributes:
+        direct: the function itself is called, on the operands as they are.
+        call: a function that is called on the first operand as it is, followed by ``tail``; None elsewhere.
+    """
+
+    __slots__ = ("call", "direct", "fixes", "func", "hot", "listed", "local", "outs", "spec", "tail", "writes")
 
     def __init__(self, func: Any, fixes: list[Any], outs: list[TensorSpec], single: bool, hot: bool) -> None:
         self.func = func
@@ -87,6 +92,7 @@ class Plan:
         self.tail: tuple[Any, ...] | None = None
         self.hot = hot
         self.direct = False
+        self.call: Any = None
         self.listed = False
         self.writes = False
 
@@ -191,6 +197,31 @@ def _on_meta(call: Call, binding: Binding) -> Any:
         return call.func(*[change(a) for a in call.args], **{k: change(v) for k, v in call.kwargs.items()})
 
 
+def nothing(results: list[TensorSpec], made: Any) -> Callable[..., Any]:
+    """What runs on a rank outside the mesh: results without elements, in the graph of the operands.
+
+    Args:
+        results: each result's layout.
+        made: the results on meta.
+    """
+    several = not isinstance(made, Tensor)
+    values = [value for value in (made if several else (made,)) if isinstance(value, Tensor)]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        flat = [*args, *kwargs.values()]
+        flat += [item for value in flat if isinstance(value, (list, tuple)) for item in value]
+        given = [value for value in flat if isinstance(value, Tensor)]
+        tied = sum(value.reshape(-1)[:0].sum() for value in given if value.requires_grad)
+        parts = []
+        for spec, value in zip(results, values, strict=True):
+            part = torch.zeros(spec.local_shape, dtype=value.dtype, device=given[0].device)
+            inexact = value.dtype.is_floating_point or value.dtype.is_complex
+            parts.append(part + tied.to(value.dtype) if inexact and isinstance(tied, Tensor) else part)
+        return (type(made)(parts) if isinstance(made, (tuple, list)) else parts) if several else parts[0]
+
+    return run
+
+
 def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     """Plans a call: operands, result shapes, placements, local function.
 
@@ -238,7 +269,10 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
         if target is not spec or any(varies):
             fixes.append((path, target, varies if any(varies) else None))
     plan = Plan(func, fixes, call.results, single, binding.hot)
-    local = binding.local(call) if binding.local is not None else None
+    if mesh.get_coordinate() is None and not (binding.like or binding.in_place):
+        local = nothing(call.results, made)
+    else:
+        local = binding.local(call) if binding.local is not None else None
     if isinstance(local, tuple) and local[1] is None:
         plan.local, plan.listed = local[0], True
     elif isinstance(local, tuple):
@@ -247,4 +281,6 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
         plan.local = local
     plan.writes = binding.in_place
     plan.direct = single and not plan.writes and not fixes and plan.tail is None and plan.local is None
+    if single and not plan.writes and not fixes and plan.tail is not None:
+        plan.call = plan.func
     return plan

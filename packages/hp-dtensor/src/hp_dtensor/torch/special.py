@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hp_dtensor.placements import Replicate
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mesh import _rebuild as rebuild_mesh
+from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.rules.library import dims_argument
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import autograd, composites, dispatch, indexing, norms, parallel_loss, random, whole
-from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
+from hp_dtensor.spec import _rebuild as rebuild_spec
+from hp_dtensor.torch import (
+    assignment,
+    autograd,
+    composites,
+    creation,
+    dispatch,
+    indexing,
+    norms,
+    parallel_loss,
+    random,
+    whole,
+)
+from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
+from hp_dtensor.torch.dtensor import _rebuild as rebuild
 from hp_dtensor.torch.functions import bind
 from hp_dtensor.torch.whole import on_whole
 
@@ -161,6 +174,27 @@ def _min_dim(input: Any, dim: Any, keepdim: bool = False) -> Any:
     return torch.min(input, dim, keepdim)
 
 
+def _larger(input: Any, other: Any) -> Any:
+    return torch.maximum(input, other)
+
+
+def _smaller(input: Any, other: Any) -> Any:
+    return torch.minimum(input, other)
+
+
+def _elementwise(complete: Any) -> Handler:
+    """The larger or the smaller of two. Torch's own optimizers (amsgrad, Adamax) write it into ``out=``."""
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        out = kwargs.get("out")
+        given = {name: value for name, value in kwargs.items() if name != "out"}
+        watched = torch.is_grad_enabled() and any(t.requires_grad for t in dispatch._tensors(args, given))
+        made = dispatch.planned(complete if watched else func, args, given)
+        return made if out is None else out.copy_(made)
+
+    return handle
+
+
 def _reduced(complete: Any) -> Handler:
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
@@ -209,12 +243,9 @@ def _reshaping(base: Any) -> Handler:
     return handle
 
 
-# ---- creation ----
-def _new(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.new_zeros(size)``: a replicated DTensor on x's mesh."""
-    out = _impl(func, (), args, kwargs)
-    mesh = args[0]._spec.mesh
-    return wrap(out, TensorSpec.of(mesh, [Replicate()] * mesh.ndim, out.shape))
+# ---- metadata ----
+def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
+    return args[0].shape == (args[1] if len(args) > 1 else kwargs["other"]).shape
 
 
 # ---- lists: what optimizers and clipping call ----
@@ -251,30 +282,6 @@ def _place(tensor: Any) -> str:
     )
 
 
-def _maximum(func: Any, args: Any, kwargs: Any) -> Any:
-    """Torch's own optimizers (amsgrad, Adamax) write maxima into ``out=``."""
-    out = kwargs.get("out")
-    made = dispatch.planned(func, args, {k: v for k, v in kwargs.items() if k != "out"})
-    return made if out is None else out.copy_(made)
-
-
-def _set_item(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x[index] = value`` where x is replicated."""
-    x, index, value = args
-    items = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(t, T) and type(t) is not DTensor for t in (x, value, *items)):
-        (x, value, *items), _ = dispatch._replicate_plain(func, (x, value, *items), {})
-    if not x._spec.replicated:
-        raise NotImplementedError(
-            f"x[...] = value on a DTensor placed {x._spec.placements}: redistribute it to Replicate() first, or write"
-            " into to_local()"
-        )
-    if isinstance(value, DTensor):
-        value = local_of(redistribute(value, value._spec.with_placements([Replicate()] * value._spec.mesh.ndim)))
-    items = tuple(local_of(i.full_tensor()) if isinstance(i, DTensor) else i for i in items)
-    return _impl(func, (), (x, items, value))
-
-
 def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
     """``x[index]``: a short key for indices of ints, slices, None and ``...``."""
     x, index = args
@@ -298,19 +305,9 @@ def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
             return indexing.get_item(func, args, on_whole)
         plan = dispatch.plan_of(tuple(key), func, args, kwargs)
     out = plan.run(args, kwargs)
-    if plan.fixes:  # gathered: no view of x, so a fill has to be sent to x as well
+    if plan.fixes:  # gathered: no view of x, so what is written to it is written to x as well
         out._taken_from = weakref.ref(x), index
     return out
-
-
-def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """``fill_`` and ``zero_``, which reach the tensor that a gathered ``x[index]`` was taken from."""
-    source, index = args[0].__dict__.get("_taken_from", (None, None)) if type(args[0]) is DTensor else (None, None)
-    whole = source() if source is not None else None
-    if whole is not None:
-        value = args[1] if len(args) > 1 else kwargs.get("value", 0)
-        indexing.fill(whole, index, value.item() if isinstance(value, T) else value)
-    return dispatch.planned(func, args, kwargs)
 
 
 def install() -> None:
@@ -323,17 +320,20 @@ def install() -> None:
         if hasattr(T, name) and hasattr(getattr(T, name), "__get__"):
             table[_get(name)] = _local
     for name in """data_ptr element_size untyped_storage storage_offset is_floating_point is_complex is_signed
-        is_contiguous retain_grad get_device is_inference is_pinned is_shared share_memory_ __hash__ is_same_size
+        is_contiguous retain_grad get_device is_inference is_pinned is_shared share_memory_ __hash__
         _is_view is_conj is_neg storage _typed_storage is_set_to dim_order
         record_stream is_coalesced is_distributed _is_zerotensor const_data_ptr""".split():
         if hasattr(T, name):
             table[getattr(T, name)] = _local
-    for name in """is_floating_point is_complex is_conj is_neg is_inference is_signed get_device is_same_size
+    for name in """is_floating_point is_complex is_conj is_neg is_inference is_signed get_device
         _has_compatible_shallow_copy_type""".split():
         table[getattr(torch, name)] = _local
     for func in (T.detach, torch.detach, T.detach_, T.requires_grad_, T.pin_memory):
         table[func] = _same
     table[_get("data")] = _data
+    table[T.is_same_size] = table[torch.is_same_size] = _same_size
+    table[torch.numel] = lambda func, args, kwargs: (args[0] if args else kwargs["input"]).numel()
+    table[T.__reversed__] = lambda func, args, kwargs: args[0].flip(0) if args[0].dim() else args[0]
     table[T.register_post_accumulate_grad_hook] = _watch
     read = "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __contains__ __array__ is_nonzero"
     for name in read.split():
@@ -343,23 +343,30 @@ def install() -> None:
     table.update(whole.special())
     table.update(composites.special())
     table.update(parallel_loss.special())
-    table[torch.linalg.vector_norm] = functools.partial(norms.vector_norm, on_whole)
+    table[torch.linalg.vector_norm] = norms.vector_norm
+    table[torch.norm] = table[torch.functional.norm] = table[T.norm] = norms.norm
+    table[torch.linalg.norm] = norms.linalg_norm
     table[T.__getitem__] = _get_item
-    table[torch.maximum] = _maximum
-    table[T.fill_] = table[T.zero_] = table[torch.fill_] = table[torch.zero_] = _fill
     table[T.view_as], table[T.reshape_as], table[T.expand_as] = map(_shaped_as, (T.view, T.reshape, T.expand))
-    table[T.__setitem__] = _set_item
+    table[T.__setitem__] = assignment.set_item
+    table[T.index_put_] = table[torch.index_put_] = assignment.index_put_
+    table[T.index_put] = table[torch.index_put] = assignment.index_put
+    for name, handler in (("select_scatter", assignment.select_scatter), ("slice_scatter", assignment.slice_scatter)):
+        table[getattr(torch, name)] = table[getattr(T, name)] = handler
     for name in "t transpose swapaxes swapdims squeeze unsqueeze".split():
         table[getattr(T, f"{name}_")] = _reshaping(getattr(torch, name))
     table[torch.autograd.backward] = _backward
     table[torch.autograd.grad] = _grad
     for name in "new_zeros new_ones new_empty new_full new_tensor".split():
-        table[getattr(T, name)] = _new
+        table[getattr(T, name)] = creation.new
+    table[T.new_empty_strided] = creation.new_strided
     for place in (torch, T):
         for name, complete in (("amax", _amax), ("amin", _amin), ("prod", _prod)):
             table[getattr(place, name)] = _reduced(complete)
+        table[place.maximum], table[place.minimum] = _elementwise(_larger), _elementwise(_smaller)
         table[place.max] = _extreme(_max_dim, torch.maximum, _amax, torch.amax)
         table[place.min] = _extreme(_min_dim, torch.minimum, _amin, torch.amin)
+    bind("pointwise", [_larger, _smaller])
     one = ("input dim=None keepdim=False dtype=None", "input")
     for func in (_amax, _amin, _prod, _max_dim, _min_dim):
         bind("whole_reduction", func, *one)
@@ -370,3 +377,5 @@ def install() -> None:
             table[getattr(torch, name)] = _lists
     table[torch._foreach_norm] = norms.foreach_norm
     table.update(random.special())
+    layouts: list[Any] = [Partial, RaggedShard, Replicate, Shard, StridedShard, DeviceMesh, rebuild_mesh, rebuild_spec]
+    torch.serialization.add_safe_globals([*layouts, rebuild])  # what torch.load makes of a file that nobody vouches for

@@ -24,18 +24,21 @@ T = torch.Tensor
 
 READING = """equal allclose bincount searchsorted bucketize unique unique_consecutive masked_select nonzero isin
     tensordot diag diagonal diag_embed diagflat trace take scatter scatter_add scatter_reduce index_add index_copy
-    index_fill index_put index_reduce masked_scatter put norm matrix_norm var std var_mean std_mean cdist argwhere
-    histc histogram histogramdd kron cross cov corrcoef quantile nanquantile renorm block_diag combinations
-    cartesian_prod cholesky cholesky_inverse cholesky_solve diagonal_scatter select_scatter slice_scatter stft istft
+    index_fill index_reduce masked_scatter put matrix_norm cdist argwhere
+    histogram histogramdd kron cross cov corrcoef quantile nanquantile renorm block_diag combinations
+    cartesian_prod cholesky cholesky_inverse cholesky_solve diagonal_scatter stft istft
     geqrf gradient linspace logspace lu lu_unpack lu_solve matrix_exp meshgrid ormqr qr svd triangular_solve pinverse
     logdet inverse det slogdet matrix_power chain_matmul trapz trapezoid cumulative_trapezoid unravel_index
-    segment_reduce nonzero_static hash_tensor unfold_copy rot90 view_as_complex view_as_real _chunk_cat
+    segment_reduce nonzero_static hash_tensor unfold_copy rot90 _chunk_cat
     _unsafe_masked_index _unsafe_masked_index_put_accumulate native_group_norm native_layer_norm prelu bilinear
     embedding_bag multi_head_attention_forward ctc_loss pdist local_response_norm fold multi_margin_loss
     multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss
     cosine_embedding_loss gaussian_nll_loss max_unpool1d max_unpool2d max_unpool3d one_hot grid_sampler_2d
-    grid_sampler_3d"""
-WRITING = "scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ index_reduce_ masked_scatter_ put_"
+    grid_sampler_3d cholesky_ex cond eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor ldl_factor_ex
+    ldl_solve lstsq lu_factor lu_factor_ex matrix_rank multi_dot pinv solve solve_ex solve_triangular svdvals tensorinv
+    tensorsolve vander vecdot"""
+WRITING = """scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ index_reduce_ masked_scatter_ put_
+    cumsum_ cumprod_ tril_ triu_ fill_diagonal_ renorm_"""
 DRAWING = """multinomial normal rrelu dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout
     fractional_max_pool2d fractional_max_pool3d poisson gumbel_softmax"""
 OPERATORS = """native_dropout_backward slice _softmax_backward_data max_pool2d_with_indices_backward
