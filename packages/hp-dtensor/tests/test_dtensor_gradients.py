@@ -257,3 +257,14 @@ def test_maximum_over_a_sharded_dim_splits_its_gradient_as_one_device_does():
     given = _place(x, Shard(0), mesh)
     given.amax(0).sum().backward()
     _close(given.grad, x0.grad)
+
+
+@on_ranks(2)
+def test_parts_of_an_extreme_have_no_gradient_of_their_own() -> None:
+    """Which rank's part is the maximum is not known in backward; a sum of equal gradients would be wrong."""
+    mesh = init_device_mesh(device_type(), (2,))
+    local = torch.ones(3, device=device_type(), requires_grad=True)
+    for op in ("max", "min", "product"):
+        with pytest.raises(NotImplementedError, match="which rank's part counts is not known in backward"):
+            DTensor.from_local(local, mesh, [Partial(op)])
+        assert DTensor.from_local(local.detach(), mesh, [Partial(op)]).reduce_partial().shape == (3,)

@@ -42,7 +42,7 @@ def from_local(
         "from_local",
         local.device.type,
     )
-    spec = layout_of(tuple(local.shape), mesh, wanted, shape)
+    spec = layout_of(tuple(local.shape), mesh, wanted, shape, local.requires_grad)
     if local.device.type != mesh.device_type and not local.is_meta:
         local = local.to(mesh.device_type)
     if mesh.get_coordinate() is None:
@@ -58,9 +58,19 @@ def from_local(
 
 
 def layout_of(
-    local: tuple[int, ...], mesh: DeviceMesh, wanted: Sequence[Placement], shape: Sequence[int] | None
+    local: tuple[int, ...],
+    mesh: DeviceMesh,
+    wanted: Sequence[Placement],
+    shape: Sequence[int] | None,
+    requires_grad: bool,
 ) -> TensorSpec:
     """The layout of a DTensor whose local part has shape ``local``; see ``DTensor.from_local``."""
+    for placement in wanted if requires_grad else ():
+        if placement.is_partial() and not placement.is_partial("sum") and not placement.is_partial("avg"):
+            raise NotImplementedError(
+                f"from_local: a local tensor that requires gradients as {placement!r}: which rank's part counts is not"
+                " known in backward; detach() it, or reduce the whole (a max or prod of a DTensor has its gradient)"
+            )
     ragged = any(isinstance(p, RaggedShard) for p in wanted)
     if ragged and shape is None:
         raise ValueError("from_local: a RaggedShard needs shape=, the global shape")

@@ -102,6 +102,7 @@ class DTensor(torch.Tensor):
         Raises:
             ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not
                 this rank's part, or (``run_check``) ranks that disagree.
+            NotImplementedError: parts of a max, min or product that require gradients.
         """
         from hp_dtensor.torch.api import from_local
 

@@ -120,7 +120,8 @@ def _bind_pointwise() -> None:
     )
     bind("copy", "clone contiguous positive alias __pos__")
     bind("linear_unary", "neg_ negative_ zero_ conj_physical_", in_place=True)
-    for wrapper, kernel in ((F.silu, torch._C._nn.silu), (F.relu, torch.relu)):
+    internal: Any = torch._C
+    for wrapper, kernel in ((F.silu, internal._nn.silu), (F.relu, torch.relu)):
         bind("pointwise", wrapper, local=local.unwrapped(kernel))
     bind("pointwise", "to float double half bfloat16 cfloat cdouble chalf type cpu cuda", like=True)
     bind("pointwise", "type_as", like=True)

@@ -243,7 +243,11 @@ def unwrapped(kernel: Any) -> Any:
 
 
 def embedding(call: Call) -> Any:
-    """Rows sharded over the vocabulary: each rank looks up what it has, zeros elsewhere; the sum is the embedding."""
+    """Rows sharded over the vocabulary: each rank looks up what it has, zeros elsewhere; the sum is the embedding.
+
+    An index outside of the vocabulary is outside of each rank's rows, and stays so: all ranks' kernels refuse it as one
+    device's would, a CPU's with an IndexError before anything is sent, a GPU's by its assertion, and none waits.
+    """
     weight, result = call.targets[1], call.results[0]
     axes = [axis for axis, p in enumerate(weight.placements) if p == Shard(0)]
     bound = call.bound
@@ -258,18 +262,18 @@ def embedding(call: Call) -> Any:
         none = -1 if bound["padding_idx"] is None else bound["padding_idx"] % weight.shape[0]
         by_freq, sparse = bound["scale_grad_by_freq"], bound["sparse"]
         return lambda args: torch.embedding(args[1], args[0], none, by_freq, sparse), None
-    start, size = offset(weight, 0)
+    (start, size), count = offset(weight, 0), weight.shape[0]
     padding = bound["padding_idx"]
     if padding is not None:
-        padding = padding % weight.shape[0] - start
+        padding = padding % count - start
         padding = padding if 0 <= padding < size else None
 
     def run(input: T, weight: T, *_: Any, **__: Any) -> T:
-        index = input - start
-        outside = (index < 0) | (index >= size)
+        others = ((input < start) | (input >= start + size)) & (input >= 0) & (input < count)
         if not size:
-            return weight.new_zeros((*input.shape, weight.shape[1])) + weight.sum() * 0
-        return F.embedding(index.masked_fill(outside, 0), weight, padding).masked_fill(outside.unsqueeze(-1), 0)
+            none = F.embedding(input.masked_fill(others, 0), weight.new_zeros((1, weight.shape[1])))
+            return none + weight.sum() * 0
+        return F.embedding((input - start).masked_fill(others, 0), weight, padding).masked_fill(others.unsqueeze(-1), 0)
 
     return run
 

@@ -28,11 +28,13 @@ from hp_dtensor.torch import (
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
 from hp_dtensor.torch.dtensor import _rebuild as rebuild
 from hp_dtensor.torch.functions import bind
+from hp_dtensor.torch.overrides import Override
 from hp_dtensor.torch.whole import on_whole
 
 __all__ = ["install"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
+_enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor
 Handler = Callable[[Any, Any, Any], Any]
 
@@ -310,6 +312,13 @@ def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
+def _item(self: Any, index: Any) -> Any:
+    """``x[index]`` without an interception, which takes as long as all the rest."""
+    if type(self) is DTensor and _enabled():
+        return _get_item(T.__getitem__, (self, index), {})
+    return T.__getitem__(self, index)
+
+
 def install() -> None:
     """Puts the handlers in place; called once, when hp_dtensor's torch side is imported."""
     table = dispatch._SPECIAL
@@ -347,6 +356,7 @@ def install() -> None:
     table[torch.norm] = table[torch.functional.norm] = table[T.norm] = norms.norm
     table[torch.linalg.norm] = norms.linalg_norm
     table[T.__getitem__] = _get_item
+    DTensor.__getitem__ = Override(T.__getitem__, _item)  # type: ignore[method-assign,assignment]
     table[T.view_as], table[T.reshape_as], table[T.expand_as] = map(_shaped_as, (T.view, T.reshape, T.expand))
     table[T.__setitem__] = assignment.set_item
     table[T.index_put_] = table[torch.index_put_] = assignment.index_put_

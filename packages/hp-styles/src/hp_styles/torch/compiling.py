@@ -11,8 +11,9 @@ import torch
 
 from hp_dtensor import DTensor
 from hp_dtensor.spec import TensorSpec, named
-from hp_dtensor.torch.compiling import constant, mesh_of, placements_of, texts, traces_as
+from hp_dtensor.torch.compiling import texts, traces_as
 from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
+from hp_dtensor.torch.graph import constant, mesh_of, placements_of
 from hp_styles import inputs
 
 __all__: list[str] = []

@@ -1,0 +1,229 @@
+"""What a graph of torch.compile holds of operations on DTensors, and what is asked while it is made.
+
+See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compiling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec import TensorSpec, meshes, named, normalize
+from hp_dtensor.torch import api, autograd, dispatch
+from hp_dtensor.torch.dtensor import wrap
+
+__all__ = [
+    "HOLE",
+    "constant",
+    "enter",
+    "execute",
+    "is_single",
+    "laid_out",
+    "mesh_of",
+    "move",
+    "placed",
+    "placements_of",
+    "planned",
+    "question",
+    "replicated",
+    "results",
+    "shows_varying",
+    "vary",
+]
+
+T = torch.Tensor
+_off: Any = torch._C.DisableTorchFunctionSubclass
+HOLE = "<the next tensor of the call>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A planned call in a graph.
+
+    Attributes:
+        compute: gives the results' local parts.
+        args, kwargs: the arguments, with a hole for each tensor.
+        operands: the layouts of the tensors.
+        results: the layouts of the results.
+        single: there is one result, and it is no list.
+    """
+
+    compute: Callable[[Any, Any], Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[TensorSpec, ...]
+    results: tuple[TensorSpec, ...]
+    single: bool
+
+
+_calls: dict[str, _Call] = {}
+
+
+def constant(function: Any) -> Any:
+    """Marks a function that runs while Dynamo traces: its arguments are constants, and so is its result."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+# ---- at trace time ----
+@constant
+def enter() -> None:
+    """Lets the functions of the next section stand in a graph. Not at import: nobody may compile in this process."""
+    import torch._dynamo
+    import torch._functorch.config
+
+    for function in (execute, move, vary):
+        torch._dynamo.allow_in_graph(function)
+    torch._functorch.config.check_custom_op_aliasing = False
+
+
+@constant
+def question(func: Any) -> str:
+    """How ``func`` is traced: a kind of metadata, ``"local"``, ``"same"``, ``"dropout"``, or ``"plan"``."""
+    from hp_dtensor.torch import special
+
+    if type(func) is str:  # an override's name
+        func = getattr(T, func)
+    kinds = {T.size: "size", T.dim: "dim", T.ndimension: "dim", T.numel: "numel", T.nelement: "numel", T.__len__: "len"}
+    if func in kinds:
+        return kinds[func]
+    if func in (F.dropout, torch.dropout):
+        return "dropout"
+    handler = dispatch._SPECIAL.get(func)
+    if handler is None or func is T.__getitem__:
+        return "plan"
+    known = {special._local: "local", special._same: "same"}
+    if handler in known:
+        return known[handler]
+    raise NotImplementedError(
+        f"torch.compile: {_shown(func)} of a DTensor is not traced; call it on the local part (to_local), or outside of"
+        " the compiled region (torch.compiler.disable)"
+    )
+
+
+def _shown(func: Any) -> str:
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+
+
+@constant
+def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes: Any) -> str:
+    """Plans a call; the name of it among ``_calls``. The layout of a plain tensor is None."""
+    kwargs = dict(zip(names, values, strict=True))
+    known = next(named(layout) for layout in layouts if layout is not None)
+    specs = []
+    for layout in layouts:
+        if layout is None:
+            raise NotImplementedError(
+                f"torch.compile: {_shown(func)} of a DTensor placed {known.placements} and a plain tensor; distribute"
+                " it (DTensor.from_local)"
+            )
+        specs.append(named(layout))
+    with torch.no_grad():
+        stand_ins = [
+            wrap(torch.empty(spec.local_shape, dtype=dtype, device="meta"), spec)
+            for spec, dtype in zip(specs, dtypes, strict=True)
+        ]
+        given = iter(stand_ins)
+        plan = dispatch.plan_for(func, _fill(args, given), {k: _fill(v, given) for k, v in kwargs.items()})
+    name = f"{_shown(func)} {len(_calls)}"
+    results = tuple(plan.outs) if plan.spec is None else (plan.spec,)
+    _calls[name] = _Call(plan.compute, args, kwargs, tuple(specs), results, plan.spec is not None)
+    return name
+
+
+def _fill(template: Any, tensors: Any) -> Any:
+    if type(template) in (list, tuple):
+        return type(template)([_fill(item, tensors) for item in template])
+    return next(tensors) if type(template) is str and template == HOLE else template
+
+
+@constant
+def results(name: str) -> tuple[TensorSpec, ...]:
+    """The layouts of a planned call's results."""
+    return _calls[name].results
+
+
+@constant
+def is_single(name: str) -> bool:
+    """Whether a planned call has one result."""
+    return _calls[name].single
+
+
+_PLACEMENTS = {kind.__name__: kind for kind in (Shard, StridedShard, RaggedShard, Replicate, Partial)}
+
+
+def placements_of(written: Any) -> tuple[Placement, ...]:
+    """The placements of which ``texts`` made constants."""
+    return tuple([_PLACEMENTS[kind](*args) for kind, args in written])
+
+
+@constant
+def placed(have: str, written: Any) -> TensorSpec:
+    """The layout ``have`` with other placements, each as its kind and arguments."""
+    spec = named(have)
+    placements = normalize(placements_of(written), spec.mesh, len(spec.shape), "redistribute")
+    return spec.with_placements(placements)
+
+
+@constant
+def replicated(have: str) -> TensorSpec:
+    """The layout ``have``, replicated on every axis."""
+    spec = named(have)
+    return spec.with_placements([Replicate()] * spec.mesh.ndim)
+
+
+@constant
+def shows_varying(have: str, written: Any) -> Any:
+    """What varies where a DTensor's local part is taken, for its ``grad_placements``."""
+    placements = placements_of(written)
+    return autograd.varying(named(have), placements)
+
+
+def mesh_of(key: Any) -> DeviceMesh:
+    """The mesh of which a traced function knows ``mesh._key``, a constant."""
+    device_type, shape, ranks, names = key
+    found = next((mesh for mesh in meshes() if mesh._key == key), None)
+    return found or DeviceMesh(device_type, np.array(ranks).reshape(shape), names, _init_groups=False)
+
+
+@constant
+def laid_out(mesh: Any, written: Any, local: Any, shape: Any, watched: bool) -> TensorSpec:
+    """The layout of ``DTensor.from_local``."""
+    return api.layout_of(local, mesh_of(mesh), placements_of(written), shape, watched)
+
+
+# ---- in the graph ----
+def execute(name: str, *operands: torch.Tensor) -> Any:
+    """The local part of a planned call."""
+    call = _calls[name]
+    with _off():
+        for operand, spec in zip(operands, call.operands, strict=True):
+            operand._spec = spec  # type: ignore[attr-defined]
+        given = iter(operands)
+        return call.compute(_fill(call.args, given), {k: _fill(v, given) for k, v in call.kwargs.items()})
+
+
+def move(name: str, have: str, want: str, x: torch.Tensor) -> torch.Tensor:
+    """A redistribution; ``name`` says of which kind."""
+    src, dst = named(have), named(want)
+    with _off():
+        if src is dst:
+            return x.view_as(x)
+        if name == "shared":
+            x._spec = src  # type: ignore[attr-defined]
+            return autograd.convert(x, dst)
+        return autograd.move(x, src, dst)
+
+
+def vary(have: str, vary: Any, x: torch.Tensor) -> torch.Tensor:
+    """A local part that varies, by axis, from here on."""
+    with _off():
+        x._spec = named(have)  # type: ignore[attr-defined]
+        return autograd.convert(x, named(have), vary)
