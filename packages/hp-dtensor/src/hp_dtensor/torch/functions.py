@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import hp_dtensor.rules.moving
 import hp_dtensor.rules.neural  # noqa: F401  (they define the rules)
 from hp_dtensor.rules.equation import RULES
-from hp_dtensor.torch import local
+from hp_dtensor.torch import local, result_shapes
 from hp_dtensor.torch.plans import Binding
 
 __all__ = ["BINDINGS", "bind", "functions_of"]
@@ -101,12 +101,18 @@ def _bind_pointwise() -> None:
     bind(
         "pointwise", "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __ifloordiv__ __imod__", in_place=True
     )
-    bind("add", "add sub subtract __add__ __radd__ __sub__")
+    bind("add", "add sub subtract __add__ __radd__ __sub__", shape=result_shapes.broadcast)
     bind("add", "add_ sub_ subtract_ __iadd__ __isub__", in_place=True)
     bind("copy", "copy_", in_place=True)
-    bind("mul", "mul multiply __mul__ __rmul__")
+    bind("mul", "mul multiply __mul__ __rmul__", shape=result_shapes.broadcast)
     bind("mul", "mul_ multiply_ __imul__", in_place=True)
-    bind("div", "div divide true_divide __truediv__ __div__", "input other rounding_mode=None", "input other")
+    bind(
+        "div",
+        "div divide true_divide __truediv__ __div__",
+        "input other rounding_mode=None",
+        "input other",
+        shape=result_shapes.broadcast,
+    )
     bind(
         "div",
         "div_ divide_ true_divide_ __itruediv__ __idiv__",
@@ -176,8 +182,8 @@ def _bind_products() -> None:
 
 def _bind_reductions() -> None:
     one = ("input dim=None keepdim=False dtype=None", "input")
-    bind("sum", "sum", *one)
-    bind("mean", "mean", *one, local=local.mean)
+    bind("sum", "sum", *one, shape=result_shapes.reduced)
+    bind("mean", "mean", *one, local=local.mean, shape=result_shapes.reduced)
     bind("amax", "amax", *one)
     bind("amin", "amin", *one)
     bind("product", "prod", *one)

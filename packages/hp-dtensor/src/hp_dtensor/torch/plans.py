@@ -35,6 +35,7 @@ class Binding:
         like: the result has the first operand's shape, and the function can't run on meta tensors.
         in_place: the first operand is written to.
         hot: plans may be found by the short key, in which ``True`` and ``1`` are one.
+        shape: the shape of the one result, from the call; None, or a call that gives None, asks torch on meta tensors.
         solve: finds the placements itself, from the call and the results' shapes; no rule is read.
     """
 
@@ -46,6 +47,7 @@ class Binding:
     like: bool = False
     in_place: bool = False
     hot: bool = True
+    shape: Callable[[Call], tuple[int, ...] | None] | None = None
     solve: Callable[[Call, list[tuple[int, ...]]], Solution] | None = None
 
 
@@ -233,10 +235,16 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     given = [tensor for tensor in call.tensors if tensor is not None]
     mesh = given[0]._spec.mesh
     call.specs = [tensor._spec for tensor in given]
-    made = given[0] if binding.like or binding.in_place else _on_meta(call, binding)
-    single = isinstance(made, Tensor)
-    outs = [made] if single else [value for value in made if isinstance(value, Tensor)]
-    shapes = [tuple(value._spec.shape if isinstance(value, DTensor) else value.shape) for value in outs]
+    here = mesh.get_coordinate() is not None
+    shape = binding.shape(call) if binding.shape is not None and here else None
+    made = None
+    if shape is not None:
+        single, shapes = True, [shape]
+    else:
+        made = given[0] if binding.like or binding.in_place else _on_meta(call, binding)
+        single = isinstance(made, Tensor)
+        outs = [made] if single else [value for value in made if isinstance(value, Tensor)]
+        shapes = [tuple(value._spec.shape if isinstance(value, DTensor) else value.shape) for value in outs]
 
     if binding.rule == "view":
         operand, result = view_placements(call.specs[0].shape, shapes[0], call.specs[0].placements, mesh.shape)
@@ -269,7 +277,7 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
         if target is not spec or any(varies):
             fixes.append((path, target, varies if any(varies) else None))
     plan = Plan(func, fixes, call.results, single, binding.hot)
-    if mesh.get_coordinate() is None and not (binding.like or binding.in_place):
+    if not here and not (binding.like or binding.in_place):
         local = nothing(call.results, made)
     else:
         local = binding.local(call) if binding.local is not None else None
