@@ -12,6 +12,7 @@ from torch import nn
 
 from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from hp_dtensor import init_device_mesh as mesh_of
+from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
@@ -180,10 +181,26 @@ def test_reshaping_in_place_is_of_the_whole() -> None:
 
 
 @on_ranks(3)
-@pytest.mark.not_on("torch-npu-sim", reason="the simulation transposes a plain tensor in place wrongly")
 def test_transposing_in_place() -> None:
     reshaped_alike(lambda t: t.transpose_(0, 2))
     reshaped_alike(lambda t: t.squeeze_(1).t_())
+
+
+@on_ranks(3)
+@pytest.mark.not_on("torch-cuda", "torch-npu", reason="an assertion on the device ends the process")
+@pytest.mark.parametrize("rows", [7, 2], ids=["rows on each", "rows on two"])
+@pytest.mark.parametrize("wrong", ["after", "far after", "before"])
+def test_an_index_outside_of_a_sharded_vocabulary(rows: int, wrong: str) -> None:
+    """Refused on all ranks alike, before anything is sent."""
+    mesh, place = mesh_of(device_type(), (3,)), {"after": rows, "far after": rows + 9, "before": -1}[wrong]
+    table = distribute_tensor(rand(rows, 4), mesh, [Shard(0)]).requires_grad_()
+    index = distribute_tensor(torch.tensor([[1, 0], [place, 1]], device=device_type()), mesh, [Replicate()])
+    with count_collectives() as counts, pytest.raises(IndexError, match="index out of range in self"):
+        torch.nn.functional.embedding(index, table)
+    assert not counts
+    index = distribute_tensor(index.to_local().clamp(0, rows - 1), mesh, [Replicate()])
+    torch.nn.functional.embedding(index, table).sum().backward()
+    assert table.grad is not None and table.grad.full_tensor().sum() == 16
 
 
 @on_ranks(2)

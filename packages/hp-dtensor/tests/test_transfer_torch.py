@@ -1,11 +1,10 @@
-"""DTensors that go from one mesh to another, and redistributions that run beside what follows."""
+"""DTensors that go from one mesh to another."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import random
-from types import SimpleNamespace
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,42 +18,21 @@ from hp_dtensor import (
     RaggedShard,
     Replicate,
     Shard,
-    SkipDTensorDispatch,
     StridedShard,
     distribute_tensor,
     init_device_mesh,
 )
 from hp_dtensor.redistribution import plan_transfer
 from hp_dtensor.sharding import take
-from hp_dtensor.torch import pending
-from hp_platform import count_collectives, get_platform
+from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from transfers import check, count_up, mesh_of
 
 pytestmark = pytest.mark.framework("torch")
 
 R, P = Replicate(), Partial()
-
-
-def _mesh(ranks, names=None) -> DeviceMesh:
-    return DeviceMesh(device_type(), ranks, names)
-
-
-def _whole(*shape: int, dtype=torch.float64) -> torch.Tensor:
-    made = torch.arange(int(np.prod(shape)), device=device_type()).reshape(shape)
-    return made % 2 == 0 if dtype is torch.bool else made.to(dtype)
-
-
-def _check(y: DTensor, whole: torch.Tensor, mesh: DeviceMesh, placements) -> None:
-    """Each rank of the mesh holds its part, the others nothing."""
-    assert type(y) is DTensor and y.device_mesh == mesh and y.placements == tuple(placements) and y.dtype is whole.dtype
-    place = mesh.get_coordinate()
-    if place is None:
-        assert y.to_local().shape == (0,) * whole.dim()
-        return
-    index = take(np.arange(whole.numel()).reshape(whole.shape), placements, mesh.shape, place)
-    expected = whole.reshape(-1)[torch.from_numpy(index.reshape(-1)).to(whole.device)].view(index.shape)
-    assert torch.equal(y.to_local(), expected), (placements, place)
-
 
 MESHES = [
     [[0, 1], [2, 3]],
@@ -74,16 +52,16 @@ MESHES = [
 def test_any_mesh_to_any_other(seed: int) -> None:
     torch.set_num_threads(1)
     rng = random.Random(seed)
-    meshes = [_mesh(ranks) for ranks in MESHES]
+    meshes = [mesh_of(ranks) for ranks in MESHES]
     for source in meshes:
         for target in meshes:
             shape = tuple(rng.choice([0, 1, 3, 5, 6, 8]) for _ in range(rng.choice([1, 2, 2, 3])))
             have, wanted = (
                 [rng.choice([R, *map(Shard, range(len(shape)))]) for _ in range(mesh.ndim)] for mesh in (source, target)
             )
-            whole = _whole(*shape)
+            whole = count_up(*shape)
             x = distribute_tensor(whole, source, have, src_data_rank=None)
-            _check(x.redistribute(target, wanted), whole, target, wanted)
+            check(x.redistribute(target, wanted), whole, target, wanted)
 
 
 @on_ranks(4)
@@ -91,8 +69,8 @@ def test_any_mesh_to_any_other(seed: int) -> None:
     "dtype", [torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=str
 )
 def test_dtypes(dtype: torch.dtype) -> None:
-    whole = _whole(5, 3, dtype=torch.float32).to(dtype) if dtype.itemsize == 1 else _whole(5, 3, dtype=dtype)
-    source, target = _mesh([0, 1, 2]), _mesh([1, 3])
+    whole = count_up(5, 3, dtype=torch.float32).to(dtype) if dtype.itemsize == 1 else count_up(5, 3, dtype=dtype)
+    source, target = mesh_of([0, 1, 2]), mesh_of([1, 3])
     x = distribute_tensor(whole, source, [Shard(0)], src_data_rank=None)
     y = x.redistribute(target, [Shard(1)])
     assert y.dtype is dtype
@@ -106,8 +84,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 @on_ranks(4)
 def test_shards_that_are_not_contiguous() -> None:
-    whole = _whole(4, 6, 100)
-    square, line, row = _mesh([[0, 1], [2, 3]]), _mesh([0, 1, 2, 3]), _mesh([1, 3])
+    whole = count_up(4, 6, 100)
+    square, line, row = mesh_of([[0, 1], [2, 3]]), mesh_of([0, 1, 2, 3]), mesh_of([1, 3])
     ragged = RaggedShard((1, 2), (1, 2, 0, 3))
     cases = [
         (square, (Shard(1), StridedShard(1, 3)), row, (Shard(1),)),
@@ -126,37 +104,37 @@ def test_shards_that_are_not_contiguous() -> None:
 
 @on_ranks(4)
 def test_partial_on_either_side() -> None:
-    source, target = _mesh([[0, 1], [2, 3]]), _mesh([2, 3])
-    local = _whole(3, 4) * (1 + source.get_local_rank(1))
+    source, target = mesh_of([[0, 1], [2, 3]]), mesh_of([2, 3])
+    local = count_up(3, 4) * (1 + source.get_local_rank(1))
     for op, total in (("sum", 3), ("max", 2), ("avg", 1.5)):
         x = DTensor.from_local(local, source, [R, Partial(op)])
         y = x.redistribute(target, [Shard(0)])
-        _check(y, _whole(3, 4) * total, target, [Shard(0)])
-    x = distribute_tensor(_whole(3, 4), _mesh([0]), [R], src_data_rank=None)
+        check(y, count_up(3, 4) * total, target, [Shard(0)])
+    x = distribute_tensor(count_up(3, 4), mesh_of([0]), [R], src_data_rank=None)
     for op in ("sum", "product", "avg", "min"):
         y = x.redistribute(target, [Partial(op)])
         back = y.redistribute(placements=[R])
-        _check(back, _whole(3, 4), target, [R])
+        check(back, count_up(3, 4), target, [R])
     held = x.redistribute(target, [P]).to_local()
     assert held.shape == ((3, 4) if source.get_rank() > 1 else (0, 0)) and (source.get_rank() != 3 or not held.any())
 
 
 @on_ranks(4)
 def test_a_layout_names_the_target() -> None:
-    x = distribute_tensor(_whole(4, 2), init_device_mesh(device_type(), (4,)), [Shard(0)])
+    x = distribute_tensor(count_up(4, 2), init_device_mesh(device_type(), (4,)), [Shard(0)])
     y = x.redistribute(Layout((2, 2), ("dp", "tp"))("dp", "tp"))
     assert y.placements == (Shard(0), Shard(1)) and y.to_local().shape == (2, 1)
-    _check(y, _whole(4, 2), y.device_mesh, y.placements)
+    check(y, count_up(4, 2), y.device_mesh, y.placements)
 
 
 @on_ranks(4)
 def test_other_names_of_the_same_ranks_change_nothing_else() -> None:
-    named, plain = _mesh([[0, 1], [2, 3]], ("dp", "tp")), _mesh([[0, 1], [2, 3]])
-    x = distribute_tensor(_whole(4, 2), named, [Shard(0), R]).requires_grad_()
+    named, plain = mesh_of([[0, 1], [2, 3]], ("dp", "tp")), mesh_of([[0, 1], [2, 3]])
+    x = distribute_tensor(count_up(4, 2), named, [Shard(0), R]).requires_grad_()
     with count_collectives() as counts:
         y = x.redistribute(plain, [Shard(0), R])
     assert not counts and y.device_mesh == plain
-    _check(x.redistribute(plain, [Shard(1), Shard(1)]).detach(), _whole(4, 2), plain, [Shard(1), Shard(1)])
+    check(x.redistribute(plain, [Shard(1), Shard(1)]).detach(), count_up(4, 2), plain, [Shard(1), Shard(1)])
     (y * y).sum().backward()
     assert torch.equal(x.grad.to_local(), 2 * x.detach().to_local())
 
@@ -164,9 +142,9 @@ def test_other_names_of_the_same_ranks_change_nothing_else() -> None:
 # ---- what is sent ----
 @on_ranks(4)
 def test_each_byte_is_sent_once_and_none_that_is_there() -> None:
-    square, row, others = _mesh([[0, 1], [2, 3]]), _mesh([0, 1]), _mesh([2, 3])
-    x = distribute_tensor(_whole(8, 6), square, [R, Shard(0)])
-    for target, wanted in ((row, [Shard(0)]), (_mesh([0, 1, 2, 3]), [Shard(0)])):
+    square, row, others = mesh_of([[0, 1], [2, 3]]), mesh_of([0, 1]), mesh_of([2, 3])
+    x = distribute_tensor(count_up(8, 6), square, [R, Shard(0)])
+    for target, wanted in ((row, [Shard(0)]), (mesh_of([0, 1, 2, 3]), [Shard(0)])):
         with count_collectives() as counts:
             x.redistribute(target, wanted)
         way = plan_transfer(x.layout, Layout.of(target, wanted), (8, 6))
@@ -174,7 +152,7 @@ def test_each_byte_is_sent_once_and_none_that_is_there() -> None:
         mine = sum(m.elements for m in way.moves_from(square.get_rank()) if m.destination != square.get_rank())
         assert counts.bytes == 8 * mine
     assert not plan_transfer(x.layout, Layout.of(row, [Shard(0)]), (8, 6)).sends
-    x = distribute_tensor(_whole(8, 6), row, [Shard(0)], src_data_rank=None)
+    x = distribute_tensor(count_up(8, 6), row, [Shard(0)], src_data_rank=None)
     with count_collectives() as counts:
         x.redistribute(others, [Shard(1)])
     assert counts.bytes == (8 * 24 if row.get_coordinate() is not None else 0)
@@ -182,29 +160,29 @@ def test_each_byte_is_sent_once_and_none_that_is_there() -> None:
 
 @on_ranks(4)
 def test_ranks_outside_both_meshes_take_no_part() -> None:
-    source, target = _mesh([0, 1]), _mesh([1, 2])
-    x = distribute_tensor(_whole(5, 3), source, [Shard(0)], src_data_rank=None)
+    source, target = mesh_of([0, 1]), mesh_of([1, 2])
+    x = distribute_tensor(count_up(5, 3), source, [Shard(0)], src_data_rank=None)
     with count_collectives() as counts:
         y = x.redistribute(target, [Shard(0)])
     assert dict(counts) == ({} if source.get_rank() == 3 else {"all_to_all": 1})
     if source.get_rank() == 3:
         return  # nor need it call
-    _check(y.redistribute(source, [R]), _whole(5, 3), source, [R])
+    check(y.redistribute(source, [R]), count_up(5, 3), source, [R])
 
 
 # ---- ranks outside a mesh ----
 @on_ranks(2)
 def test_a_rank_outside_a_mesh_holds_nothing() -> None:
-    mesh = _mesh([0])
+    mesh = mesh_of([0])
     outside = mesh.get_coordinate() is None
-    given = torch.zeros(0, 0, dtype=torch.int32, device=device_type()) if outside else _whole(3, 2, dtype=torch.int32)
+    given = torch.zeros(0, 0, dtype=torch.int32, device=device_type()) if outside else count_up(3, 2, dtype=torch.int32)
     x = DTensor.from_local(given, mesh, [R], shape=(3, 2))
     assert x.shape == (3, 2) and x.to_local().shape == ((0, 0) if outside else (3, 2)) and x.dtype is torch.int32
-    x = DTensor.from_local(_whole(3, 2).requires_grad_(), mesh, [Shard(0)])
+    x = DTensor.from_local(count_up(3, 2).requires_grad_(), mesh, [Shard(0)])
     assert x.shape == (3, 2) and x.requires_grad and x.to_local().numel() == (0 if outside else 6)
-    assert distribute_tensor(_whole(3, 2).requires_grad_(), mesh, [Shard(0)]).requires_grad
+    assert distribute_tensor(count_up(3, 2).requires_grad_(), mesh, [Shard(0)]).requires_grad
     scalar = DTensor.from_local(torch.tensor(2.0, device=device_type()), mesh, [R])
-    assert scalar.redistribute(_mesh([1]), [R]).to_local().item() == (2.0 if outside else 0.0)
+    assert scalar.redistribute(mesh_of([1]), [R]).to_local().item() == (2.0 if outside else 0.0)
     if outside:
         with pytest.raises(ValueError, match=r"rank 1 is not in .* doesn't tell the global shape; give shape="):
             DTensor.from_local(torch.zeros(0, 2, device=device_type()), mesh, [R])
@@ -215,8 +193,8 @@ def test_a_rank_outside_a_mesh_holds_nothing() -> None:
 @pytest.mark.parametrize("have", [[Shard(0)], [R], [Shard(1)]], ids=repr)
 @pytest.mark.parametrize("wanted", [[Shard(0)], [R], [Shard(1)]], ids=repr)
 def test_gradients_are_those_of_one_device(have, wanted) -> None:
-    source, target = _mesh([0, 1, 2]), _mesh([1, 3])
-    whole, weight = _whole(5, 3).requires_grad_(), _whole(3, 4) / 7
+    source, target = mesh_of([0, 1, 2]), mesh_of([1, 3])
+    whole, weight = count_up(5, 3).requires_grad_(), count_up(3, 4) / 7
     (whole.sin() @ weight).square().sum().backward()
     x = distribute_tensor(whole.detach(), source, have, src_data_rank=None).requires_grad_()
     w = distribute_tensor(weight, target, [R], src_data_rank=None)
@@ -232,22 +210,22 @@ def test_gradients_are_those_of_one_device(have, wanted) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize(("op", "factor"), [("sum", 1.0), ("avg", 0.5)])
 def test_gradients_of_partial_tensors(op: str, factor: float) -> None:
-    square, line = _mesh([[0, 1], [2, 3]]), _mesh([0, 1, 2, 3])
-    local = _whole(4, 2).requires_grad_()
-    weight = distribute_tensor(_whole(4, 2), line, [Shard(0)])
+    square, line = mesh_of([[0, 1], [2, 3]]), mesh_of([0, 1, 2, 3])
+    local = count_up(4, 2).requires_grad_()
+    weight = distribute_tensor(count_up(4, 2), line, [Shard(0)])
     x = DTensor.from_local(local, square, [R, Partial(op)])
     (x.redistribute(line, [Shard(0)]) * weight).sum().backward()
-    np.testing.assert_allclose(local.grad.cpu().numpy(), _whole(4, 2).cpu().numpy() * factor)
-    y = distribute_tensor(_whole(4, 2), line, [Shard(0)]).requires_grad_()
+    np.testing.assert_allclose(local.grad.cpu().numpy(), count_up(4, 2).cpu().numpy() * factor)
+    y = distribute_tensor(count_up(4, 2), line, [Shard(0)]).requires_grad_()
     z = y.redistribute(square, [Shard(0), Partial(op)])
-    (z.redistribute(placements=[R, R]) * distribute_tensor(_whole(4, 2), square, [R, R])).sum().backward()
+    (z.redistribute(placements=[R, R]) * distribute_tensor(count_up(4, 2), square, [R, R])).sum().backward()
     np.testing.assert_allclose(y.grad.to_local().cpu().numpy(), weight.to_local().cpu().numpy())
 
 
 @on_ranks(2)
 def test_a_second_derivative() -> None:
-    source, target = _mesh([0, 1]), _mesh([[0], [1]])
-    x = distribute_tensor(_whole(4), source, [Shard(0)]).requires_grad_()
+    source, target = mesh_of([0, 1]), mesh_of([[0], [1]])
+    x = distribute_tensor(count_up(4), source, [Shard(0)]).requires_grad_()
     y = (x.redistribute(target, [R, R]) ** 3).sum()
     (grad,) = torch.autograd.grad(y, [x], create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), [x])
@@ -256,8 +234,8 @@ def test_a_second_derivative() -> None:
 
 @on_ranks(2)
 def test_a_second_derivative_of_a_partial_value() -> None:
-    source, target = _mesh([0, 1]), _mesh([[0], [1]])
-    whole, weight = _whole(3, 4).double(), _whole(3, 4).double().flip(0)
+    source, target = mesh_of([0, 1]), mesh_of([[0], [1]])
+    whole, weight = count_up(3, 4).double(), count_up(3, 4).double().flip(0)
 
     def second(x, w, move):
         y = (move((x * w).sum(1)) ** 3).sum()
@@ -273,20 +251,20 @@ def test_a_second_derivative_of_a_partial_value() -> None:
 
 @on_ranks(2)
 def test_without_recording_nothing_is_recorded() -> None:
-    x = distribute_tensor(_whole(4), _mesh([0, 1]), [Shard(0)]).requires_grad_()
+    x = distribute_tensor(count_up(4), mesh_of([0, 1]), [Shard(0)]).requires_grad_()
     with torch.no_grad():
-        y = x.redistribute(_mesh([[0], [1]]), [R, R])
+        y = x.redistribute(mesh_of([[0], [1]]), [R, R])
     assert not y.requires_grad and y.to_local().data_ptr() != x.to_local().data_ptr()
     y.add_(1)
-    assert torch.equal(x.to_local(), distribute_tensor(_whole(4), _mesh([0, 1]), [Shard(0)]).to_local())
+    assert torch.equal(x.to_local(), distribute_tensor(count_up(4), mesh_of([0, 1]), [Shard(0)]).to_local())
 
 
 # ---- errors ----
 @on_ranks(4)
 def test_what_does_not_fit_is_an_error_on_all_ranks_before_anything_is_sent() -> None:
-    square, row = _mesh([[0, 1], [2, 3]]), _mesh([0, 1])
-    x = distribute_tensor(_whole(6, 4), square, [Shard(0), R])
-    uneven = distribute_tensor(_whole(3, 4), square, [Shard(0), R])
+    square, row = mesh_of([[0, 1], [2, 3]]), mesh_of([0, 1])
+    x = distribute_tensor(count_up(6, 4), square, [Shard(0), R])
+    uneven = distribute_tensor(count_up(3, 4), square, [Shard(0), R])
     wrong = [
         ([Shard(2)], r"the dim must be in \[-2, 1\]"),
         ([R, R], "2 placements"),
@@ -301,123 +279,15 @@ def test_what_does_not_fit_is_an_error_on_all_ranks_before_anything_is_sent() ->
             x.redistribute(DeviceMesh("meta", [0, 1], _init_groups=False), [R])
         # units that fit some ranks only: the others have to raise as well
         with pytest.raises(ValueError, match="not as many on every rank"):
-            uneven.redistribute(_mesh([[0, 2], [1, 3]]), [Shard(0), RaggedShard((0, 1), (1, 1))])
+            uneven.redistribute(mesh_of([[0, 2], [1, 3]]), [Shard(0), RaggedShard((0, 1), (1, 1))])
     assert not counts, "nothing was sent"
 
 
 @on_ranks(2)
 def test_a_local_part_of_another_shape_is_an_error() -> None:
-    x = distribute_tensor(_whole(6), _mesh([0, 1]), [Shard(0)])
+    x = distribute_tensor(count_up(6), mesh_of([0, 1]), [Shard(0)])
     from hp_dtensor.torch.transfer import execute_transfer
 
-    target = x.redistribute(_mesh([[0], [1]]), [R, R])._spec
+    target = x.redistribute(mesh_of([[0], [1]]), [R, R])._spec
     with pytest.raises(ValueError, match=r"the local tensor has shape \(4,\).*\(3,\)"):
         execute_transfer(torch.zeros(4, device=device_type()), x._spec, target)
-
-
-# ---- beside what follows ----
-class _Stream:
-    """Stands for a side stream: everything in it runs at once, and what waits for it is counted."""
-
-    def __init__(self) -> None:
-        self.waits: list[object] = []
-        self.record_event = object
-        self.wait_stream = self.waits.append
-        self.wait_event = self.waits.append
-
-
-@contextlib.contextmanager
-def _with_streams():
-    current, side = _Stream(), _Stream()
-    on = []
-
-    @contextlib.contextmanager
-    def stream(other):
-        on.append(other)
-        yield
-
-    module = SimpleNamespace(current_stream=lambda: current, stream=stream)
-    devices = SimpleNamespace(
-        kind=device_type(),
-        capabilities=SimpleNamespace(streams=True),
-        device_module=lambda: module,
-        current_device=object,
-        stream=lambda: side,
-    )
-    patch = pytest.MonkeyPatch()
-    with patch.context() as changed:
-        changed.setattr(pending, "get_platform", lambda: SimpleNamespace(devices=devices))
-        changed.setattr(pending, "_keep", lambda x, stream: None)
-        yield SimpleNamespace(current=current, side=side, on=on)
-
-
-USES = {
-    "an operation": lambda y: y * 2,
-    "a number before it": lambda y: 1.0 + y,
-    "a list of tensors": lambda y: torch.cat([y, y]),
-    "to_local": lambda y: y.to_local(),
-    "full_tensor": lambda y: y.full_tensor(),
-    "redistribute": lambda y: y.redistribute(placements=[Shard(0)]),
-    "again beside": lambda y: y.redistribute(placements=[Shard(0)], async_op=True).to_local(),
-    "shape": lambda y: y.shape,
-    "len": len,
-    "data_ptr": lambda y: y.data_ptr(),
-    "repr": repr,
-    "deepcopy": lambda y: copy.deepcopy(y.detach()),
-    "an index": lambda y: y[0],
-    "a gradient": lambda y: torch.autograd.grad(y.sum(), [y]),
-    "a keyword": lambda y: torch.add(input=y, other=y),
-    "in place": lambda y: y.detach().mul_(1),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("use", USES)
-def test_the_first_use_waits(use: str) -> None:
-    mesh = init_device_mesh(device_type(), (2,))
-    x = distribute_tensor(_whole(4, 2), mesh, [Shard(0)]).requires_grad_()
-    with _with_streams() as seen:
-        y = x.redistribute(placements=[R], async_op=True)
-        assert type(y) is pending.PendingDTensor and isinstance(y, DTensor) and seen.on == [seen.side]
-        assert seen.side.waits == [seen.current] and not seen.current.waits
-        USES[use](y)
-        assert len(seen.current.waits) == (2 if use == "again beside" else 1) and type(y) is DTensor
-        y.sum()
-        assert len(seen.current.waits) == (2 if use == "again beside" else 1), "once"
-    _check(y.detach(), _whole(4, 2), mesh, [R])
-
-
-@on_ranks(2)
-def test_what_is_pending_ends_before_interception_is_off() -> None:
-    x = distribute_tensor(_whole(4, 2), init_device_mesh(device_type(), (2,)), [Shard(0)])
-    with _with_streams() as seen:
-        y, dropped = (x.redistribute(placements=[R], async_op=True) for _ in range(2))
-        del dropped  # gloo's thread may hold it a little longer
-        with SkipDTensorDispatch():
-            waits = len(seen.current.waits)
-            assert waits in (1, 2) and type(y) is DTensor
-            assert type(x.redistribute(placements=[R], async_op=True)) is DTensor
-        assert len(seen.current.waits) == waits
-
-
-@on_ranks(4)
-def test_a_pending_transfer_has_its_gradient() -> None:
-    square, row = _mesh([[0, 1], [2, 3]]), _mesh([1, 3])
-    x = distribute_tensor(_whole(4, 2), square, [Shard(0), R]).requires_grad_()
-    with _with_streams():
-        y = x.redistribute(row, [Shard(1)], async_op=True)
-        assert type(y) is pending.PendingDTensor
-        (y * y).sum().backward()
-    assert torch.equal(x.grad.to_local(), 2 * x.detach().to_local())
-
-
-@on_ranks(2)
-def test_on_a_device_without_streams_the_result_is_ready() -> None:
-    mesh = init_device_mesh(device_type(), (2,))
-    x = distribute_tensor(_whole(64, 64), mesh, [Shard(0)]).requires_grad_()
-    y = x.redistribute(placements=[Shard(1)], async_op=True)
-    streams = get_platform().devices.capabilities.streams
-    assert type(y) is (pending.PendingDTensor if streams else DTensor)
-    (y * y).sum().backward()
-    _check(y.detach(), _whole(64, 64), mesh, [Shard(1)])
-    assert torch.equal(x.grad.to_local(), 2 * x.detach().to_local())

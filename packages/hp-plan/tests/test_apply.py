@@ -135,6 +135,15 @@ def test_axes_that_this_version_does_not_have():
         apply(nn.Linear(4, 4), ParallelPlan.from_dict({"mesh": {"cp": 2}}))
 
 
+@on_ranks(2)
+def test_sharding_options_on_a_mesh_that_shards_nothing_are_refused():
+    plan = llama({"tp": 2}, fsdp={"param_dtype": "bfloat16"})
+    with pytest.raises(
+        PlanError, match="fsdp: param_dtype would have no effect: the mesh tp 2 shards over no dp_shard"
+    ):
+        apply(build_model(plan, device=device_type()), plan)
+
+
 def test_without_a_process_group(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RuntimeError, match="needs a process group of 2 ranks .* torchrun --nproc-per-node 2"):

@@ -24,7 +24,7 @@ def counted(layers: int, *, styles: str, mesh: dict[str, int]) -> tuple[dict[str
             "model": {"config": "LlamaConfig", "overrides": overrides},
             "mesh": mesh,
             "styles": styles,
-            "fsdp": {"groups": ["model.layers.*"]},
+            "fsdp": {} if set(mesh) == {"tp"} else {"groups": ["model.layers.*"]},
         }
     )
     model = apply(build_model(plan, device=device_type()), plan)

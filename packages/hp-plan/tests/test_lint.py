@@ -188,6 +188,17 @@ def test_a_function_is_found_in_the_folder_that_the_plan_names(tmp_path, monkeyp
     ]
 
 
+def test_sharding_options_on_a_mesh_that_shards_nothing_are_named():
+    fsdp = {"groups": ["model.layers.*"], "param_dtype": "bfloat16"}
+    assert texts(plan_of(mesh={"tp": 2}, fsdp=fsdp)) == [
+        "fsdp: groups, param_dtype would have no effect: the mesh tp 2 shards over no dp_shard axis; leave [fsdp] out, "
+        "or make mesh.dp_shard at least 2 (run.dtype is the dtype of the weights without it)"
+    ]
+    for mesh in ({}, {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_replicate": 2, "tp": 2}):
+        assert texts(plan_of(mesh=mesh, fsdp=fsdp)) == [], "an axis dp_shard is there, if of one rank"
+    assert texts(plan_of(mesh={"tp": 2}, fsdp={"reshard_after_forward": True})) == [], "as without it"
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_resharding_to_a_smaller_group_is_refused(shards):
     tables = plan_of(mesh={"dp_shard": 2}, fsdp={"reshard_after_forward": shards})

@@ -35,7 +35,7 @@ def small_plan(family: str, mesh: dict[str, int], *, styles: str = "auto", atten
             "model": {"config": f"{family}Config", "overrides": overrides},
             "mesh": mesh,
             "styles": styles,
-            "fsdp": {"groups": ["model.layers.*"]},
+            "fsdp": {} if set(mesh) == {"tp"} and mesh["tp"] > 1 else {"groups": ["model.layers.*"]},
             "data": {"batch_size": mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1) * 2, "sequence_length": 8},
             "run": {"grad_clip": 0.5},
         }

@@ -41,9 +41,10 @@ class Collective:
         bytes: size of the larger of its tensors.
         phase: ``"backward"`` in autograd's backward, ``"forward"`` everywhere else.
         module: name of the module whose call communicates, after the class of the module that was called first:
-            ``"Transformer.layers.0.mlp"``; in backward that of the module whose operation's gradient is at hand. Empty
-            outside of modules, and for what is done for several at once, as the sum of parameters' gradients at the end
-            of backward.
+            ``"Transformer.layers.0.mlp"``; in backward that of the module whose operation's gradient is at hand; of
+            `fully_shard`'s that whose parameters are gathered or whose gradients are reduced, ahead of time or behind.
+            Empty outside of modules, and for what is done for several at once, as the sum of parameters' gradients at
+            the end of backward.
         file: the file of ``line``; empty where no frame is the user's.
         line: the line that led to it, the innermost outside of the framework and of these packages; in backward that
             which called backward.
@@ -95,7 +96,8 @@ class CommDebugMode:
     """Context manager that records each collective: its kind, bytes, mesh axis, module, line, phase and time.
 
     It may be entered while it is active, and again later: records are added. Others may be active beside it. Outside of
-    a ``with`` it costs nothing. On MindSpore the module of a collective in backward is not known, and is empty.
+    a ``with`` it costs nothing. On MindSpore the module of a collective in backward is known of those of `fully_shard`
+    only, and else empty.
 
     Example:
         >>> with CommDebugMode() as comm:

@@ -27,6 +27,7 @@ from fsdp_cells import (
 )
 
 from hp_dtensor import DTensor
+from hp_dtensor.debug import CommDebugMode
 from hp_fsdp import HSDPModule
 from hp_fsdp.mindspore.unsharding import Call
 from hp_platform import count_collectives
@@ -253,3 +254,15 @@ def test_the_next_forward_sees_new_values():
     same_gradients(model, gradients, reference, expected)
     sgd(reference)(expected)
     close(after.asnumpy(), reference(own).asnumpy(), "output")
+
+
+@on_ranks(2)
+def test_a_groups_collectives_are_its_cells():
+    _, model = pair()
+    with CommDebugMode() as comm:
+        differentiated(model, lambda x: loss_of(model(x)))(batch()[1])
+    names = ["HSDPNet", *(f"HSDPNet.blocks.{i}" for i in range(3))]
+    scattered = [(event.phase, event.module) for event in comm.events if event.kind == "reduce_scatter"]
+    assert sorted(scattered) == [("backward", name) for name in names]
+    gathered_for = {(event.phase, event.module) for event in comm.events if event.kind == "all_gather"}
+    assert {name for _, name in gathered_for} == set(names) and ("backward", names[2]) in gathered_for

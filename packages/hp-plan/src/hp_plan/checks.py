@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 
 from hp_plan.findings import Finding
 from hp_plan.plan import ParallelPlan
@@ -51,13 +52,21 @@ def mesh_faults(plan: ParallelPlan, world_size: int | None = None) -> list[Findi
 
 
 def fsdp_faults(plan: ParallelPlan) -> list[Finding]:
-    """Options of `fully_shard` that this version doesn't have."""
+    """Options of `fully_shard` that this version doesn't have, or that the mesh has no use for."""
+    found = []
+    given = [item.name for item in fields(plan.fsdp) if getattr(plan.fsdp, item.name) != item.default]
+    axes = plan.mesh.axes
+    if given and "dp_shard" not in axes:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+        message = f"{', '.join(given)} would have no effect: the mesh {mesh} shards over no dp_shard axis"
+        fix = "leave [fsdp] out, or make mesh.dp_shard at least 2 (run.dtype is the dtype of the weights without it)"
+        found.append(Finding("fsdp", message, fix))
     shards = plan.fsdp.reshard_after_forward
-    if isinstance(shards, bool):
-        return []
-    message = f"got {shards}, the size of a smaller group to reshard to, which this version can't do"
-    fix = "make it true (least memory) or false (gathered until backward, least communication)"
-    return [Finding("fsdp.reshard_after_forward", message, fix)]
+    if not isinstance(shards, bool):
+        message = f"got {shards}, the size of a smaller group to reshard to, which this version can't do"
+        fix = "make it true (least memory) or false (gathered until backward, least communication)"
+        found.append(Finding("fsdp.reshard_after_forward", message, fix))
+    return found
 
 
 def _device_faults(plan: ParallelPlan) -> list[Finding]:

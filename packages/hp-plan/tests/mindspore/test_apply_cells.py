@@ -37,7 +37,7 @@ def plan_of(mesh, styles="auto", tied=True):
             "model": {"function": "mindspore_qwen3:qwen3", "overrides": overrides},
             "mesh": mesh,
             "styles": styles,
-            "fsdp": {"groups": ["model.layers.*"]},
+            "fsdp": {} if set(mesh) == {"tp"} else {"groups": ["model.layers.*"]},
             "data": {"batch_size": 4, "sequence_length": 8},
         }
     )

@@ -74,7 +74,7 @@ def test_names_and_kinds_are_read_without_weights():
 
 def test_faults_of_a_plan_for_cells():
     given = tables(
-        mesh={"tp": 4},
+        mesh={"dp_shard": 2, "tp": 4},
         styles={
             "model.layers.*.self_attn.k_pro": "rowwise",
             "model.layers.*.self_attn.k_proj": "colwise",
@@ -82,7 +82,7 @@ def test_faults_of_a_plan_for_cells():
         },
         fsdp={"groups": ["model.layers"]},
     )
-    found = texts(given, 4)
+    found = texts(given, 8)
     assert len(found) == 4
     assert "k_pro' matches no module; did you mean 'model.layers.*.self_attn.k_proj'" in found[0]
     assert "'colwise' on model.norm, which is a Qwen3RMSNorm; it is for a Linear" in found[1]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from hp_platform.protocols import Handle
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 Done = Callable[[], None]
 Observer = Callable[[str, int, Any], Done | None]
 
@@ -31,6 +34,40 @@ def begin(kind: str, size: int, group: Any) -> list[Done]:
     """
     found = [observer(kind, size, group) for observer in tuple(observers)]
     return [done for done in found if done is not None]
+
+
+_told = threading.local()
+
+
+def communicate_for(
+    modules: Sequence[Any], run: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
+) -> Result:
+    """Run what communicates for a module other than the one at hand: ahead of time, or after it.
+
+    Where nobody observes, this is the call of ``run`` and nothing else.
+
+    Args:
+        modules: the module, and after it those that hold it, the outermost last; some in between may be left out.
+        run: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What ``run`` returns.
+    """
+    if not observers:
+        return run(*args, **kwargs)
+    before = communicating_for()
+    _told.modules = modules
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _told.modules = before
+
+
+def communicating_for() -> Sequence[Any]:
+    """Tell an observer what `communicate_for` was told in this thread; empty outside of it."""
+    return getattr(_told, "modules", ())
 
 
 class Observed:

@@ -50,6 +50,26 @@ def test_attention_is_the_hosts(hidden):
         torch.testing.assert_close(on_device.cpu(), on_host)
 
 
+@simulated
+@on_ranks(1)
+def test_views_in_place_are_the_hosts():
+    changes = [
+        lambda tensor: tensor.transpose_(0, 2),
+        lambda tensor: tensor.squeeze_(1).t_(),
+        lambda tensor: tensor.swapdims_(0, 1).unsqueeze_(-1),
+        lambda tensor: tensor.as_strided_((2, 3), (1, 5), 4),
+    ]
+    for change in changes:
+        host = torch.arange(24.0).reshape(4, 1, 6)
+        device = host.npu()
+        whole = device.view(-1)
+        assert change(device) is device
+        change(host)
+        assert device.stride() == host.stride() and device.storage_offset() == host.storage_offset()
+        device.mul_(2), host.mul_(2)
+        assert torch.equal(device.cpu(), host) and torch.equal(whole.cpu(), host.as_strided((24,), (1,), 0))
+
+
 def lose_a_rank():
     platform = get_platform()
     rank, tensor = platform.groups.rank(), torch.ones(4, device=device_type())

@@ -28,7 +28,7 @@ def parallelize_module(
 
     Args:
         module: the module.
-        device_mesh: a mesh of one axis (of two for ``TwoDimensionalParallel``); default that of ``with mesh:``.
+        device_mesh: a mesh of one axis, for ``TwoDimensionalParallel`` of two or three; default that of ``with mesh:``.
         parallelize_plan: a style for the module itself, or ``{name or fnmatch pattern: style}``; patterns match dotted
             names of submodules part by part: ``layers.*.mlp.up``; ``layers.*`` is the layers, not what is inside them.
             ``""`` is the module itself. A style may be a name, such as ``"colwise"``, as in a transformers model's

@@ -257,6 +257,17 @@ def test_two_dimensional():
     same_gradients(net, plain, given, Tensor(x))
 
 
+@on_ranks(4)
+def test_two_dimensional_with_a_depth():
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("depth", "x", "y"))
+    net, plain = built(lambda: mint.nn.Linear(6, 8)), built(lambda: mint.nn.Linear(6, 8))
+    parallelize_module(net, mesh, TwoDimensionalParallel(depth_axis="depth", use_local_output=False))
+    assert net.weight.placements == (Replicate(), Shard(0), Shard(1))
+    x = np.random.default_rng(2).standard_normal((5, 6)).astype(np.float32)
+    given = DTensor.from_local(Tensor(x), mesh, [Replicate()] * 3)
+    same_gradients(net, plain, given, Tensor(x))
+
+
 def test_loss_parallel_is_refused():
     with pytest.raises(NotImplementedError, match="loss_parallel is for PyTorch: on MindSpore a cross entropy gathers"):
         loss_parallel()

@@ -1,7 +1,7 @@
 """Which Cell of a MindSpore program communicates.
 
 Cells have no hook for all of them, and autograd doesn't tell which Cell recorded an operation: in backward the Cell is
-not known.
+known only where what communicates tells it (`communicate_for`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
 from hp_dtensor.debug import Names, running
 from hp_dtensor.mindspore.shard_module import named_modules
+from hp_platform.observing import communicating_for
 
 __all__ = ["Modules"]
 
@@ -31,6 +32,7 @@ class Modules:
 
     def place(self, frame: FrameType) -> tuple[str, str]:
         """Phase and Cell of the program at this frame."""
+        told = communicating_for()
         if _pynative_executor.get_current_autodiff_engine_id() != -1:
-            return "backward", ""
-        return "forward", self._names.of(running(frame, nn.Cell))
+            return "backward", self._names.of(told)
+        return "forward", self._names.of(told or running(frame, nn.Cell))

@@ -235,7 +235,7 @@ def rows(call: Call) -> Any:
             wrong = values[(values < 0) | (values >= count)]
             if wrong.size:
                 raise RuntimeError(
-                    f"Gather: the indices should be in the range [0, {count}), the rows of the table, but got {wrong[0]}"
+                    f"Gather: the indices should be in the range [0, {count}), the table's rows, but got {wrong[0]}"
                 )
         return found(args, kwargs)
 

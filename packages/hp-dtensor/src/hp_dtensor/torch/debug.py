@@ -20,6 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hp_dtensor.debug import Names, running
+from hp_platform.observing import communicating_for
 
 __all__ = ["Modules"]
 
@@ -103,7 +104,9 @@ class Modules:
 
     def place(self, frame: FrameType) -> tuple[str, str]:
         """Phase and module of the program at this frame."""
-        task = _graph_task()
+        task, told = _graph_task(), communicating_for()
+        if told:
+            return "forward" if task == -1 else "backward", self._names.of(told)
         if task == -1:
             return "forward", self._names.of(running(frame, torch.nn.Module))
         calls = self._calls.get(threading.get_ident())

@@ -60,6 +60,7 @@ class RootContext:
         context = RootContext(root, groups)
         for group in groups:
             group.context = context
+            group.modules = (group.module, root.module)
         return context
 
     # ---- forward ----

@@ -14,6 +14,7 @@ from hp_fsdp.mindspore.parameter import ManagedParameter
 from hp_fsdp.mindspore.unsharding import Call, unsharded_tensors
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_platform import get_platform
+from hp_platform.observing import communicate_for
 
 if TYPE_CHECKING:
     from hp_fsdp.mindspore.context import RootContext
@@ -32,6 +33,7 @@ class ParameterGroup:
         reshard_after_forward: free the gathered buffer after forward and gather it anew for backward.
 
     Attributes:
+        modules: the Cell and, from the first forward on, the root: what `communicate_for` tells observers.
         context: what the groups of one model share; None before the first forward.
         unsharded: the parameters are gathered.
         pinned: the user asked for them.
@@ -51,6 +53,7 @@ class ParameterGroup:
         reshard_after_forward: bool,
     ) -> None:
         self.module = module
+        self.modules: tuple[nn.Cell, ...] = (module,)
         self.axes = axes
         self.policy = policy
         self.context: RootContext | None = None
@@ -100,7 +103,10 @@ class ParameterGroup:
             return
         self.check()
         with _no_grad(), local_mode():
-            self.gathering = [bucket.gather(async_op=True) for bucket in self.buckets]
+            self.gathering = communicate_for(self.modules, self._gather)
+
+    def _gather(self) -> list[Any]:
+        return [bucket.gather(async_op=True) for bucket in self.buckets]
 
     def finish_unshard(self) -> None:
         """Waits for the all-gathers."""
@@ -164,7 +170,9 @@ class ParameterGroup:
         shards: list[Any] = []
         for bucket, flat in zip(trained, flats):
             if self.reduces:
-                shards += bucket.reduce(flat, self.reduce_op, over_replicas=self.reduces_over_replicas)
+                shards += communicate_for(
+                    self.modules, bucket.reduce, flat, self.reduce_op, over_replicas=self.reduces_over_replicas
+                )
             else:
                 bucket.accumulated = flat
                 shards += bucket.zeros()

@@ -58,6 +58,7 @@ class RootContext:
         context = RootContext(root, groups)
         for group in groups:
             group.context = context
+            group.modules = (group.module, root.module)
             group.enter_backward = functools.partial(context.enter_backward, group)
             group.leave_backward = functools.partial(context.leave_backward, group)
         return context

@@ -24,6 +24,7 @@ from hp_dtensor.torch.dtensor import wrap
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.torch.parameter import ManagedParameter
+from hp_platform.observing import communicate_for
 from hp_platform.torch import collectives
 
 __all__ = ["GradientBuffer", "Reduction"]
@@ -110,12 +111,13 @@ class GradientBuffer:
         if added:
             torch._foreach_add_(sums, added)
 
-    def reduce(self, op: str, *, over_replicas: bool) -> Reduction | None:
+    def reduce(self, op: str, *, over_replicas: bool, modules: Sequence[Any]) -> Reduction | None:
         """Starts the reduction of what was collected; None where there is nothing or nobody to reduce with.
 
         Args:
             op: ``"avg"`` or ``"sum"``.
             over_replicas: on two axes, all-reduce the shards, too; else they wait for a later call that does.
+            modules: for what observers are told that this communicates; see `communicate_for`.
         """
         if self.alone:
             self._hand_out_alone()
@@ -129,7 +131,7 @@ class GradientBuffer:
                 if parameter.trains:
                     missing.append(index)
         self.filled.clear()
-        return Reduction(self, missing, op, over_replicas)
+        return Reduction(self, missing, op, over_replicas, modules)
 
     def release(self) -> None:
         """Drops what was collected."""
@@ -195,12 +197,16 @@ class Reduction:
         missing: parameters that had no gradient on this rank.
         op: ``"avg"`` or ``"sum"``.
         over_replicas: see `GradientBuffer.reduce`.
+        modules: the same.
     """
 
-    __slots__ = ("gradients", "handle", "missing", "op", "piece", "replicas", "scattered")
+    __slots__ = ("gradients", "handle", "missing", "modules", "op", "piece", "replicas", "scattered")
 
-    def __init__(self, gradients: GradientBuffer, missing: list[int], op: str, over_replicas: bool) -> None:
+    def __init__(
+        self, gradients: GradientBuffer, missing: list[int], op: str, over_replicas: bool, modules: Sequence[Any]
+    ) -> None:
         self.gradients = gradients
+        self.modules = modules
         self.missing = missing
         self.op = op
         self.replicas = over_replicas
@@ -231,7 +237,9 @@ class Reduction:
                 if not self.replicas:
                     gradients.accumulated = self.piece
                     return True
-                self.handle = collectives.all_reduce(self.piece, self.op, group=group, async_op=True)
+                self.handle = communicate_for(
+                    self.modules, collectives.all_reduce, self.piece, self.op, group=group, async_op=True
+                )
                 return False
         gradients.hand_out(self.piece, self.missing)
         return True

@@ -14,6 +14,7 @@ from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.gradients import Reduction
 from hp_fsdp.torch.parameter import ManagedParameter
+from hp_platform.observing import communicate_for
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.context import RootContext
@@ -37,6 +38,7 @@ class ParameterGroup:
 
     Attributes:
         name: the module's name from the root; its class's before the first forward.
+        modules: the module and, from the first forward on, the root: what `communicate_for` tells observers.
         context: what the groups of one model share; None before the first forward.
         enter_backward: hook that the context sets, for before the first node of the module's backward.
         leave_backward: hook that the context sets, for after the last one.
@@ -57,6 +59,7 @@ class ParameterGroup:
         reshard_after_forward: bool,
     ) -> None:
         self.module = module
+        self.modules: tuple[nn.Module, ...] = (module,)
         self.axes = axes
         self.policy = policy
         self.context: RootContext | None = None
@@ -118,7 +121,10 @@ class ParameterGroup:
             for bucket in self.buckets:
                 if not bucket.prepared:
                     bucket.prepare()
-            self.gathering = [bucket.gather() for bucket in self.buckets]
+            self.gathering = communicate_for(self.modules, self._gather)
+
+    def _gather(self) -> list[Any]:
+        return [bucket.gather() for bucket in self.buckets]
 
     def finish_unshard(self) -> None:
         """Waits for the all-gathers and registers the unsharded parameters."""
@@ -168,19 +174,24 @@ class ParameterGroup:
         with torch.no_grad(), _plain():
             for bucket in self.buckets:
                 if bucket.prepared:
-                    bucket.gradients.collect()
+                    communicate_for(self.modules, bucket.gradients.collect)
         if self.reshard_after_backward:
             self.reshard()
 
     def reduce(self) -> list[Reduction]:
         """Starts the reductions of what was collected."""
-        started = []
         with self._reduce_range, torch.no_grad(), _plain():
-            for bucket in self.buckets:
-                if bucket.prepared:
-                    reduction = bucket.gradients.reduce(self.reduce_op, over_replicas=self.reduces_over_replicas)
-                    if reduction is not None:
-                        started.append(reduction)
+            return communicate_for(self.modules, self._reduce)
+
+    def _reduce(self) -> list[Reduction]:
+        started = []
+        for bucket in self.buckets:
+            if bucket.prepared:
+                reduction = bucket.gradients.reduce(
+                    self.reduce_op, over_replicas=self.reduces_over_replicas, modules=self.modules
+                )
+                if reduction is not None:
+                    started.append(reduction)
         return started
 
     def abandon(self) -> None:

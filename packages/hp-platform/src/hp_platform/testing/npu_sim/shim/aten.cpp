@@ -21,7 +21,7 @@ const c10::OperatorName kAttention{"aten::scaled_dot_product_attention", ""};
 const std::set<std::string>& kept() {
   static const std::set<std::string> names{
       "_copy_from_and_resize", "_has_compatible_shallow_copy_type", "_pin_memory", "_reshape_alias",
-      "_resize_output_", "alias", "as_strided", "detach", "empty", "empty_strided", "expand", "is_pinned",
+      "_resize_output_", "alias", "as_strided", "as_strided_", "detach", "empty", "empty_strided", "expand", "is_pinned",
       "is_set_to", "lift", "lift_fresh", "narrow", "new_empty", "new_empty_strided", "permute", "pin_memory",
       "record_stream", "reshape", "resize_", "select", "set_", "slice", "squeeze", "storage", "t", "to", "transpose",
       "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real"};
