@@ -27,6 +27,12 @@ def _sizes(x: Any, w: Any, v: Any) -> Any:
     return (x @ w.t()).view(rows, -1) * x.size(1)
 
 
+def _methods(x: Any, w: Any, v: Any) -> Any:
+    """Methods that DTensor has of its own, on what goes into a graph."""
+    y = x.view(6, 2, 4).transpose(0, 1).reshape(2, 24).sum(-1).unsqueeze(0)
+    return (w[:, 1:3] - w[:, :2]) @ (y.sum() / 2.0 + v[:2, :3] * 2)
+
+
 def _pieces(x: Any, w: Any, v: Any) -> Any:
     first, second = F.linear(x, w).chunk(2, 0)
     return torch.cat([second, first * 2.0], 0)[1:, :4].softmax(-1)
@@ -51,6 +57,7 @@ def _twice(x: Any, w: Any, v: Any) -> Any:
 PROGRAMS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "mlp": _mlp,
     "sizes": _sizes,
+    "methods": _methods,
     "pieces": _pieces,
     "border": _border,
     "norms": _norms,

@@ -115,6 +115,7 @@ def _shown(func: Any) -> str:
 @constant
 def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes: Any) -> str:
     """Plans a call; the name of it among ``_calls``. The layout of a plain tensor is None."""
+    func = getattr(T, func) if type(func) is str else func  # an override's name
     kwargs = dict(zip(names, values, strict=True))
     known = next(named(layout) for layout in layouts if layout is not None)
     specs = []
