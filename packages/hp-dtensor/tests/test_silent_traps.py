@@ -203,6 +203,22 @@ def test_an_index_outside_of_a_sharded_vocabulary(rows: int, wrong: str) -> None
     assert table.grad is not None and table.grad.full_tensor().sum() == 16
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("rows", [6, 4, 2])
+def test_an_index_outside_of_a_gathered_dim(rows: int) -> None:
+    """Refused on all ranks alike, those that have none of the dim included, before anything is sent."""
+    mesh = mesh_of(device_type(), (3,))
+    x = distribute_tensor(rand(rows, 4), mesh, [Shard(0)])
+    for wrong in (rows, -1):
+        index = distribute_tensor(torch.tensor([[0, wrong, 1, 0]], device=device_type()), mesh, [Replicate()])
+        with count_collectives() as counts, pytest.raises(RuntimeError, match="out of bounds"):
+            torch.gather(x, 0, index)
+        assert not counts
+    index = torch.tensor([[0, rows - 1, 1, 0]], device=device_type())
+    wanted = torch.gather(x.full_tensor(), 0, index)
+    assert torch.equal(torch.gather(x, 0, distribute_tensor(index, mesh, [Replicate()])).full_tensor(), wanted)
+
+
 @on_ranks(2)
 def test_meshes_of_one_shape_are_told_apart() -> None:
     x = rand(4, 6)

@@ -11,6 +11,14 @@ from hp_styles.context import (
     context_parallel_shard,
     context_parallel_unshard,
 )
+from hp_styles.context_sparse import (
+    AsyncDSAIndexerContextParallel,
+    AsyncDSAIndexerLossContextParallel,
+    AsyncDSASparseAttentionContextParallel,
+    DSAIndexerContextParallel,
+    DSAIndexerLossContextParallel,
+    DSASparseAttentionContextParallel,
+)
 from hp_styles.loss import loss_parallel
 from hp_styles.names import sequence_parallel_plan
 from hp_styles.styles import (
@@ -26,8 +34,14 @@ from hp_styles.two_dimensional import TwoDimensionalParallel
 
 __all__ = [
     "AsyncContextParallel",
+    "AsyncDSAIndexerContextParallel",
+    "AsyncDSAIndexerLossContextParallel",
+    "AsyncDSASparseAttentionContextParallel",
     "ColwiseParallel",
     "ContextParallel",
+    "DSAIndexerContextParallel",
+    "DSAIndexerLossContextParallel",
+    "DSASparseAttentionContextParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",

@@ -7,7 +7,14 @@ from mindspore import Tensor, mint
 
 from hp_dtensor import init_device_mesh
 from hp_platform.testing import device_type, on_ranks
-from hp_styles import ContextParallel, context_parallel_shard, parallelize_module
+from hp_styles import (
+    AsyncDSASparseAttentionContextParallel,
+    ContextParallel,
+    DSAIndexerContextParallel,
+    DSAIndexerLossContextParallel,
+    context_parallel_shard,
+    parallelize_module,
+)
 
 
 @on_ranks(1)
@@ -17,3 +24,10 @@ def test_context_parallel_is_for_torch() -> None:
         parallelize_module(mint.nn.Linear(2, 2), mesh, ContextParallel())
     with pytest.raises(NotImplementedError, match="context parallelism is for PyTorch"):
         context_parallel_shard(Tensor([[1, 2]]), mesh)
+    for style in (
+        DSAIndexerContextParallel(),
+        DSAIndexerLossContextParallel(),
+        AsyncDSASparseAttentionContextParallel(core="core", projections={"key": "norm"}),
+    ):
+        with pytest.raises(NotImplementedError, match="context parallelism is for PyTorch"):
+            parallelize_module(mint.nn.Linear(2, 2), mesh, style)

@@ -279,19 +279,22 @@ def embedding(call: Call) -> Any:
 
 
 def gather(call: Call) -> Any:
-    """Cut along the gathered dim: each rank gives what it has, zeros elsewhere; the sum is what was gathered."""
+    """Cut along the gathered dim: each rank gives what it has, zeros elsewhere; the sum is what was gathered.
+
+    An index outside of the dim stays so on every rank, and is refused as in ``embedding``.
+    """
     source = call.targets[0]
     dim = call.bound["dim"] % max(len(source.shape), 1)
     if not any(placement == Shard(dim) for placement in source.placements):
         return None
-    start, size = offset(source, dim)
+    (start, size), count = offset(source, dim), source.shape[dim]
 
     def run(input: T, dim: int, index: T, **named: Any) -> T:
+        others = ((index < start) | (index >= start + size)) & (index >= 0) & (index < count)
         if not size:
-            return input.new_zeros(index.shape) + input.sum() * 0
-        place = index - start
-        outside = (place < 0) | (place >= size)
-        return torch.gather(input, dim, place.masked_fill(outside, 0), **named).masked_fill(outside, 0)
+            one = input.new_zeros([1 if d == dim % input.dim() else n for d, n in enumerate(input.shape)])
+            return torch.gather(one, dim, index.masked_fill(others, 0)) + input.sum() * 0
+        return torch.gather(input, dim, (index - start).masked_fill(others, 0), **named).masked_fill(others, 0)
 
     return run
 

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor import DeviceMesh, DTensor, Shard
+from hp_dtensor import DeviceMesh, DTensor
 from hp_platform import get_platform
-from hp_styles.context_plan import divided, kv_copies, split_degrees
+from hp_styles.context_plan import kv_copies, split_degrees
 from hp_styles.torch.context.exchange import Exchange, Transfer, exchange
+from hp_styles.torch.context.group import SequenceGroup, like
 from hp_styles.torch.context.ring import Ring, no_autocast, ring_attention
 
-__all__ = ["ContextGroup", "attend", "like", "refuse", "refuse_mask"]
+__all__ = ["ContextGroup", "attend", "refuse", "refuse_mask"]
 
 T = torch.Tensor
 _HEADS, _SEQUENCE = 1, 2  # of scaled_dot_product_attention's tensors
 
 
-class ContextGroup:
+class ContextGroup(SequenceGroup):
     """The ranks that a sequence is cut over, and how they compute attention.
 
     Args:
@@ -38,25 +39,12 @@ class ContextGroup:
     """
 
     def __init__(self, mesh: DeviceMesh, ulysses_degree: int | None, load_balance: bool, agreed: set[Any]) -> None:
-        self.mesh = mesh
-        self.load_balance = load_balance
-        self.ranks: list[int] = mesh.mesh.reshape(-1).tolist()
-        self.size = len(self.ranks)
+        super().__init__(mesh, load_balance, agreed, "ContextParallel")
         self.degrees = split_degrees(self.size, ulysses_degree)
-        if self.ranks != sorted(self.ranks):
-            raise ValueError(
-                f"ContextParallel: the ranks along the context axis are {self.ranks}; they have to ascend, as in a mesh"
-                " made by init_device_mesh"
-            )
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise ValueError(f"ContextParallel: this rank is not in the mesh of ranks {self.ranks}")
-        self.place = coordinate[0]
         self._ulysses = self._group(self.degrees.ulysses_ranks(self.place))
         ring = self.degrees.ring
         ring_group = self._group(self.degrees.ring_ranks(self.place))
         self.ring = Ring(ring_group, ring, self.place // self.degrees.ulysses, load_balance)
-        self._agreed = agreed
 
     def _group(self, places: range) -> Any:
         if len(places) == 1:
@@ -77,24 +65,8 @@ class ContextGroup:
         """
         if not isinstance(x, DTensor):
             return x
-        spec = x._spec
-        for axis, placement in enumerate(spec.placements):
-            line = spec.mesh._line(axis)
-            here = set(line) & set(self.ranks)
-            if line == self.ranks:
-                fits = placement == Shard(seq_dim) or (self.size == 1 and not placement.is_partial())
-                wanted = f"Shard({seq_dim}), its sequence dim,"
-                divided(spec.shape[seq_dim], self.size, self.load_balance, spec.shape, seq_dim)
-            else:
-                other = isinstance(placement, Shard) and placement.dim not in (seq_dim, len(spec.shape) - 1)
-                fits = len(here) == 1 and (placement.is_replicate() or other)
-                wanted = f"Replicate(), or Shard of the batch or head dim ({head_dim}),"
-            if not fits:
-                raise ValueError(
-                    f"ContextParallel: {name} of shape {spec.shape} is placed {spec.placements} on {spec.mesh}; over"
-                    f" ranks {line} it has to be {wanted} with the sequence cut over ranks {self.ranks}: redistribute"
-                    " it first"
-                )
+        others = set(range(x.dim() - 1)) - {seq_dim}
+        self.check_layout(x, name, seq_dim, others, f", or Shard of the batch or head dim ({head_dim})")
         return x.to_local()
 
     def locals(self, q: T, k: T, v: T, head_dim: int, seq_dim: int) -> tuple[T, T, T]:
@@ -114,11 +86,7 @@ class ContextGroup:
         named = zip((q, k, v), "qkv", strict=True)
         q, k, v = (self.local(x, name, head_dim, seq_dim) for x, name in named)
         for x, name in ((q, "q"), (k, "k")):
-            if self.load_balance and x.shape[seq_dim] % 2:
-                raise ValueError(
-                    f"ContextParallel: load_balance needs two equal chunks a rank, {name} of shape {tuple(x.shape)} has"
-                    f" length {x.shape[seq_dim]} (dim {seq_dim}); cut the sequence with context_parallel_shard"
-                )
+            self.check_halves(x, name, seq_dim)
         return q, k, v
 
     def agree(self, *tensors: T, causal: bool = False, masked: bool = False) -> None:
@@ -128,13 +96,10 @@ class ContextGroup:
             ValueError: they differ, on every rank that found its own to be new.
         """
         key = (self.mesh, tensors[0].dtype, causal, masked, *(tuple(x.shape) for x in tensors))
-        if self.size == 1 or key in self._agreed:
-            return
         numbers = [int(masked), int(causal), *(n for x in tensors for n in x.shape)]
-        mine = torch.tensor(numbers, device=tensors[0].device)
-        found = mine.new_empty(self.size * len(numbers))
-        get_platform().collectives.all_gather(found, mine, group=self.mesh.get_group())
-        rows = found.view(self.size, -1).tolist()
+        rows = self.compared(key, numbers, tensors[0].device)
+        if not rows:
+            return
         with_mask = [rank for rank, row in zip(self.ranks, rows, strict=True) if row[0]]
         if masked:
             return  # it is refused next
@@ -149,7 +114,7 @@ class ContextGroup:
                 f" The shapes of {'q, k, v' if len(tensors) == 3 else 'the tensor'}, one after the other, are {shapes}."
                 " Cut the sequence with context_parallel_shard, which refuses lengths that do not divide"
             )
-        self._agreed.add(key)
+        self.found_alike(key)
 
     def copies(self, heads: int | None, kv_heads: int | None) -> int:
         """How often each key and value head is sent; see `kv_copies`."""
@@ -283,11 +248,3 @@ def attend(
         if not exchanged:
             out = group.to_sequence(out, _HEADS, _SEQUENCE)
     return like(out, query)
-
-
-def like(out: T, q: T) -> T:
-    """A rank's part of attention's output, of the kind of its queries; a head size may differ from theirs."""
-    if not isinstance(q, DTensor):
-        return out
-    shape = [n * whole // part for n, whole, part in zip(out.shape, q.shape, q.local_shape, strict=False)]
-    return DTensor.from_local(out, q.device_mesh, q.placements, shape=shape)

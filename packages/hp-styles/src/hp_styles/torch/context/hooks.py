@@ -20,8 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DeviceMesh, DTensor
 from hp_styles.context_plan import Settings
-from hp_styles.torch.context.attention import ContextGroup, attend, like
+from hp_styles.torch.context.arguments import mapped
+from hp_styles.torch.context.attention import ContextGroup, attend
 from hp_styles.torch.context.exchange import Transfer
+from hp_styles.torch.context.group import like
 
 __all__ = ["attach"]
 
@@ -224,13 +226,7 @@ def _giver(group: ContextGroup, settings: Settings) -> Any:
 
 
 def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    def local(x: Any) -> Any:
-        return x.to_local() if isinstance(x, DTensor) else x
-
-    if not isinstance(output, (tuple, list)):
-        return local(output)
-    made = [local(x) for x in output]
-    return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
+    return mapped(output, lambda x: x.to_local() if isinstance(x, DTensor) else x)
 
 
 # ---- projections whose output is sent at once ----

@@ -1,0 +1,273 @@
+"""Context parallelism of DeepSeek Sparse Attention: its indexer, its attention and the indexer's loss.
+
+Note [Whole keys]
+    A query may select any token before it, so that no exchange of heads and no ring fits: queries stay cut, and keys,
+    which are small here (one head of the indexer, one latent for all heads), are gathered over the axis and put into
+    the sequence's own order. Indices of tokens, those that the indexer selects among them, are places in the whole
+    sequence on every rank. Backward, all ranks' gradients of the keys are summed, and each rank gets its part of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hp_dtensor import DeviceMesh
+from hp_styles.context import _framework
+from hp_styles.styles import ParallelStyle
+
+__all__ = [
+    "AsyncDSAIndexerContextParallel",
+    "AsyncDSAIndexerLossContextParallel",
+    "AsyncDSASparseAttentionContextParallel",
+    "DSAIndexerContextParallel",
+    "DSAIndexerLossContextParallel",
+    "DSASparseAttentionContextParallel",
+    "EarlySparseStyle",
+    "SparseStyle",
+]
+
+
+@dataclass(kw_only=True, eq=False)
+class SparseStyle(ParallelStyle):
+    """What the styles here have in common; `DSASparseAttentionContextParallel` says what each argument means.
+
+    Attributes:
+        sharded_heads: a DTensor's heads may be sharded over another axis.
+    """
+
+    query: str | int = "query"
+    keys: Sequence[str | int] = ("key",)
+    positions: str | None = "positions"
+    seq_dim: int = 1
+    load_balance: bool = False
+    use_local_output: bool = False
+    _agreed: set[Any] = field(default_factory=set, init=False, repr=False)  # the shapes that the ranks have compared
+
+    sharded_heads = False
+
+    def __post_init__(self) -> None:
+        what = type(self).__name__
+        if isinstance(self.keys, str) or not self.keys:
+            raise ValueError(f"{what}: keys are the names or positions of one or more inputs, got {self.keys!r}")
+        self.keys = tuple(self.keys)
+        named = [self.query, *self.keys, self.positions]
+        if len(set(named)) < len(named):
+            raise ValueError(f"{what}: query, keys and positions have to be different inputs, got {named}")
+        if self.seq_dim < 0:
+            raise ValueError(
+                f"{what}: seq_dim={self.seq_dim} counts from the end, where queries and keys may have other numbers of"
+                " dims; count from the start"
+            )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        _framework().attach_sparse(module, device_mesh, self)
+        return module
+
+
+@dataclass(kw_only=True, eq=False)
+class DSASparseAttentionContextParallel(SparseStyle):
+    """Attends from this rank's part of the sequence to tokens selected from all of it.
+
+    For a module, of any making, whose inputs are queries, keys (the latent that is keys and values both, values,
+    rotary parts) and the selected tokens. Keys are gathered over the axis, in one message, before its forward; backward
+    the gradients of all ranks' queries are summed, in one reduce-scatter. Everything else is this rank's part and stays
+    so. The module runs on plain tensors with fewer queries than keys, is told the queries' places in the whole
+    sequence, and takes the indices of selected tokens as places there, which are what `DSAIndexerContextParallel`
+    gives. Gradients are those of one device.
+
+    Example:
+        >>> class Attention(nn.Module):                              # alone: positions are 0, 1, 2, ...
+        ...     def forward(self, query, key, value, selected, positions=None): ...
+        >>> style = DSASparseAttentionContextParallel(keys=("key", "value"), load_balance=True)
+        >>> parallelize_module(model, mesh["cp"], {"layers.*.attention.core": style})
+
+    What the caller sees to (tokens, positions and labels cut by ``context_parallel_shard``; the sum of gradients) is as
+    for ``ContextParallel``.
+
+    Args:
+        query: the input of the module's forward that is the queries: its name, or its position where it has no name.
+            With it, outputs are laid out.
+        keys: the inputs that are seen whole, likewise; default ``("key",)``. An input that is given twice, as key and
+            value, is sent once.
+        positions: the name of the argument that is handed the queries' places in the whole sequence, int64 of shape
+            [queries], in place of what the caller passes; default ``"positions"``. None for a module that needs none: a
+            mask of the whole width is among its inputs, or it attends to whatever was selected.
+        seq_dim: the sequence's dim in the queries and keys, from the start; default 1 (0 for [tokens, heads, size]).
+        load_balance: rank i holds chunks i and 2n - 1 - i of 2n, as in ``ContextParallel``; default False.
+        use_local_output: return DTensors' local parts as plain tensors; default False: outputs are of the kind that the
+            queries are.
+
+    Raises:
+        ValueError: arguments that forward does not have, or do not fit each other; ranks that do not ascend; (in
+            forward) parts of unequal length, or layouts of DTensors that do not fit. Ranks compare the shapes of their
+            parts where they are new to each of them; a single rank that deviates later is not found out.
+        TypeError: (in forward) a missing input, or one that is no tensor; queries and keys of which some are DTensors.
+        RuntimeError: a second context parallel style on a module; (in backward) second derivatives.
+        NotImplementedError: on MindSpore; (in forward) under torch.compile.
+
+    Source: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556, section 2.1; gathered keys: Llama Team, "The Llama 3 Herd of
+    Models", arXiv:2407.21783, section 3.3.2.
+    """
+
+    sharded_heads = True
+
+
+@dataclass(kw_only=True, eq=False)
+class DSAIndexerContextParallel(SparseStyle):
+    """Scores the tokens of the whole sequence for this rank's queries, and selects from them.
+
+    For a module whose inputs are the indexer's queries, keys and the weights of its heads, and whose outputs (selected
+    tokens, their scores) have the queries' sequence in ``seq_dim``. The keys are gathered; what is selected are places
+    in the whole sequence. See `DSASparseAttentionContextParallel`.
+
+    Example:
+        >>> class Indexer(nn.Module):
+        ...     def forward(self, query, key, weights, positions=None): ...
+        >>> parallelize_module(model, mesh["cp"], {"layers.*.attention.indexer": DSAIndexerContextParallel()})
+
+    Args:
+        query, keys, positions, seq_dim, load_balance, use_local_output: see `DSASparseAttentionContextParallel`.
+
+    Raises:
+        ValueError: as there; and DTensors with heads sharded over another axis, since scores are a sum over heads.
+        TypeError, RuntimeError, NotImplementedError: as there.
+
+    Source: as there.
+    """
+
+
+@dataclass(kw_only=True, eq=False)
+class DSAIndexerLossContextParallel(SparseStyle):
+    """The loss that draws the indexer's scores to the distribution of attention, over all tokens of the group.
+
+    For a module whose inputs are attention's queries and keys and the indexer's, and whose output, alone or first of
+    several, is the loss. Keys of both are gathered: one message of those that need a gradient, one of those that need
+    none. The loss is the same on all ranks, the mean or the sum over all tokens. With plain tensors each rank's
+    gradients are of its own tokens' loss, as those of the model's loss are, and are averaged over the ranks with them,
+    or summed where both are sums; with DTensors they are whole.
+
+    Example:
+        >>> class Loss(nn.Module):
+        ...     def forward(self, query, key, query_index, key_index, weights, selected, positions=None): ...
+        >>> parallelize_module(model, mesh["cp"], {"layers.*.attention.loss": DSAIndexerLossContextParallel()})
+
+    Args:
+        query: see `DSASparseAttentionContextParallel`.
+        keys: likewise; default ``("key", "key_index")``.
+        reduction: how the module reduces the loss over its tokens: ``"mean"``, over all of them, the default;
+            ``"sum"``; or ``"none"``, where it has the queries' sequence in ``seq_dim`` and stays cut.
+        positions, seq_dim, load_balance, use_local_output: see `DSASparseAttentionContextParallel`.
+
+    Raises:
+        ValueError: as there, or an unknown reduction; and DTensors with heads sharded over another axis, since the
+            distribution is a sum over heads.
+        TypeError, RuntimeError, NotImplementedError: as there.
+
+    Source: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556, section 2.1.
+    """
+
+    keys: Sequence[str | int] = ("key", "key_index")
+    reduction: Literal["mean", "sum", "none"] = "mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduction not in ("mean", "sum", "none"):
+            raise ValueError(
+                f"{type(self).__name__}: reduction has to be 'mean', 'sum' or 'none', got {self.reduction!r}"
+            )
+
+
+@dataclass(kw_only=True, eq=False)
+class EarlySparseStyle(SparseStyle):
+    """A style on a module that holds the projections and the core that is meant."""
+
+    core: str
+    projections: Mapping[str | int, str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        what = type(self).__name__
+        self.projections = dict(self.projections)
+        others = [key for key in self.projections if key not in self.keys]
+        if others or not self.projections:
+            raise ValueError(
+                f"{what}: projections are of one or more of keys={self.keys}, got {list(self.projections)}; without"
+                f" any, use {what.removeprefix('Async')}"
+            )
+
+
+@dataclass(kw_only=True, eq=False)
+class AsyncDSASparseAttentionContextParallel(DSASparseAttentionContextParallel, EarlySparseStyle):
+    """DSASparseAttentionContextParallel whose keys are sent as soon as they have been projected.
+
+    Applied to the module that holds both the attention and what makes its keys: a key's gather starts when the
+    submodule named has run, beside what the model computes next, and is awaited at attention; backward the sum of its
+    gradients starts when attention has them, and is awaited before that submodule's backward. One message for each
+    submodule named, one for the other keys; the results are those of the synchronous form.
+
+    What attention gets as the key has to be the very output of the submodule named, or a view of it that splits or
+    joins the dims after the sequence; else it is an error. In latent attention the latent's norm can be named; of a key
+    that is rotated by a function, no submodule's output is it.
+
+    Example:
+        >>> style = AsyncDSASparseAttentionContextParallel(core="core", keys=("key", "key_rope"),
+        ...                                                projections={"key": "latent_norm"})
+        >>> parallelize_module(model, mesh["cp"], {"layers.*.attention": style})
+
+    Args:
+        core: the name of the submodule that the other arguments are about.
+        projections: for one or more of ``keys``, the name of the submodule whose output it is.
+        query, keys, positions, seq_dim, load_balance, use_local_output: see `DSASparseAttentionContextParallel`.
+
+    Raises:
+        ValueError: as there; or a submodule that the module does not have; (in forward) DTensors whose queries are
+            sharded over an axis over which the keys sent early are replicated.
+        RuntimeError: as there; (in forward) attention runs before a submodule named, or twice, or its key is something
+            else than that output.
+        TypeError, NotImplementedError: as there.
+
+    Source: as there.
+    """
+
+
+@dataclass(kw_only=True, eq=False)
+class AsyncDSAIndexerContextParallel(DSAIndexerContextParallel, EarlySparseStyle):
+    """DSAIndexerContextParallel whose keys are sent as soon as they have been projected.
+
+    Example:
+        >>> style = AsyncDSAIndexerContextParallel(core="indexer", projections={"key": "index_norm"})
+        >>> parallelize_module(model, mesh["cp"], {"layers.*.attention": style})
+
+    Args:
+        core, projections: see `AsyncDSASparseAttentionContextParallel`.
+        query, keys, positions, seq_dim, load_balance, use_local_output: see `DSASparseAttentionContextParallel`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, NotImplementedError: as `DSAIndexerContextParallel` and
+            `AsyncDSASparseAttentionContextParallel`.
+
+    Source: as there.
+    """
+
+
+@dataclass(kw_only=True, eq=False)
+class AsyncDSAIndexerLossContextParallel(DSAIndexerLossContextParallel, EarlySparseStyle):
+    """DSAIndexerLossContextParallel whose keys are sent as soon as they have been projected.
+
+    Example:
+        >>> style = AsyncDSAIndexerLossContextParallel(core="loss", projections={"key_index": "index_norm"})
+        >>> parallelize_module(model, mesh["cp"], {"layers.*.attention": style})
+
+    Args:
+        core, projections: see `AsyncDSASparseAttentionContextParallel`.
+        query, keys, reduction: see `DSAIndexerLossContextParallel`.
+        positions, seq_dim, load_balance, use_local_output: see `DSASparseAttentionContextParallel`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, NotImplementedError: as `DSAIndexerLossContextParallel` and
+            `AsyncDSASparseAttentionContextParallel`.
+
+    Source: as there.
+    """

@@ -1,0 +1,165 @@
+"""Gathering the sequence: every rank sees the whole of tensors of which each holds a part.
+
+Several tensors travel in one message, and come in the sequence's own order (Note [Head and tail] in
+`hp_styles.context_plan` says in which they are held). Backward, every rank's gradients of the whole are summed, and
+each rank gets its part of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hp_platform import get_platform
+
+__all__ = ["Gathering", "Whole", "gather"]
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Between which ranks, on which dim.
+
+    Attributes:
+        group: the process group.
+        size: its ranks.
+        seq_dim: the dim that has the sequence.
+        load_balance: each rank holds a chunk of the head and one of the tail.
+    """
+
+    group: Any
+    size: int
+    seq_dim: int
+    load_balance: bool
+
+    def shape(self, part: torch.Size) -> list[int]:
+        """Of the whole of what has the shape ``part`` on each rank."""
+        return [n * self.size if dim == self.seq_dim else n for dim, n in enumerate(part)]
+
+    def pairs(self, whole: T, pieces: T) -> Iterator[tuple[T, T]]:
+        """Parts of a whole tensor and of its pieces, [rank, ...], that hold the same elements."""
+        view, parts = whole.movedim(self.seq_dim, 0), pieces.movedim(self.seq_dim + 1, 1)
+        if not self.load_balance:
+            yield view.unflatten(0, (self.size, -1)), parts
+            return
+        halves, ends = view.unflatten(0, (2, self.size, -1)), parts.unflatten(1, (2, -1))
+        yield halves[0], ends[:, 0]
+        for rank in range(self.size):
+            yield halves[1, self.size - 1 - rank], ends[rank, 1]
+
+    def is_message(self, parts: Sequence[torch.Size]) -> bool:
+        """Whether a message of all ranks is the whole of what has these parts, as it is."""
+        return len(parts) == 1 and not self.load_balance and prod(parts[0][: self.seq_dim]) == 1
+
+    def rows(self, flat: T, parts: Sequence[torch.Size]) -> list[T]:
+        """A message of all ranks as pieces, [rank, ...], of each tensor: views."""
+        split = flat.view(self.size, -1).split([part.numel() for part in parts], 1)
+        return [row.unflatten(1, part) for row, part in zip(split, parts, strict=True)]
+
+
+class Gathering:
+    """Tensors of one dtype on their way, forward, or the sum of their gradients on the way back.
+
+    Two autograd nodes, made at the two ends: the later one's backward starts the sum, the earlier one's, which autograd
+    runs after all nodes between, waits for it. What flows between the two is a message of this rank's parts: forward
+    the one that was sent, backward the one that is being received.
+
+    Args:
+        plan: between which ranks, on which dim.
+        tensors: this rank's parts; they are sent.
+    """
+
+    def __init__(self, plan: Whole, tensors: Sequence[T]) -> None:
+        self.plan = plan
+        self.parts = [x.shape for x in tensors]
+        self.under_way: Any = None
+        self.kept: T | None = None  # what a collective that is under way reads
+        self.received: T | None = None
+        self._sent: T | None = _Start.apply(self, *tensors)  # type: ignore[assignment]
+
+    def finish(self) -> tuple[T, ...]:
+        """The whole tensors, arrived; once."""
+        sent, self._sent = self._sent, None  # its node holds this
+        return _Finish.apply(self, sent)  # type: ignore[return-value]
+
+    def wait(self) -> None:
+        """Until what is under way has arrived."""
+        if self.under_way is not None:
+            self.under_way.wait()
+        self.under_way = self.kept = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathering: Gathering, *tensors: T) -> T:  # type: ignore[override]
+        ctx.gathering, plan = gathering, gathering.plan
+        sent = torch.cat([x.reshape(-1) for x in tensors])
+        gathering.kept, gathering.received = sent, sent.new_empty(plan.size * sent.numel())
+        all_gather = get_platform().collectives.all_gather
+        gathering.under_way = all_gather(gathering.received, sent, group=plan.group, async_op=True)
+        return sent
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, summed: T) -> Any:  # type: ignore[override]
+        ctx.gathering.wait()
+        parts = ctx.gathering.parts
+        split = summed.split([part.numel() for part in parts])
+        return None, *(x.view(part) for x, part in zip(split, parts, strict=True))
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathering: Gathering, sent: T) -> tuple[T, ...]:  # type: ignore[override]
+        ctx.gathering, plan = gathering, gathering.plan
+        gathering.wait()
+        received, gathering.received = gathering.received, None
+        assert received is not None  # finish is called once
+        if plan.is_message(gathering.parts):
+            return (received.view(plan.shape(gathering.parts[0])),)
+        made = tuple(sent.new_empty(plan.shape(part)) for part in gathering.parts)
+        for whole, pieces in zip(made, plan.rows(received, gathering.parts), strict=True):
+            for into, piece in plan.pairs(whole, pieces):
+                into.copy_(piece)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: T) -> Any:  # type: ignore[override]
+        gathering, plan = ctx.gathering, ctx.gathering.plan
+        width = sum(prod(part) for part in gathering.parts)
+        if plan.is_message(gathering.parts):
+            sent = grads[0].contiguous().view(-1)
+        else:
+            sent = grads[0].new_empty(plan.size * width)
+            for grad, pieces in zip(grads, plan.rows(sent, gathering.parts), strict=True):
+                for part, into in plan.pairs(grad, pieces):
+                    into.copy_(part)
+        summed = sent.new_empty(width)
+        reduce_scatter = get_platform().collectives.reduce_scatter
+        gathering.kept = sent
+        gathering.under_way = reduce_scatter(summed, sent, group=plan.group, async_op=True)
+        return None, summed
+
+
+def gather(plan: Whole, tensors: Sequence[T]) -> list[T]:
+    """The whole of each tensor; one message for those of one dtype that need a gradient, one for those that need none.
+
+    A tensor that is given twice is sent once.
+
+    Args:
+        plan: between which ranks, on which dim.
+        tensors: this rank's parts.
+    """
+    kinds: dict[Any, dict[int, T]] = {}
+    for x in tensors:
+        kinds.setdefault((x.dtype, x.requires_grad), {})[id(x)] = x
+    under_way = [(same, Gathering(plan, list(same.values()))) for same in kinds.values()]
+    found = {key: whole for same, sent in under_way for key, whole in zip(same, sent.finish(), strict=True)}
+    return [found[id(x)] for x in tensors]

@@ -1,0 +1,123 @@
+"""The ranks that a sequence is cut over, and what they have to have alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from hp_dtensor import DeviceMesh, DTensor, Shard
+from hp_platform import get_platform
+from hp_styles.context_plan import chunks_of, divided
+
+__all__ = ["SequenceGroup", "like"]
+
+T = torch.Tensor
+
+
+class SequenceGroup:
+    """The ranks that a sequence is cut over.
+
+    Args:
+        mesh: of one axis.
+        load_balance: each rank holds a chunk of the head and one of the tail.
+        agreed: what the ranks were found to have alike; modules of one style share it.
+        style: the name of the style, for errors.
+
+    Raises:
+        ValueError: the ranks do not ascend along the axis, or this one is not among them.
+    """
+
+    def __init__(self, mesh: DeviceMesh, load_balance: bool, agreed: set[Any], style: str) -> None:
+        self.mesh = mesh
+        self.load_balance = load_balance
+        self.style = style
+        self.ranks: list[int] = mesh.mesh.reshape(-1).tolist()
+        self.size = len(self.ranks)
+        if self.ranks != sorted(self.ranks):
+            raise ValueError(
+                f"{style}: the ranks along the context axis are {self.ranks}; they have to ascend, as in a mesh made by"
+                " init_device_mesh"
+            )
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"{style}: this rank is not in the mesh of ranks {self.ranks}")
+        self.place = coordinate[0]
+        self._agreed = agreed
+
+    def cuts(self, x: DTensor) -> list[bool]:
+        """Of each axis of a DTensor's mesh, whether it is the one that the sequence is cut over."""
+        return [x.device_mesh._line(axis) == self.ranks for axis in range(x.device_mesh.ndim)]
+
+    def places(self, length: int, device: torch.device) -> T:
+        """The places in the whole sequence of this rank's tokens, of which there are ``length``."""
+        chunks = chunks_of(self.place, self.size, self.load_balance)
+        size = length // len(chunks)
+        runs = [torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in chunks]
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def check_layout(self, x: DTensor, name: str, seq_dim: int, others: Collection[int], called: str) -> None:
+        """Refuses a layout of which the local part is not this rank's part of the sequence.
+
+        Args:
+            x: a DTensor.
+            name: what it is, for the error.
+            seq_dim: the dim of its sequence.
+            others: dims that may be sharded over other axes.
+            called: what the error calls these.
+
+        Raises:
+            ValueError: such a layout, or a length that does not divide.
+        """
+        spec = x._spec
+        for placement, ours, axis in zip(spec.placements, self.cuts(x), range(spec.mesh.ndim), strict=True):
+            line = spec.mesh._line(axis)
+            if ours:
+                fits = placement == Shard(seq_dim) or (self.size == 1 and not placement.is_partial())
+                wanted = f"Shard({seq_dim}), its sequence dim,"
+                divided(spec.shape[seq_dim], self.size, self.load_balance, spec.shape, seq_dim)
+            else:
+                other = isinstance(placement, Shard) and placement.dim in others
+                fits = len(set(line) & set(self.ranks)) == 1 and (placement.is_replicate() or other)
+                wanted = f"Replicate(){called},"
+            if not fits:
+                raise ValueError(
+                    f"{self.style}: {name} of shape {spec.shape} is placed {spec.placements} on {spec.mesh}; over"
+                    f" ranks {line} it has to be {wanted} with the sequence cut over ranks {self.ranks}: redistribute"
+                    " it first"
+                )
+
+    def check_halves(self, x: T, name: str, seq_dim: int) -> None:
+        """Refuses a part that is not a chunk of the head and one of the tail.
+
+        Raises:
+            ValueError: an odd length with ``load_balance``.
+        """
+        if self.load_balance and x.shape[seq_dim] % 2:
+            raise ValueError(
+                f"{self.style}: load_balance needs two equal chunks a rank, {name} of shape {tuple(x.shape)} has length"
+                f" {x.shape[seq_dim]} (dim {seq_dim}); cut the sequence with context_parallel_shard"
+            )
+
+    def compared(self, key: Any, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """The numbers of every rank, where ``key`` is not among what was `found_alike`; else nothing."""
+        if self.size == 1 or key in self._agreed:
+            return []
+        mine = torch.tensor(numbers, device=device)
+        found = mine.new_empty(self.size * len(numbers))
+        get_platform().collectives.all_gather(found, mine, group=self.mesh.get_group())
+        return found.view(self.size, -1).tolist()
+
+    def found_alike(self, key: Any) -> None:
+        """Not to be compared again."""
+        self._agreed.add(key)
+
+
+def like(out: T, q: T) -> T:
+    """A rank's part of attention's output, of the kind of its queries; a head size may differ from theirs."""
+    if not isinstance(q, DTensor):
+        return out
+    shape = [n * whole // part for n, whole, part in zip(out.shape, q.shape, q.local_shape, strict=False)]
+    shape += out.shape[len(shape) :]
+    return DTensor.from_local(out, q.device_mesh, q.placements, shape=shape)
