@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -150,6 +151,24 @@ def test_results_go_on_outside() -> None:
         torch.testing.assert_close(have, want)
     with torch.no_grad():
         assert torch.equal(first(x, w).full_tensor(), F.linear(x, w).relu().full_tensor())
+
+
+@pytest.mark.not_on("torch-npu-sim", reason="torch.compile's inductor wants triton-ascend for NPUs")
+@on_ranks(2)
+def test_ranks_with_unequal_parts_do_not_share_a_graph() -> None:
+    """Graphs are cached on disk, where all ranks of a machine find them; what goes in is alike on both ranks here."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():  # its import warns
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.compile_fx")
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
+    value = torch.arange(5.0)
+    x = distribute_tensor(value, mesh, [Replicate()])
+    compiled = torch.compile(lambda x: x.redistribute(placements=[Shard(0)]) * 2 + 1, fullgraph=True)
+    for rank in range(2):  # one after the other, so that the second would find the first one's graph
+        if rank == mesh.get_rank():
+            assert compiled(x).to_local().tolist() == (value * 2 + 1).chunk(2)[rank].tolist()
+        torch.distributed.barrier()
 
 
 @on_ranks(2)

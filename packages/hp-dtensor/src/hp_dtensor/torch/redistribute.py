@@ -70,8 +70,12 @@ _layouts: dict[str, TensorSpec] = {}
 
 
 def _in_graph(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> torch.Tensor:
-    """``execute`` as one operator, for a tensor that stands for another one while a graph is made."""
-    names = repr(spec_from), repr(spec_to)
+    """``execute`` as one operator, for a tensor that stands for another one while a graph is made.
+
+    Its layouts are texts, with this rank's place: ranks share compiled graphs on disk, and their parts may differ.
+    """
+    place = spec_from.mesh.get_coordinate()
+    names = f"{spec_from!r} at {place}", f"{spec_to!r} at {place}"
     _layouts.update(zip(names, (spec_from, spec_to), strict=True))
     return _operator()(local, *names)
 
