@@ -181,7 +181,8 @@ def test_redistribute(ranks: int) -> None:
             assert y.placements == (target,) and torch.equal(y.full_tensor(), whole), (source, target)
             assert y is not x and x.placements == (source,)
     assert x.redistribute(placements=[Shard(-1)], async_op=True).placements == (Shard(1),)
-    assert x.redistribute().placements == (R,), "replicated by default"
+    with pytest.raises(ValueError, match="redistribute: say where to"):
+        x.redistribute()
     other = init_device_mesh(device_type(), (ranks, 1))
     assert x.redistribute(other, [R, R]).device_mesh == other
     assert _dt(4, placement=P, ranks=ranks).reduce_partial().placements == (R,)

@@ -107,5 +107,7 @@ def test_a_layout_stands_for_mesh_and_placements() -> None:
         x.redistribute(layout("dp"), [R, R])
     with pytest.raises(ValueError, match="describes ranks only; call it with the axis of each tensor dim"):
         distribute_tensor(whole, layout)
-    with pytest.raises(TypeError, match="device_mesh must be a DeviceMesh or a Layout, got str"):
+    with pytest.raises(
+        TypeError, match="device_mesh must be a DeviceMesh or a Layout of hp_dtensor, got a builtins.str"
+    ):
         as_placements("cpu", None, None, "f")  # type: ignore[arg-type]

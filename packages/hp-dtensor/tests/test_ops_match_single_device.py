@@ -152,7 +152,13 @@ def _listed(out: Any) -> list[Any]:
 def _same(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     got, expected = got.detach().cpu(), expected.detach()
     assert got.shape == expected.shape and got.dtype is expected.dtype, f"{what}: {got.shape} for {expected.shape}"
-    tolerance = 1e-12 if expected.dtype is torch.float64 else 1e-6 if expected.is_floating_point() else 0
+    tolerance = (
+        1e-12
+        if expected.dtype is torch.float64
+        else 1e-6
+        if expected.is_floating_point() or expected.is_complex()
+        else 0
+    )
     if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
         raise AssertionError(f"{what}: got\n{got}\nfor\n{expected}")
 

@@ -71,8 +71,8 @@ def test_placements_are_checked_and_counted_from_the_front() -> None:
         ([R], ValueError, r"f: 1 placements \(Replicate\(\),\) for a mesh of 2 axes \('dp', 'tp'\)"),
         ([R, Shard(2)], ValueError, r"f: Shard\(2\) of a tensor with 2 dims: the dim must be in \[-2, 1\]"),
         ([R, Shard(-3)], ValueError, r"f: Shard\(-3\) of a tensor with 2 dims"),
-        ([R, "Shard(0)"], TypeError, r"f: 'Shard\(0\)' is not a placement"),
-        ([R, None], TypeError, r"f: None is not a placement"),
+        ([R, "Shard(0)"], TypeError, r"f: 'Shard\(0\)', a builtins.str, is not a placement of hp_dtensor"),
+        ([R, None], TypeError, r"f: None, a builtins.NoneType, is not a placement of"),
     ],
 )
 def test_placements_that_do_not_fit(placements, error, message) -> None:

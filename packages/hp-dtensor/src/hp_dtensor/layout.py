@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, Replicate, Shard, StridedShard
+from hp_dtensor.placements import Placement, Replicate, Shard, StridedShard, kind_of
 
 __all__ = ["Layout", "as_placements"]
 
@@ -150,7 +150,9 @@ def as_placements(
         return (default if default == mesh and default is not None else mesh), device_mesh.placements
     mesh = device_mesh if device_mesh is not None else default
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"{what}: device_mesh must be a DeviceMesh or a Layout, got {type(mesh).__name__}")
+        raise TypeError(f"{what}: device_mesh must be a DeviceMesh or a Layout of hp_dtensor, got a {kind_of(mesh)}")
     if placements is None:
+        if what == "redistribute":
+            raise ValueError("redistribute: say where to: placements=, or a Layout; [Replicate()] gathers")
         return mesh, (Replicate(),) * mesh.ndim
     return mesh, tuple(placements) if not isinstance(placements, Placement) else placements  # type: ignore[return-value]

@@ -218,7 +218,7 @@ class DeviceMesh:
             raise RuntimeError(f"rank {self.get_rank()} is not in {self}: it has no group there")
         return mesh._groups[axis]
 
-    def group_order(self, axis: int) -> tuple[int, ...] | None:
+    def group_order(self, mesh_dim: int | str) -> tuple[int, ...] | None:
         """The places along an axis of the ranks of its group, in the group's order; None where that is 0, 1, 2, ...
 
         What a collective gathers or scatters lies in the group's order.
@@ -227,6 +227,7 @@ class DeviceMesh:
             >>> DeviceMesh("cpu", [2, 0, 1]).group_order(0)    # the group is of ranks 0, 1, 2
             (1, 2, 0)
         """
+        axis = self.axis(mesh_dim)
         if self.get_coordinate() is None or self.shape[axis] == 1:
             return None
         line = self._line(axis)
@@ -376,7 +377,9 @@ def init_device_mesh(
     mesh_groups.start()
     world = get_platform().groups.size()
     need = prod(shape)
-    if need != world or min(shape, default=1) < 1:
+    if min(shape, default=1) < 1:
+        raise ValueError(f"init_device_mesh: the sizes of mesh_shape must be positive, got {shape}")
+    if need != world:
         raise ValueError(
             f"init_device_mesh: mesh_shape {shape} has {need} places, the world has {world} ranks; "
             f"start {need} ranks or change the shape; DeviceMesh({device_type!r}, ranks) is a mesh of some ranks"

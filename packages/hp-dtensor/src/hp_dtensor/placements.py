@@ -7,8 +7,9 @@ axis, in the order of the axes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["PARTIAL_OPS", "Partial", "Placement", "RaggedShard", "Replicate", "Shard", "StridedShard"]
+__all__ = ["PARTIAL_OPS", "Partial", "Placement", "RaggedShard", "Replicate", "Shard", "StridedShard", "kind_of"]
 
 PARTIAL_OPS = ("sum", "avg", "min", "max", "product")
 
@@ -42,6 +43,10 @@ class Shard(Placement):
     """
 
     dim: int
+
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            raise TypeError(f"Shard: dim must be an int, got {self.dim!r}")
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or self.dim == dim
@@ -119,3 +124,8 @@ class Partial(Placement):
 
     def __repr__(self) -> str:
         return f"Partial({self.op!r})" if self.op != "sum" else "Partial()"
+
+
+def kind_of(value: Any) -> str:
+    """A value's type as it is imported: other libraries have classes of these names."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard, kind_of
 from hp_dtensor.sharding import local_shape
 
 __all__ = ["TensorSpec", "meshes", "named", "normalize"]
@@ -116,7 +116,8 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what
                 placement = Shard(dim) if isinstance(placement, Shard) else StridedShard(dim, placement.split_factor)
         elif not isinstance(placement, (Replicate, Partial, RaggedShard)):
             raise TypeError(
-                f"{what}: {placement!r} is not a placement (Shard, StridedShard, RaggedShard, Replicate, Partial)"
+                f"{what}: {placement!r}, a {kind_of(placement)}, is not a placement of"
+                " hp_dtensor (Shard, StridedShard, RaggedShard, Replicate, Partial)"
             )
         made.append(placement)
     return tuple(made)

@@ -69,7 +69,9 @@ def parallelize_module(
     for pattern, style in plan.items():
         style = named_style(style) if isinstance(style, str) else style
         if not isinstance(style, ParallelStyle):
-            raise TypeError(f"parallelize_module: {pattern!r} is given a {type(style).__name__}, not a ParallelStyle")
+            made = isinstance(style, type) and issubclass(style, ParallelStyle)
+            given = f"the class {style.__name__}; write {style.__name__}()" if made else f"a {type(style).__name__}"
+            raise TypeError(f"parallelize_module: {pattern!r} is given {given}, not a ParallelStyle")
         if mesh.ndim != style.mesh_axes:
             raise ValueError(
                 f"parallelize_module: a mesh of {'one axis' if style.mesh_axes == 1 else f'{style.mesh_axes} axes'} is"

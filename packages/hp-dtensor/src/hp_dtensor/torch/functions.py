@@ -53,7 +53,8 @@ def bind(rule: str, functions: Any, signature: str | None = None, operands: str 
         options: other fields of ``Binding``.
 
     Raises:
-        ValueError: no such rule.
+        ValueError: no such rule, or no function of these names.
+        TypeError: what is no function.
     """
     if rule != "view" and rule not in RULES:
         raise ValueError(f"bind: no rule {rule!r}; the rules are {sorted(RULES)}")
@@ -63,13 +64,20 @@ def bind(rule: str, functions: Any, signature: str | None = None, operands: str 
         None if operands is None else tuple(operands.split()),
         **options,
     )
-    for func in (
+    found = (
         functions_of(functions)
         if isinstance(functions, str)
         else functions
         if isinstance(functions, list)
         else [functions]
-    ):
+    )
+    if not found:
+        raise ValueError(
+            f"bind: torch has none of {functions!r} in the namespaces that are looked in; give the functions"
+        )
+    for func in found:
+        if not callable(func):
+            raise TypeError(f"bind: {func!r} is no function")
         BINDINGS[func] = binding
 
 
@@ -96,7 +104,7 @@ def _bind_pointwise() -> None:
         shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w spherical_bessel_j0 zeta"""
     bind("pointwise", nonlinear + " " + special)
     for name in nonlinear.split():
-        if not name.startswith("_") and not name.endswith("_"):
+        if not name.startswith("_") and not name.endswith("_") and functions_of(f"{name}_"):
             bind("pointwise", f"{name}_", in_place=True)
     bind(
         "pointwise", "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __ifloordiv__ __imod__", in_place=True

@@ -94,6 +94,11 @@ def question(func: Any) -> str:
     kinds = {T.size: "size", T.dim: "dim", T.ndimension: "dim", T.numel: "numel", T.nelement: "numel", T.__len__: "len"}
     if func in kinds:
         return kinds[func]
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        raise NotImplementedError(
+            f"torch.compile: {func} with DTensors among its arguments is not traced; checkpoint modules that take and"
+            " give plain tensors (use_local_output=True), or checkpoint what is compiled"
+        )
     if func in (F.dropout, torch.dropout):
         return "dropout"
     handler = dispatch._SPECIAL.get(func)
