@@ -76,7 +76,9 @@ def test_the_ranks_are_on_the_host_and_stay_as_they_are() -> None:
 @on_ranks(2)
 def test_what_init_device_mesh_refuses() -> None:
     for shape in ((-1, -2), (0,), (2, 2), (3,), ()):
-        with pytest.raises(ValueError, match=r"mesh_shape \(.*\) has \d places, the world has 2|sizes of mesh_shape must be positive"):
+        with pytest.raises(
+            ValueError, match=r"mesh_shape \(.*\) has \d places, the world has 2|sizes of mesh_shape must be positive"
+        ):
             init_device_mesh(device_type(), shape)
     with pytest.raises(ValueError, match=r"DeviceMesh\('cpu', ranks\) is a mesh of some ranks"):
         init_device_mesh("cpu", (1,))

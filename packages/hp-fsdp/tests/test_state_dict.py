@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._python_dispatch
 from torch import nn
 
-from hp_fsdp import full_state_dict, load_full_state_dict
+from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
+from hp_fsdp import (
+    StateDictOptions,
+    full_state_dict,
+    fully_shard,
+    get_model_state_dict,
+    load_full_state_dict,
+    set_model_state_dict,
+)
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, loss_of, pair, same_weights, seeded, train
+
+pytestmark = pytest.mark.framework("torch")
+FULL = StateDictOptions(full_state_dict=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 class Buffered(Net):
@@ -32,7 +46,8 @@ def test_names_order_and_values_of_the_unsharded_model():
     reference, model = pair(Buffered)
     with count_collectives() as counts:
         state = full_state_dict(model)
-    assert dict(counts) == ({"all_gather": 4} if dist.get_world_size() > 1 else {})
+    pieces = {id(p): sum(map(bool, p.placements[0].units)) for p in model.parameters()}  # what ranks own, they send
+    assert dict(counts) == ({"broadcast": sum(pieces.values())} if dist.get_world_size() > 1 else {})
     expected = reference.state_dict()
     assert list(state) == list(expected)
     for name, tensor in expected.items():
@@ -90,3 +105,175 @@ def test_sharded_state_dict_round_trips():
     model.load_state_dict(state)
     same_weights(model, reference)
     train(reference, model, steps=1)
+
+
+def other_values(make=Net):
+    torch.manual_seed(5)
+    return make().to(device_type(), torch.float64)
+
+
+@on_ranks(2)
+def test_torchs_options_are_taken():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions as Torchs
+
+    reference, model = pair(Buffered)
+    state = get_model_state_dict(model, options=Torchs(full_state_dict=True, cpu_offload=True))
+    assert list(state) == (list(reference.state_dict()) if dist.get_rank() == 0 else [])
+    assert all(tensor.device.type == "cpu" for tensor in state.values())
+
+
+@on_ranks(2, 3)
+def test_sharded_state_is_the_models_memory_and_loads_in_any_layout():
+    reference, model = pair(Buffered)
+    state = get_model_state_dict(model)
+    assert list(state) == list(reference.state_dict()) and state["tied.weight"] is state["last.weight"]
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        assert type(state[name]) is DTensor and state[name]._spec is parameter._spec and not state[name].requires_grad
+        assert state[name].to_local().data_ptr() == parameter.to_local().data_ptr()
+    host = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+    assert all(value.device.type == "cpu" for value in host.values())
+    mesh = state["first.weight"].device_mesh
+    moved = {
+        name: value.redistribute(mesh, [Shard(0) if i % 2 else Replicate()]) if name in parameters else value.clone()
+        for i, (name, value) in enumerate(state.items())
+    }
+    moved["tied.weight"] = moved["last.weight"]
+    for given in (host, moved):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert set_model_state_dict(model, given) == ([], [])
+        same_weights(model, reference)
+
+
+@on_ranks(1, 3)
+def test_rank_0_sends_one_tensor_at_a_time():
+    _, model = pair(Buffered)
+    other = other_values(Buffered)
+    state = other.state_dict() if dist.get_rank() == 0 else {}
+    with count_collectives() as counts:
+        set_model_state_dict(model, state, options=BROADCAST)
+    assert dict(counts) == ({"broadcast": len(other.state_dict())} if dist.get_world_size() > 1 else {})
+    same_weights(model, other)
+    if dist.get_world_size() > 1:
+        with pytest.raises(TypeError, match="rank 0 must have whole plain tensors"):
+            set_model_state_dict(model, get_model_state_dict(model), options=BROADCAST)
+    with pytest.raises(ValueError, match="1 names are missing"):
+        set_model_state_dict(model, {k: v for k, v in state.items() if k != "last.bias"}, options=BROADCAST)
+
+
+@on_ranks(2)
+def test_frozen_parameters_may_be_left_out():
+    _, model = pair()
+    for parameter in model.first.parameters():
+        parameter.requires_grad_(False)
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    assert "first.weight" not in state and "last.weight" in state
+    assert set_model_state_dict(model, state, options=options) == ([], [])
+    with pytest.raises(ValueError, match="2 names are missing"):
+        set_model_state_dict(model, state, options=FULL)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"seen": getattr(self, "seen", 0)}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@on_ranks(2)
+def test_extra_state_and_wrappers_names():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = nn.Sequential(checkpoint_wrapper(Extra(3, 5)), nn.Linear(5, 2)).to(device_type())
+    fully_shard(model)
+    inner = model[0]._checkpoint_wrapped_module
+    inner.seen = 4
+    state = get_model_state_dict(model, options=FULL)
+    assert list(state) == ["0.weight", "0.bias", "0._extra_state", "1.weight", "1.bias"]
+    state["0._extra_state"] = {"seen": 9}
+    set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=BROADCAST)
+    assert inner.seen == 9
+
+
+@on_ranks(2)
+def test_parameters_on_meta_are_refused():
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(model, init_device_mesh(device_type(), (2,)))
+    state = Net().state_dict()
+    with pytest.raises(RuntimeError, match=r"'first.weight' is still on the meta device.*to_empty"):
+        set_model_state_dict(model, state, options=FULL)
+    model.to_empty(device=device_type())
+    set_model_state_dict(model, state, options=BROADCAST)
+    assert all(
+        torch.equal(value.cpu(), state[name] if dist.get_rank() == 0 else value.cpu())
+        for name, value in get_model_state_dict(model, options=FULL).items()
+    )
+
+
+@on_ranks(4)
+def test_on_two_axes_of_data_and_over_tensor_parallel():
+    from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    reference, model = pair(mesh=init_device_mesh(device_type(), (2, 2), ("replicate", "shard")))
+    same_weights(model, reference)
+    set_model_state_dict(model, other_values().state_dict() if dist.get_rank() == 0 else {}, options=BROADCAST)
+    same_weights(model, other_values())
+    mesh = init_device_mesh(device_type(), (2, 2), ("dp", "tp"))
+    model = seeded(Net)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh["dp"])
+    fully_shard(model, mesh["dp"])
+    same_weights(model, reference)
+    set_model_state_dict(model, get_model_state_dict(model))
+    load_full_state_dict(model, other_values().state_dict())
+    same_weights(model, other_values())
+
+
+class Meter(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most bytes that tensors made under it held at one time."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.seen, self.now, self.peak = {v.untyped_storage()._cdata for v in known}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.seen:
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        return made
+
+    def freed(self, key, size):
+        self.seen.discard(key)
+        self.now -= size
+
+
+@on_ranks(3)
+def test_one_parameter_at_a_time_is_held_beside_the_result():
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6))).to(device_type())
+    fully_shard(model)
+    one = 64 * 64 * 4
+    own = [value.to_local() for value in get_model_state_dict(model).values()]
+    with Meter(own) as meter:
+        state = get_model_state_dict(model, options=FULL)
+    assert sum(v.nbytes for v in state.values()) == 6 * one and 6 * one <= meter.peak <= 7 * one, meter.peak
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    del state
+    with Meter(own) as meter:
+        get_model_state_dict(model, options=options)
+    if dist.get_rank():
+        assert one <= meter.peak <= 2 * one, meter.peak
+    whole = {f"{i}.weight": torch.ones(64, 64) for i in range(6)} if dist.get_rank() == 0 else {}
+    with Meter([*own, *whole.values()]) as meter:
+        set_model_state_dict(model, whole, options=BROADCAST)
+    assert meter.peak <= 2 * one, meter.peak

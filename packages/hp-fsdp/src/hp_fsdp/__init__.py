@@ -8,24 +8,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.state_options import StateDictOptions
 from hp_platform import lazy_exports
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.api import fully_shard
+    from hp_fsdp.torch.explain import explain
     from hp_fsdp.torch.grad_norm import clip_grad_norm_, global_grad_norm
     from hp_fsdp.torch.module import HSDPModule
-    from hp_fsdp.torch.state_dict import full_state_dict, load_full_state_dict
+    from hp_fsdp.torch.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
+    from hp_fsdp.torch.short import hsdp, modules_by_size
+    from hp_fsdp.torch.state_dict import (
+        full_state_dict,
+        get_model_state_dict,
+        load_full_state_dict,
+        set_model_state_dict,
+    )
 
 __all__ = [
     "CPUOffloadPolicy",
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "StateDictOptions",
     "clip_grad_norm_",
+    "explain",
     "full_state_dict",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "global_grad_norm",
+    "hsdp",
     "load_full_state_dict",
+    "modules_by_size",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -33,9 +50,16 @@ __getattr__, __dir__ = lazy_exports(
     {
         "HSDPModule": "module",
         "clip_grad_norm_": "grad_norm",
+        "explain": "explain",
         "full_state_dict": "state_dict",
         "fully_shard": "api",
+        "get_model_state_dict": "state_dict",
+        "get_optimizer_state_dict": "optimizer_state",
         "global_grad_norm": "grad_norm",
+        "hsdp": "short",
         "load_full_state_dict": "state_dict",
+        "modules_by_size": "short",
+        "set_model_state_dict": "state_dict",
+        "set_optimizer_state_dict": "optimizer_state",
     },
 )

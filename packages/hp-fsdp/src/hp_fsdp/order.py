@@ -35,6 +35,11 @@ class ExecutionOrder(Generic[T]):
         return self._now
 
     @property
+    def last(self) -> Sequence[T]:
+        """What was visited in the pass before this one."""
+        return self._last
+
+    @property
     def known(self) -> bool:
         """Whether there is a pass to predict from."""
         return bool(self._last)

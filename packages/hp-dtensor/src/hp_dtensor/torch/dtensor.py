@@ -21,6 +21,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import autograd
+from hp_dtensor.torch.checkpoint import chunk_list, tensor_shard, write_items
 from hp_dtensor.torch.overrides import compiler as _compiler
 from hp_dtensor.torch.overrides import overrides
 
@@ -39,8 +40,6 @@ _set_grad = T.grad.__set__  # type: ignore[attr-defined]
 _get_data = T.data.__get__  # type: ignore[attr-defined]
 _set_data = T.data.__set__  # type: ignore[attr-defined]
 _version = T._version.__get__  # type: ignore[attr-defined]
-
-
 _OWN = ("_spec", "_moved_from", "_shadows", "_taken_from")  # attributes that belong to this very tensor
 
 
@@ -76,6 +75,7 @@ class DTensor(torch.Tensor):
 
     _spec: TensorSpec
     is_nested = False
+    __create_write_items__, __create_chunk_list__, __get_tensor_shard__ = write_items, chunk_list, tensor_shard
 
     # ---- making one ----
     @staticmethod

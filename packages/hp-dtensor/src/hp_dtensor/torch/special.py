@@ -16,6 +16,7 @@ from hp_dtensor.spec import _rebuild as rebuild_spec
 from hp_dtensor.torch import (
     assignment,
     autograd,
+    checkpoint,
     composites,
     creation,
     dispatch,
@@ -365,6 +366,7 @@ def install() -> None:
         table[getattr(torch, name)] = table[getattr(T, name)] = handler
     for name in "t transpose swapaxes swapdims squeeze unsqueeze".split():
         table[getattr(T, f"{name}_")] = _reshaping(getattr(torch, name))
+    DTensor.set_ = checkpoint.set_  # type: ignore[method-assign,assignment]
     table[torch.autograd.backward] = _backward
     table[torch.autograd.grad] = _grad
     for name in "new_zeros new_ones new_empty new_full new_tensor".split():

@@ -16,9 +16,52 @@ from hp_dtensor.placements import Replicate
 from hp_fsdp.mindspore.bucket import Bucket
 from hp_fsdp.mindspore.module import group_of
 from hp_fsdp.mindspore.parameter import run_of
+from hp_fsdp.state_options import StateDictOptions
 from hp_platform import get_platform
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
+__all__ = ["full_state_dict", "get_model_state_dict", "load_full_state_dict", "set_model_state_dict"]
+
+
+def get_model_state_dict(model: nn.Cell, *, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """The model's state, by the names of the unsharded Cell.
+
+    Args:
+        model: holds sharded Cells, or is one.
+        options: ``full_state_dict`` gives whole tensors, with ``cpu_offload`` on rank 0 only.
+
+    Raises:
+        NotImplementedError: without ``full_state_dict``, or with ``ignore_frozen_params``.
+    """
+    options = StateDictOptions.of(options)
+    if not options.full_state_dict or options.ignore_frozen_params:
+        raise NotImplementedError(
+            "get_model_state_dict: on MindSpore only whole tensors of all parameters, get_model_state_dict(model,"
+            " options=StateDictOptions(full_state_dict=True)); cell.state_dict() has the sharded ones"
+        )
+    return full_state_dict(model, rank0_only=options.cpu_offload, cpu=options.cpu_offload)
+
+
+def set_model_state_dict(
+    model: nn.Cell, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> None:
+    """Loads whole tensors, the same on every rank, of which each takes its part.
+
+    Args:
+        model: holds sharded Cells, or is one.
+        model_state_dict: whole tensors by the names of the unsharded Cell.
+        options: ``full_state_dict`` must be True.
+
+    Raises:
+        NotImplementedError: without ``full_state_dict``, or with ``broadcast_from_rank0`` or ``ignore_frozen_params``.
+        ValueError: see `load_full_state_dict`.
+    """
+    options = StateDictOptions.of(options)
+    if not options.full_state_dict or options.broadcast_from_rank0 or options.ignore_frozen_params:
+        raise NotImplementedError(
+            "set_model_state_dict: on MindSpore only whole tensors that every rank has: options=StateDictOptions("
+            "full_state_dict=True), without broadcast_from_rank0 and ignore_frozen_params"
+        )
+    load_full_state_dict(model, model_state_dict, strict=options.strict)
 
 
 def full_state_dict(model: nn.Cell, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:

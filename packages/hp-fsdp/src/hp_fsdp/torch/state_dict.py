@@ -1,53 +1,114 @@
-"""Whole tensors of a sharded model: out of it and into it."""
+"""Model states: whole or sharded, out of a model and into it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
-from hp_dtensor.placements import Replicate
-from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
-from hp_dtensor.torch.redistribute import execute
-from hp_fsdp.torch.bucket import Bucket
+from hp_dtensor.torch.dtensor import local_view, wrap
+from hp_fsdp.state_options import StateDictOptions
 from hp_fsdp.torch.module import group_of
+from hp_fsdp.torch.whole import fill, from_rank0, spec_of, transport, whole
 from hp_platform import get_platform
-from hp_platform.torch import collectives
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
+__all__ = [
+    "communication_device",
+    "exported",
+    "full_state_dict",
+    "get_model_state_dict",
+    "load_full_state_dict",
+    "parameter_names",
+    "set_model_state_dict",
+]
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What torch's wrappers of a module add to the names inside it."""
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, torch.Tensor]:
-    """The model's state as whole plain tensors: names, order and values of an unsharded model's ``state_dict()``.
+def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """The model's state, by the names of the unsharded model.
 
-    One all-gather for each bucket of parameters; every rank has to call it. Tied parameters appear under each name, as
-    one tensor.
+    Sharded (the default), parameters are DTensors of the memory that the model uses: `torch.distributed.checkpoint`
+    saves it, and loads into it in place. Full, they are whole plain tensors; every rank has to call it, one parameter
+    is gathered at a time. Tied parameters appear under each name, as one tensor.
+
+    Example:
+        >>> torch.distributed.checkpoint.save({"model": get_model_state_dict(model)}, checkpoint_id=path)
+
+    Args:
+        model: holds sharded modules, is one, or is not sharded.
+        options: see `StateDictOptions`.
+    """
+    options = StateDictOptions.of(options)
+    return _state(model, options, rank0_only=options.full_state_dict and options.cpu_offload)
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> _IncompatibleKeys:
+    """Loads a state into the model in place: whole tensors, of which each rank takes its part, or DTensors.
+
+    Example:
+        >>> state = torch.load(path, mmap=True) if rank == 0 else {}
+        >>> options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        >>> set_model_state_dict(model, state, options=options)
+
+    Args:
+        model: with memory, not on the meta device.
+        model_state_dict: by the names of the unsharded model. DTensors in another layout of the same ranks are moved;
+            a state that another number of ranks saved is loaded by ``torch.distributed.checkpoint.load``.
+        options: see `StateDictOptions`.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, both empty where ``strict``.
+
+    Raises:
+        ValueError: with ``strict``, names that are missing or not known; a tensor of another shape.
+        TypeError: what is no tensor but should be one.
+        RuntimeError: a parameter on the meta device.
+    """
+    options = StateDictOptions.of(options)
+    own = _entries(model)
+    names, values = set(model_state_dict), iter(model_state_dict.items())
+    if options.broadcast_from_rank0:
+        names, values = from_rank0(dict(model_state_dict), communication_device(model))
+    optional = set(_frozen(model)) if options.ignore_frozen_params else set()
+    missing = [name for name in own if name not in names and name not in optional]
+    unknown = sorted(name for name in names if name not in own)
+    if options.strict and (missing or unknown):
+        raise ValueError(
+            f"set_model_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}), {len(unknown)} are not"
+            f" known ({', '.join(unknown[:5])}). Use strict=False to load the rest"
+        )
+    extra = {}
+    for name, value in values:
+        if isinstance(own.get(name), torch.Tensor):
+            fill(name, own[name], value)
+        elif name in own:
+            extra[name] = value
+    if extra:  # a module's extra state is no tensor, and its own to set
+        wrapped = {_unwrapped(name): name for name in model.state_dict(keep_vars=True)}
+        model.load_state_dict({wrapped[name]: value for name, value in extra.items()}, strict=False)
+    return _IncompatibleKeys(missing, unknown)
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
+    """The model's state as whole plain tensors: `get_model_state_dict` with ``full_state_dict=True``.
 
     Args:
         model: holds sharded modules, or is one.
         rank0_only: other ranks than the first take part and get an empty dictionary. Default False: all get the same.
         cpu: put the tensors on the host.
     """
-    keep = not rank0_only or get_platform().groups.rank() == 0
-    buckets = _buckets(model)
-    own = model.state_dict(keep_vars=True)
-    whole: dict[int, Any] = {}
-    for bucket in buckets:
-        for sharded, tensor in _gathered(bucket):
-            whole[id(sharded)] = _own(tensor, cpu) if keep else None
-    with torch.no_grad():
-        for value in own.values():
-            if isinstance(value, torch.Tensor) and id(value) not in whole:
-                tensor = value.full_tensor() if isinstance(value, DTensor) else value
-                whole[id(value)] = _own(tensor.detach(), cpu) if keep else None
-    # What is no tensor (a module's extra state) is kept as it is.
-    return {name: whole.get(id(value), value) for name, value in own.items()} if keep else {}
+    return _state(model, StateDictOptions(full_state_dict=True, cpu_offload=cpu), rank0_only=rank0_only)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Loads whole tensors into a sharded model: each rank takes its part, in place. Nothing is communicated.
+    """Loads whole tensors, the same on every rank: `set_model_state_dict`. Nothing is communicated.
 
     Args:
         model: holds sharded modules, or is one.
@@ -57,63 +118,82 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     Raises:
         ValueError: with ``strict``, names that are missing or not known; a tensor of another shape.
     """
-    owners = {id(p.sharded): (bucket, index) for bucket in _buckets(model) for index, p in enumerate(bucket.parameters)}
-    own = model.state_dict(keep_vars=True)
-    missing, unknown = [name for name in own if name not in state], [name for name in state if name not in own]
-    if strict and (missing or unknown):
-        raise ValueError(
-            f"load_full_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}), {len(unknown)} are not"
-            f" known ({', '.join(unknown[:5])}). Use strict=False to load the rest"
-        )
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=strict))
+
+
+def exported(value: Any, options: StateDictOptions, *, keep: bool = True) -> Any:
+    """A value of a state dict as ``options`` say; what is no tensor as it is.
+
+    Args:
+        value: a DTensor is gathered where the options ask for it, so every rank has to call it.
+        options: whole or not, on the host or not.
+        keep: False drops the whole tensor and gives None.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
     with torch.no_grad():
-        for name, target in own.items():
-            source = state.get(name)
-            if not isinstance(target, torch.Tensor) or source is None:
-                continue
-            if tuple(source.shape) != tuple(target.shape):
-                raise ValueError(
-                    f"load_full_state_dict: {name!r} has shape {tuple(source.shape)}, the model's is"
-                    f" {tuple(target.shape)}"
-                )
-            bucket, index = owners.get(id(target), (None, 0))
-            if bucket is not None:
-                parameter = bucket.parameters[index]
-                start, stop = bucket.layout.part(index, bucket.axes.shard_rank)
-                local_view(target).copy_(_part(source, parameter.inner).reshape(-1)[start:stop])
-            else:
-                local_view(target).copy_(_part(source, target._spec if isinstance(target, DTensor) else None))
+        if options.full_state_dict:
+            made = whole(value)
+            return (made.cpu() if options.cpu_offload else made) if keep else None
+        spec = spec_of(value)
+        local = local_view(value)
+        if options.cpu_offload:
+            local = local.to("cpu", copy=True)
+        return local if spec is None else wrap(local, spec)
 
 
-def _buckets(model: nn.Module) -> list[Bucket]:
-    """The buckets under ``model``, with the sharded parameters registered."""
-    found = []
+def parameter_names(model: nn.Module) -> dict[int, list[str]]:
+    """The names of each sharded parameter, by its id: more than one where it is tied."""
+    _settle(model)
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(_unwrapped(name))
+    return found
+
+
+def communication_device(model: nn.Module) -> torch.device:
+    """The device on which the ranks that share the model communicate."""
+    for parameter in model.parameters():
+        spec = spec_of(parameter)
+        if spec is not None:
+            return transport(spec.mesh)
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _state(model: nn.Module, options: StateDictOptions, *, rank0_only: bool) -> dict[str, Any]:
+    keep = not rank0_only or get_platform().groups.rank() == 0
+    own = _entries(model)
+    if options.ignore_frozen_params:
+        for name in _frozen(model):
+            own.pop(name, None)
+    made: dict[int, Any] = {}
+    for value in own.values():
+        if id(value) not in made:
+            made[id(value)] = exported(value, options, keep=keep)
+    return {name: made[id(value)] for name, value in own.items()} if keep else {}
+
+
+def _entries(model: nn.Module) -> dict[str, Any]:
+    """What ``model.state_dict()`` holds, the very tensors, by unwrapped names."""
+    _settle(model)
+    return {_unwrapped(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def _frozen(model: nn.Module) -> list[str]:
+    named = model.named_parameters(remove_duplicate=False)
+    return [_unwrapped(name) for name, parameter in named if not parameter.requires_grad]
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _settle(model: nn.Module) -> None:
+    """Registers the sharded parameters under ``model``, in their flat shards."""
     for module in model.modules():
         group = group_of(module)
         if group is not None:
             group.reshard()
             group.check()
-            found += group.buckets
-    return found
-
-
-def _gathered(bucket: Bucket) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Each sharded parameter with its whole value, of which it does not own the memory."""
-    full = bucket.shard
-    if bucket.axes.shard_size > 1:
-        full = torch.empty(bucket.layout.total, dtype=bucket.dtype, device=bucket.shard.device)
-        collectives.all_gather(full, bucket.shard, group=bucket.axes.shard_group)
-    for parameter, offset in zip(bucket.parameters, bucket.layout.offsets):
-        tensor = full[offset : offset + parameter.numel].view(parameter.shape)
-        if parameter.inner is not None:
-            tensor = wrap(tensor, parameter.inner).full_tensor()
-        yield parameter.sharded, tensor
-
-
-def _own(tensor: torch.Tensor, cpu: bool) -> torch.Tensor:
-    return tensor.to("cpu", copy=True) if cpu else tensor.clone()
-
-
-def _part(whole: torch.Tensor, spec: Any) -> torch.Tensor:
-    if spec is None:
-        return whole
-    return execute(whole, spec.with_placements([Replicate()] * spec.mesh.ndim), spec)

@@ -1,0 +1,106 @@
+"""What torch.distributed.checkpoint asks a tensor that it saves or loads: its chunks, and the memory of each.
+
+Note [Chunks are boxes]
+    A checkpoint knows chunks: boxes of the whole tensor, by offsets and sizes. What a rank holds in any layout is a few
+    of them (a `RaggedShard` cuts rows, so up to three of a matrix), each of which is a view of the local tensor. So a
+    save reads and a load writes the local tensor in place, nothing is gathered, and any layout loads from any other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hp_dtensor.boxes import Box, boxes
+
+if TYPE_CHECKING:
+    from hp_dtensor.torch.dtensor import DTensor
+
+__all__ = ["chunk_list", "set_", "tensor_shard", "write_items"]
+
+
+def write_items(tensor: DTensor, fqn: str, _: Any) -> list[Any]:
+    """A ``WriteItem`` for each box that this rank holds (method ``__create_write_items__``); see torch's ``SavePlan``.
+
+    Args:
+        tensor: the DTensor.
+        fqn: its name in the state dict.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties.create_from_tensor(_local(tensor))
+    size = torch.Size(tensor._spec.shape)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+        )
+        for chunk in chunk_list(tensor)
+    ]
+
+
+def chunk_list(tensor: DTensor) -> list[Any]:
+    """The boxes that this rank holds as ``ChunkStorageMetadata`` (method ``__create_chunk_list__``)."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in _boxes(tensor)]
+
+
+def tensor_shard(tensor: DTensor, index: Any) -> torch.Tensor:
+    """The elements of one box, a view of the local tensor (method ``__get_tensor_shard__``).
+
+    Args:
+        tensor: the DTensor.
+        index: a ``MetadataIndex`` with the box's offsets.
+
+    Raises:
+        ValueError: this rank holds no box at these offsets.
+    """
+    held = _boxes(tensor)
+    for box in held:
+        if index.offset is None or tuple(index.offset) == box.offsets:
+            return _view(_local(tensor), box)
+    raise ValueError(
+        f"checkpoint: {index.fqn!r} has no chunk at {tuple(index.offset or ())} on this rank, whose chunks start at"
+        f" {[box.offsets for box in held]}"
+    )
+
+
+def set_(tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``Tensor.set_``, which ``async_save`` copies with: it would give a local part the global shape.
+
+    Raises:
+        NotImplementedError: outside of what runs on local parts.
+    """
+    if torch._C._is_torch_function_enabled():
+        raise NotImplementedError(
+            "set_ of a DTensor, as torch.distributed.checkpoint.async_save copies with, is not supported: it knows no"
+            " local parts. Copy the state yourself, StateDictOptions(cpu_offload=True) does, and run save in a thread"
+        )
+    return torch.Tensor.set_(tensor, *args, **kwargs)
+
+
+def _boxes(tensor: DTensor) -> tuple[Box, ...]:
+    spec = tensor._spec
+    coordinate = spec.mesh.get_coordinate()
+    return () if coordinate is None else boxes(spec.shape, spec.placements, tuple(spec.mesh.shape), tuple(coordinate))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.detach(tensor)
+
+
+def _view(local: torch.Tensor, box: Box) -> torch.Tensor:
+    if not local.numel():
+        return local.view(box.sizes)
+    if box.ragged is not None:
+        dim, start, block = box.ragged
+        local = local.narrow(dim, start, torch.Size(block).numel())
+        local = local.unflatten(dim, block) if block else local.squeeze(dim)
+    for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
+        local = local.narrow(dim, start, size)
+    return local

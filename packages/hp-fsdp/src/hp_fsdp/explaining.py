@@ -1,0 +1,186 @@
+"""What `explain` tells: groups, the order of a step with what is gathered at each point, and memory by kind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from hp_dtensor.text_table import text_table
+
+__all__ = ["Event", "Explanation", "GroupFacts", "MemoryRow", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """One group: what a call of `fully_shard` made.
+
+    Attributes:
+        name: the module's, from the root.
+        parameters: how many.
+        shard_bytes: of this rank's piece of the parameters, padding included.
+        gathered_bytes: of the gathered buffers; 0 where one rank has all.
+        gradient_bytes: of the unsharded gradients' buffers.
+        after_forward: bytes that stay gathered between forward and backward.
+        after_backward: bytes that stay gathered after backward.
+    """
+
+    name: str
+    parameters: int
+    shard_bytes: int
+    gathered_bytes: int
+    gradient_bytes: int
+    after_forward: int
+    after_backward: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happens in a step.
+
+    Attributes:
+        phase: ``"forward"`` or ``"backward"``.
+        kind: ``"gather"``, ``"run"``, ``"free"`` or ``"reduce"``.
+        group: the group's name.
+        unsharded: bytes of gathered parameters after it.
+        gradients: bytes of unsharded gradients after it.
+    """
+
+    phase: str
+    kind: str
+    group: str
+    unsharded: int
+    gradients: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes of one kind on this rank.
+
+    Attributes:
+        kind: parameters, gradients, optimizer, unsharded parameters, unsharded gradients, device peak.
+        predicted: from layouts; None where it is not known.
+        measured: from the tensors that live, or the device; None where it cannot be.
+    """
+
+    kind: str
+    predicted: int | None
+    measured: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `explain` gives; ``print`` it.
+
+    Attributes:
+        groups: in the order of modules.
+        recorded: the order is that of the last step; False where there was none, and modules are taken in their order.
+        events: one forward and one backward pass.
+        memory: bytes on this rank, by kind.
+    """
+
+    groups: tuple[GroupFacts, ...]
+    recorded: bool
+    events: tuple[Event, ...]
+    memory: tuple[MemoryRow, ...]
+
+    def __str__(self) -> str:
+        groups = [
+            [g.name, str(g.parameters), _size(g.shard_bytes), _size(g.gathered_bytes), _when(g)] for g in self.groups
+        ]
+        events = [[e.phase, e.kind, e.group, _size(e.unsharded), _size(e.gradients)] for e in self.events]
+        memory = [[row.kind, _size(row.predicted), _size(row.measured)] for row in self.memory]
+        order = "as the last step ran" if self.recorded else "as modules are registered: no step was run yet"
+        return "\n".join(
+            [
+                text_table(["group", "parameters", "shard", "gathered", "gathered when"], groups),
+                f"One step, {order}:",
+                text_table(["phase", "what", "group", "unsharded", "gradients"], events),
+                "Peak memory of this rank:",
+                text_table(["kind", "predicted", "measured"], memory),
+            ]
+        )
+
+    def chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes the step for chrome://tracing or Perfetto: a row a kind, and a counter of unsharded bytes.
+
+        Events stand in their order, one unit apart: no times were measured. `hp_dtensor.debug.CommDebugMode` measures.
+
+        Args:
+            path: the file, JSON.
+        """
+        made: list[dict[str, object]] = []
+        for at, event in enumerate(self.events):
+            told = {"name": event.group, "cat": event.phase, "pid": 0, "tid": event.kind, "ts": at}
+            made.append({**told, "ph": "X", "dur": 1, "args": asdict(event)})
+            held = {"parameters": event.unsharded, "gradients": event.gradients}
+            made.append({"name": "unsharded bytes", "ph": "C", "pid": 0, "ts": at, "args": held})
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": made}, file)
+
+
+def simulate(
+    forward: Sequence[GroupFacts], backward: Sequence[GroupFacts], inside: Callable[[GroupFacts, GroupFacts], bool]
+) -> Iterable[Event]:
+    """One step in order: a group is gathered while the one before it runs, and freed when its pass is over.
+
+    Args:
+        forward: groups in the order in which their forwards began.
+        backward: groups in the order in which their backwards began.
+        inside: whether the first one's module is inside the second one's, so that it runs during the other's pass.
+    """
+    held: dict[str, int] = {}
+    gradients: dict[str, int] = {}
+
+    def event(phase: str, kind: str, group: GroupFacts) -> Event:
+        return Event(phase, kind, group.name, sum(held.values()), sum(gradients.values()))
+
+    def gather(phase: str, group: GroupFacts) -> Iterable[Event]:
+        if group.gathered_bytes and held.get(group.name) != group.gathered_bytes:
+            held[group.name] = group.gathered_bytes
+            yield event(phase, "gather", group)
+
+    def leave(phase: str, group: GroupFacts) -> Iterable[Event]:
+        if phase == "backward":
+            # A reduction runs on behind the next group's backward: its buffer goes when the next one ends.
+            gradients.clear()
+            gradients[group.name] = group.gradient_bytes
+        stays = group.after_forward if phase == "forward" else group.after_backward
+        if held.get(group.name, 0) != stays:
+            held[group.name] = stays
+            yield event(phase, "free", group)
+        if phase == "backward" and group.gradient_bytes:
+            yield event(phase, "reduce", group)
+
+    for phase, order in (("forward", forward), ("backward", backward)):
+        open_: list[GroupFacts] = []
+        for at, group in enumerate(order):
+            while open_ and not inside(group, open_[-1]):
+                yield from leave(phase, open_.pop())
+            yield from gather(phase, group)
+            if at + 1 < len(order):
+                yield from gather(phase, order[at + 1])
+            yield event(phase, "run", group)
+            open_.append(group)
+        while open_:
+            yield from leave(phase, open_.pop())
+
+
+def _when(group: GroupFacts) -> str:
+    if not group.gathered_bytes:
+        return "never: this rank has all"
+    if group.after_backward:
+        return "forward, once a step"
+    return "forward" if group.after_forward == group.gathered_bytes else "forward, backward"
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "-"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
