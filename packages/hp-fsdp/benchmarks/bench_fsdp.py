@@ -6,6 +6,7 @@ python packages/hp-fsdp/benchmarks/bench_fsdp.py [--repeats N] [--ranks N] [--hi
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 LAYERS, VOCABULARY, FAKE_RANKS = 12, 1024, 64
+MICRO_BATCHES, STEPS, RANKS = 24, 3, (1, 2, 3, 4, 8)  # of the comparison of bits
 Row = dict[str, float]
 
 
@@ -58,9 +60,11 @@ class Model(nn.Module):
 
 
 def shard(kind: str, model: nn.Module) -> nn.Module:
-    """The model, sharded by ``kind``: ours, torch or none."""
-    if kind == "ours":
-        from hp_fsdp import fully_shard
+    """The model, sharded by ``kind``: ours, deterministic (ours in that mode), torch or none."""
+    if kind in ("ours", "deterministic"):
+        from hp_fsdp import fully_shard as ours
+
+        fully_shard = functools.partial(ours, deterministic=kind == "deterministic")
     elif kind == "torch":
         from torch.distributed.fsdp import fully_shard
     else:
@@ -128,6 +132,8 @@ def measure_steps(hidden: int, shape: tuple[int, int], repeats: int) -> dict[str
         losses = {kind: step() for kind, step in steps.items()}
         if not fake and abs(losses["ours"] - losses["torch"]) > 1e-3 * abs(losses["torch"]):
             raise AssertionError(f"the losses differ: {losses}")
+    if not fake:
+        rows |= measure_deterministic(hidden, tokens, repeats)
     plain = [Model(hidden) for _ in range(10)]
     for kind in ("ours", "torch"):
         start = time.perf_counter()
@@ -136,6 +142,65 @@ def measure_steps(hidden: int, shape: tuple[int, int], repeats: int) -> dict[str
         rows.setdefault("wrapping", {})[kind] = (time.perf_counter() - start) / 5
         plain = plain[5:]
     return rows
+
+
+def measure_deterministic(hidden: int, tokens: torch.Tensor, repeats: int) -> dict[str, Row]:
+    """Steps in deterministic mode, against FSDP2 without such a mode."""
+    models = {"ours": build("deterministic", hidden), "torch": build("torch", hidden), "none": build("none", hidden)}
+    optimizers = {kind: optimizer_of(model, True) for kind, model in models.items()}
+    steps = {kind: step_of(model, tokens, optimizers[kind]) for kind, model in models.items()}
+    rows = {"deterministic, AdamW, fused": take_turns(steps, repeats, dist.barrier)}
+
+    def accumulated(kind: str) -> float:
+        model = models[kind]
+        for index in range(4):
+            if kind != "none":
+                model.set_requires_gradient_sync(index == 3)
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizers[kind].step()
+        optimizers[kind].zero_grad()
+        return 0.0
+
+    steps = {kind: functools.partial(accumulated, kind) for kind in models}
+    rows["deterministic, 4 micro-batches a step"] = take_turns(steps, max(3, repeats // 3), dist.barrier)
+    return rows
+
+
+def weights_after(kind: str, hidden: int) -> torch.Tensor:
+    """All weights after some steps of as many micro-batches, whatever the number of ranks."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    model = build(kind, hidden)
+    for module in model.modules():
+        if kind == "torch" and hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo scales no sums
+    if kind != "torch":
+        model.set_reduce_op_type("sum")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # large, so that a last bit is not rounded away
+    count = MICRO_BATCHES // dist.get_world_size()
+    for step in range(STEPS):
+        for index in range(count):
+            number = dist.get_rank() * count + index
+            generator = torch.Generator().manual_seed(step * MICRO_BATCHES + number)
+            tokens = torch.randint(VOCABULARY, (1, 16), generator=generator)
+            model.set_requires_gradient_sync(index == count - 1)
+            (F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()) / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.full_tensor().detach().reshape(-1) for parameter in model.parameters()])
+
+
+def show_bits(hidden: int) -> None:
+    """Prints the share of weights that are not the same on one rank and on several."""
+    from hp_platform.testing import run_ranks
+
+    print(f"\nshare of weights that differ from one rank's after {STEPS} steps of {MICRO_BATCHES} micro-batches, AdamW")
+    print(f"{'':38}" + "".join(f"{f'{ranks} ranks':>10}" for ranks in RANKS[1:]))
+    for kind, title in (("deterministic", "ours, deterministic=True"), ("ours", "ours"), ("torch", "FSDP2")):
+        weights = [run_ranks(ranks, weights_after, kind, hidden, timeout=600.0)[0] for ranks in RANKS]
+        shares = [(each != weights[0]).float().mean().item() for each in weights[1:]]
+        print(f"{title:38}" + "".join(f"{share:10.1%}" for share in shares))
 
 
 def measure_memory(kind: str, hidden: int) -> float:
@@ -207,10 +272,13 @@ def main() -> None:
         ),
     )
     memory: Row = {}
-    for kind in ("ours", "torch", "none"):
+    for kind in ("ours", "deterministic", "torch", "none"):
         close_pools()  # fresh processes
         memory[kind] = run_ranks(ranks, measure_memory, kind, hidden, timeout=300.0)[0]
-    show(f"peak resident memory of a rank, {ranks} gloo ranks, hidden {hidden}", {"step": memory}, {}, 2.0**-20, "MB")
+    rows = {"step": memory, "step, deterministic": {**memory, "ours": memory["deterministic"]}}
+    show(f"peak resident memory of a rank, {ranks} gloo ranks, hidden {hidden}", rows, {}, 2.0**-20, "MB")
+    close_pools()
+    show_bits(32)
 
 
 if __name__ == "__main__":

@@ -13,27 +13,16 @@ import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh, init_device_mesh
-from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, data_mesh, pair, seeded
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"offload_policy": CPUOffloadPolicy()},
-        NotImplementedError,
-        r"offload_policy=CPUOffloadPolicy\(pin_memory=True\) is not",
-    ),
-    ({"deterministic": True}, NotImplementedError, "deterministic=True is not supported yet; leave it out"),
-    ({"comm_fusion": False}, NotImplementedError, "comm_fusion=False is not supported yet"),
     ({"comm_fusion_zero_copy": False}, NotImplementedError, "comm_fusion_zero_copy=False is not supported yet"),
-    ({"shard_placement_fn": print}, NotImplementedError, "shard_placement_fn is not supported yet"),
-    (
-        {"reshard_after_forward": 2},
-        NotImplementedError,
-        r"reshard_after_forward=2, the size of a smaller group.*Use True",
-    ),
+    ({"shard_placement_fn": 1}, TypeError, "shard_placement_fn must be a function of a parameter, got int"),
+    ({"reshard_after_forward": 2}, ValueError, r"reshard_after_forward=2 must divide the 1 ranks of the shard axis"),
     ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be True or False, got 'yes'"),
     (
         {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": MixedPrecisionPolicy()},

@@ -9,6 +9,7 @@ from typing import Any
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec
+from hp_platform import get_platform
 
 __all__ = ["DataAxes"]
 
@@ -64,6 +65,30 @@ class DataAxes:
             replicate_group=mesh.get_group(0) if replicas > 1 else None,
             replicate_size=replicas,
         )
+
+    def near(self, size: bool | int) -> tuple[Any, int, int] | None:
+        """The smaller group of consecutive ranks that this rank is in, to keep shards in between forward and backward.
+
+        Args:
+            size: number of its ranks; a bool, 1 and the size of the shard axis ask for none.
+
+        Returns:
+            The group, its size and this rank's place in it.
+
+        Raises:
+            ValueError: ``size`` does not divide the shard axis.
+        """
+        if isinstance(size, bool) or size in (1, self.shard_size):
+            return None
+        if size < 1 or self.shard_size % size:
+            raise ValueError(
+                f"fully_shard: reshard_after_forward={size} must divide the {self.shard_size} ranks of the shard axis:"
+                f" {[n for n in range(1, self.shard_size + 1) if self.shard_size % n == 0]} do"
+            )
+        groups = get_platform().groups
+        first = self.shard_rank // size * size
+        line = groups.get_process_group_ranks(self.shard_group)  # type: ignore[attr-defined]
+        return groups.new_group(line[first : first + size]), size, self.shard_rank - first
 
     def sharded_spec(
         self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None

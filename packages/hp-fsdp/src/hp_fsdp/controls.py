@@ -76,7 +76,7 @@ class Controls:
             reshard_after_forward: free them.
             recurse: for the sharded modules inside, too.
         """
-        check_reshard(reshard_after_forward, "set_reshard_after_forward")
+        check_reshard(reshard_after_forward, "set_reshard_after_forward", sizes=False)
         for group in self._groups(recurse):
             group.reshard_after_forward = reshard_after_forward
 
@@ -123,10 +123,18 @@ class Controls:
             group.reduce_op = op
 
 
-def check_reshard(value: Any, where: str) -> None:
-    """Raises for what ``reshard_after_forward`` cannot be."""
+def check_reshard(value: Any, where: str, *, sizes: bool) -> None:
+    """Raises for what ``reshard_after_forward`` cannot be.
+
+    Args:
+        value: as given.
+        where: the function that it was given to.
+        sizes: it may be the size of a smaller group.
+    """
     if not isinstance(value, bool):
         if isinstance(value, int):
+            if sizes:
+                return
             raise NotImplementedError(
                 f"{where}: reshard_after_forward={value}, the size of a smaller group to reshard to, is not supported "
                 "yet. Use True (reshard over all ranks, least memory) or False (keep gathered until backward, least "

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.spec import TensorSpec
 
-__all__ = ["counts", "joint_mesh", "spec_of"]
+__all__ = ["BLOCK", "counts", "joint_mesh", "spec_of"]
+
+BLOCK = 1024
+"""In deterministic mode, parameters are cut between blocks of this many elements, and norms are sums over blocks."""
 
 
 def spec_of(tensor: object) -> TensorSpec | None:

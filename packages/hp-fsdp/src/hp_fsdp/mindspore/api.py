@@ -82,7 +82,7 @@ def fully_shard(
     """
     _check_module(module)
     _check_statistics(module, {id(parameter) for parameter in ignored_params or ()})
-    policy = check_options(
+    options = check_options(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
         mp_policy=mp_policy,
@@ -92,6 +92,7 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         deterministic=deterministic,
         zero_copy=False,
+        complete=False,
     )
     if mesh is None:
         groups = get_platform().groups
@@ -102,7 +103,7 @@ def fully_shard(
         raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
     axes = DataAxes.of(mesh)
     parameters = find_parameters(module, ignored_params or (), HSDPModule)
-    group = ParameterGroup(module, parameters, axes, policy, bool(reshard_after_forward))
+    group = ParameterGroup(module, parameters, axes, options.policy, bool(reshard_after_forward))
     shard_class(module, group)
     return module
 

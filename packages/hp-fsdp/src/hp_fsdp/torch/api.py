@@ -56,27 +56,36 @@ def fully_shard(
         mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
             are DTensors on other axes of the same root mesh (tensor parallel) stay so. Default: all ranks.
         reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
-            True, which spares the outermost module, whose backward follows at once.
+            True, which spares the outermost module, whose backward follows at once. A number of ranks that divides the
+            shard axis reshards to groups of that many consecutive ones: they gather again among themselves, and each
+            holds a part of the parameters in between (1 keeps them gathered).
         mixed_precision: dtypes of computation and communication. Default: the parameters' own.
-        offload_policy: ``OffloadPolicy()``, which offloads nothing; the other one is not supported yet.
-        comm_fusion: communicate by group. False, by parameter, is not supported yet.
+        offload_policy: ``CPUOffloadPolicy()`` keeps sharded parameters, their gradients and so the optimizer's step and
+            states on the host. Default: nothing is offloaded.
+        comm_fusion: communicate by group (the default). False communicates each parameter by itself.
         comm_fusion_zero_copy: None or True: collectives read and write the parameters' memory.
-        shard_placement_fn: not supported yet.
+        shard_placement_fn: called with each parameter; where it returns ``Shard(0)`` the parameter is cut between its
+            rows (along dim 0) only, and communicated by itself. None cuts it anywhere, with the group; the default.
         ignored_params: parameters to leave as they are.
         mp_policy: torch's name for ``mixed_precision``.
-        deterministic: the same bits for any number of ranks; not supported yet.
+        deterministic: gradients, and norms of `clip_grad_norm_`, are the same bits for any number of ranks that divides
+            the micro-batches of a step among itself, consecutive ones to each rank in the mesh's order. A backward pass
+            is a micro-batch. Each micro-batch's loss must be computed alike, so give it the weight that it has in the
+            whole: ``loss / micro_batches_of_all_ranks`` with ``set_reduce_op_type("sum")``; the number of threads
+            counts, too. Before the last backward pass of a step a rank keeps the unsharded gradients of each of its
+            micro-batches; in the last one their sums are exchanged, see `hp_fsdp.micro_batches`.
 
     Returns:
         ``module``.
 
     Raises:
         ValueError: arguments that contradict each other, a mesh of more than two axes, a module that is sharded
-            already, a parameter that another group has.
+            already, a parameter that another group has, a size to reshard to that does not divide the shard axis.
         TypeError: something that is not a module, a mesh or a policy.
-        NotImplementedError: what is said above to be not supported yet.
+        NotImplementedError: ``comm_fusion_zero_copy=False``, or a placement other than ``Shard(0)``.
     """
     _check_module(module)
-    policy = check_options(
+    options = check_options(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
         mp_policy=mp_policy,
@@ -86,6 +95,7 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         deterministic=deterministic,
         zero_copy=True,
+        complete=True,
     )
     if mesh is None:
         groups = get_platform().groups
@@ -97,7 +107,7 @@ def fully_shard(
     axes = DataAxes.of(mesh)
     parameters = find_parameters(module, ignored_params or (), HSDPModule)
     device = _device(module, parameters, mesh)
-    group = ParameterGroup(module, parameters, axes, device, policy, bool(reshard_after_forward))
+    group = ParameterGroup(module, parameters, axes, device, options)
     shard_class(module, group)
     return module
 

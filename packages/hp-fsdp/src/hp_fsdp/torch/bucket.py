@@ -11,6 +11,7 @@ Note [Three buffers]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,9 +20,14 @@ import torch
 from hp_dtensor.torch import autograd as _autograd
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
-from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.norms import BLOCK
+from hp_fsdp.options import GroupOptions
+from hp_fsdp.torch.block_norm import mark_in_blocks
+from hp_fsdp.torch.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.gradients import GradientBuffer
+from hp_fsdp.torch.host import aside, empty_on_host, transport
 from hp_fsdp.torch.parameter import ManagedParameter, has_own_setattr
+from hp_platform import get_platform
 from hp_platform.torch import collectives
 
 __all__ = ["Bucket"]
@@ -41,8 +47,9 @@ class Bucket:
         parameters: in the order in which they lie in the buffer; all of one dtype.
         axes: the axes of data parallelism.
         device: where the buffers live; meta where the parameters are to be materialised later.
-        policy: dtypes of computation and reduction.
+        options: what `fully_shard` was told.
         owner: text that names the group in errors.
+        unit: number of elements that stay together, such as a row's.
     """
 
     def __init__(
@@ -50,33 +57,43 @@ class Bucket:
         parameters: Sequence[ManagedParameter],
         axes: DataAxes,
         device: torch.device,
-        policy: MixedPrecisionPolicy,
+        options: GroupOptions,
         owner: str,
+        unit: int = 1,
     ) -> None:
         self.parameters = list(parameters)
         self.axes = axes
         self.owner = owner
+        self.deterministic = options.deterministic
+        self.offload = options.offload
+        # Offloaded shards live at home on the host and are copied to the device where the collectives work.
+        self.device = device if options.offload is None else transport(axes.mesh)
+        self.home = device if options.offload is None or device.type == "meta" else torch.device("cpu")
+        policy = options.policy
         self.dtype: torch.dtype = parameters[0].original.dtype  # type: ignore[union-attr]
         self.compute_dtype: torch.dtype = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
         self.reduce_dtype: torch.dtype = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
         self.layout = FlatLayout.of(
             [parameter.numel for parameter in parameters],
             axes.shard_size,
-            align=max(
-                1, ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
-            ),
+            align=self._alignment(unit),
         )
-        self.aliased = axes.shard_size == 1 and self.compute_dtype is self.dtype
+        self.near: torch.Tensor | None = None
         self.has_inner = any(parameter.inner is not None for parameter in parameters)
         self.prepared = False
         self._shard_originals(device)
+
+    def _alignment(self, unit: int) -> int:
+        if self.deterministic or unit > 1:
+            return math.lcm(unit, BLOCK if self.deterministic else 1)
+        return max(1, ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize))
 
     def _casts(self, dtype: torch.dtype | None) -> bool:
         return dtype is not None and self.dtype.is_floating_point
 
     def _shard_originals(self, device: torch.device) -> None:
         layout, rank = self.layout, self.axes.shard_rank
-        self.shard = torch.zeros(layout.piece, dtype=self.dtype, device=device)
+        self.shard = self._new_shard(self.home)
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters):
                 view = self._shard_view(index)
@@ -90,12 +107,20 @@ class Bucket:
         self._note_sharded()
         self.show_sharded()
 
+    def _new_shard(self, device: torch.device) -> torch.Tensor:
+        if self.offload is None or device.type != "cpu":
+            return torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
+        return empty_on_host(self.layout.piece, self.dtype, self.offload.pin_memory).zero_()
+
     def _shard_view(self, index: int) -> torch.Tensor:
         start, stop = self.layout.place(index, self.axes.shard_rank)
         return self.shard[start:stop]
 
     def _note_sharded(self) -> None:
         self.sharded_places, self.sharded_attributes = _places((p, p.sharded) for p in self.parameters)
+        if self.deterministic:
+            for parameter in self.parameters:
+                mark_in_blocks(parameter.sharded)
         with _plain():
             self.expected = [
                 (
@@ -123,6 +148,11 @@ class Bucket:
                 'model.to_empty(device="cpu") and an initialisation of your own'
             )
         layout = self.layout
+        self.home = device
+        if self.offload is None:
+            self.device = device
+        self.aliased = self.axes.shard_size == 1 and self.compute_dtype is self.dtype and self.home == self.device
+        device = self.device
         with torch.inference_mode(False), torch.no_grad():
             if self.aliased:
                 self.full = self.shard
@@ -136,13 +166,18 @@ class Bucket:
             self.unsharded_places, self.unsharded_attributes = _places((p, p.unsharded) for p in self.parameters)
             if not self.aliased:
                 self.full_storage.resize_(0)
-            self.gradients = GradientBuffer(self.parameters, layout, self.axes, self.dtype, self.reduce_dtype, device)
+            kind = MicroBatchBuffer if self.deterministic else GradientBuffer
+            self.gradients = kind(self.parameters, layout, self.axes, self.dtype, self.reduce_dtype, device)
+            if self.offload is not None and self.home != device:
+                self.gradients.pin = self.offload.pin_memory
         self.source: torch.Tensor | None = None
         self.keep()
         self.prepared = True
 
     def check(self) -> None:
         """Follows what was done to the sharded parameters from outside: new memory, replaced objects, frozen or not."""
+        if self.offload is not None and self.shard.device.type not in ("cpu", "meta"):
+            self._come_home()
         with _plain():
             for registered, name, sharded, address in self.expected:
                 if registered.get(name) is not sharded or sharded.data_ptr() != address:
@@ -158,11 +193,20 @@ class Bucket:
         """Replaces sharded parameters on meta by ones with memory, not initialised yet."""
         if self.shard.device.type != "meta":
             return
-        self.shard = torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
+        self.shard = self._new_shard(device)
         for index, parameter in enumerate(self.parameters):
             parameter.renew_sharded(self._shard_view(index))
         self._note_sharded()
         self.show_sharded()
+
+    def _come_home(self) -> None:
+        """Moves a shard to the host that was materialised and initialised on the device, as random numbers need it."""
+        former, self.shard = self.shard, self._new_shard(torch.device("cpu"))
+        with torch.no_grad(), _plain():
+            self.shard.copy_(former)
+            for index, parameter in enumerate(self.parameters):
+                parameter.sharded.data = self._shard_view(index).detach()
+        self._note_sharded()
 
     def _adopt(self) -> None:
         """Moves parameters that were materialised, loaded by assignment or moved back into a flat shard."""
@@ -186,11 +230,18 @@ class Bucket:
                 )
             if device.type == "meta":
                 return
+            if self.offload is not None and device.type != "cpu":
+                raise RuntimeError(
+                    f"fully_shard: parameter {self.parameters[0].name!r} of {self.owner} is on {device}, but with"
+                    " offload_policy=CPUOffloadPolicy() sharded parameters stay on the host. Materialise them there:"
+                    ' model.to_empty(device="cpu"); don\'t move a sharded model'
+                )
             if self.prepared:
-                self.shard = self.shard.to(device, copy=True)
+                former, self.shard = self.shard, self._new_shard(device)
+                self.shard.copy_(former)
                 self.prepared = False
             else:
-                self.shard = torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
+                self.shard = self._new_shard(device)
             for index, (parameter, registered) in enumerate(zip(self.parameters, found)):
                 view = self._shard_view(index)
                 view.copy_(registered)
@@ -208,11 +259,22 @@ class Bucket:
         if self.aliased:
             return None
         self.full_storage.resize_(self.full_bytes)
+        if self.near is not None:
+            return collectives.all_gather(self.full_alias, self.near, group=self.near_group, async_op=True)
+        if self.home == self.device:
+            return self._gather_from(self.shard)
+        with aside(self.device):
+            return self._gather_from(self.shard.to(self.device, non_blocking=True))
+
+    def _gather_from(self, shard: torch.Tensor) -> Any:
         if self.axes.shard_size == 1:
-            self.full_alias.copy_(self.shard)
-            return None
-        # A cast piece must live until the gather is done.
-        self.source = self.shard if self.compute_dtype is self.dtype else self.shard.to(self.compute_dtype)
+            self.full_alias.copy_(shard)
+            if self.home == self.device:
+                return None
+            self.source = shard
+            return _Copied()
+        # A cast piece, or one that came from the host, must live until the gather is done.
+        self.source = shard if self.compute_dtype is self.dtype else shard.to(self.compute_dtype)
         return collectives.all_gather(self.full_alias, self.source, group=self.axes.shard_group, async_op=True)
 
     def show_unsharded(self) -> None:
@@ -230,10 +292,23 @@ class Bucket:
         for module, name, tensor in self.sharded_attributes:
             setattr(module, name, tensor)
 
-    def release(self) -> None:
-        """Frees the gathered buffer."""
+    def release(self, near: tuple[Any, int, int] | None = None) -> None:
+        """Frees the gathered buffer.
+
+        Args:
+            near: group, size and place in it, of the ranks among which to keep a shard of what was gathered. Default:
+                keep nothing.
+        """
+        self.near = None
         if not self.aliased:
+            if near is not None:
+                self.near_group, size, place = near
+                self.near = self.full_alias.chunk(size)[place].clone()
             self.full_storage.resize_(0)
+
+    def drop_near(self) -> None:
+        """Frees what `release` kept."""
+        self.near = None
 
     def keep(self) -> None:
         """Notes what `stale` has to know of a bucket that stays gathered after forward."""
@@ -248,6 +323,20 @@ class Bucket:
         where there were gradients, and gradients that came later came with a backward pass, which reshards.
         """
         return self.kept_with_gradients or self.kept_version != self.shard._version
+
+
+class _Copied:
+    """A copy on the stream for copies, to be waited for like a gather."""
+
+    def __init__(self) -> None:
+        devices: Any = get_platform().devices
+        self._module = devices.device_module()
+        self._event = self._module.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        """Makes the current stream wait for it."""
+        self._module.current_stream().wait_event(self._event)
 
 
 def _places(tensors: Iterable[tuple[ManagedParameter, Any]]) -> tuple[list[Any], list[Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hp_fsdp.order import ExecutionOrder
+from hp_fsdp.torch.deterministic import Exchange
 from hp_fsdp.torch.gradients import Reduction
 from hp_fsdp.torch.group import ParameterGroup
 
@@ -38,7 +39,7 @@ class RootContext:
         self.outermost: ParameterGroup | None = None
         self.backward: int | None = None
         self.ahead: list[ParameterGroup] = []
-        self.reductions: list[Reduction] = []
+        self.reductions: list[Reduction | Exchange] = []
         self.last_backward = True
 
     @staticmethod
@@ -69,6 +70,7 @@ class RootContext:
         if self.backward is not None:  # a backward pass that raised never came to its end
             self.abandon()
         for each in self.groups:
+            each.drop_near()
             each.check()
             if (each.unsharded or each.gathering is not None) and each.stale():
                 each.reshard()
@@ -134,6 +136,11 @@ class RootContext:
         for group in reversed(self.groups):
             if group.in_backward:
                 self.finish_group(group)
+        for group in reversed(self.groups):
+            if group.deterministic and not group.ended:
+                self.advance()
+                self.reductions += group.end_micro_batch(self.last_backward)
+            group.ended = False
         self.drop_ahead()
         self.backward = None
         self.backward_order.start()
@@ -145,7 +152,10 @@ class RootContext:
         group.in_backward = False
         self.advance()
         group.collect()
-        if group.reduces:
+        if group.deterministic:
+            if not group.calls:
+                self.reductions += group.end_micro_batch(self.last_backward)
+        elif group.reduces:
             self.reductions += group.reduce()
 
     def advance(self) -> None:

@@ -23,6 +23,7 @@ from hp_dtensor.torch.autograd import grad_spec, reduce_partial_grads
 from hp_dtensor.torch.dtensor import wrap
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
+from hp_fsdp.torch.host import Homecoming
 from hp_fsdp.torch.parameter import ManagedParameter
 from hp_platform.observing import communicate_for
 from hp_platform.torch import collectives
@@ -46,6 +47,9 @@ class GradientBuffer:
         device: of the buffer.
     """
 
+    in_order = False
+    """Whether each rank's gradients are kept apart until they are summed, even where there is one rank."""
+
     def __init__(
         self,
         parameters: Sequence[ManagedParameter],
@@ -60,7 +64,7 @@ class GradientBuffer:
         self.axes = axes
         self.dtype = dtype
         self.reduce_dtype = reduce_dtype
-        self.alone = axes.shard_size * axes.replicate_size == 1
+        self.alone = axes.shard_size * axes.replicate_size == 1 and not self.in_order
         self.sizes, self.runs = layout.splits(axes.shard_rank)
         self.specs = [grad_spec(parameter.sharded._spec) for parameter in parameters]
         # Replicated on an inner axis but used where the result varies: their gradients may wait to be summed there.
@@ -70,6 +74,8 @@ class GradientBuffer:
             if parameter.inner is not None and any(placement.is_replicate() for placement in parameter.inner.placements)
         ]
         self.filled: set[int] = set()
+        self.pin: bool | None = None
+        self.coming: list[Homecoming] = []
         self.accumulated: torch.Tensor | None = None
         if not self.alone:
             self.buffer = torch.empty(layout.total, dtype=reduce_dtype, device=device)
@@ -112,7 +118,7 @@ class GradientBuffer:
             torch._foreach_add_(sums, added)
 
     def reduce(self, op: str, *, over_replicas: bool, modules: Sequence[Any]) -> Reduction | None:
-        """Starts the reduction of what was collected; None where there is nothing or nobody to reduce with.
+        """Starts the reduction of what was collected; None where there is nobody to reduce with.
 
         Args:
             op: ``"avg"`` or ``"sum"``.
@@ -123,7 +129,7 @@ class GradientBuffer:
             self._hand_out_alone()
             return None
         if not self.filled:
-            return None
+            self.storage.resize_(self.bytes)  # another bucket of the group has gradients, so the ranks reduce
         missing = []
         for index, parameter in enumerate(self.parameters):
             if index not in self.filled:
@@ -133,22 +139,54 @@ class GradientBuffer:
         self.filled.clear()
         return Reduction(self, missing, op, over_replicas, modules)
 
+    @property
+    def used(self) -> bool:
+        """Whether there is a gradient to reduce."""
+        return bool(self.filled)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there may be one."""
+        return any(parameter.trains for parameter in self.parameters)
+
+    def minus_zeros(self) -> torch.Tensor:
+        """What no gradient at all adds; see Note [Missing gradients]."""
+        return torch.full((self.layout.total,), -0.0, dtype=self.reduce_dtype, device=self.buffer.device)
+
     def release(self) -> None:
         """Drops what was collected."""
         if not self.alone:
             self.filled.clear()
+            self.coming.clear()
             self.accumulated = None
             self.storage.resize_(0)
 
-    def hand_out(self, reduced: torch.Tensor, missing: Sequence[int]) -> None:
+    def hand_out(self, reduced: torch.Tensor, missing: Sequence[int]) -> bool:
         """Gives the sharded parameters their gradients, or adds to those that they have.
 
         Args:
             reduced: this rank's piece.
             missing: parameters that had no gradient on this rank.
+
+        Returns:
+            Whether that is done; else they are on their way to the host, and `arrive` does it.
         """
         if reduced.dtype is not self.dtype:
             reduced = reduced.to(self.dtype)
+        if self.pin is None:
+            self.assign(reduced, missing)
+            return True
+        self.coming.append(Homecoming(reduced, self.pin, lambda copy: self.assign(copy, missing)))
+        return False
+
+    def arrive(self) -> bool:
+        """Waits for gradients that are on their way to the host, and hands them out."""
+        if self.coming:
+            self.coming.pop(0).wait()
+        return True
+
+    def assign(self, reduced: torch.Tensor, missing: Sequence[int]) -> None:
+        """What `hand_out` does, with a piece that is where the sharded parameters are."""
         runs = reduced.split_with_sizes(self.sizes)
         pieces: list[torch.Tensor | None] = [runs[run] for run in self.runs]
         for index in missing:
@@ -163,7 +201,7 @@ class GradientBuffer:
             gradient = _get_grad(parameter.unsharded)
             if gradient is not None:
                 _set_grad(parameter.unsharded, None)
-                gradient = gradient.reshape(-1).detach().to(self.dtype)
+                gradient = gradient.reshape(-1).detach().to(device=parameter.sharded.device, dtype=self.dtype)
             pieces.append(gradient)
         self._assign(pieces)
 
@@ -200,7 +238,7 @@ class Reduction:
         modules: the same.
     """
 
-    __slots__ = ("gradients", "handle", "missing", "modules", "op", "piece", "replicas", "scattered")
+    __slots__ = ("gradients", "handed", "handle", "missing", "modules", "op", "piece", "replicas", "scattered")
 
     def __init__(
         self, gradients: GradientBuffer, missing: list[int], op: str, over_replicas: bool, modules: Sequence[Any]
@@ -210,7 +248,7 @@ class Reduction:
         self.missing = missing
         self.op = op
         self.replicas = over_replicas
-        self.scattered = False
+        self.scattered = self.handed = False
         buffer = gradients.buffer
         axes = gradients.axes
         if axes.shard_size == 1:
@@ -222,9 +260,11 @@ class Reduction:
 
     def advance(self) -> bool:
         """Waits for the collective under way and starts the next one; True when the gradients are handed out."""
+        gradients = self.gradients
+        if self.handed:
+            return gradients.arrive()
         if self.handle is not None:
             self.handle.wait()
-        gradients = self.gradients
         if not self.scattered:
             self.scattered = True
             if not gradients.filled:
@@ -241,8 +281,8 @@ class Reduction:
                     self.modules, collectives.all_reduce, self.piece, self.op, group=group, async_op=True
                 )
                 return False
-        gradients.hand_out(self.piece, self.missing)
-        return True
+        self.handed = True
+        return gradients.hand_out(self.piece, self.missing)
 
     def abandon(self) -> None:
         """Waits for the collective under way and forgets its result."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,20 +10,27 @@ import torch
 from torch import nn
 
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.options import GroupOptions
 from hp_fsdp.order import ExecutionOrder
-from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.torch.bucket import Bucket
+from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer, check_counts
 from hp_fsdp.torch.gradients import Reduction
-from hp_fsdp.torch.parameter import ManagedParameter
+from hp_fsdp.torch.parameter import ManagedParameter, row_of
 from hp_platform.observing import communicate_for
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.context import RootContext
 
-__all__ = ["ParameterGroup"]
+__all__ = ["Call", "ParameterGroup"]
 
 _Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
+
+
+class Call:
+    """One call of a module in forward; it lives as long as the graph that the call made."""
+
+    __slots__ = ("__weakref__",)
 
 
 class ParameterGroup:
@@ -33,8 +41,7 @@ class ParameterGroup:
         parameters: those that are this group's.
         axes: the axes of data parallelism.
         device: where the buffers live.
-        policy: dtypes of computation and communication.
-        reshard_after_forward: free the gathered buffer after forward and gather it anew for backward.
+        options: what `fully_shard` was told.
 
     Attributes:
         name: the module's name from the root; its class's before the first forward.
@@ -47,6 +54,10 @@ class ParameterGroup:
         pinned: the user asked for them.
         gathering: handles of the gather under way, None where there is none.
         in_backward: between the first gradient of an output and the last gradient of an input.
+        calls: the module's calls in forward whose backward is still to come; deterministic mode counts on them.
+        micro_batches: how many backward passes were kept since the last step, in deterministic mode.
+        agreed: how many micro-batches all ranks ran for the last step, in deterministic mode.
+        ended: the gradients of the backward pass under way are complete, in deterministic mode.
     """
 
     def __init__(
@@ -55,38 +66,46 @@ class ParameterGroup:
         parameters: Sequence[ManagedParameter],
         axes: DataAxes,
         device: torch.device,
-        policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool,
+        options: GroupOptions,
     ) -> None:
         self.module = module
         self.modules: tuple[nn.Module, ...] = (module,)
         self.axes = axes
-        self.policy = policy
+        self.policy = options.policy
+        self.deterministic = options.deterministic
         self.context: RootContext | None = None
         self.enter_backward: Any = None
         self.leave_backward: Any = None
         self.order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
         # The root's parameters are used last in forward and first in backward: True stands for "all but the root".
-        self.reshard_after_forward: bool | None = None if reshard_after_forward else False
+        reshards = options.reshard_after_forward is True or options.reshard_after_forward > 1
+        self.reshard_after_forward: bool | None = None if reshards else False
         self.reshard_after_backward = True
         self.reduces = True
         self.reduces_over_replicas = True
         self.reduce_op = "avg"
         self.prefetch_in_forward: list[ParameterGroup] = []
         self.prefetch_in_backward: list[ParameterGroup] = []
+        self.near = axes.near(options.reshard_after_forward)
         self.unsharded = False
         self.hidden = False
         self.pinned = False
         self.gathering: list[Any] | None = None
         self.in_backward = False
-        self.prepared = False
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.micro_batches = 0
+        self.agreed: int | None = None
+        self.ended = False
         # What differs in dtype or takes part in no reduction is communicated apart.
         kinds: dict[Any, list[ManagedParameter]] = {}
         for parameter in parameters:
             assert parameter.original is not None
-            kinds.setdefault((parameter.original.dtype, parameter.trains), []).append(parameter)
+            # What is to keep whole rows is cut by itself.
+            unit = row_of(parameter, options)
+            alone = parameter.name if options.by_parameter or unit > 1 else ""
+            kinds.setdefault((parameter.original.dtype, parameter.trains, alone, unit), []).append(parameter)
         self.class_name = owner = type(module).__name__
-        self.buckets = [Bucket(members, axes, device, policy, owner) for members in kinds.values()]
+        self.buckets = [Bucket(members, axes, device, options, owner, unit) for (*_, unit), members in kinds.items()]
         self.rename("")
 
     def rename(self, name: str) -> None:
@@ -141,16 +160,29 @@ class ParameterGroup:
         for bucket in self.buckets:
             bucket.show_unsharded()
 
-    def reshard(self) -> None:
-        """Registers the sharded parameters again and frees the gathered buffer."""
+    def reshard(self, *, before_backward: bool = False) -> None:
+        """Registers the sharded parameters again and frees the gathered buffer.
+
+        Args:
+            before_backward: it will be gathered again for backward, from the smaller group's shards if there is one.
+        """
         if self.gathering is not None:
             self.finish_unshard()
+        near = self.near if before_backward else None
         if not self.unsharded:
+            if near is None:
+                self.drop_near()
             return
         self.unsharded = self.hidden = self.pinned = False
         for bucket in self.buckets:
             bucket.show_sharded()
-            bucket.release()
+            bucket.release(near)
+
+    def drop_near(self) -> None:
+        """Frees the smaller group's shards."""
+        if self.near is not None:
+            for bucket in self.buckets:
+                bucket.drop_near()
 
     def hide(self) -> None:
         """Registers the sharded parameters, but leaves the unsharded ones gathered."""
@@ -171,6 +203,12 @@ class ParameterGroup:
     # ---- gradients ----
     def collect(self) -> None:
         """Takes the gradients of the unsharded parameters; frees the parameters if that is wanted."""
+        if self.ended:
+            raise RuntimeError(
+                f"fully_shard(deterministic=True): {self.name} got gradients after those of this backward pass were"
+                " complete. This happens where a graph that calls the module more than once is kept and run backward"
+                " again: run forward again instead"
+            )
         with torch.no_grad(), _plain():
             for bucket in self.buckets:
                 if bucket.prepared:
@@ -178,15 +216,51 @@ class ParameterGroup:
         if self.reshard_after_backward:
             self.reshard()
 
-    def reduce(self) -> list[Reduction]:
+    def end_micro_batch(self, last_backward: bool) -> list[Reduction | Exchange]:
+        """In deterministic mode, the group's gradients of this backward pass are complete.
+
+        Args:
+            last_backward: the gradients of all passes since the last step may be reduced now.
+
+        Returns:
+            The reductions that were started.
+        """
+        replicas = self.reduces_over_replicas or self.axes.replicate_group is None
+        op = self.reduce_op if self.reduces and replicas and last_backward else None
+        number, self.ended = self.micro_batches, True
+        self.micro_batches = 0 if op else number + 1
+        with self._reduce_range, torch.no_grad(), _plain():
+            if op is not None and number + 1 != self.agreed:  # seldom, for it waits
+                check_counts(self.axes, number + 1)
+                self.agreed = number + 1
+            return communicate_for(self.modules, self._end_micro_batch, number, op)
+
+    def _end_micro_batch(self, number: int, op: str | None) -> list[Reduction | Exchange]:
+        started = []
+        kept = [bucket.gradients for bucket in self.buckets if bucket.prepared]
+        for gradients in kept:
+            assert isinstance(gradients, MicroBatchBuffer)
+            gradients.end_micro_batch(number, keeps=op is None)
+        if op is not None:
+            used = any(gradients.used for gradients in kept)
+            for gradients in kept:
+                if used and gradients.trains:
+                    started.append(Exchange(gradients, number + 1, op, self.modules))  # type: ignore[arg-type]
+                else:
+                    gradients.release()
+        return started
+
+    def reduce(self) -> list[Reduction | Exchange]:
         """Starts the reductions of what was collected."""
         with self._reduce_range, torch.no_grad(), _plain():
             return communicate_for(self.modules, self._reduce)
 
-    def _reduce(self) -> list[Reduction]:
+    def _reduce(self) -> list[Reduction | Exchange]:
         started = []
-        for bucket in self.buckets:
-            if bucket.prepared:
+        buckets = [bucket for bucket in self.buckets if bucket.prepared]
+        used = any(bucket.gradients.used or bucket.gradients.alone for bucket in buckets)
+        for bucket in buckets:
+            if used and (bucket.gradients.used or bucket.gradients.trains):
                 reduction = bucket.gradients.reduce(
                     self.reduce_op, over_replicas=self.reduces_over_replicas, modules=self.modules
                 )
@@ -196,7 +270,9 @@ class ParameterGroup:
 
     def abandon(self) -> None:
         """Back to the state between steps after an error, without the gradients of the step that failed."""
-        self.in_backward = False
+        self.in_backward = self.ended = False
+        self.micro_batches = 0
+        self.calls.clear()
         self.reshard()
         with torch.no_grad(), _plain():
             for bucket in self.buckets:

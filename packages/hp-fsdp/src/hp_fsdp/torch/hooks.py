@@ -22,7 +22,7 @@ import torch
 
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_fsdp.torch.context import RootContext
-from hp_fsdp.torch.group import ParameterGroup
+from hp_fsdp.torch.group import Call, ParameterGroup
 from hp_fsdp.torch.tree import map_tensors, tensors
 
 __all__ = ["run_forward"]
@@ -73,7 +73,7 @@ def run_forward(
             context.finished.append(group)
             reshard = group.reshard_after_forward
             if reshard or (reshard is None and not (watched and group is context.root)):
-                group.reshard()
+                group.reshard(before_backward=watched)
             else:
                 group.keep()
             if outermost:
@@ -111,6 +111,11 @@ def _watch_input(hook: Callable[..., None], tensor: torch.Tensor) -> torch.Tenso
 
 def _watch_outputs(group: ParameterGroup, output: Any) -> bool:
     watched = False
+    enter: Callable[..., None] = group.enter_backward
+    if group.deterministic:
+        call = Call()
+        group.calls.add(call)
+        enter = functools.partial(_enter_call, group, call)
     with _plain():
         for tensor in tensors(output):
             if not _requires_grad(tensor):
@@ -118,7 +123,12 @@ def _watch_outputs(group: ParameterGroup, output: Any) -> bool:
             watched = True
             node = _grad_fn(tensor)
             if node is None:
-                tensor.register_hook(group.enter_backward)
+                tensor.register_hook(enter)
             else:
-                node.register_prehook(group.enter_backward)
+                node.register_prehook(enter)
     return watched
+
+
+def _enter_call(group: ParameterGroup, call: Call, *_: Any) -> None:
+    group.calls.discard(call)
+    group.enter_backward()

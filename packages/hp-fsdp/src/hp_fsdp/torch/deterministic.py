@@ -1,0 +1,277 @@
+"""MicroBatchBuffer: a bucket's gradients, micro-batch by micro-batch, summed alike for any number of ranks.
+
+Note [What is kept]
+    How a sum over micro-batches is ordered is known only when their number is: at the last backward pass before the
+    optimizer's step. So until then a rank keeps the unsharded gradients of each of its micro-batches (the first rank
+    adds up as it goes: it knows that its numbers start at 0), without communication. At the last one it adds what the
+    tree lets it, sends each rank its pieces of what is left by all-to-all, and sums what it got; see
+    `hp_fsdp.micro_batches`. With one micro-batch a rank nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hp_dtensor.torch.dtensor import local_view
+from hp_fsdp.axes import DataAxes
+from hp_fsdp.micro_batches import TreeSum, subtrees
+from hp_fsdp.torch.gradients import GradientBuffer
+from hp_fsdp.torch.host import transport
+from hp_platform.observing import communicate_for
+from hp_platform.torch import collectives
+
+__all__ = ["Exchange", "MicroBatchBuffer", "check_counts"]
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+
+
+class MicroBatchBuffer(GradientBuffer):
+    """A `GradientBuffer` whose sums don't depend on the number of ranks.
+
+    Ranks hold consecutive micro-batches, equally many, in the order of the mesh's ranks, row by row.
+    """
+
+    in_order = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        axes = self.axes
+        replica = axes.mesh.get_local_rank(0) if axes.mesh.ndim == 2 else 0
+        self.row = replica * axes.shard_size  # the first rank of this rank's line along the shard axis
+        self.rank = self.row + axes.shard_rank
+        self.ranks = axes.shard_size * axes.replicate_size
+        self.handed: dict[int, tuple[int, int]] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self.kept: list[torch.Tensor | None] = []
+        self.begun: TreeSum[torch.Tensor | None] = TreeSum(_add)
+        self.had: set[int] = set()
+
+    def collect(self) -> None:
+        """Takes the gradients that autograd left on the unsharded parameters into the buffer.
+
+        Raises:
+            RuntimeError: the gradients of a step that is over were neither dropped nor zeroed.
+        """
+        if not self.had and not self.filled:
+            self._check_cleared()
+        super().collect()
+
+    @property
+    def used(self) -> bool:
+        """Whether there is a gradient to reduce."""
+        return bool(self.had)
+
+    def end_micro_batch(self, number: int, *, keeps: bool) -> None:
+        """The gradients of a micro-batch are complete.
+
+        Args:
+            number: how many this rank ran before it since the last step.
+            keeps: it is not the last one, so they must survive the next one.
+        """
+        current: torch.Tensor | None = None
+        if self.filled:
+            # A zero that is a gradient must not be minus zero, which says that there is none.
+            torch._foreach_add_([self.views[index] for index in self.filled], 0.0)
+            for index, view in enumerate(self.views):
+                if index not in self.filled:
+                    view.fill_(-0.0)
+            current = self.buffer
+        self.had |= self.filled
+        self.filled.clear()
+        if current is not None and keeps:
+            current = current.clone()
+            self.storage.resize_(0)
+        self._keep(number, current)
+
+    def take(self, count: int) -> tuple[list[torch.Tensor | None], list[int]]:
+        """Gives up what was kept.
+
+        Args:
+            count: how many micro-batches each rank ran.
+
+        Returns:
+            The sums of this rank's subtrees, None for minus zeros, and the parameters that had no gradient.
+        """
+        tree = self.begun
+        for index, value in enumerate(self.kept):
+            tree.push(self.rank * count + index, 1, value)
+        missing = [i for i, parameter in enumerate(self.parameters) if parameter.trains and i not in self.had]
+        self._forget()
+        return tree.values, missing
+
+    def _keep(self, number: int, value: torch.Tensor | None) -> None:
+        if self.rank == 0:
+            held = self.begun.count
+            for index in range(held, number + 1):
+                self.begun.push(index, 1, value if index == number else None)
+        else:
+            self.kept += [None] * (number - len(self.kept))
+            self.kept.append(value)
+
+    def release(self) -> None:
+        """Drops what was collected."""
+        super().release()
+        self._forget()
+
+    def assign(self, reduced: torch.Tensor, missing: Sequence[int]) -> None:
+        """Gives the sharded parameters their gradients, and notes which tensors these are."""
+        super().assign(reduced, missing)
+        self.handed = {}
+        for index, parameter in enumerate(self.parameters):
+            gradient = _get_grad(parameter.sharded)
+            if gradient is not None and gradient.numel():
+                self.handed[index] = _state(gradient)
+
+    def _check_cleared(self) -> None:
+        for index, state in self.handed.items():
+            parameter = self.parameters[index]
+            gradient = _get_grad(parameter.sharded)
+            if gradient is not None and _state(gradient) == state:
+                raise RuntimeError(
+                    f"fully_shard(deterministic=True): {parameter.name!r} still has the gradient that the last backward"
+                    " pass reduced, and the sum with this pass's would depend on the number of ranks. To accumulate"
+                    " over micro-batches, call model.set_requires_gradient_sync(False) before all backward passes but"
+                    " the last of a step and (True) before that one; else call optimizer.zero_grad() after each step"
+                )
+
+
+def check_counts(axes: DataAxes, count: int) -> None:
+    """Raises on all ranks alike where they ran different numbers of micro-batches.
+
+    Args:
+        axes: of whose ranks.
+        count: this rank's number.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
+    extremes = torch.tensor([count, -count], device=transport(axes.mesh))
+    for group, size in ((axes.shard_group, axes.shard_size), (axes.replicate_group, axes.replicate_size)):
+        if size > 1:
+            collectives.all_reduce(extremes, "max", group=group)
+    most, least = int(extremes[0]), -int(extremes[1])
+    if most != least:
+        raise ValueError(
+            f"fully_shard(deterministic=True): this rank ran {count} micro-batches since the last step, others from"
+            f" {least} to {most}. Their order is global, so give each rank as many (consecutive ones)"
+        )
+
+
+class Exchange:
+    """The reduction of a bucket's micro-batches: an all-to-all of pieces; on two axes a gather from the replicas.
+
+    Args:
+        gradients: of the micro-batches; it gets the result.
+        count: number of micro-batches a rank.
+        op: ``"avg"`` or ``"sum"``.
+        modules: for what observers are told that this communicates; see `communicate_for`.
+    """
+
+    def __init__(self, gradients: MicroBatchBuffer, count: int, op: str, modules: Sequence[Any]) -> None:
+        self.gradients = gradients
+        self.count = count
+        values, self.missing = gradients.take(count)
+        self.op = op
+        self.modules = modules
+        self.scattered = self.handed = False
+        self.handles: list[Any] = []
+        self.sent = [gradients.minus_zeros() if value is None else value for value in values]
+        self.received: list[Any] = []
+        axes = gradients.axes
+        if axes.shard_size > 1:
+            self._scatter(axes.shard_size, axes.shard_group)
+
+    def _scatter(self, size: int, group: Any) -> None:
+        piece = self.gradients.layout.piece
+        lengths = [len(self._subtrees(self.gradients.row + rank, 1)) for rank in range(size)]
+        for slot in range(max(lengths)):
+            own = slot < len(self.sent)
+            value = self.sent[slot] if own else self.sent[0][:0]
+            output_splits = [piece if slot < length else 0 for length in lengths]
+            output = value.new_empty(sum(output_splits))
+            handle = collectives.all_to_all(
+                output, value, output_splits, [piece if own else 0] * size, group=group, async_op=True
+            )
+            self.handles.append(handle)
+            self.received.append(output.split_with_sizes(output_splits))
+
+    def _subtrees(self, rank: int, ranks: int) -> list[tuple[int, int]]:
+        return subtrees(rank * self.count, ranks * self.count)
+
+    def advance(self) -> bool:
+        """Waits for the collectives under way and starts the next ones; True when the gradients are handed out."""
+        if self.handed:
+            return self.gradients.arrive()
+        self.abandon()
+        gradients, axes = self.gradients, self.gradients.axes
+        if not self.scattered:
+            self.scattered = True
+            tree = self._sum_row(axes.shard_size)
+            if axes.replicate_group is not None:
+                communicate_for(self.modules, self._gather, tree, axes.replicate_size, axes.replicate_group)
+                self._release(gradients)
+                return False
+            self._release(gradients)
+            return self._finish(tree)
+        tree = TreeSum(_add)
+        for replica in range(axes.replicate_size):
+            for slot, (start, size) in enumerate(self._subtrees(replica * axes.shard_size, axes.shard_size)):
+                tree.push(start, size, self.received[slot][replica])
+        return self._finish(tree)
+
+    def _sum_row(self, size: int) -> TreeSum[torch.Tensor | None]:
+        """The subtrees that the ranks of this line hold together, of this rank's piece."""
+        tree: TreeSum[torch.Tensor | None] = TreeSum(_add)
+        for rank in range(size):
+            for slot, (start, number) in enumerate(self._subtrees(self.gradients.row + rank, 1)):
+                value = self.sent[slot].clone() if size == 1 else self.received[slot][rank]
+                tree.push(start, number, value)
+        return tree
+
+    def _gather(self, tree: TreeSum[Any], size: int, group: Any) -> None:
+        held = tree.values
+        row = self.gradients.axes.shard_size
+        slots = max(len(self._subtrees(replica * row, row)) for replica in range(size))
+        self.received = []
+        for slot in range(slots):
+            value = held[slot] if slot < len(held) else held[0]  # all-gathers are even: what fills up is not read
+            output = value.new_empty(size * value.numel())
+            self.handles.append(collectives.all_gather(output, value, group=group, async_op=True))
+            self.received.append(output.chunk(size))
+        self.sent = held  # lives until the gather is over
+
+    def _release(self, gradients: MicroBatchBuffer) -> None:
+        if not gradients.filled:
+            gradients.storage.resize_(0)
+
+    def _finish(self, tree: TreeSum[Any]) -> bool:
+        total = tree.total()
+        ranks = self.gradients.ranks
+        # Not a part of what was received, which would live as long as the gradient.
+        reduced = total / ranks if self.op == "avg" and ranks > 1 else total.clone()
+        self.sent, self.received = [], []
+        self.handed = True
+        return self.gradients.hand_out(reduced, self.missing)
+
+    def abandon(self) -> None:
+        """Waits for the collectives under way."""
+        for handle in self.handles:
+            if handle is not None:
+                handle.wait()
+        self.handles = []
+
+
+def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left.add_(right)
+
+
+def _state(gradient: torch.Tensor) -> tuple[int, int]:
+    view = local_view(gradient)
+    return view.data_ptr(), view._version

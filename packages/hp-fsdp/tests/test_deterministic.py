@@ -1,0 +1,155 @@
+"""deterministic=True: the same bits for any number of ranks."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hp_dtensor import init_device_mesh
+from hp_fsdp import CPUOffloadPolicy, clip_grad_norm_, fully_shard, global_grad_norm
+from hp_platform.testing import device_type, on_ranks, run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_models import batch, data_mesh, loss_of, pair, same_gradients, seeded, train
+from micro_batches import Twice, loss_of_micro_batch, shard, weights_after
+
+pytestmark = pytest.mark.framework("torch")
+
+JOBS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "accumulated without communication": ({}, (1, 2, 3, 4, 8)),
+    "accumulated until the last backward": ({"way": "not last"}, (3,)),
+    "replicas": ({"replicas": 2}, (2, 4, 8)),
+    "fused": ({"optimizer": "fused"}, (1, 2, 3, 8)),
+    "loop": ({"optimizer": "loop"}, (2, 3)),
+    "mixed precision": ({"low": True}, (1, 3, 8)),
+    "by parameter": ({"comm_fusion": False}, (3,)),
+    "on the host": ({"offload_policy": CPUOffloadPolicy()}, (1, 3)),
+    "kept": ({"reshard_after_forward": False}, (2,)),
+    "resharded to two": ({"reshard_after_forward": 2}, (4,)),
+}
+SAME = ("fused", "mixed precision")  # other numbers than the first job's, by their definition
+
+
+@cache
+def first() -> dict[str, Any]:
+    return run_ranks(1, weights_after)[0]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_weights_and_norms_have_the_same_bits(name: str):
+    options, sizes = JOBS[name]
+    expected = None if name in SAME or device_type() != "cpu" and name == "on the host" else first()
+    for ranks in sizes:
+        for result in run_ranks(ranks, weights_after, **options):
+            expected = expected or result
+            assert result == expected, f"{name} on {ranks} ranks"
+
+
+def test_without_it_they_differ():
+    results = [run_ranks(ranks, weights_after, deterministic=False)[0]["hash"] for ranks in (1, 3)]
+    assert results[0] != results[1]
+
+
+@on_ranks(1, 3, 4)
+def test_gradients_are_those_of_a_single_process(ranks: int):
+    train(*pair(deterministic=True))
+    if ranks == 4:
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        train(*pair(deterministic=True, mesh=mesh))
+
+
+@on_ranks(2)
+def test_means_over_accumulated_micro_batches():
+    reference, model = pair(deterministic=True)
+    for step in range(3):
+        whole, own = batch(step)
+        loss_of(reference(whole)).backward()
+        model.set_requires_gradient_sync(step == 2)
+        loss_of(model(own)).backward()
+        if step < 2:
+            assert all(parameter.grad is None for parameter in model.parameters())
+    same_gradients(model, reference)
+    assert torch.allclose(
+        global_grad_norm(model.parameters(), 1.0),
+        sum(p.grad.abs().sum() for p in reference.parameters()),  # type: ignore[arg-type]
+    )
+
+
+class Rare(nn.Module):
+    """A block that some micro-batches skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, skip: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.blocks[1](x if skip else self.blocks[0](x))
+
+
+@on_ranks(1, 2)
+def test_a_group_that_some_micro_batches_skip():
+    reference, model = pair(Rare, deterministic=True)
+    for step in range(4):
+        whole, own = batch(step)
+        loss_of(reference(whole, step != 1)).backward()
+        model.set_requires_gradient_sync(step == 3)
+        loss_of(model(own, step != 1)).backward()
+    same_gradients(model, reference)
+    assert model.unused.weight.grad is None
+
+
+@on_ranks(2)
+def test_gradients_that_were_not_dropped():
+    _, model = pair(deterministic=True)
+    loss_of(model(batch()[1])).backward()
+    with pytest.raises(
+        RuntimeError, match=r"still has the gradient that the last.*set_requires_gradient_sync\(False\)"
+    ):
+        loss_of(model(batch()[1])).backward()
+    model.zero_grad(set_to_none=False)
+    loss_of(model(batch()[1])).backward()
+
+
+@on_ranks(2)
+def test_ranks_with_different_numbers_of_micro_batches():
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    _, model = pair(deterministic=True, mesh=mesh)
+    if dist.get_rank():
+        model.set_requires_gradient_sync(False)
+        loss_of(model(batch()[1])).backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(ValueError, match=r"this rank ran [12] micro-batches since the last step, others from 1 to 2"):
+        loss_of(model(batch()[1])).backward()
+
+
+@on_ranks(1)
+def test_a_graph_that_runs_backward_again():
+    model = shard(data_mesh(), deterministic=True)
+    model.set_requires_gradient_sync(False)
+    loss = loss_of_micro_batch(model, 0, 0)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="got gradients after those of this backward pass were complete"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_norms():
+    model = shard(data_mesh(), deterministic=True)
+    loss_of_micro_batch(model, 0, 0).backward()
+    with pytest.raises(NotImplementedError, match=r"norm_type=3.0 is not the same for any number of ranks"):
+        global_grad_norm(model.parameters(), 3)
+    largest = max(p.grad.full_tensor().abs().max() for p in model.parameters() if p.grad is not None)
+    assert global_grad_norm(model.parameters(), float("inf")) == largest
+    other = fully_shard(seeded(Twice), data_mesh())
+    with pytest.raises(ValueError, match="some parameters are sharded with deterministic=True, some are not"):
+        clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
