@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import hp_dtensor.rules.library  # noqa: F401  (defines the rules)
+import hp_dtensor.rules.moving  # noqa: F401  (defines the rules)
 from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.rules import RULES, FactorMap, NoLegalPlacement, rule, solve
 from hp_dtensor.rules.equation import from_equation
