@@ -12,12 +12,25 @@ from hp_dtensor.placements import Placement
 from hp_dtensor.spec import normalize
 from hp_platform import get_platform
 
-__all__ = ["apply_function", "custom_shard", "framework"]
+__all__ = ["apply_function", "custom_shard", "framework", "refuse_second_call"]
 
 
 def framework(module: str) -> Any:
     """A module of the framework folder in use."""
     return importlib.import_module(f"hp_dtensor.{get_platform().name}.{module}")
+
+
+def refuse_second_call(module: Any) -> None:
+    """What `distribute_module` asks of a module first.
+
+    Raises:
+        RuntimeError: it was called on this module before, whose inputs and outputs would be converted twice.
+    """
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError(
+            f"distribute_module: this {type(module).__name__} was distributed by a call before, and its inputs and"
+            " outputs would be converted a second time; call it once, with all that is to be done"
+        )
 
 
 def apply_function(function: Any, apply: Callable[..., Any], args: Sequence[Any], tensor: type) -> Any:

@@ -11,11 +11,12 @@ applied to each operation.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from hp_dtensor.placements import Partial, Placement, Replicate
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.spec import TensorSpec, normalize
 
-__all__ = ["backward_scale", "grad_spec"]
+__all__ = ["backward_scale", "grad_spec", "varying"]
 
 
 @functools.lru_cache(maxsize=16384)
@@ -41,3 +42,20 @@ def backward_scale(src: TensorSpec, dst: TensorSpec) -> float:
         if b.is_partial("avg") and not a.is_partial("avg"):
             scale *= ranks
     return scale
+
+
+def varying(spec: TensorSpec, grad_placements: Sequence[Placement]) -> tuple[bool, ...] | None:
+    """By axis, whether a local part whose gradient has ``grad_placements`` varies; None where none does.
+
+    Raises:
+        ValueError: gradients of that layout can't come from a tensor of layout ``spec``.
+    """
+    wanted = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
+    vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, wanted, strict=True))
+    for axis, (have, grad) in enumerate(zip(grad_spec(spec).placements, wanted, strict=True)):
+        if have != grad and not vary[axis]:
+            raise ValueError(
+                f"to_local: grad_placements[{axis}] is {grad!r} for a tensor placed {spec.placements[axis]!r}; "
+                f"it may be {have!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
+            )
+    return vary if any(vary) else None

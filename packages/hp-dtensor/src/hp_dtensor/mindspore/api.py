@@ -8,6 +8,7 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor, mint, nn, ops
 
+from hp_dtensor.border import refuse_second_call
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.mindspore.autograd import local_mode
@@ -199,11 +200,7 @@ def distribute_module(
     Raises:
         RuntimeError: it was called on this Cell before, whose inputs and outputs would be converted twice.
     """
-    if getattr(module, "_distribute_module_applied", False):
-        raise RuntimeError(
-            f"distribute_module: this {type(module).__name__} was distributed by a call before, and its inputs and"
-            " outputs would be converted a second time; call it once, with all that is to be done"
-        )
+    refuse_second_call(module)
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     for name, child in module.cells_and_names():
         if partition_fn is not None:

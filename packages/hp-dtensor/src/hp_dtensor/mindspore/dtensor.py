@@ -14,7 +14,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
-from hp_dtensor.gradients import grad_spec
+from hp_dtensor.gradients import grad_spec, varying
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.mindspore import autograd
@@ -184,15 +184,7 @@ class DTensor(Tensor):
         spec = self._spec
         if grad_placements is None:
             return local_of(self)
-        wanted = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
-        vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, wanted, strict=True))
-        for axis, (have, grad) in enumerate(zip(grad_spec(spec).placements, wanted, strict=True)):
-            if have != grad and not vary[axis]:
-                raise ValueError(
-                    f"to_local: grad_placements[{axis}] is {grad!r} for a tensor placed {spec.placements[axis]!r}; "
-                    f"it may be {have!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
-                )
-        made = autograd.convert(self, spec, vary if any(vary) else None)
+        made = autograd.convert(self, spec, varying(spec, grad_placements))
         with local_mode():
             return TensorPy.reshape(made, spec.local_shape)
 

@@ -21,14 +21,14 @@ axes, and added to ``.grad`` when backward ends, or when ``reduce_partial_grads`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from hp_dtensor.gradients import backward_scale, grad_spec
-from hp_dtensor.placements import Placement, Replicate
-from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.placements import Replicate
+from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.redistribute import execute
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
     "reduce_partial_grads",
     "remember",
     "shadows",
-    "varying",
 ]
 
 _impl: Any = torch._C._disabled_torch_function_impl
@@ -179,23 +178,6 @@ def read_in_parts(grad: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
         return grad
     return _Redistribute.apply(grad, grad_spec(spec), grad_spec(spec), parts, None)
-
-
-def varying(spec: TensorSpec, grad_placements: Sequence[Placement]) -> tuple[bool, ...] | None:
-    """By axis, whether a local part whose gradient has ``grad_placements`` varies; None where none does.
-
-    Raises:
-        ValueError: gradients of that layout can't come from a tensor of layout ``spec``.
-    """
-    wanted = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
-    vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, wanted, strict=True))
-    for axis, (have, grad) in enumerate(zip(grad_spec(spec).placements, wanted, strict=True)):
-        if have != grad and not vary[axis]:
-            raise ValueError(
-                f"to_local: grad_placements[{axis}] is {grad!r} for a tensor placed {spec.placements[axis]!r}; "
-                f"it may be {have!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
-            )
-    return vary if any(vary) else None
 
 
 def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import _engine_run_backward
 
+from hp_dtensor.gradients import varying
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate
@@ -179,15 +180,14 @@ class DTensor(torch.Tensor):
         spec = self._spec
         if grad_placements is None:
             return _impl(T.view_as, (), (self, self))
-        made = autograd.convert(self, spec, autograd.varying(spec, grad_placements))
+        made = autograd.convert(self, spec, varying(spec, grad_placements))
         return _impl(T.view_as, (), (made, made))
 
     # ---- metadata: global, or the local tensor's where interception is off ----
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        if _enabled() and not _compiler._is_compiling_flag:
-            return torch.Size(self._spec.shape)
-        return _impl(_shape, (), (self,))
+        whole = _enabled() and not _compiler._is_compiling_flag
+        return torch.Size(self._spec.shape) if whole else _impl(_shape, (), (self,))
 
     @overrides(T.size)
     def size(self, dim: int | None = None) -> Any:

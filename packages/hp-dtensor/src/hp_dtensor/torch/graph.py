@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hp_dtensor.gradients import varying
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec import TensorSpec, meshes, named, normalize
@@ -189,7 +190,7 @@ def replicated(have: str) -> TensorSpec:
 def shows_varying(have: str, written: Any) -> Any:
     """What varies where a DTensor's local part is taken, for its ``grad_placements``."""
     placements = placements_of(written)
-    return autograd.varying(named(have), placements)
+    return varying(named(have), placements)
 
 
 def mesh_of(key: Any) -> DeviceMesh:
