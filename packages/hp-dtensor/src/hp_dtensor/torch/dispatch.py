@@ -48,7 +48,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                     (
                         func,
                         len(args),
-                        *[a._spec if type(a) is DTensor else a for a in args],
+                        *[a._spec if type(a) is DTensor else float if type(a) is float else a for a in args],
                         *kwargs,
                         *[v._spec if type(v) is DTensor else float if type(v) is float else v for v in kwargs.values()],
                     )
@@ -66,7 +66,9 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
             elif count == 1:
                 plan = _PLANS[func, args[0]._spec]
             else:
-                plan = _PLANS[(func, *[a._spec if type(a) is DTensor else a for a in args])]
+                plan = _PLANS[
+                    (func, *[a._spec if type(a) is DTensor else float if type(a) is float else a for a in args])
+                ]
     except (KeyError, TypeError, AttributeError):
         plan = None
     if plan is None:  # outside the handler: an error of the operation has nothing to do with the one that was caught
@@ -81,6 +83,9 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         out.__class__ = DTensor
         out._spec = plan.spec
         return out
+    if plan.plain:
+        out = _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
+        return plan.written(out) if plan.writes else out
     return plan.run(args, kwargs)
 
 
@@ -149,7 +154,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if by_name is not None:  # transformers puts functions of its own in torch.nn.init's place
             return by_name(func, args, kwargs or {})
         plan = plan_of(key, func, args, kwargs or {})
-        if plan.hot and (not any(type(a) is float for a in args) or (len(args) == 2 and not kwargs)):
+        if plan.hot:
             short = [a._spec if type(a) is DTensor else float if type(a) is float else a for a in args]
             if kwargs:
                 values = [v._spec if type(v) is DTensor else float if type(v) is float else v for v in kwargs.values()]

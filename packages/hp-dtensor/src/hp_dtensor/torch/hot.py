@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch.dispatch import _PLANS
+from hp_dtensor.torch.dispatch import _PLANS, _torch_function
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.overrides import Override
 
@@ -68,6 +68,15 @@ def _method(base: Any) -> Override:
     return Override(base, apply)
 
 
+def _intercepted(base: Any) -> Override:
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is DTensor and _enabled():
+            return _torch_function(DTensor, base, (DTensor,), (self, *args), kwargs)
+        return base(self, *args, **kwargs)
+
+    return Override(base, apply)
+
+
 def install() -> None:
     """Puts them on DTensor; called once, when hp_dtensor's torch side is imported."""
     operators = {"__add__": T.add, "__sub__": T.sub, "__mul__": T.mul, "__truediv__": T.div, "__matmul__": T.matmul}
@@ -75,3 +84,6 @@ def install() -> None:
         setattr(DTensor, name, _operator(name, func))
     for name in ("view", "reshape", "transpose", "unsqueeze", "sum"):
         setattr(DTensor, name, _method(getattr(T, name)))
+    for name in ("add_", "addcdiv_", "addcmul_", "copy_", "lerp_", "mul_", "sqrt", "zero_"):  # an optimizer's
+        setattr(DTensor, name, _intercepted(getattr(T, name)))
+    setattr(DTensor, "is_sparse", False)  # no layout describes a sparse tensor, and optimizers ask each gradient

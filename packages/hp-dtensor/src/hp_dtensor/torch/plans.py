@@ -81,9 +81,11 @@ class Plan:
     Attributes:
         direct: the function itself is called, on the operands as they are.
         call: a function that is called on the first operand as it is, followed by ``tail``; None elsewhere.
+        plain: the function itself is called, on the operands as they are, and gives no new tensor: it writes its first
+            operand, or tells something.
     """
 
-    __slots__ = ("call", "direct", "fixes", "func", "hot", "listed", "local", "outs", "spec", "tail", "writes")
+    __slots__ = ("call", "direct", "fixes", "func", "hot", "listed", "local", "outs", "plain", "spec", "tail", "writes")
 
     def __init__(self, func: Any, fixes: list[Any], outs: list[TensorSpec], single: bool, hot: bool) -> None:
         self.func = func
@@ -97,6 +99,7 @@ class Plan:
         self.call: Any = None
         self.listed = False
         self.writes = False
+        self.plain = False
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Runs the call on operands whose layouts are those that the plan was made for."""
@@ -105,15 +108,19 @@ class Plan:
         if spec is not None:
             out.__class__ = DTensor
             out._spec = spec
-            if self.writes and "_taken_from" in out.__dict__:
-                from hp_dtensor.torch.indexing import write_through
-
-                write_through(out)
-            return out
+            return self.written(out) if self.writes else out
         if self.outs:
             flat = [value for value in out if isinstance(value, Tensor)]
             for value, layout in zip(flat, self.outs, strict=True):
                 wrap(value, layout)
+        return out
+
+    def written(self, out: Any) -> Any:
+        """The operand that was written; what it was taken from by an index is written, too."""
+        if "_taken_from" in out.__dict__:
+            from hp_dtensor.torch.indexing import write_through
+
+            write_through(out)
         return out
 
     def compute(self, args: Any, kwargs: Any) -> Any:
@@ -288,7 +295,9 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     else:
         plan.local = local
     plan.writes = binding.in_place
-    plan.direct = single and not plan.writes and not fixes and plan.tail is None and plan.local is None
+    bare = not fixes and plan.tail is None and plan.local is None
+    plan.direct = bare and single and not plan.writes
+    plan.plain = bare and (plan.writes or not call.results)
     if single and not plan.writes and not fixes and plan.tail is not None:
         plan.call = plan.func
     return plan
