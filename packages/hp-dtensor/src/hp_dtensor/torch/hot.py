@@ -86,4 +86,4 @@ def install() -> None:
         setattr(DTensor, name, _method(getattr(T, name)))
     for name in ("add_", "addcdiv_", "addcmul_", "copy_", "lerp_", "mul_", "sqrt", "zero_"):  # an optimizer's
         setattr(DTensor, name, _intercepted(getattr(T, name)))
-    setattr(DTensor, "is_sparse", False)  # no layout describes a sparse tensor, and optimizers ask each gradient
+    DTensor.is_sparse = False  # no layout describes a sparse tensor, and optimizers ask each gradient

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
+from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from hp_fsdp.order import ExecutionOrder
-from hp_fsdp.torch.deterministic import Exchange
-from hp_fsdp.torch.gradients import Reduction
-from hp_fsdp.torch.group import ParameterGroup
+from hp_fsdp.torch.group import ParameterGroup, Started
 
 __all__ = ["RootContext"]
 
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
+Moment = tuple[str, ParameterGroup | None, int]
 
 
 class RootContext:
@@ -28,6 +28,10 @@ class RootContext:
     Args:
         root: the outermost group.
         groups: all groups, the root too, outer before inner.
+
+    Attributes:
+        moments: what happened in the pass under way, see `hp_fsdp.timeline`: kind, group, nanoseconds of a clock.
+        last_moments: the same of the last forward and backward that came to their end.
     """
 
     def __init__(self, root: ParameterGroup, groups: list[ParameterGroup]) -> None:
@@ -39,8 +43,10 @@ class RootContext:
         self.outermost: ParameterGroup | None = None
         self.backward: int | None = None
         self.ahead: list[ParameterGroup] = []
-        self.reductions: list[Reduction | Exchange] = []
+        self.reductions: list[tuple[Started, ParameterGroup]] = []
         self.last_backward = True
+        self.moments: list[Moment] = []
+        self.last_moments: list[Moment] = []
 
     @staticmethod
     def of(root: ParameterGroup, group_of: Any) -> RootContext:
@@ -75,6 +81,7 @@ class RootContext:
             if (each.unsharded or each.gathering is not None) and each.stale():
                 each.reshard()
         self.outermost = group
+        self.moments = []
         self.order = group.order
         self.order.start()
         self.finished.clear()
@@ -96,6 +103,7 @@ class RootContext:
         """
         coming = order.visit(group)
         group.start_unshard()
+        self.moments.append(("wait", group, perf_counter_ns()))
         if self.ahead and group in self.ahead:
             self.ahead.remove(group)
         for each in chosen or (() if coming is None else (coming,)):
@@ -103,6 +111,7 @@ class RootContext:
                 each.start_unshard()
                 self.ahead.append(each)
         group.finish_unshard()
+        self.moments.append(("run", group, perf_counter_ns()))
 
     def drop_ahead(self) -> None:
         """Frees what was gathered ahead of time and then not used."""
@@ -115,6 +124,7 @@ class RootContext:
         if self.backward is not None:
             return
         self.backward = _backward_id()
+        self.moments.append(("backward", None, perf_counter_ns()))
         _engine.queue_callback(self.end_backward)
         if not self.backward_order.known:
             self.backward_order.start(list(reversed(self.finished)))
@@ -139,30 +149,51 @@ class RootContext:
         for group in reversed(self.groups):
             if group.deterministic and not group.ended:
                 self.advance()
-                self.reductions += group.end_micro_batch(self.last_backward)
+                self.end_micro_batch(group)
             group.ended = False
         self.drop_ahead()
         self.backward = None
         self.backward_order.start()
         if self.last_backward:
             self.drain()
+        self.moments.append(("end", None, perf_counter_ns()))
+        self.last_moments, self.moments = self.moments, []
 
     def finish_group(self, group: ParameterGroup) -> None:
         """The gradients of ``group`` are there: takes them, frees its parameters, starts the reduction."""
         group.in_backward = False
+        self.moments.append(("left", group, perf_counter_ns()))
         self.advance()
         group.collect()
         if group.deterministic:
             if not group.calls:
-                self.reductions += group.end_micro_batch(self.last_backward)
+                self.end_micro_batch(group)
         elif group.reduces:
-            self.reductions += group.reduce()
+            self.started(group, group.reduce())
+
+    def end_micro_batch(self, group: ParameterGroup) -> None:
+        """In deterministic mode, the gradients of this backward pass for ``group`` are complete."""
+        self.started(group, group.end_micro_batch(self.last_backward))
+
+    def started(self, group: ParameterGroup, reductions: list[Started]) -> None:
+        """Takes note of reductions that were started."""
+        if reductions:
+            self.moments.append(("reduce", group, perf_counter_ns()))
+            self.reductions += [(reduction, group) for reduction in reductions]
 
     def advance(self) -> None:
         """Moves each reduction under way one step on."""
-        if self.reductions:
-            with torch.no_grad(), _plain():
-                self.reductions = [reduction for reduction in self.reductions if not reduction.advance()]
+        if not self.reductions:
+            return
+        left = []
+        with torch.no_grad(), _plain():
+            for each in self.reductions:
+                reduction, group = each
+                if not reduction.advance():
+                    left.append(each)
+                else:
+                    self.moments.append(("reduced", group, perf_counter_ns()))
+        self.reductions = left
 
     def drain(self) -> None:
         """Waits for every reduction."""
@@ -182,7 +213,7 @@ class RootContext:
         """Back to the state between steps after an error."""
         self.outermost = None
         self.backward = None
-        for reduction in self.reductions:
+        for reduction, _ in self.reductions:
             reduction.abandon()
         self.reductions.clear()
         self.ahead.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,12 @@ from hp_platform.observing import communicate_for
 if TYPE_CHECKING:
     from hp_fsdp.torch.context import RootContext
 
-__all__ = ["Call", "ParameterGroup"]
+__all__ = ["Call", "ParameterGroup", "Started"]
 
 _Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
+Started = Reduction | Exchange
+"""A reduction under way."""
 
 
 class Call:
@@ -136,6 +139,7 @@ class ParameterGroup:
         """Starts the all-gathers, unless the parameters are there or on their way."""
         if self.unsharded or self.gathering is not None:
             return
+        self._note("gather")
         with self._gather_range:
             for bucket in self.buckets:
                 if not bucket.prepared:
@@ -177,6 +181,11 @@ class ParameterGroup:
         for bucket in self.buckets:
             bucket.show_sharded()
             bucket.release(near)
+        self._note("free")
+
+    def _note(self, kind: str) -> None:
+        if self.context is not None:
+            self.context.moments.append((kind, self, perf_counter_ns()))
 
     def drop_near(self) -> None:
         """Frees the smaller group's shards."""
@@ -216,7 +225,7 @@ class ParameterGroup:
         if self.reshard_after_backward:
             self.reshard()
 
-    def end_micro_batch(self, last_backward: bool) -> list[Reduction | Exchange]:
+    def end_micro_batch(self, last_backward: bool) -> list[Started]:
         """In deterministic mode, the group's gradients of this backward pass are complete.
 
         Args:
@@ -235,7 +244,7 @@ class ParameterGroup:
                 self.agreed = number + 1
             return communicate_for(self.modules, self._end_micro_batch, number, op)
 
-    def _end_micro_batch(self, number: int, op: str | None) -> list[Reduction | Exchange]:
+    def _end_micro_batch(self, number: int, op: str | None) -> list[Started]:
         started = []
         kept = [bucket.gradients for bucket in self.buckets if bucket.prepared]
         for gradients in kept:
@@ -250,12 +259,12 @@ class ParameterGroup:
                     gradients.release()
         return started
 
-    def reduce(self) -> list[Reduction | Exchange]:
+    def reduce(self) -> list[Started]:
         """Starts the reductions of what was collected."""
         with self._reduce_range, torch.no_grad(), _plain():
             return communicate_for(self.modules, self._reduce)
 
-    def _reduce(self) -> list[Reduction | Exchange]:
+    def _reduce(self) -> list[Started]:
         started = []
         buckets = [bucket for bucket in self.buckets if bucket.prepared]
         used = any(bucket.gradients.used or bucket.gradients.alone for bucket in buckets)

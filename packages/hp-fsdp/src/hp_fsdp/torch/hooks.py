@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def run_forward(
                     if kwargs:
                         kwargs = map_tensors(watch_input, kwargs)
             output = forward(*args, **kwargs)
+            context.moments.append(("left", group, perf_counter_ns()))
             watched = watch and _watch_outputs(group, output)
             context.finished.append(group)
             reshard = group.reshard_after_forward
