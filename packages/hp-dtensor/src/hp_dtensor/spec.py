@@ -23,16 +23,18 @@ class TensorSpec:
         shape: the global shape.
         local_shape: the shape of this rank's part.
         replicated: every placement is ``Replicate``.
+        partial: some placement is ``Partial``.
         name: of this spec alone, in this process; ``named`` finds it.
     """
 
-    __slots__ = ("__weakref__", "local_shape", "mesh", "name", "placements", "replicated", "shape")
+    __slots__ = ("__weakref__", "local_shape", "mesh", "name", "partial", "placements", "replicated", "shape")
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     replicated: bool
+    partial: bool
     name: str
 
     @staticmethod
@@ -49,6 +51,7 @@ class TensorSpec:
             else:
                 found.local_shape = tuple(local_shape(key[2], key[1], mesh.shape, coordinate))
             found.replicated = all(placement.is_replicate() for placement in key[1])
+            found.partial = any(placement.is_partial() for placement in key[1])
             found.name = str(next(_numbers))
             _specs[key] = found
         return found

@@ -132,7 +132,7 @@ class DTensor(torch.Tensor):
 
     def is_partial(self) -> bool:
         """True where the value is spread over ranks as parts of a reduction on some axis."""
-        return any(placement.is_partial() for placement in self._spec.placements)
+        return self._spec.partial
 
     def reduce_partial(self) -> DTensor:
         """This tensor with every ``Partial`` axis reduced to ``Replicate``."""

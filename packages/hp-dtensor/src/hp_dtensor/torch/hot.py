@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch.dispatch import _PLANS, _torch_function
+from hp_dtensor.torch.dispatch import _PLANS
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.overrides import Override
 
@@ -68,10 +68,21 @@ def _method(base: Any) -> Override:
     return Override(base, apply)
 
 
-def _intercepted(base: Any) -> Override:
+def _writing(base: Any) -> Override:
+    """An elementwise function that writes its tensor: of operands in one layout, none partial, it needs no plan."""
+
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self) is DTensor and _enabled():
-            return _torch_function(DTensor, base, (DTensor,), (self, *args), kwargs)
+        spec = self._spec
+        if type(self) is DTensor and not spec.partial and _enabled() and "_taken_from" not in self.__dict__:
+            for value in args:
+                kind = type(value)
+                if value._spec is not spec if kind is DTensor else kind is not float:
+                    break
+            else:
+                if not kwargs:
+                    return _impl(base, (), (self, *args))
+                if len(kwargs) == 1 and type(kwargs.get("value")) is float:
+                    return _impl(base, (), (self, *args), kwargs)
         return base(self, *args, **kwargs)
 
     return Override(base, apply)
@@ -82,8 +93,8 @@ def install() -> None:
     operators = {"__add__": T.add, "__sub__": T.sub, "__mul__": T.mul, "__truediv__": T.div, "__matmul__": T.matmul}
     for name, func in operators.items():
         setattr(DTensor, name, _operator(name, func))
-    for name in ("view", "reshape", "transpose", "unsqueeze", "sum"):
+    for name in ("view", "reshape", "transpose", "unsqueeze", "sum", "sqrt"):
         setattr(DTensor, name, _method(getattr(T, name)))
-    for name in ("add_", "addcdiv_", "addcmul_", "copy_", "lerp_", "mul_", "sqrt", "zero_"):  # an optimizer's
-        setattr(DTensor, name, _intercepted(getattr(T, name)))
+    for name in ("add_", "addcdiv_", "addcmul_", "copy_", "div_", "lerp_", "mul_", "sub_"):  # an optimizer's
+        setattr(DTensor, name, _writing(getattr(T, name)))
     DTensor.is_sparse = False  # no layout describes a sparse tensor, and optimizers ask each gradient

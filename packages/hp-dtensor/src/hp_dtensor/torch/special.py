@@ -46,6 +46,8 @@ def _get(name: str) -> Any:
 
 def _local(func: Any, args: Any, kwargs: Any) -> Any:
     """On the local tensor, the result as it is."""
+    if len(args) == 1 and not kwargs:
+        dispatch.remember_plain(func, args[0]._spec)
     return _impl(func, (), args, kwargs)
 
 
