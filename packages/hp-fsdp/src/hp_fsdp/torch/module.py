@@ -15,6 +15,7 @@ from hp_fsdp.torch.hooks import run_forward
 __all__ = ["HSDPModule", "group_of", "make_sharded_class", "shard_class"]
 
 _classes: dict[type, type] = {}
+_traced = torch.compiler.is_dynamo_compiling
 
 
 def group_of(module: nn.Module) -> ParameterGroup | None:
@@ -40,6 +41,8 @@ class HSDPModule(Controls):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward with the parameters gathered."""
+        if _traced():
+            _refuse_in_a_graph(type(self).__name__)
         return run_forward(self._hsdp_group, group_of, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -112,6 +115,18 @@ class HSDPModule(Controls):
             f"{type(self).__name__} cannot be pickled: its parameters are parts of shared buffers. "
             "Save full_state_dict(model)"
         )
+
+
+def _refuse_in_a_graph(name: str) -> None:
+    raise NotImplementedError(
+        f"fully_shard: torch.compile cannot take gathering and freeing of parameters into a graph, but that is what"
+        f" {name} does around its forward. Compile what is inside: module.compile() on each sharded block (before or"
+        " after fully_shard), and don't call torch.compile on sharded modules or on what holds them"
+    )
+
+
+# Dynamo runs such a function while it traces, so that its error is raised instead of a fall back to no graph.
+_refuse_in_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def shard_class(module: nn.Module, group: ParameterGroup) -> None:
