@@ -95,7 +95,9 @@ def _run_again(context: RootContext, group: ParameterGroup, forward: Callable[..
     context.begin_backward()
     group.in_backward = True
     group.start_unshard()
+    context.moments.append(("wait", group, perf_counter_ns()))
     group.finish_unshard()
+    context.moments.append(("run", group, perf_counter_ns()))
     return forward(*args, **kwargs)
 
 
