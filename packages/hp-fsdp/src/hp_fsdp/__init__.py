@@ -12,6 +12,7 @@ from hp_fsdp.state_options import StateDictOptions
 from hp_platform import lazy_exports
 
 if TYPE_CHECKING:
+    from hp_fsdp.torch.activations import watch_activations
     from hp_fsdp.torch.api import fully_shard
     from hp_fsdp.torch.explain import explain
     from hp_fsdp.torch.grad_norm import clip_grad_norm_, global_grad_norm
@@ -43,6 +44,7 @@ __all__ = [
     "modules_by_size",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "watch_activations",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -61,5 +63,6 @@ __getattr__, __dir__ = lazy_exports(
         "modules_by_size": "short",
         "set_model_state_dict": "state_dict",
         "set_optimizer_state_dict": "optimizer_state",
+        "watch_activations": "activations",
     },
 )

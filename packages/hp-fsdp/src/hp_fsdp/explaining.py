@@ -1,15 +1,18 @@
-"""What `explain` tells: groups, the order of a step with what is gathered at each point, and memory by kind."""
+"""What `explain` tells: groups, the order of a step, its time line, and memory by kind."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hp_dtensor.text_table import text_table
+from hp_fsdp.held import Held
+from hp_fsdp.timeline import Timeline
 
-__all__ = ["Event", "Explanation", "GroupFacts", "MemoryRow", "simulate"]
+__all__ = ["Event", "Explanation", "GroupFacts", "MemoryRow", "check_path", "simulate"]
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class GroupFacts:
         name: the module's, from the root.
         parameters: how many.
         shard_bytes: of this rank's piece of the parameters, padding included.
-        gathered_bytes: of the gathered buffers; 0 where one rank has all.
+        gathered_bytes: of the gathered buffers; 0 where the module computes with what the rank has.
         gradient_bytes: of the unsharded gradients' buffers.
         after_forward: bytes that stay gathered between forward and backward.
         after_backward: bytes that stay gathered after backward.
@@ -59,14 +62,16 @@ class MemoryRow:
     """Bytes of one kind on this rank.
 
     Attributes:
-        kind: parameters, gradients, optimizer, unsharded parameters, unsharded gradients, device peak.
-        predicted: from layouts; None where it is not known.
-        measured: from the tensors that live, or the device; None where it cannot be.
+        kind: parameters, gradients, optimizer, unsharded parameters, unsharded gradients, activations, device peak.
+        predicted: from layouts, or from a forward without kernels; None where it is not known.
+        measured: from the tensors that live, the last step, or the device; None where it is not known.
+        remark: what a number leaves out, or why there is none.
     """
 
     kind: str
     predicted: int | None
     measured: int | None
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,16 @@ class Explanation:
         recorded: the order is that of the last step; False where there was none, and modules are taken in their order.
         events: one forward and one backward pass.
         memory: bytes on this rank, by kind.
+        timeline: the times of the last forward and backward; None before there was one.
+        held: the unsharded bytes over that time.
     """
 
     groups: tuple[GroupFacts, ...]
     recorded: bool
     events: tuple[Event, ...]
     memory: tuple[MemoryRow, ...]
+    timeline: Timeline | None = None
+    held: tuple[Held, ...] = ()
 
     def __str__(self) -> str:
         groups = [
@@ -97,27 +106,76 @@ class Explanation:
                 text_table(["group", "parameters", "shard", "gathered", "gathered when"], groups),
                 f"One step, {order}:",
                 text_table(["phase", "what", "group", "unsharded", "gradients"], events),
+                *([] if self.timeline is None else ["Its times:", str(self.timeline)]),
                 "Peak memory of this rank:",
                 text_table(["kind", "predicted", "measured"], memory),
+                *(f"{row.kind}: {row.remark}" for row in self.memory if row.remark),
             ]
         )
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes the step for chrome://tracing or Perfetto: a row a kind, and a counter of unsharded bytes.
+        """Writes the step for chrome://tracing or Perfetto: rows by kind, and a counter of unsharded bytes.
 
-        Events stand in their order, one unit apart: no times were measured. `hp_dtensor.debug.CommDebugMode` measures.
+        Times are those of the last step, by the host's clock; see `hp_fsdp.timeline`. Before the first step events
+        stand in their order, one microsecond each.
 
         Args:
             path: the file, JSON.
         """
-        made: list[dict[str, object]] = []
-        for at, event in enumerate(self.events):
-            told = {"name": event.group, "cat": event.phase, "pid": 0, "tid": event.kind, "ts": at}
-            made.append({**told, "ph": "X", "dur": 1, "args": asdict(event)})
-            held = {"parameters": event.unsharded, "gradients": event.gradients}
-            made.append({"name": "unsharded bytes", "ph": "C", "pid": 0, "ts": at, "args": held})
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": made}, file)
+        from hp_fsdp.tracing import write_trace
+
+        write_trace(self, path)
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draws the time line of the last step, and the unsharded bytes under it.
+
+        Args:
+            path: the file: .png, .svg or .pdf.
+
+        Raises:
+            ValueError: another suffix.
+            RuntimeError: there was no step yet.
+            ImportError: matplotlib isn't installed.
+        """
+        from hp_fsdp.picture import draw
+
+        check_path(path, _PICTURES)
+        if self.timeline is None:
+            raise RuntimeError(
+                f"explain: a picture needs the times of a step, and none was run yet. Run forward and backward first,"
+                f" or write the order to a chrome trace (.json instead of {os.fspath(path)!r})"
+            )
+        draw(self.timeline, self.held, path)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes a chrome trace (.json) or a picture (.png, .svg, .pdf), by the suffix of ``path``.
+
+        Raises:
+            ValueError: another suffix; and what `picture` raises.
+        """
+        if check_path(path) == ".json":
+            self.chrome_trace(path)
+        else:
+            self.picture(path)
+
+
+def check_path(path: str | os.PathLike[str], suffixes: Sequence[str] = (".json", *_PICTURES)) -> str:
+    """The suffix of a file to write, in small letters.
+
+    Args:
+        path: the file.
+        suffixes: those that can be written.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    if suffix not in suffixes:
+        raise ValueError(
+            f"explain: expected a path that ends in {', '.join(suffixes)}, got {os.fspath(path)!r}: .json is a chrome"
+            " trace, the others are pictures of the time line"
+        )
+    return suffix
 
 
 def simulate(
@@ -137,8 +195,9 @@ def simulate(
         return Event(phase, kind, group.name, sum(held.values()), sum(gradients.values()))
 
     def gather(phase: str, group: GroupFacts) -> Iterable[Event]:
-        if group.gathered_bytes and held.get(group.name) != group.gathered_bytes:
-            held[group.name] = group.gathered_bytes
+        kept = held.get(group.name, 0)
+        if kept < group.gathered_bytes:  # what was kept for the gather among fewer ranks stays until it is freed
+            held[group.name] = kept + group.gathered_bytes
             yield event(phase, "gather", group)
 
     def leave(phase: str, group: GroupFacts) -> Iterable[Event]:

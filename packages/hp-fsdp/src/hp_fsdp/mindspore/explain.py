@@ -9,7 +9,9 @@ from mindspore import nn
 __all__ = ["explain"]
 
 
-def explain(model: nn.Cell, *, optimizer: Any = None, path: Any = None) -> NoReturn:
+def explain(
+    model: nn.Cell, *, optimizer: Any = None, inputs: Any = None, activations: Any = None, path: Any = None
+) -> NoReturn:
     """Not supported on MindSpore yet.
 
     Raises:

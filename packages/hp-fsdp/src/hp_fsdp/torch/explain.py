@@ -3,46 +3,71 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hp_dtensor.torch.dtensor import local_view
-from hp_fsdp.explaining import Event, Explanation, GroupFacts, MemoryRow, simulate
+from hp_fsdp.explaining import Explanation, GroupFacts, check_path, simulate
+from hp_fsdp.held import Held, replay
+from hp_fsdp.timeline import Moment, Timeline, timeline_of
+from hp_fsdp.torch.activations import Activations, groups_of
+from hp_fsdp.torch.bucket import Bucket
+from hp_fsdp.torch.fake_forward import predict_activations
 from hp_fsdp.torch.group import ParameterGroup
+from hp_fsdp.torch.memory import memory_rows
 from hp_fsdp.torch.module import group_of
-from hp_platform import get_platform
 
 __all__ = ["explain"]
 
 
 def explain(
-    model: nn.Module, *, optimizer: Optimizer | None = None, path: str | os.PathLike[str] | None = None
+    model: nn.Module,
+    *,
+    optimizer: Optimizer | None = None,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    activations: Activations | None = None,
+    path: str | os.PathLike[str] | None = None,
 ) -> Explanation:
-    """Tells which groups a model has, when each is gathered, and what memory that takes; nothing is communicated.
+    """Tells which groups a model has, what each does when in a step, and what memory that takes, by kind.
 
-    The order is that of the last step, or of the modules before the first one. Gathers are shown where they start,
-    ahead of time, as in every step but the first.
+    Nothing is communicated. The order is that of the last step, or of the modules before the first one; gathers stand
+    where they start, ahead of time, as in every step but the first. Times are those of the last forward and backward,
+    by the host's clock; see `hp_fsdp.timeline`.
 
     Example:
-        >>> print(explain(model, optimizer=optimizer, path="step.json"))
+        >>> with watch_activations(model) as activations:
+        ...     loss_of(model(x)).backward()
+        >>> print(explain(model, optimizer=optimizer, inputs=(x,), activations=activations, path="step.png"))
 
     Args:
         model: a sharded module, with all its sharded modules inside.
-        optimizer: to count its states, after its first step.
-        path: where to write the step as a chrome trace. Default: nowhere.
+        optimizer: to count its states.
+        inputs: what one rank gives the model's forward: positional arguments as a tuple, or keyword arguments by name.
+            Predicts the activations by a forward without kernels, see `hp_fsdp.torch.fake_forward`. Default: they are
+            not predicted.
+        activations: what `watch_activations` gave. Default: they are not measured.
+        path: where to write the step: a chrome trace (.json), or a picture of the time line (.png, .svg, .pdf).
+            Default: nowhere.
 
     Raises:
-        ValueError: ``model`` is not sharded itself.
+        ValueError: ``model`` is not sharded itself, or ``path`` has another suffix.
+        TypeError: ``inputs`` is neither a tuple nor a dict.
+        NotImplementedError: activations of this model cannot be predicted: it has tensor parallel parameters, compiled
+            modules, or communicates in forward.
+        RuntimeError: its forward depends on values; or a picture is wanted before the first step.
+        ImportError: a picture is wanted and matplotlib isn't installed.
     """
     root = group_of(model)
     if root is None:
         raise ValueError(
             f"explain: fully_shard was not called on this {type(model).__name__}, call explain on the root"
         )
-    groups = [group for module in model.modules() if (group := group_of(module)) is not None]
+    if path is not None:
+        check_path(path)
+    predicted = None if inputs is None else predict_activations(model, inputs)
+    groups = groups_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     named = {id(group): names[id(group.module)] or type(model).__name__ for group in groups}
     facts = {id(group): _facts(group, named[id(group)], group is root) for group in groups}
@@ -61,14 +86,31 @@ def explain(
             lambda one, other: one is not other and modules[one.name] in inner[other.name],
         )
     )
-    made = Explanation(tuple(facts.values()), recorded, events, tuple(_memory(groups, events, optimizer)))
+    timeline, held = _last_step(root, groups, named, facts)
+    rows = memory_rows(groups, events, held, optimizer, predicted, activations)
+    made = Explanation(tuple(facts.values()), recorded, events, tuple(rows), timeline, held)
     if path is not None:
-        made.chrome_trace(path)
+        made.write(path)
     return made
 
 
+def _last_step(
+    root: ParameterGroup, groups: list[ParameterGroup], named: dict[int, str], facts: dict[int, GroupFacts]
+) -> tuple[Timeline | None, tuple[Held, ...]]:
+    """Times and unsharded bytes of the last step; None and nothing before it."""
+    context = root.context
+    moments: list[Moment] = [
+        (kind, None if group is None else named.get(id(group)), when)
+        for kind, group, when in (context.last_moments if context is not None else ())
+    ]
+    if not moments:
+        return None, ()
+    accumulating = {named[id(group)] for group in groups if not group.reduces}
+    return timeline_of(moments), replay(moments, list(facts.values()), accumulating=accumulating)
+
+
 def _facts(group: ParameterGroup, name: str, is_root: bool) -> GroupFacts:
-    gathered = [0 if b.axes.shard_size == 1 else b.layout.total * b.compute_dtype.itemsize for b in group.buckets]
+    gathered = [0 if _computes_with_shard(b) else b.layout.total * b.compute_dtype.itemsize for b in group.buckets]
     training = [b for b in group.buckets if any(p.trains for p in b.parameters)]
     alone = group.axes.shard_size * group.axes.replicate_size == 1
     frees = group.reshard_after_forward or (group.reshard_after_forward is None and not is_root)
@@ -84,40 +126,7 @@ def _facts(group: ParameterGroup, name: str, is_root: bool) -> GroupFacts:
     )
 
 
-def _memory(groups: list[ParameterGroup], events: tuple[Event, ...], optimizer: Optimizer | None) -> list[MemoryRow]:
-    buckets = [bucket for group in groups for bucket in group.buckets]
-    training = [b for b in buckets if any(p.trains for p in b.parameters)]
-    sharded = [parameter.sharded for bucket in buckets for parameter in bucket.parameters]
-    gradients = [_bytes(parameter.grad) for parameter in sharded if parameter.grad is not None]
-    states = None
-    if optimizer is not None and optimizer.state:
-        states = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
-    rows = [
-        MemoryRow("parameters", sum(b.layout.piece * b.dtype.itemsize for b in buckets), sum(map(_bytes, sharded))),
-        MemoryRow("gradients", sum(b.layout.piece * b.dtype.itemsize for b in training), sum(gradients) or None),
-        MemoryRow("optimizer", _states(optimizer), states),
-        MemoryRow("unsharded parameters", max((e.unsharded for e in events), default=0), None),
-        MemoryRow("unsharded gradients", max((e.gradients for e in events), default=0), None),
-    ]
-    devices = get_platform().devices
-    if buckets and buckets[0].shard.device.type not in ("cpu", "meta"):
-        rows.append(MemoryRow("device peak, activations included", None, devices.peak_memory()))
-    return rows
-
-
-def _states(optimizer: Optimizer | None) -> int | None:
-    """Bytes of the states that torch's Adam, AdamW and SGD make; None for others."""
-    total = 0
-    for group in optimizer.param_groups if optimizer is not None else ():
-        if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-            each = 3 if group["amsgrad"] else 2
-        elif isinstance(optimizer, torch.optim.SGD):
-            each = 1 if group["momentum"] else 0
-        else:
-            return None
-        total += each * sum(_bytes(parameter) for parameter in group["params"] if parameter.requires_grad)
-    return None if optimizer is None else total
-
-
-def _bytes(tensor: Any) -> int:
-    return local_view(tensor).nbytes if isinstance(tensor, torch.Tensor) else 0
+def _computes_with_shard(bucket: Bucket) -> bool:
+    if bucket.prepared:
+        return bucket.aliased
+    return bucket.axes.shard_size == 1 and bucket.compute_dtype is bucket.dtype and bucket.offload is None
