@@ -18,7 +18,8 @@ from hp_platform.testing import device_type, on_ranks, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import batch, data_mesh, loss_of, pair, same_gradients, seeded, train
-from micro_batches import Twice, loss_of_micro_batch, shard, weights_after
+from micro_batches import Twice, hash_of, loss_of_micro_batch, shard, weights_after
+from test_tensor_parallel import Parallel, parallelize, parts
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -50,6 +51,38 @@ def test_weights_and_norms_have_the_same_bits(name: str):
         for result in run_ranks(ranks, weights_after, **options):
             expected = expected or result
             assert result == expected, f"{name} on {ranks} ranks"
+
+
+def tensor_parallel_weights(sequence: bool) -> dict[str, Any]:
+    """Trains a model that is cut in two on "tp" on all ranks; its micro-batches are shared on the other axis."""
+    mesh = parts(dist.get_world_size())
+    model = seeded(Parallel, torch.float32)
+    model.sequence = sequence
+    parallelize(model, mesh["tp"])
+    for block in model.blocks:
+        fully_shard(block, mesh["dp_shard"], deterministic=True)
+    fully_shard(model, mesh["dp_shard"], deterministic=True)
+    model.set_reduce_op_type("sum")
+    made = torch.optim.AdamW(model.parameters(), lr=0.01)
+    count = 8 // mesh.size("dp_shard")
+    norms = []
+    for step in range(2):
+        for index in range(count):
+            number = mesh.get_local_rank("dp_shard") * count + index
+            x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(100 * step + number)).to(device_type())
+            model.set_requires_gradient_sync(index == count - 1)
+            (loss_of(model(x)) / 8).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 0.01).item())
+        made.step()
+        made.zero_grad()
+    return {"hash": hash_of(model), "norms": norms}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_on_top_of_tensor_parallel(sequence: bool):
+    expected = run_ranks(2, tensor_parallel_weights, sequence)[0]
+    for ranks in (4, 8):
+        assert all(result == expected for result in run_ranks(ranks, tensor_parallel_weights, sequence)), ranks
 
 
 def test_without_it_they_differ():
