@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hp_fsdp.micro_batches import TreeSum, subtrees
+from hp_fsdp.micro_batches import OwnMicroBatches, TreeSum, subtrees
 
 
 def text(left: str, right: str) -> str:
@@ -36,6 +36,23 @@ def test_neighbours_first():
         tree.push(number, 1, str(number))
     assert tree.total() == "(((0+1)+(2+3))+(4+5))"
     assert tree.count == 6
+
+
+def test_own_micro_batches_are_summed_where_they_stand():
+    def add(left: str | None, right: str | None) -> str | None:
+        return text(left, right) if left and right else left or right
+
+    first, second = OwnMicroBatches(0, add), OwnMicroBatches(1, add)
+    for own in (first, second):
+        for number in (0, 1, 2, 4, 5):  # nothing from the one between
+            own.keep(number, str(number))
+    assert first.take(6) == ["((0+1)+2)", "(4+5)"]
+    assert second.take(6) == ["(0+1)", "(2+(4+5))"]
+    second.keep(0, "again")
+    assert second.take(1) == ["again"]
+    first.keep(0, "dropped")
+    first.clear()
+    assert first.take(1) == []
 
 
 @pytest.mark.parametrize(

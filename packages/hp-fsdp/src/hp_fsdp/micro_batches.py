@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["TreeSum", "subtrees"]
+__all__ = ["OwnMicroBatches", "TreeSum", "subtrees"]
 
 T = TypeVar("T")
 
@@ -105,3 +105,50 @@ class TreeSum(Generic[T]):
         for left in reversed(self._held[:-1]):
             value = self._add(left.value, value)
         return value
+
+
+class OwnMicroBatches(Generic[T]):
+    """A rank's own micro-batches of a step, kept until it is known how many there are and so where they stand.
+
+    The first rank knows that its numbers start at 0, and adds up as it goes.
+
+    Args:
+        rank: the rank's place among those that share the micro-batches.
+        add: as for `TreeSum`, of values that may be None, which adds nothing.
+    """
+
+    def __init__(self, rank: int, add: Callable[[T | None, T | None], T | None]) -> None:
+        self._rank = rank
+        self._add = add
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops what is kept."""
+        self._tree: TreeSum[T | None] = TreeSum(self._add)
+        self._kept: list[T | None] = []
+
+    def keep(self, number: int, value: T | None) -> None:
+        """Takes a micro-batch.
+
+        Args:
+            number: how many this rank ran before it in this step; those that were not taken count as None.
+            value: what it gives to the sum.
+        """
+        if self._rank == 0:
+            for index in range(self._tree.count, number + 1):
+                self._tree.push(index, 1, value if index == number else None)
+        else:
+            self._kept += [None] * (number - len(self._kept))
+            self._kept.append(value)
+
+    def take(self, count: int) -> list[T | None]:
+        """Gives up the sums of this rank's subtrees.
+
+        Args:
+            count: how many micro-batches each rank ran.
+        """
+        tree = self._tree
+        for index, value in enumerate(self._kept):
+            tree.push(self._rank * count + index, 1, value)
+        self.clear()
+        return tree.values

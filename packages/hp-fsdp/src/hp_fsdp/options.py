@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hp_fsdp.controls import check_reshard
+from hp_fsdp.norms import BLOCK
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["GroupOptions", "check_options"]
+
+ALIGNMENT = 64
+"""Parameters and pieces start at multiples of this many bytes: a cache line, and more than vector loads ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,50 @@ class GroupOptions:
     placement_of: Callable[[Any], Any] | None = None
     deterministic: bool = False
 
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered parameters are freed after forward; one rank alone holds what was gathered."""
+        return self.reshard_after_forward is True or self.reshard_after_forward > 1
+
+    def alignment(self, unit: int, itemsize: int) -> int:
+        """Where parameters and pieces may start in a flat buffer, in elements.
+
+        Args:
+            unit: number of elements that stay together.
+            itemsize: bytes of an element, in the smallest of the buffer's dtypes.
+        """
+        if self.deterministic or unit > 1:
+            return math.lcm(unit, BLOCK if self.deterministic else 1)
+        return max(1, ALIGNMENT // itemsize)
+
+    def unit_of(self, name: str, parameter: Any, shape: Sequence[int]) -> int:
+        """How many elements of a parameter stay together: a row's where ``shard_placement_fn`` gives ``Shard(0)``.
+
+        Args:
+            name: the parameter's, for errors.
+            parameter: what to ask the function about.
+            shape: of the unsharded tensor on this rank.
+
+        Raises:
+            TypeError: it gives something that is neither a ``Shard`` nor None.
+            NotImplementedError: it gives a ``Shard`` of another dim.
+        """
+        placement = None if self.placement_of is None else self.placement_of(parameter)
+        if placement is None:
+            return 1
+        dim = getattr(placement, "dim", None)
+        if type(placement).__name__ != "Shard" or not isinstance(dim, int):
+            raise TypeError(
+                f"fully_shard: shard_placement_fn must return Shard(0) or None, got {placement!r} for {name!r}"
+            )
+        if not shape or dim not in (0, -len(shape)):
+            raise NotImplementedError(
+                f"fully_shard: shard_placement_fn returned {placement!r} for {name!r} of shape {tuple(shape)}: a rank"
+                " holds one run of a parameter's elements, so it can be cut between rows (Shard(0)), not along another"
+                " dim. Return Shard(0), or None to cut it anywhere"
+            )
+        return max(1, math.prod(shape[1:]))
+
 
 def check_options(
     *,
@@ -44,7 +93,6 @@ def check_options(
     shard_placement_fn: Any,
     deterministic: Any,
     zero_copy: bool,
-    complete: bool,
 ) -> GroupOptions:
     """Checks the options of `fully_shard`.
 
@@ -58,12 +106,11 @@ def check_options(
         shard_placement_fn: as given.
         deterministic: as given.
         zero_copy: what ``comm_fusion_zero_copy`` is with this framework.
-        complete: this framework has all options.
 
     Raises:
         ValueError, TypeError, NotImplementedError: see `fully_shard`.
     """
-    check_reshard(reshard_after_forward, "fully_shard", sizes=complete)
+    check_reshard(reshard_after_forward, "fully_shard", sizes=True)
     if mixed_precision is not None and mp_policy is not None:
         raise ValueError("fully_shard: mixed_precision and mp_policy are two names of one argument, give one of them")
     policy = mixed_precision or mp_policy or MixedPrecisionPolicy()
@@ -77,25 +124,11 @@ def check_options(
             f" {type(shard_placement_fn).__name__}"
         )
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
-    later = {
-        f"offload_policy={offload_policy!r}": (offload is not None and not complete, "leave it out"),
-        "comm_fusion=False": (not comm_fusion and not complete, "leave it out: communication is by group"),
-        f"comm_fusion_zero_copy={comm_fusion_zero_copy}": (
-            comm_fusion_zero_copy not in (None, zero_copy),
-            "leave it out: nothing is copied" if zero_copy else "leave it out: no write to a view reaches its base",
-        ),
-        "shard_placement_fn": (
-            shard_placement_fn is not None and not complete,
-            "leave it out: parameters are cut where the flat buffer is",
-        ),
-        "deterministic=True": (
-            deterministic and not complete,
-            "leave it out: sums over ranks then depend on their number",
-        ),
-    }
-    for argument, (given, advice) in later.items():
-        if given:
-            raise NotImplementedError(f"fully_shard: {argument} is not supported yet; {advice}")
+    if comm_fusion_zero_copy not in (None, zero_copy):
+        advice = "nothing is copied" if zero_copy else "no write to a view reaches its base"
+        raise NotImplementedError(
+            f"fully_shard: comm_fusion_zero_copy={comm_fusion_zero_copy} is not supported yet; leave it out: {advice}"
+        )
     return GroupOptions(
         policy, reshard_after_forward, offload, not comm_fusion, shard_placement_fn, bool(deterministic)
     )

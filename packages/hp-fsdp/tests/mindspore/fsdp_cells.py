@@ -8,7 +8,7 @@ from typing import Any
 import mindspore
 import mindspore.mint.nn.functional as F
 import numpy as np
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_dtensor import DeviceMesh, DTensor, SkipDTensorDispatch, init_device_mesh, parallelize_value_and_grad
 from hp_dtensor.mindspore.dtensor import local_view
@@ -62,8 +62,25 @@ def seeded(make: Callable[[], nn.Cell]) -> nn.Cell:
     cell = make()
     random = np.random.RandomState(1)
     for parameter in cell.get_parameters():
-        parameter.set_data(Tensor((random.randn(*parameter.shape) * 0.4).astype(np.float32)))
+        values = random.randn(*parameter.shape) * 0.4
+        parameter.set_data(Tensor(values.astype(mindspore.dtype_to_nptype(parameter.dtype))))
     return cell
+
+
+def double(make: Callable[[], nn.Cell]) -> Callable[[], nn.Cell]:
+    """Makes Cells as ``make`` does, with parameters in float64."""
+
+    def made() -> nn.Cell:
+        cell, replaced = make(), {}
+        for _, each in cell.cells_and_names():
+            for name, parameter in each._params.items():
+                if id(parameter) not in replaced:
+                    zeros = Tensor(np.zeros(parameter.shape))
+                    replaced[id(parameter)] = Parameter(zeros, parameter.name, parameter.requires_grad)
+                each._params[name] = replaced[id(parameter)]
+        return cell
+
+    return made
 
 
 def pair(make: Callable[[], nn.Cell] = Net, **options: Any) -> tuple[nn.Cell, Any]:
@@ -75,9 +92,9 @@ def pair(make: Callable[[], nn.Cell] = Net, **options: Any) -> tuple[nn.Cell, An
     return reference, fully_shard(model, mesh, **options)
 
 
-def batch(step: int = 0, columns: int = 5) -> tuple[Tensor, Tensor]:
+def batch(step: int = 0, columns: int = 5, dtype: Any = np.float32) -> tuple[Tensor, Tensor]:
     """The whole batch of a step and this rank's rows of it."""
-    whole = np.random.RandomState(100 + step).randn(ROWS, columns).astype(np.float32)
+    whole = np.random.RandomState(100 + step).randn(ROWS, columns).astype(dtype)
     rank, ranks = world()
     return Tensor(whole), Tensor(np.split(whole, ranks)[rank])
 
@@ -140,9 +157,17 @@ def sgd(cell: nn.Cell, lr: float = 0.02) -> Callable[[Any], None]:
 
 
 def train(
-    reference: nn.Cell, model: nn.Cell, *, steps: int = 3, run: Callable[..., Any] | None = None, make: Any = sgd
+    reference: nn.Cell,
+    model: nn.Cell,
+    *,
+    steps: int = 3,
+    run: Callable[..., Any] | None = None,
+    make: Any = sgd,
+    limit: float | None = None,
 ) -> None:
-    """Trains both and compares losses' gradients and weights after each step."""
+    """Trains both and compares losses' gradients and weights after each step, in float64 to 1e-12."""
+    dtype = mindspore.dtype_to_nptype(reference.trainable_params()[0].dtype)
+    limit = limit or (1e-12 if dtype is np.float64 else 1e-5)
     run = run or (lambda cell, x: loss_of(cell(x)))
     one, many = (
         differentiated(reference, lambda x: run(reference, x), dtensors=False),
@@ -150,13 +175,13 @@ def train(
     )
     updates = [make(reference), make(model)]
     for step in range(steps):
-        all_rows, own = batch(step)
+        all_rows, own = batch(step, dtype=dtype)
         _, expected = one(all_rows)
         _, gradients = many(own)
-        same_gradients(model, gradients, reference, expected)
+        same_gradients(model, gradients, reference, expected, limit)
         updates[0](expected)
         updates[1](gradients)
-        same_weights(model, reference)
+        same_weights(model, reference, limit)
 
 
 def groups_of(model: Any) -> list[Any]:

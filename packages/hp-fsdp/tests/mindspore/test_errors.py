@@ -14,17 +14,24 @@ from mindspore import mint, nn
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import Net, data_mesh, pair, seeded
 
-from hp_dtensor import init_device_mesh
-from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from hp_dtensor import Replicate, Shard, init_device_mesh
+from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from hp_platform.testing import device_type, on_ranks
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"offload_policy": CPUOffloadPolicy()}, NotImplementedError, r"offload_policy=CPUOffloadPolicy\("),
-    ({"deterministic": True}, NotImplementedError, "deterministic=True is not supported yet"),
-    ({"comm_fusion": False}, NotImplementedError, "comm_fusion=False is not supported yet"),
     ({"comm_fusion_zero_copy": True}, NotImplementedError, "comm_fusion_zero_copy=True .* no write to a view reaches"),
-    ({"shard_placement_fn": print}, NotImplementedError, "shard_placement_fn is not supported yet"),
-    ({"reshard_after_forward": 2}, NotImplementedError, r"reshard_after_forward=2, the size of a smaller group"),
+    ({"shard_placement_fn": 3}, TypeError, "shard_placement_fn must be a function of a parameter, got int"),
+    (
+        {"shard_placement_fn": lambda p: Replicate()},
+        TypeError,
+        r"return Shard\(0\) or None, got Replicate\(\) for 'first.w",
+    ),
+    (
+        {"shard_placement_fn": lambda p: Shard(1)},
+        NotImplementedError,
+        r"Shard\(1\) for 'first.weight' of shape \(7, 5\).*Return Shard\(0\)",
+    ),
+    ({"reshard_after_forward": 2}, ValueError, r"reshard_after_forward=2 must divide the 1 ranks of the shard axis"),
     ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be True or False, got 'yes'"),
     (
         {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": MixedPrecisionPolicy()},

@@ -16,9 +16,8 @@ pytestmark = pytest.mark.framework("mindspore")
     [
         ("get_optimizer_state_dict", ([],)),
         ("set_optimizer_state_dict", ([], {})),
-        ("hsdp", ()),
-        ("modules_by_size", (1,)),
         ("explain", ()),
+        ("watch_activations", ()),
     ],
 )
 def test_not_supported(name, arguments):

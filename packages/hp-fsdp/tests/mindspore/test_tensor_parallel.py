@@ -50,7 +50,7 @@ class Parallel(nn.Cell):
         return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def parallel(mesh, hidden: int = 12, *, data: str | tuple[str, ...] = "dp"):
+def parallel(mesh, hidden: int = 12, *, data: str | tuple[str, ...] = "dp", **options):
     model = seeded(lambda: Parallel(hidden))
     tp = mesh["tp"]
     for block in model.blocks:
@@ -61,8 +61,8 @@ def parallel(mesh, hidden: int = 12, *, data: str | tuple[str, ...] = "dp"):
             distribute_parameter(parameter, tp, [placement])
     distribute_parameter(model.head.weight, tp, [Shard(0)])
     for block in model.blocks:
-        fully_shard(block, mesh[data])
-    return seeded(lambda: Parallel(hidden)), fully_shard(model, mesh[data])
+        fully_shard(block, mesh[data], **options)
+    return seeded(lambda: Parallel(hidden)), fully_shard(model, mesh[data], **options)
 
 
 def columns(mesh) -> tuple[Tensor, Tensor]:
@@ -95,6 +95,20 @@ def test_data_by_tensor_parallel(hidden: int):
     load_full_state_dict(model, {name: tensor * 2 for name, tensor in state.items()})
     for name, tensor in full_state_dict(model).items():
         close(tensor.asnumpy(), 2 * state[name].asnumpy(), name, 0.0)
+
+
+@on_ranks(4)
+def test_summed_in_one_order():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    reference, model = parallel(mesh, deterministic=True)
+    everything, own = columns(mesh)
+    _, expected = differentiated(reference, dtensors=False)(everything)
+    _, gradients = differentiated(model)(own)
+    same_gradients(model, gradients, reference, expected)
+    flat = np.concatenate([gradient.asnumpy().reshape(-1) for gradient in expected])
+    for order in (1.0, 2.0, math.inf):
+        norm = global_grad_norm(model.trainable_params(), gradients, order)
+        close(norm.asnumpy(), np.linalg.norm(flat, order), f"norm {order}")
 
 
 @on_ranks(2)

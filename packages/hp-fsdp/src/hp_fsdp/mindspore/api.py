@@ -17,7 +17,7 @@ from hp_fsdp.options import check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from hp_platform import get_platform
 
-__all__ = ["fully_shard"]
+__all__ = ["fully_shard", "has_construct"]
 
 M = TypeVar("M", bound=nn.Cell)
 
@@ -61,24 +61,29 @@ def fully_shard(
         mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
             are DTensors on other axes of the same root mesh (tensor parallel) stay so. Default: all ranks.
         reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
-            True, which spares the outermost Cell, whose backward follows at once.
+            True, which spares the outermost Cell, whose backward follows at once. A number: groups of that many
+            consecutive ranks of the shard axis, which it must divide, keep shards of what was gathered between forward
+            and backward, and gather among themselves; 1 is False, the size of the axis is True.
         mixed_precision: dtypes of computation and communication. Default: the parameters' own.
-        offload_policy: ``OffloadPolicy()``, which offloads nothing; the other one is not supported yet.
-        comm_fusion: communicate by group. False, by parameter, is not supported yet.
+        offload_policy: ``CPUOffloadPolicy()`` keeps sharded parameters and gradients on the host, so optimizer states,
+            too; on CPU they are there anyway. Default: nothing is offloaded.
+        comm_fusion: communicate by group. False: each parameter by itself.
         comm_fusion_zero_copy: None or False: shards are put together before a gather. True is PyTorch's.
-        shard_placement_fn: not supported yet.
+        shard_placement_fn: gives a parameter's placement: ``Shard(0)`` cuts it between rows only, None anywhere.
         ignored_params: parameters to leave as they are.
         mp_policy: torch's name for ``mixed_precision``.
-        deterministic: the same bits for any number of ranks; not supported yet.
+        deterministic: the same bits for any number of ranks that share the micro-batches of a step. A rank keeps the
+            unsharded gradients of its micro-batches until the last one of a step.
 
     Returns:
         ``module``.
 
     Raises:
         ValueError: arguments that contradict each other, a mesh of more than two axes, a Cell that is sharded
-            already, a parameter that another group has.
-        TypeError: something that is not a Cell, a mesh or a policy.
-        NotImplementedError: what is said above to be not supported yet, or BatchNorm's running statistics.
+            already, a parameter that another group has, a ``reshard_after_forward`` that does not divide the axis.
+        TypeError: something that is not a Cell, a mesh or a policy; a placement that is no ``Shard``.
+        NotImplementedError: a ``Shard`` of another dim than 0, ``comm_fusion_zero_copy=True``, or BatchNorm's running
+            statistics.
     """
     _check_module(module)
     _check_statistics(module, {id(parameter) for parameter in ignored_params or ()})
@@ -92,7 +97,6 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         deterministic=deterministic,
         zero_copy=False,
-        complete=False,
     )
     if mesh is None:
         groups = get_platform().groups
@@ -103,7 +107,7 @@ def fully_shard(
         raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
     axes = DataAxes.of(mesh)
     parameters = find_parameters(module, ignored_params or (), HSDPModule)
-    group = ParameterGroup(module, parameters, axes, options.policy, bool(reshard_after_forward))
+    group = ParameterGroup(module, parameters, axes, options)
     shard_class(module, group)
     return module
 
@@ -120,14 +124,17 @@ def _check_statistics(module: nn.Cell, ignored: Collection[int]) -> None:
                 )
 
 
+def has_construct(cell: nn.Cell) -> bool:
+    """Whether a Cell computes something of its own, which a plain ``CellList`` does not."""
+    inherited = (nn.CellList.construct, nn.CellDict.construct)
+    return not (isinstance(cell, (nn.CellList, nn.CellDict)) and type(cell).construct in inherited)
+
+
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Cell):
         raise TypeError(f"fully_shard: expected a mindspore.nn.Cell, got {type(module).__name__}")
     name = type(module).__name__
-    if isinstance(module, (nn.CellList, nn.CellDict)) and type(module).construct in (
-        nn.CellList.construct,
-        nn.CellDict.construct,
-    ):
+    if not has_construct(module):
         raise ValueError(f"fully_shard: {name} has no construct of its own. Call fully_shard on each of its Cells")
     if group_of(module) is not None:
         raise ValueError(f"fully_shard: this {name} is sharded already")

@@ -24,16 +24,17 @@ from mindspore.common import dtype as mstype
 from hp_dtensor.mindspore import autograd
 from hp_dtensor.mindspore.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import local_view
+from hp_dtensor.mindspore.parameter import set_local
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
+from hp_fsdp.mindspore.deterministic import MicroBatchSums
+from hp_fsdp.mindspore.host import to_device, to_host
 from hp_fsdp.mindspore.parameter import ManagedParameter, run_of
-from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.options import GroupOptions
 from hp_platform import get_platform
 
-__all__ = ["Bucket"]
-
-ALIGNMENT = 64
-"""Parameters and pieces start at multiples of this many bytes: a cache line, and more than vector loads ask for."""
+__all__ = ["Bucket", "itemsize"]
 
 
 class Bucket:
@@ -42,25 +43,39 @@ class Bucket:
     Args:
         parameters: in the order in which they lie in the buffer.
         axes: the axes of data parallelism.
-        policy: dtypes of computation and reduction.
+        options: what `fully_shard` was told.
         owner: text that names the group in errors.
+        unit: number of elements that stay together, such as a row's.
     """
 
     def __init__(
-        self, parameters: Sequence[ManagedParameter], axes: DataAxes, policy: MixedPrecisionPolicy, owner: str
+        self,
+        parameters: Sequence[ManagedParameter],
+        axes: DataAxes,
+        options: GroupOptions,
+        owner: str,
+        unit: int = 1,
     ) -> None:
         self.parameters = list(parameters)
         self.axes = axes
         self.owner = owner
+        policy = options.policy
+        # Where the host is the device, shards are there anyway.
+        self.offload = options.offload if get_platform().devices.kind != "cpu" else None
         self.dtype: Any = parameters[0].parameter.dtype
         self.compute_dtype: Any = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
         self.reduce_dtype: Any = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
-        smallest = min(_itemsize(dtype) for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype))
+        smallest = min(itemsize(dtype) for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype))
         self.layout = FlatLayout.of(
-            [parameter.numel for parameter in parameters], axes.shard_size, align=max(1, ALIGNMENT // smallest)
+            [parameter.numel for parameter in parameters],
+            axes.shard_size,
+            align=options.alignment(unit, smallest),
         )
+        self.sums = MicroBatchSums(axes, self.layout) if options.deterministic else None
         self.has_inner = any(parameter.inner is not None for parameter in parameters)
         self.full: Any = None
+        self.near: Tensor | None = None
+        self.near_group: Any = None
         self.accumulated: Tensor | None = None
         self.accumulated_piece: Tensor | None = None
         for index, parameter in enumerate(self.parameters):
@@ -68,6 +83,9 @@ class Bucket:
             units = self.layout.units(index)
             spec = axes.sharded_spec(parameter.name, units, parameter.global_shape, parameter.inner)
             parameter.shard(start, stop, spec, f"{parameter.name!r} of {owner}")
+            if self.sums is not None:
+                mark_in_blocks(parameter.parameter)
+        self.come_home()
 
     def _casts(self, dtype: Any) -> bool:
         return dtype is not None and self.dtype in mstype.float_type
@@ -111,7 +129,19 @@ class Bucket:
             for run, size in enumerate(sizes)
             if size
         ]
+        if self.offload is not None:
+            parts = [to_device(part) for part in parts]
         return parts[0].copy() if len(parts) == 1 else ops.concat(parts)
+
+    def come_home(self) -> None:
+        """Moves offloaded shards to the host that are on the device: Note [Optimizers bring parameters back]."""
+        if self.offload is not None:
+            for parameter in self.parameters:
+                if not parameter.parameter.has_init:
+                    local = local_view(parameter.parameter)
+                    moved = to_host(local, self.offload.pin_memory)
+                    if moved is not local:
+                        set_local(parameter.parameter, moved)
 
     def gather(self, async_op: bool = False) -> Any:
         """Starts to fill the gathered buffer from all ranks' shards; returns a handle, or None where it is filled."""
@@ -120,6 +150,11 @@ class Bucket:
         self.storage.resize_(self.bytes)
         if self.has_inner:
             autograd.forget()  # what it keeps of the unsharded parameters may be of older values
+        if self.near is not None:
+            return get_platform().collectives.all_gather(
+                self.target, self.near, group=self.near_group, async_op=async_op
+            )
+        self.come_home()
         source = self.piece()
         if self.compute_dtype != self.dtype:
             source = source.astype(self.compute_dtype)
@@ -138,13 +173,26 @@ class Bucket:
             for parameter, offset in zip(self.parameters, self.layout.offsets)
         ]
 
-    def release(self) -> None:
-        """Frees the gathered buffer."""
-        self.source = None
+    def release(self, near: tuple[Any, int, int] | None = None) -> None:
+        """Frees the gathered buffer.
+
+        Args:
+            near: group, size and place in it, of the ranks among which to keep a shard of what was gathered. Default:
+                keep nothing.
+        """
+        self.source = self.near = None
         if self.full is not None:
+            if near is not None:
+                self.near_group, size, place = near
+                length = self.layout.total // size
+                self.near = mint.narrow(self.target, 0, place * length, length).copy()
             self.storage.resize_(0)
             if self.has_inner:
                 autograd.forget()
+
+    def drop_near(self) -> None:
+        """Frees what `release` kept."""
+        self.near = None
 
     # ---- gradients ----
     def collect(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -187,10 +235,25 @@ class Bucket:
                 self.accumulated_piece = piece
                 return self.zeros()
             collectives.all_reduce(piece, op, group=axes.replicate_group)
+        return self.shards(piece)
+
+    def reduce_in_order(self, count: int, op: str) -> list[Tensor]:
+        """Each parameter's shard of the sum over micro-batches, in deterministic mode.
+
+        Args:
+            count: number of micro-batches a rank.
+            op: ``"avg"`` or ``"sum"``.
+        """
+        assert self.sums is not None
+        return self.shards(self.sums.reduce(count, op))
+
+    def shards(self, piece: Tensor) -> list[Tensor]:
+        """Each parameter's part of this rank's piece of a reduced gradient, in memory of its own."""
         shards = []
         for index in range(len(self.parameters)):
-            start, stop = self.layout.place(index, axes.shard_rank)
-            shards.append(run_of(piece, start, stop).astype(self.dtype))
+            start, stop = self.layout.place(index, self.axes.shard_rank)
+            shard = run_of(piece, start, stop).astype(self.dtype)
+            shards.append(shard if self.offload is None else to_host(shard, self.offload.pin_memory))
         return shards
 
     def zeros(self) -> list[Tensor]:
@@ -201,10 +264,13 @@ class Bucket:
     def forget_gradients(self) -> None:
         """Drops what was accumulated."""
         self.accumulated = self.accumulated_piece = None
+        if self.sums is not None:
+            self.sums.forget()
         with local_mode():
             for parameter in self.parameters:
                 parameter.parameter._grad = None
 
 
-def _itemsize(dtype: Any) -> int:
+def itemsize(dtype: Any) -> int:
+    """Bytes of an element."""
     return mint.empty((0,), dtype=dtype).itemsize

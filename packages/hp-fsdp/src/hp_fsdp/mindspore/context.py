@@ -78,6 +78,7 @@ class RootContext:
             self.abandon()
             self.outermost = group
         for each in self.groups:
+            each.drop_near()
             # Parameters have no version that tells of an optimizer's step, so what was kept is gathered anew.
             if each.gathering is not None or (each.unsharded and not (each.pinned or each.carried)):
                 each.reshard()
@@ -133,7 +134,11 @@ class RootContext:
             group.show_again()
 
     def end_backward(self) -> None:
-        """The backward pass is over, for the groups, too, whose gradients did not all come."""
+        """The backward pass is over, for the groups, too, whose gradients did not all come.
+
+        Raises:
+            RuntimeError: in deterministic mode, a sum that could not be returned; see `ParameterGroup.end_micro_batch`.
+        """
         for group in self.groups:
             for call in group.active:
                 call.done = True
@@ -142,6 +147,9 @@ class RootContext:
         self.drop_ahead()
         self.backward = False
         self.backward_order.start()
+        errors = [error for group in self.groups if group.deterministic and (error := group.end_micro_batch())]
+        if errors:
+            raise RuntimeError(errors[0])
 
     def abandon(self) -> None:
         """Back to the state between steps after an error."""

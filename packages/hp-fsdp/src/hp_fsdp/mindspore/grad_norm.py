@@ -11,6 +11,9 @@ from mindspore.common import dtype as mstype
 
 from hp_dtensor.mindspore.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import local_view
+from hp_fsdp.blocks import in_blocks
+from hp_fsdp.mindspore.block_norm import block_power_sum
+from hp_fsdp.mindspore.host import on_host, to_device, to_host
 from hp_fsdp.norms import counts, joint_mesh, spec_of
 from hp_platform import get_platform
 
@@ -23,7 +26,8 @@ def global_grad_norm(
     """The norm of the gradients of all parameters as one vector: that of a single process, on every rank.
 
     Each rank sums over what it holds and counts what several ranks hold once; one all-reduce of one number follows,
-    over the ranks of the parameters' meshes.
+    over the ranks of the parameters' meshes. Parameters that were sharded with ``deterministic=True`` have a norm of
+    the same bits for any number of ranks, at the price of an all-reduce of one number for 1024 elements.
 
     Args:
         parameters: DTensors, of which the gradients are; plain ones count as replicated.
@@ -35,7 +39,9 @@ def global_grad_norm(
         A plain tensor of no dims, in the gradients' dtype, at least float32.
 
     Raises:
-        ValueError: another number of gradients than of parameters.
+        ValueError: another number of gradients than of parameters, or some parameters are sharded with
+            ``deterministic=True``, some without.
+        NotImplementedError: with it, a norm that is not 1, 2 or inf.
     """
     parameters, gradients = _pairs(parameters, gradients, "global_grad_norm")
     norm_type = float(norm_type)
@@ -44,9 +50,11 @@ def global_grad_norm(
     wide = any(gradient.dtype == mstype.float64 for gradient in gradients)
     dtype = mstype.float64 if wide else mstype.float32
     with _no_grad(), local_mode():
+        parts = [to_device(local_view(gradient)) for gradient in gradients]
+        if mesh is not None and in_blocks(parameters) and not largest:
+            return (block_power_sum(parameters, parts, mesh, norm_type, dtype) ** (1.0 / norm_type)).reshape(())
         total: Any = ops.zeros((1,), dtype)
-        for parameter, gradient in zip(parameters, gradients):
-            local = local_view(gradient)
+        for parameter, local in zip(parameters, parts):
             # The sum of no elements is not zero on CPU, it is undefined.
             if not local.numel() or not counts(spec_of(parameter), mesh):
                 continue
@@ -91,9 +99,11 @@ def clip_grad_norm_(
     with _no_grad(), local_mode():
         scale = ops.minimum(max_norm / (norm + 1e-6), Tensor(1.0, norm.dtype))
         for gradient in gradients:
-            if local_view(gradient).numel():
+            local = local_view(gradient)
+            if local.numel():
                 # Arithmetic in place (mul_) does nothing on CPU, and a view can't be written to.
-                gradient._update_data(local_view(gradient) * scale.astype(gradient.dtype))
+                scaled = to_device(local) * scale.astype(gradient.dtype)
+                gradient._update_data(to_host(scaled, local.is_pinned()) if on_host(local) else scaled)
     return norm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,10 @@ from mindspore import Tensor, _no_grad, nn
 from hp_dtensor.mindspore.autograd import local_mode
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.mindspore.bucket import Bucket
+from hp_fsdp.mindspore.deterministic import check_counts
 from hp_fsdp.mindspore.parameter import ManagedParameter
 from hp_fsdp.mindspore.unsharding import Call, unsharded_tensors
-from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.options import GroupOptions
 from hp_platform import get_platform
 from hp_platform.observing import communicate_for
 
@@ -29,8 +31,7 @@ class ParameterGroup:
         module: the Cell; it computes with the unsharded parameters.
         parameters: those that are this group's.
         axes: the axes of data parallelism.
-        policy: dtypes of computation and communication.
-        reshard_after_forward: free the gathered buffer after forward and gather it anew for backward.
+        options: what `fully_shard` was told.
 
     Attributes:
         modules: the Cell and, from the first forward on, the root: what `communicate_for` tells observers.
@@ -42,6 +43,10 @@ class ParameterGroup:
         gathering: handles of the gather under way, None where there is none.
         active: the calls whose backward has begun and is not over.
         overlaps: gathers run beside the computation, so that it pays to start them ahead of time.
+        calls: those whose backward is still to come, in deterministic mode.
+        micro_batches: how many backward passes were kept since the last step, in deterministic mode.
+        agreed: how many micro-batches all ranks ran for the last step, in deterministic mode.
+        ended: the gradients of the backward pass under way are complete, in deterministic mode.
     """
 
     def __init__(
@@ -49,22 +54,23 @@ class ParameterGroup:
         module: nn.Cell,
         parameters: Sequence[ManagedParameter],
         axes: DataAxes,
-        policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool,
+        options: GroupOptions,
     ) -> None:
         self.module = module
         self.modules: tuple[nn.Cell, ...] = (module,)
         self.axes = axes
-        self.policy = policy
+        self.policy = options.policy
+        self.deterministic = options.deterministic
         self.context: RootContext | None = None
         # The root's parameters are used last in forward and first in backward: True stands for "all but the root".
-        self.reshard_after_forward: bool | None = None if reshard_after_forward else False
+        self.reshard_after_forward: bool | None = None if options.reshards else False
         self.reshard_after_backward = True
         self.reduces = True
         self.reduces_over_replicas = True
         self.reduce_op = "avg"
         self.prefetch_in_forward: list[ParameterGroup] = []
         self.prefetch_in_backward: list[ParameterGroup] = []
+        self.near = axes.near(options.reshard_after_forward)
         self.unsharded = False
         self.pinned = False
         self.carried = False
@@ -72,13 +78,20 @@ class ParameterGroup:
         self.gathering: list[Any] | None = None
         self.active: set[Call] = set()
         self.overlaps = get_platform().devices.capabilities.native_collectives
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.micro_batches = 0
+        self.agreed: int | None = None
+        self.ended = False
         # What differs in dtype or takes part in no reduction is communicated apart.
         kinds: dict[Any, list[ManagedParameter]] = {}
         for parameter in parameters:
-            key = (parameter.parameter.dtype, parameter.parameter.requires_grad)
+            # What is to keep whole rows is cut by itself.
+            unit = options.unit_of(parameter.name, parameter.parameter, parameter.shape)
+            alone = parameter.name if options.by_parameter or unit > 1 else ""
+            key = (parameter.parameter.dtype, parameter.parameter.requires_grad, alone, unit)
             kinds.setdefault(key, []).append(parameter)
         self.name = type(module).__name__
-        self.buckets = [Bucket(members, axes, policy, self.name) for members in kinds.values()]
+        self.buckets = [Bucket(members, axes, options, self.name, key[-1]) for key, members in kinds.items()]
         self.parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
 
     def __repr__(self) -> str:
@@ -122,16 +135,28 @@ class ParameterGroup:
     def keep(self) -> None:
         """Leaves the parameters gathered until the next forward of the model begins."""
 
-    def reshard(self) -> None:
-        """Registers the sharded parameters again and frees the gathered buffer."""
+    def reshard(self, *, before_backward: bool = False) -> None:
+        """Registers the sharded parameters again and frees the gathered buffer.
+
+        Args:
+            before_backward: it will be gathered again for backward, from the smaller group's shards if there is one.
+        """
         if self.gathering is not None:
             self.finish_unshard()
+        near = self.near if before_backward else None
         if not self.unsharded:
+            if near is None:
+                self.drop_near()
             return
         self.unsharded = self.pinned = self.carried = False
         self.hide()
         for bucket in self.buckets:
-            bucket.release()
+            bucket.release(near)
+
+    def drop_near(self) -> None:
+        """Frees the smaller group's shards."""
+        for bucket in self.buckets:
+            bucket.drop_near()
 
     def show(self, tensors: Sequence[Any]) -> list[Any]:
         """Registers ``tensors`` in the Cells; returns what was registered before."""
@@ -162,11 +187,14 @@ class ParameterGroup:
         """
         call.done = True
         self.active.discard(call)
+        self.calls.discard(call)
         rest = iter(gradients)
         trained = [bucket for bucket in self.buckets if bucket.trains]
         flats = [bucket.collect([next(rest) for _ in bucket.parameters]) for bucket in trained]
         if not self.active:
             self.end_backward()
+        if self.deterministic:
+            return self._leave_in_order(trained, flats)
         shards: list[Any] = []
         for bucket, flat in zip(trained, flats):
             if self.reduces:
@@ -177,6 +205,74 @@ class ParameterGroup:
                 bucket.accumulated = flat
                 shards += bucket.zeros()
         return shards
+
+    @property
+    def sums_now(self) -> bool:
+        """Whether a backward pass ends with the sum over all since the last step, in deterministic mode."""
+        return self.reduces and (self.reduces_over_replicas or self.axes.replicate_group is None)
+
+    def _leave_in_order(self, trained: Sequence[Bucket], flats: Sequence[Tensor]) -> list[Any]:
+        """What `leave_backward` does in deterministic mode: the last call returns the sum, the others zeros.
+
+        Raises:
+            RuntimeError: a call that was made after the last one had returned the sum.
+        """
+        if self.ended:
+            raise RuntimeError(
+                f"fully_shard(deterministic=True): {self.name} got gradients after those of this backward pass were"
+                " complete. This happens where a Cell that is called more than once is recomputed by"
+                " mindspore.recompute with use_reentrant=True: use use_reentrant=False"
+            )
+        for bucket, flat in zip(trained, flats):
+            assert bucket.sums is not None
+            bucket.sums.add(flat)
+        if not self.sums_now or self.calls:
+            return [zeros for bucket in trained for zeros in bucket.zeros()]
+        number, self.micro_batches, self.ended = self.micro_batches, 0, True
+        if number + 1 != self.agreed:  # seldom, for it waits
+            communicate_for(self.modules, check_counts, self.axes, number + 1)
+            self.agreed = number + 1
+        shards: list[Any] = []
+        for bucket in trained:
+            assert bucket.sums is not None
+            bucket.sums.end_micro_batch(number)
+            shards += communicate_for(self.modules, bucket.reduce_in_order, number + 1, self.reduce_op)
+        return shards
+
+    def end_micro_batch(self) -> str | None:
+        """A backward pass of the model is over, in deterministic mode.
+
+        Returns:
+            What to raise where it was to return the sum, but the call that was to return it got no gradient.
+        """
+        ended, self.ended = self.ended, False
+        sums = [bucket.sums for bucket in self.buckets if bucket.sums is not None and bucket.trains]
+        if not self.sums_now:
+            for each in sums:
+                each.end_micro_batch(self.micro_batches)
+            self.micro_batches += 1
+            return None
+        if ended:
+            return None
+        self.micro_batches = 0
+        waiting = len(self.calls) if any(each.current is not None for each in sums) else 0
+        used = any(each.used for each in sums)
+        self.calls.clear()
+        if used:
+            self.forget_gradients()
+        if waiting:
+            return (
+                f"fully_shard(deterministic=True): {waiting} calls of {self.name} in forward got no gradient, so the"
+                " backward pass is over before its sum was complete. Leave out calls whose outputs are not part of the"
+                " loss, or make them outside of the differentiated function"
+            )
+        if used:
+            return (
+                f"fully_shard(deterministic=True): {self.name} had gradients in earlier micro-batches of this step and"
+                " none in the last one, with which their sum would be returned. Put a micro-batch that uses it last on"
+                " each rank"
+            )
+        return None
 
     def end_backward(self) -> None:
         """No call's backward is under way: frees the parameters, or carries them to the next micro-batch."""
@@ -191,8 +287,13 @@ class ParameterGroup:
         """Back to the state between steps after an error."""
         self.active.clear()
         self.reshard()
+        if self.deterministic:
+            self.ended = False
+            self.calls.clear()
+            self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Drops gradients that wait for a backward pass that reduces them."""
+        self.micro_batches = 0
         for bucket in self.buckets:
             bucket.forget_gradients()

@@ -66,14 +66,18 @@ def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any
     try:
         context.unshard(group, context.order, group.prefetch_in_forward)
         call = Call(group) if _recording() else None
+        if call is not None and group.deterministic:
+            group.calls.add(call)
         before = group.show(unsharded_tensors(group, call))
         output = forward(*args, **kwargs)
         group.show(before)
         watched = call is not None and _watch(context, call, output)
+        if call is not None and not watched:
+            group.calls.discard(call)
         context.finished.append(group)
         reshard = group.reshard_after_forward
         if reshard or (reshard is None and not (watched and group is context.root)):
-            group.reshard()
+            group.reshard(before_backward=watched)
         if outermost:
             context.end_forward()
     except BaseException:

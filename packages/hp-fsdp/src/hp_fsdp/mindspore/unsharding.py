@@ -42,7 +42,7 @@ class Call:
         done: its backward is over.
     """
 
-    __slots__ = ("done", "group")
+    __slots__ = ("__weakref__", "done", "group")
 
     def __init__(self, group: ParameterGroup) -> None:
         self.group = group

@@ -95,7 +95,6 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         deterministic=deterministic,
         zero_copy=True,
-        complete=True,
     )
     if mesh is None:
         groups = get_platform().groups

@@ -1,12 +1,4 @@
-"""The norm of gradients that are sharded in blocks: the same bits for any number of ranks.
-
-Note [Norms by blocks]
-    In deterministic mode a parameter is cut between blocks of `hp_fsdp.norms.BLOCK` elements only, so each block is
-    whole on one rank. Its sum is formed by adding halves, elementwise, whose order no kernel and no shape changes. Each
-    rank writes its blocks' sums into a vector that has a place for every block, zeros elsewhere, and the vectors are
-    added over the ranks: x + 0 is exact in any order. Then every rank adds all blocks' sums, by halves again. What is
-    sent is a 1024th of the gradients.
-"""
+"""The norm of gradients that are sharded in blocks: Note [Norms by blocks] in `hp_fsdp.blocks`."""
 
 from __future__ import annotations
 
@@ -17,31 +9,12 @@ from typing import Any
 import torch
 
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.torch.dtensor import DTensor, local_view
-from hp_fsdp.norms import BLOCK
+from hp_dtensor.torch.dtensor import local_view
+from hp_fsdp.blocks import BlockLine, block_lines, check_norm_type
+from hp_fsdp.norms import BLOCK, spec_of
 from hp_platform.torch import collectives
 
-__all__ = ["block_power_sum", "in_blocks", "mark_in_blocks"]
-
-
-def mark_in_blocks(parameter: Any) -> None:
-    """Notes on a sharded parameter that it is cut between blocks only."""
-    parameter._hsdp_in_blocks = True
-
-
-def in_blocks(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether the parameters are cut between blocks only.
-
-    Raises:
-        ValueError: some DTensors are, some not.
-    """
-    kinds = {getattr(each, "_hsdp_in_blocks", False) for each in parameters if isinstance(each, DTensor)}
-    if len(kinds) > 1:
-        raise ValueError(
-            "global_grad_norm: some parameters are sharded with deterministic=True, some are not. Shard all of them"
-            " with it, or call once for each kind"
-        )
-    return kinds == {True}
+__all__ = ["block_power_sum"]
 
 
 def block_power_sum(
@@ -62,82 +35,27 @@ def block_power_sum(
     Raises:
         NotImplementedError: another norm.
     """
-    if norm_type not in (1.0, 2.0):
-        raise NotImplementedError(
-            f"global_grad_norm: norm_type={norm_type} is not the same for any number of ranks, as deterministic=True"
-            " asks for. Use 1, 2 or inf"
-        )
-    lines: dict[tuple[DeviceMesh, int], list[torch.Tensor]] = {}
-    plain: list[torch.Tensor] = []
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            lines.setdefault((parameter._spec.mesh, _ragged_axis(parameter._spec)), []).append(parameter)
-        else:
-            plain.append(parameter)
+    check_norm_type(norm_type)
+    specs = [spec_of(parameter) for parameter in parameters]
+    plain = [parameter for parameter, spec in zip(parameters, specs) if spec is None]
     counts = [ceil(each.numel() / BLOCK) for each in plain]
     total = _sum(_block_sums(plain, counts, [0] * len(plain), norm_type, dtype, device))
-    for (own, axis), members in lines.items():
-        total = total + _sum_of_line(members, own, axis, mesh, norm_type, dtype, device)
+    for line in block_lines(specs, mesh):
+        total = total + _sum_of_line(parameters, line, norm_type, dtype, device)
     return total
 
 
 def _sum_of_line(
-    members: list[Any],
-    own: DeviceMesh,
-    axis: int,
-    mesh: DeviceMesh,
-    norm_type: float,
-    dtype: torch.dtype,
-    device: torch.device,
+    parameters: Sequence[torch.Tensor], line: BlockLine, norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The sum over parameters on mesh ``own``, cut along its ``axis``."""
-    rank = own.get_local_rank(axis)
-    # Ranks that differ in the axes of data parallelism only (up to `axis`) find the same; over the others it is added.
-    others = _other_axes(own, axis, mesh)
-    place = mesh.get_coordinate() or ()
-    counts, firsts, counted = [], [], []
-    for parameter in members:
-        spec = parameter._spec
-        units = spec.placements[axis].units
-        start = sum(units[:rank])
-        assert start % BLOCK == 0 or units[rank] == 0, (start, units)
-        counts.append(ceil(sum(units) / BLOCK))
-        firsts.append(start // BLOCK)
-        counted.append(all(place[other] == 0 or _is_sharded(spec, mesh, other) for other in others))
-    sums = _block_sums(
-        [parameter if use else None for parameter, use in zip(members, counted)],
-        counts,
-        firsts,
-        norm_type,
-        dtype,
-        device,
-    )
-    if own.size(axis) > 1:
-        collectives.all_reduce(sums, group=own.get_group(axis))
+    counted = [parameters[index] if use else None for index, use in zip(line.members, line.counted)]
+    sums = _block_sums(counted, line.counts, line.firsts, norm_type, dtype, device)
+    if line.group is not None:
+        collectives.all_reduce(sums, group=line.group)
     total = _sum(sums)
-    for other in others:
-        if mesh.size(other) > 1:
-            collectives.all_reduce(total, group=mesh.get_group(other))
+    for group in line.others:
+        collectives.all_reduce(total, group=group)
     return total
-
-
-def _ragged_axis(spec: Any) -> int:
-    return next(axis for axis, placement in enumerate(spec.placements) if hasattr(placement, "units"))
-
-
-def _other_axes(own: DeviceMesh, axis: int, mesh: DeviceMesh) -> list[int]:
-    if own == mesh:
-        return list(range(axis + 1, mesh.ndim))
-    data = set((own.mesh_dim_names or ())[: axis + 1])
-    return [index for index, name in enumerate(mesh.mesh_dim_names or ()) if name not in data]
-
-
-def _is_sharded(spec: Any, mesh: DeviceMesh, axis: int) -> bool:
-    if spec.mesh == mesh:
-        return not spec.placements[axis].is_replicate()
-    name = mesh.mesh_dim_names[axis]  # type: ignore[index]
-    names = spec.mesh.mesh_dim_names or ()
-    return name in names and not spec.placements[names.index(name)].is_replicate()
 
 
 def _block_sums(

@@ -11,7 +11,6 @@ Note [Three buffers]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,10 +18,9 @@ import torch
 
 from hp_dtensor.torch import autograd as _autograd
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
-from hp_fsdp.norms import BLOCK
 from hp_fsdp.options import GroupOptions
-from hp_fsdp.torch.block_norm import mark_in_blocks
 from hp_fsdp.torch.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.gradients import GradientBuffer
 from hp_fsdp.torch.host import aside, empty_on_host, transport
@@ -31,9 +29,6 @@ from hp_platform import get_platform
 from hp_platform.torch import collectives
 
 __all__ = ["Bucket"]
-
-ALIGNMENT = 64
-"""Parameters and pieces start at multiples of this many bytes: a cache line, and more than vector loads ask for."""
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -73,20 +68,16 @@ class Bucket:
         self.dtype: torch.dtype = parameters[0].original.dtype  # type: ignore[union-attr]
         self.compute_dtype: torch.dtype = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
         self.reduce_dtype: torch.dtype = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
+        smallest = min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
         self.layout = FlatLayout.of(
             [parameter.numel for parameter in parameters],
             axes.shard_size,
-            align=self._alignment(unit),
+            align=options.alignment(unit, smallest),
         )
         self.near: torch.Tensor | None = None
         self.has_inner = any(parameter.inner is not None for parameter in parameters)
         self.prepared = False
         self._shard_originals(device)
-
-    def _alignment(self, unit: int) -> int:
-        if self.deterministic or unit > 1:
-            return math.lcm(unit, BLOCK if self.deterministic else 1)
-        return max(1, ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize))
 
     def _casts(self, dtype: torch.dtype | None) -> bool:
         return dtype is not None and self.dtype.is_floating_point

@@ -17,7 +17,7 @@ import torch
 
 from hp_dtensor.torch.dtensor import local_view
 from hp_fsdp.axes import DataAxes
-from hp_fsdp.micro_batches import TreeSum, subtrees
+from hp_fsdp.micro_batches import OwnMicroBatches, TreeSum, subtrees
 from hp_fsdp.torch.gradients import GradientBuffer
 from hp_fsdp.torch.host import transport
 from hp_platform.observing import communicate_for
@@ -44,12 +44,12 @@ class MicroBatchBuffer(GradientBuffer):
         self.rank = self.row + axes.shard_rank
         self.ranks = axes.shard_size * axes.replicate_size
         self.handed: dict[int, tuple[int, int]] = {}
-        self._forget()
+        self.had: set[int] = set()
+        self.own: OwnMicroBatches[torch.Tensor] = OwnMicroBatches(self.rank, _add)
 
     def _forget(self) -> None:
-        self.kept: list[torch.Tensor | None] = []
-        self.begun: TreeSum[torch.Tensor | None] = TreeSum(_add)
-        self.had: set[int] = set()
+        self.had = set()
+        self.own.clear()
 
     def collect(self) -> None:
         """Takes the gradients that autograd left on the unsharded parameters into the buffer.
@@ -86,7 +86,7 @@ class MicroBatchBuffer(GradientBuffer):
         if current is not None and keeps:
             current = current.clone()
             self.storage.resize_(0)
-        self._keep(number, current)
+        self.own.keep(number, current)
 
     def take(self, count: int) -> tuple[list[torch.Tensor | None], list[int]]:
         """Gives up what was kept.
@@ -97,21 +97,9 @@ class MicroBatchBuffer(GradientBuffer):
         Returns:
             The sums of this rank's subtrees, None for minus zeros, and the parameters that had no gradient.
         """
-        tree = self.begun
-        for index, value in enumerate(self.kept):
-            tree.push(self.rank * count + index, 1, value)
         missing = [i for i, parameter in enumerate(self.parameters) if parameter.trains and i not in self.had]
-        self._forget()
-        return tree.values, missing
-
-    def _keep(self, number: int, value: torch.Tensor | None) -> None:
-        if self.rank == 0:
-            held = self.begun.count
-            for index in range(held, number + 1):
-                self.begun.push(index, 1, value if index == number else None)
-        else:
-            self.kept += [None] * (number - len(self.kept))
-            self.kept.append(value)
+        self.had = set()
+        return self.own.take(count), missing
 
     def release(self) -> None:
         """Drops what was collected."""

@@ -16,7 +16,7 @@ from hp_fsdp.order import ExecutionOrder
 from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer, check_counts
 from hp_fsdp.torch.gradients import Reduction
-from hp_fsdp.torch.parameter import ManagedParameter, row_of
+from hp_fsdp.torch.parameter import ManagedParameter
 from hp_platform.observing import communicate_for
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ class ParameterGroup:
         self.leave_backward: Any = None
         self.order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
         # The root's parameters are used last in forward and first in backward: True stands for "all but the root".
-        reshards = options.reshard_after_forward is True or options.reshard_after_forward > 1
-        self.reshard_after_forward: bool | None = None if reshards else False
+        self.reshard_after_forward: bool | None = None if options.reshards else False
         self.reshard_after_backward = True
         self.reduces = True
         self.reduces_over_replicas = True
@@ -104,7 +103,7 @@ class ParameterGroup:
         for parameter in parameters:
             assert parameter.original is not None
             # What is to keep whole rows is cut by itself.
-            unit = row_of(parameter, options)
+            unit = options.unit_of(parameter.name, parameter.original, parameter.shape)
             alone = parameter.name if options.by_parameter or unit > 1 else ""
             kinds.setdefault((parameter.original.dtype, parameter.trains, alone, unit), []).append(parameter)
         self.class_name = owner = type(module).__name__

@@ -11,9 +11,8 @@ from torch import nn
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_fsdp import finding
-from hp_fsdp.options import GroupOptions
 
-__all__ = ["ManagedParameter", "find_parameters", "has_own_setattr", "row_of"]
+__all__ = ["ManagedParameter", "find_parameters", "has_own_setattr"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _module_setattr = nn.Module.__setattr__
@@ -87,33 +86,6 @@ class ManagedParameter:
         """Makes the unsharded parameter over ``view``, which is a part of the gathered buffer."""
         self.unsharded = _leaf(view.view(self.shape), self.inner, self.trains)
         _copy_attributes(self.sharded, self.unsharded)
-
-
-def row_of(parameter: ManagedParameter, options: GroupOptions) -> int:
-    """How many elements of a parameter stay together: a row's where ``shard_placement_fn`` gives ``Shard(0)``, else 1.
-
-    Raises:
-        TypeError: it gives something that is neither a ``Shard`` nor None.
-        NotImplementedError: it gives a ``Shard`` of another dim.
-    """
-    if options.placement_of is None:
-        return 1
-    placement = options.placement_of(parameter.original)
-    if placement is None:
-        return 1
-    dim = getattr(placement, "dim", None)
-    if type(placement).__name__ != "Shard" or not isinstance(dim, int):
-        raise TypeError(
-            f"fully_shard: shard_placement_fn must return Shard(0) or None, got {placement!r} for {parameter.name!r}"
-        )
-    dims = len(parameter.shape)
-    if dims == 0 or dim not in (0, -dims):
-        raise NotImplementedError(
-            f"fully_shard: shard_placement_fn returned {placement!r} for {parameter.name!r} of shape"
-            f" {tuple(parameter.shape)}: a rank holds one run of a parameter's elements, so it can be cut between rows"
-            " (Shard(0)), not along another dim. Return Shard(0), or None to cut it anywhere"
-        )
-    return max(1, parameter.numel // max(1, parameter.shape[0]))
 
 
 def has_own_setattr(module: nn.Module) -> bool:

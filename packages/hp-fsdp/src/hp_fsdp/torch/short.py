@@ -6,17 +6,13 @@ from typing import TypeVar
 
 from torch import nn
 
-from hp_dtensor import init_device_mesh
+from hp_fsdp import short
 from hp_fsdp.torch.api import fully_shard
 from hp_fsdp.torch.module import HSDPModule
-from hp_platform import get_platform
 
 __all__ = ["hsdp", "modules_by_size"]
 
 M = TypeVar("M", bound=nn.Module)
-LEVELS = ("level1", "level2", "level3")
-TINY = 16
-"""A group of less than one part in so many of the wanted size is not worth collectives of its own."""
 
 
 def hsdp(module: M, shard_size: int = -1, threshold: int = 64, optimizer_level: str = "level1") -> M:
@@ -51,30 +47,9 @@ def hsdp(module: M, shard_size: int = -1, threshold: int = 64, optimizer_level: 
         ValueError: an argument out of its range, or a ``shard_size`` that does not divide the number of ranks.
         NotImplementedError: a module below ``threshold`` with replicas.
     """
-    if optimizer_level not in LEVELS:
-        raise ValueError(f"hsdp: optimizer_level must be one of {', '.join(LEVELS)}, got {optimizer_level!r}")
-    if not isinstance(threshold, int) or threshold < 0:
-        raise ValueError(f"hsdp: threshold must be a number of KiB, 0 or more, got {threshold!r}")
-    groups = get_platform().groups
-    if not groups.is_initialized():  # type: ignore[attr-defined]
-        groups.init_process_group()
-    ranks = groups.size()
-    size = ranks if shard_size == -1 else shard_size
-    if not isinstance(size, int) or size < 1 or ranks % size:
-        raise ValueError(f"hsdp: shard_size must be -1 or divide the {ranks} ranks, got {shard_size!r}")
-    # The last axis, of one rank, is what a module that is not sharded is "sharded" over. Names are these meshes' own:
-    # a slice that equals one of another mesh would be that one, and norms need slices of one mesh.
-    names = ("hsdp_replicate", "hsdp_shard", "hsdp_alone")
-    root = init_device_mesh(get_platform().devices.kind, (ranks // size, size, 1), mesh_dim_names=names)
-    mesh = root["hsdp_shard"] if size == ranks else root["hsdp_replicate", "hsdp_shard"]
-    if _bytes(module, {}) < threshold * 1024:
-        if size < ranks:
-            raise NotImplementedError(
-                f"hsdp: {type(module).__name__} is below the threshold of {threshold} KiB, which is not supported with"
-                f" shard_size={shard_size}, less than all {ranks} ranks. Use threshold=0"
-            )
-        mesh = root["hsdp_shard", "hsdp_alone"]
-    stays = optimizer_level != "level3"
+    mesh, stays = short.hsdp_mesh(
+        type(module).__name__, _ANATOMY.bytes_of(module), shard_size, threshold, optimizer_level
+    )
     made = fully_shard(module, mesh, reshard_after_forward=not stays)
     made.set_reshard_after_backward(not stays, recurse=False)  # type: ignore[operator]
     return made
@@ -101,46 +76,18 @@ def modules_by_size(model: nn.Module, max_bytes: int) -> list[nn.Module]:
     Raises:
         ValueError: ``max_bytes`` below one.
     """
-    if max_bytes < 1:
-        raise ValueError(f"modules_by_size: max_bytes must be at least 1, got {max_bytes}")
-    shared: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                shared[id(parameter)] = shared.get(id(parameter), 0) + 1
-    found: list[nn.Module] = []
-    taken: dict[int, int] = {}  # ids of parameters that have a group
-
-    def visit(module: nn.Module) -> None:
-        if _bytes(module, taken) > max_bytes:
-            for child in module.children():
-                visit(child)
-        if module is not model and _fits(module, shared) and _bytes(module, taken) * TINY >= max_bytes:
-            take(module)
-
-    def take(module: nn.Module) -> None:
-        if module not in found:
-            found.append(module)
-            taken.update((id(parameter), 1) for parameter in module.parameters())
-
-    visit(model)
-    take(model)
-    return found
+    return short.modules_by_size(model, max_bytes, _ANATOMY)
 
 
-def _bytes(module: nn.Module, taken: dict[int, int]) -> int:
-    """Bytes of the parameters of a module that have no group yet."""
-    owned = {id(p) for each in module.modules() if isinstance(each, HSDPModule) for p in each.parameters()}
-    return sum(p.numel() * p.element_size() for p in module.parameters() if id(p) not in owned and id(p) not in taken)
+def _computes(module: nn.Module) -> bool:
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return not (isinstance(module, containers) and type(module).forward is nn.Module.forward)
 
 
-def _fits(module: nn.Module, shared: dict[int, int]) -> bool:
-    """Whether a module can be a group: it computes, and nobody else has its parameters."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        return False
-    inside: dict[int, int] = {}
-    for each in module.modules():
-        for parameter in each._parameters.values():
-            if parameter is not None:
-                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-    return all(shared[key] == count for key, count in inside.items())
+_ANATOMY = short.Anatomy(
+    parameters="_parameters",
+    children="_modules",
+    sharded=HSDPModule,
+    computes=_computes,
+    nbytes=lambda parameter: parameter.numel() * parameter.element_size(),
+)

@@ -1,0 +1,164 @@
+"""MicroBatchSums: a bucket's gradients, micro-batch by micro-batch, summed alike for any number of ranks.
+
+Note [The sum is returned]
+    Until the last backward pass before an optimizer's step a rank keeps the unsharded gradients of each of its
+    micro-batches, for the order of their sum is known only when their number is: `hp_fsdp.micro_batches`. Gradients are
+    returned, so the sum over the ranks is formed in the backward of the function that unshards
+    (`hp_fsdp.mindspore.unsharding`): of the last of the Cell's calls in the last micro-batch. The others return zeros.
+    The last call is the one after which none is left that was recorded; so a call whose output the loss does not use
+    must not be kept alive, and a group must be used in the last micro-batch if it was in an earlier one. Where that is
+    not so the backward pass raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, mint
+from mindspore.common import dtype as mstype
+
+from hp_fsdp.axes import DataAxes
+from hp_fsdp.layout import FlatLayout
+from hp_fsdp.micro_batches import OwnMicroBatches, TreeSum, subtrees
+from hp_platform import get_platform
+
+__all__ = ["MicroBatchSums", "check_counts"]
+
+
+class MicroBatchSums:
+    """A bucket's gradients of the micro-batches since the last step.
+
+    Ranks hold consecutive micro-batches, equally many, in the order of the mesh's ranks, row by row.
+
+    Args:
+        axes: the axes of data parallelism.
+        layout: where the parameters lie in a flat gradient.
+
+    Attributes:
+        current: the sum over the Cell's calls in the backward pass under way; None where there was none.
+        used: some micro-batch since the last step had a gradient.
+    """
+
+    def __init__(self, axes: DataAxes, layout: FlatLayout) -> None:
+        self.axes = axes
+        self.layout = layout
+        replica = axes.mesh.get_local_rank(0) if axes.mesh.ndim == 2 else 0
+        self.row = replica * axes.shard_size  # the first rank of this rank's line along the shard axis
+        self.ranks = axes.shard_size * axes.replicate_size
+        self.current: Tensor | None = None
+        self.used = False
+        self.own: OwnMicroBatches[Tensor] = OwnMicroBatches(self.row + axes.shard_rank, _add)
+
+    def add(self, flat: Tensor) -> None:
+        """Takes the flat gradient of one call."""
+        self.current = _add(self.current, flat)
+        self.used = True
+
+    def end_micro_batch(self, number: int) -> None:
+        """The gradients of a micro-batch are complete.
+
+        Args:
+            number: how many this rank ran before it since the last step.
+        """
+        self.own.keep(number, self.current)
+        self.current = None
+
+    def forget(self) -> None:
+        """Drops what was taken."""
+        self.current = None
+        self.used = False
+        self.own.clear()
+
+    def reduce(self, count: int, op: str) -> Tensor:
+        """This rank's piece of the sum over all micro-batches: an all-to-all, on two axes a gather over replicas, too.
+
+        Args:
+            count: number of micro-batches a rank.
+            op: ``"avg"`` or ``"sum"``.
+        """
+        values = self.own.take(count)
+        reference = next(value for value in values if value is not None)
+        sent = [_minus_zeros(reference) if value is None else value for value in values]
+        self.forget()
+        tree = self._sum_row(sent, count)
+        if self.axes.replicate_group is not None:
+            tree = self._sum_replicas(tree.values, count)
+        total: Any = tree.total()
+        return total / self.ranks if op == "avg" and self.ranks > 1 else total
+
+    def _sum_row(self, sent: list[Tensor], count: int) -> TreeSum[Any]:
+        """The subtrees that the ranks of this line hold together, of this rank's piece."""
+        size, piece = self.axes.shard_size, self.layout.piece
+        held = [subtrees((self.row + rank) * count, count) for rank in range(size)]
+        slots: list[list[Tensor | None]] = [list(sent)] if size == 1 else []
+        if size > 1:
+            slots = [[] for _ in range(size)]
+            for slot in range(max(map(len, held))):
+                splits = [piece if slot < len(each) else 0 for each in held]
+                mine = slot < len(sent)
+                output = mint.empty((sum(splits),), dtype=sent[0].dtype)
+                get_platform().collectives.all_to_all(
+                    output,
+                    sent[slot] if mine else mint.empty((0,), dtype=output.dtype),
+                    splits,
+                    [piece if mine else 0] * size,
+                    group=self.axes.shard_group,
+                )
+                at = 0
+                for rank, length in enumerate(splits):
+                    slots[rank].append(mint.narrow(output, 0, at, length) if length else None)
+                    at += length
+        tree: TreeSum[Any] = TreeSum(_add)
+        for each, received in zip(held, slots):
+            for (start, number), value in zip(each, received):
+                tree.push(start, number, value)
+        return tree
+
+    def _sum_replicas(self, own: list[Tensor], count: int) -> TreeSum[Any]:
+        size, row, piece = self.axes.replicate_size, self.axes.shard_size, self.layout.piece
+        held = [subtrees(replica * row * count, row * count) for replica in range(size)]
+        received = []
+        for slot in range(max(map(len, held))):
+            value = own[min(slot, len(own) - 1)].copy()  # all-gathers are even: what fills up is not read
+            output = mint.empty((size * piece,), dtype=value.dtype)
+            get_platform().collectives.all_gather(output, value, group=self.axes.replicate_group)
+            received.append(output)
+        tree: TreeSum[Any] = TreeSum(_add)
+        for replica, each in enumerate(held):
+            for slot, (start, number) in enumerate(each):
+                tree.push(start, number, mint.narrow(received[slot], 0, replica * piece, piece))
+        return tree
+
+
+def check_counts(axes: DataAxes, count: int) -> None:
+    """Raises on all ranks alike where they ran different numbers of micro-batches.
+
+    Args:
+        axes: of whose ranks.
+        count: this rank's number.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
+    extremes = Tensor([count, -count], mstype.int64)
+    for group, size in ((axes.shard_group, axes.shard_size), (axes.replicate_group, axes.replicate_size)):
+        if size > 1:
+            get_platform().collectives.all_reduce(extremes, "max", group=group)
+    most, least = int(extremes[0].item()), -int(extremes[1].item())
+    if most != least:
+        raise ValueError(
+            f"fully_shard(deterministic=True): this rank ran {count} micro-batches since the last step, others from"
+            f" {least} to {most}. Their order is global, so give each rank as many (consecutive ones)"
+        )
+
+
+def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+def _minus_zeros(like: Tensor) -> Tensor:
+    """What a micro-batch without a gradient adds: -0.0 + x is x for every x, zeros of either sign, too."""
+    return Tensor(np.full(tuple(like.shape), -0.0, np.float32)).astype(like.dtype)
