@@ -1,6 +1,9 @@
 """fully_shard against torch's FSDP2 on one model, in the same processes, taking turns; ratio last.
 
-python packages/hp-fsdp/benchmarks/bench_fsdp.py [--repeats N] [--ranks N] [--hidden N]
+"raw" is the unwrapped model's forward and backward, then the same collectives one by one, then the optimizer on
+plain tensors of the shards' sizes: what a wrapper costs that overlaps nothing and adds nothing.
+
+python packages/hp-fsdp/benchmarks/bench_fsdp.py [--repeats N] [--ranks N] [--hidden N ...] [--parts PART ...]
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-LAYERS, VOCABULARY, FAKE_RANKS = 12, 1024, 64
+LAYERS, VOCABULARY, FAKE_RANKS = 12, 1024, (64, 1024)
+PARTS = ("steps", "host", "memory", "bits")
 MICRO_BATCHES, STEPS, RANKS = 24, 3, (1, 2, 3, 4, 8)  # of the comparison of bits
 Row = dict[str, float]
 
@@ -102,6 +106,66 @@ def optimizer_of(model: nn.Module, fused: bool | None) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
 
 
+def raw_step_of(
+    model: nn.Module,
+    tokens: torch.Tensor,
+    issued: list[tuple[str, int]],
+    fused: bool | None,
+    shards: list[torch.Tensor],
+) -> Callable[[], float]:
+    """What "raw" means, see above.
+
+    Args:
+        model: not wrapped.
+        tokens: the input.
+        issued: kind and bytes of each collective of a sharded step.
+        fused: for AdamW.
+        shards: tensors for it; none for no optimizer.
+    """
+    compute = step_of(model, tokens)
+    parts = [torch.zeros_like(shard, requires_grad=True) for shard in shards]
+    for part in parts:
+        part.grad = torch.ones_like(part)
+    optimizer = torch.optim.AdamW(parts, lr=1e-4, fused=fused) if parts else None
+    ranks = dist.get_world_size()
+    largest = max(size for _, size in issued) // 4
+    whole, piece = torch.zeros(largest), torch.zeros(largest // ranks)
+
+    def step() -> float:
+        loss = compute()
+        for kind, size in issued:
+            count = size // 4
+            if kind == "all_gather":
+                dist.all_gather_into_tensor(whole[:count], piece[: count // ranks])
+            else:
+                dist.reduce_scatter_tensor(piece[: count // ranks], whole[:count])
+        if optimizer is not None:
+            optimizer.step()
+        return loss
+
+    return step
+
+
+def collectives_of(step: Callable[[], float]) -> list[tuple[str, int]]:
+    """Kind and bytes of each collective that one of our steps issues."""
+    from hp_platform.observing import observers
+
+    issued: list[tuple[str, int]] = []
+    observers.append(lambda kind, size, group: issued.append((kind, size)))
+    step()
+    observers.pop()
+    return issued
+
+
+def count_of(step: Callable[[], float]) -> int:
+    """How many collectives a step of torch's issues."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as comm:
+        step()
+    return comm.get_total_counts()
+
+
 def take_turns(steps: dict[str, Callable[[], float]], repeats: int, wait: Callable[[], object]) -> Row:
     """Median seconds of each step, taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -123,24 +187,30 @@ def measure_steps(hidden: int, shape: tuple[int, int], repeats: int) -> dict[str
     tokens = torch.randint(VOCABULARY, shape)
     fake = dist.get_backend() == "fake"
     wait = (lambda: None) if fake else dist.barrier
-    kinds = ("ours", "torch", "none")
-    models = {kind: build(kind, hidden) for kind in kinds}
-    rows = {"forward + backward": take_turns({k: step_of(m, tokens) for k, m in models.items()}, repeats, wait)}
+    models = {kind: build(kind, hidden) for kind in ("ours", "torch", "none")}
+    plain = {kind: step_of(model, tokens) for kind, model in models.items()}
+    plain["ours"]()  # the first step gathers nothing ahead of time
+    issued = collectives_of(plain["ours"])
+    shards = [parameter.to_local().detach().clone() for parameter in models["ours"].parameters()]
+    forward_and_backward = {**plain, "raw": raw_step_of(models["none"], tokens, issued, None, [])}
+    rows = {"forward + backward": take_turns(forward_and_backward, repeats, wait)}
     for name, fused in (("step with AdamW", None), ("step with AdamW, fused", True)):
         steps = {kind: step_of(model, tokens, optimizer_of(model, fused)) for kind, model in models.items()}
+        steps["raw"] = raw_step_of(models["none"], tokens, issued, fused, shards)
         rows[name] = take_turns(steps, repeats, wait)
         losses = {kind: step() for kind, step in steps.items()}
         if not fake and abs(losses["ours"] - losses["torch"]) > 1e-3 * abs(losses["torch"]):
             raise AssertionError(f"the losses differ: {losses}")
     if not fake:
         rows |= measure_deterministic(hidden, tokens, repeats)
-    plain = [Model(hidden) for _ in range(10)]
+    unwrapped = [Model(hidden) for _ in range(10)]
     for kind in ("ours", "torch"):
         start = time.perf_counter()
-        for model in plain[:5]:
+        for model in unwrapped[:5]:
             shard(kind, model)
         rows.setdefault("wrapping", {})[kind] = (time.perf_counter() - start) / 5
-        plain = plain[5:]
+        unwrapped = unwrapped[5:]
+    rows["collectives"] = {"ours": float(len(issued)), "torch": float(count_of(plain["torch"]))}
     return rows
 
 
@@ -223,11 +293,14 @@ def measure_memory(kind: str, hidden: int) -> float:
     return float(devices.peak_memory() - before)
 
 
-def measure_fake(hidden: int, repeats: int) -> dict[str, Row]:
-    """Steps on a fake group: this process is rank 0 of many, and nothing is communicated."""
+def measure_fake(ranks: int, hidden: int, repeats: int) -> dict[str, Row]:
+    """Steps on a fake group: this process is rank 0 of many, and nothing is communicated.
+
+    The group itself copies each piece in a loop over the ranks, in "raw" as in the others.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=FAKE_RANKS)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         return measure_steps(hidden, (1, 8), repeats)
     finally:
@@ -235,50 +308,74 @@ def measure_fake(hidden: int, repeats: int) -> dict[str, Row]:
 
 
 def show(title: str, rows: dict[str, Row], targets: dict[str, float], unit: float = 1e3, what: str = "ms") -> None:
+    collectives = rows.pop("collectives", None)
     print(f"\n{title}")
-    print(f"{'':38}{'ours ' + what:>10}{'FSDP2 ' + what:>10}{'none ' + what:>10}{'ratio':>8}{'target':>9}")
+    print(f"{'':38}" + "".join(f"{kind + ' ' + what:>10}" for kind in ("ours", "FSDP2", "none", "raw")), end="")
+    print(f"{'/FSDP2':>8}{'target':>9}{'/raw':>7}")
     for name, row in rows.items():
-        none = f"{row['none'] * unit:10.2f}" if "none" in row else " " * 10
-        target = f"{'<= ' + str(targets[name]):>9}" if name in targets else ""
-        ratio = row["ours"] / row["torch"]
-        print(f"{name:38}{row['ours'] * unit:10.2f}{row['torch'] * unit:10.2f}{none}{ratio:8.2f}{target}")
+        cells = [f"{row[kind] * unit:10.2f}" if kind in row else " " * 10 for kind in ("ours", "torch", "none", "raw")]
+        target = f"{'<= ' + str(targets[name]):>9}" if name in targets else " " * 9
+        over_raw = f"{row['ours'] / row['raw']:7.2f}" if "raw" in row else ""
+        print(f"{name:38}{''.join(cells)}{row['ours'] / row['torch']:8.2f}{target}{over_raw}".rstrip())
+    if collectives is not None:
+        print(f"collectives a step: ours {collectives['ours']:.0f}, FSDP2 {collectives['torch']:.0f};", end=" ")
+        print(f"groups: {LAYERS + 1}, of which {LAYERS} are gathered twice and one once")
+
+
+def show_steps(ranks: int, hidden: int, repeats: int) -> None:
+    """Prints the times of steps on gloo ranks."""
+    from hp_platform.testing import run_ranks
+
+    rows = run_ranks(ranks, measure_steps, hidden, (2, 32), repeats, timeout=1800.0)[0]
+    targets = {"step with AdamW": 0.8, "wrapping": 0.5}
+    show(f"{ranks} gloo ranks, {LAYERS} layers, hidden {hidden}, 2 x 32 tokens a rank", rows, targets)
+
+
+def show_host(ranks: int, repeats: int) -> None:
+    """Prints the host's time on a fake group."""
+    rows = measure_fake(ranks, 64, repeats)
+    collectives = rows.pop("collectives")
+    for name in ("forward + backward", "step with AdamW", "step with AdamW, fused"):
+        row = rows[name]
+        rows[f"{name}, less raw"] = {kind: row[kind] - row["raw"] for kind in ("ours", "torch")}
+    title = f"host time: fake group of {ranks} ranks, {LAYERS} layers, hidden 64, 8 tokens"
+    targets = {"step with AdamW": 0.3, "wrapping": 0.5}
+    show(title, {**rows, "collectives": collectives}, targets)
+
+
+def show_memory(ranks: int, hidden: int) -> None:
+    """Prints the peak memory of a rank; each kind in fresh processes."""
+    from hp_platform.testing import close_pools, run_ranks
+
+    memory: Row = {}
+    for kind in ("ours", "deterministic", "torch", "none"):
+        close_pools()
+        memory[kind] = run_ranks(ranks, measure_memory, kind, hidden, timeout=300.0)[0]
+    rows = {"step": memory, "step, deterministic": {**memory, "ours": memory["deterministic"]}}
+    show(f"peak resident memory of a rank, {ranks} gloo ranks, hidden {hidden}", rows, {"step": 0.95}, 2.0**-20, "MB")
+    close_pools()
 
 
 def main() -> None:
-    from hp_platform.testing import close_pools, run_ranks
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=30, help="measured steps of each kind (default: 30)")
+    parser.add_argument("--repeats", type=int, default=10, help="measured steps of each kind (default: 10)")
     parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size on the gloo ranks (default: 256)")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512], help="on gloo ranks (default: 256 512)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     print(f"torch {torch.__version__}, {os.cpu_count()} CPUs, one thread a rank, medians of {arguments.repeats}")
-    ranks, hidden = arguments.ranks, arguments.hidden
-    show(
-        f"{ranks} gloo ranks, {LAYERS} layers, hidden {hidden}, 2 x 32 tokens a rank",
-        run_ranks(ranks, measure_steps, hidden, (2, 32), arguments.repeats, timeout=900.0)[0],
-        {"step with AdamW": 0.85},
-    )
-    rows = measure_fake(64, arguments.repeats)
-    for name in ("forward + backward", "step with AdamW"):
-        row = rows[name]
-        rows[f"{name}, less the model's"] = {kind: row[kind] - row["none"] for kind in ("ours", "torch")}
-    show(
-        f"host time: fake group of {FAKE_RANKS} ranks, {LAYERS} layers, hidden 64, 8 tokens",
-        rows,
-        dict.fromkeys(
-            ("step with AdamW", "forward + backward, less the model's", "step with AdamW, less the model's"), 0.4
-        ),
-    )
-    memory: Row = {}
-    for kind in ("ours", "deterministic", "torch", "none"):
-        close_pools()  # fresh processes
-        memory[kind] = run_ranks(ranks, measure_memory, kind, hidden, timeout=300.0)[0]
-    rows = {"step": memory, "step, deterministic": {**memory, "ours": memory["deterministic"]}}
-    show(f"peak resident memory of a rank, {ranks} gloo ranks, hidden {hidden}", rows, {}, 2.0**-20, "MB")
-    close_pools()
-    show_bits(32)
+    if "steps" in arguments.parts:
+        for hidden in arguments.hidden:
+            show_steps(arguments.ranks, hidden, arguments.repeats)
+    if "host" in arguments.parts:
+        for ranks in FAKE_RANKS:
+            show_host(ranks, arguments.repeats)
+    if "memory" in arguments.parts:
+        for hidden in arguments.hidden:
+            show_memory(arguments.ranks, hidden)
+    if "bits" in arguments.parts:
+        show_bits(32)
 
 
 if __name__ == "__main__":

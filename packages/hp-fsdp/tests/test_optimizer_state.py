@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hp_fsdp import StateDictOptions, fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
+from hp_fsdp import (
+    CPUOffloadPolicy,
+    StateDictOptions,
+    fully_shard,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -44,8 +53,8 @@ class Partly(Net):
         return super().forward(x) * self.scale
 
 
-def trained(kind: str, steps: int = 2) -> tuple[Any, Any, Any, Any]:
-    reference, model = pair(Partly)
+def trained(kind: str, steps: int = 2, **options: Any) -> tuple[Any, Any, Any, Any]:
+    reference, model = pair(Partly, **options)
     first, second = MAKE[kind](reference.parameters()), MAKE[kind](model.parameters())
     for step in range(steps):
         more(reference, first, model, second, step)
@@ -141,6 +150,39 @@ def test_an_optimizer_that_has_not_stepped_gets_states_and_goes_on_as_if_not(kin
     for step in range(2):
         more(reference, optimizers[0], model, optimizers[1], step)
     same_weights(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings("ignore:HCCL doesn't support gather")
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["full", "rank 0", "sharded", "files"])
+def test_states_go_from_the_host_to_the_device_and_back(way: str, tmp_path: Path):
+    """Saved by an offloaded model and loaded by one that is not, which saves for a third that is."""
+    offloaded = {"offload_policy": CPUOffloadPolicy()}
+    reference, first, model, second = trained("adamw", **offloaded)
+    for step, options in ((2, {}), (3, offloaded)):
+        given = StateDictOptions(full_state_dict=way in ("full", "rank 0"), cpu_offload=way == "rank 0")
+        taken = StateDictOptions(full_state_dict=given.full_state_dict, broadcast_from_rank0=way == "rank 0")
+        states = get_model_state_dict(model, options=given), get_optimizer_state_dict(model, second, options=given)
+        other = pair(Partly, **options)[1]
+        optimizer = MAKE["adamw"](other.parameters())
+        if way == "files":
+            dcp, path = importlib.import_module("torch.distributed.checkpoint"), str(tmp_path / str(step))
+            dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=path)
+            states = get_model_state_dict(other), get_optimizer_state_dict(other, optimizer)
+            partly = importlib.import_module("torch.distributed.checkpoint.default_planner").DefaultLoadPlanner(
+                allow_partial_load=True  # what never had a gradient has no state in the files
+            )
+            dcp.load({"model": states[0], "optimizer": states[1]}, checkpoint_id=path, planner=partly)
+        set_model_state_dict(other, states[0], options=taken)
+        set_optimizer_state_dict(other, optimizer, states[1], options=taken)
+        same_weights(other, reference)
+        kinds = {"cpu"} if options else {device_type()}
+        assert {p.to_local().device.type for p in other.parameters()} == kinds
+        assert {s["exp_avg"].to_local().device.type for s in optimizer.state.values()} == kinds
+        more(reference, first, other, optimizer, step)
+        same_weights(other, reference)
+        model, second = other, optimizer
 
 
 @on_ranks(2)

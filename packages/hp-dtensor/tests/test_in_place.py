@@ -1,0 +1,88 @@
+"""Elementwise functions that write their tensor: with and without a plan the values of a single device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_platform.testing import device_type, on_ranks
+
+pytestmark = pytest.mark.framework("torch")
+
+CALLS: dict[str, Any] = {
+    "add_": lambda x, y, z: x.add_(y, alpha=0.5).add_(1.5),
+    "sub_": lambda x, y, z: x.sub_(y).sub_(2),
+    "mul_": lambda x, y, z: x.mul_(y).mul_(0.5),
+    "div_": lambda x, y, z: x.div_(z).div_(3.0, rounding_mode="floor"),
+    "lerp_": lambda x, y, z: x.lerp_(y, 0.3).lerp_(z, weight=0.2),
+    "addcmul_": lambda x, y, z: x.addcmul_(y, z, value=0.5).addcmul_(y, z),
+    "addcdiv_": lambda x, y, z: x.addcdiv_(y, z, value=-0.5).addcdiv_(tensor1=y, tensor2=z),
+    "copy_": lambda x, y, z: x.copy_(y),
+    "adam": lambda x, y, z: x.addcdiv_(y, (z.sqrt() / 0.9).add_(1e-8), value=-0.1),
+}
+
+
+def operands(*placements: Any) -> tuple[list[torch.Tensor], list[DTensor]]:
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("a",))
+    torch.manual_seed(0)
+    whole = [torch.rand(5, 3, dtype=torch.float64) + 1 for _ in placements]
+    made = [distribute_tensor(each.to(device_type()), mesh, [p]) for each, p in zip(whole, placements, strict=True)]
+    return whole, made
+
+
+def same(ours: DTensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(ours.full_tensor().cpu(), expected, rtol=1e-12, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("other", [Shard(0), Replicate(), Shard(1)], ids=str)
+def test_values_in_one_layout_and_in_several(name: str, other: Any):
+    whole, made = operands(Shard(0), other, other)
+    for _ in range(2):  # the second time a plan is there
+        out = CALLS[name](*made)
+        assert out is made[0] and out.placements == (Shard(0),)
+        same(out, CALLS[name](*whole))
+
+
+@on_ranks(2)
+def test_what_is_a_sum_is_not_written_part_by_part():
+    (whole, factor), (x, _) = operands(Shard(0), Shard(0))
+    parts = [distribute_tensor(t.to(device_type()), x.device_mesh, [Partial()]) for t in (whole, factor)]
+    same(parts[0].mul_(parts[1]), whole * factor)  # one operand is summed first
+    same(parts[0].mul_(2.0), whole * factor * 2)
+    same(parts[0].add_(parts[1]), whole * factor * 2 + factor)
+    with pytest.raises(RuntimeError, match="add_"):
+        parts[0].add_(1.5)
+
+
+@on_ranks(2)
+def test_gradients_and_leaves():
+    (a, b), (x, y) = operands(Shard(0), Shard(0))
+    for tensor in (a, b, x, y):
+        tensor.requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        x.mul_(y)
+    for first, second in ((a, b), (x, y)):
+        (first * 1.0).mul_(second).addcmul_(first, second, value=0.5).sum().backward()
+    same(x.grad, a.grad)
+    same(y.grad, b.grad)
+
+
+@on_ranks(2)
+def test_writes_to_what_was_taken_by_an_index_reach_the_whole():
+    (whole, _), (x, _) = operands(Shard(0), Shard(0))
+    x[1:4].mul_(2.0)
+    whole[1:4].mul_(2.0)
+    same(x, whole)
+
+
+@on_ranks(2)
+def test_no_layout_is_sparse():
+    assert operands(Shard(0))[1][0].is_sparse is False
+    for _ in range(2):
+        assert not torch.is_complex(operands(Shard(0))[1][0])
+        assert torch.is_complex(operands(Shard(0))[1][0] * 1j)
