@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 from hp_platform.lazy import lazy_exports
 from hp_platform.observing import CollectiveCounts, count_collectives
 from hp_platform.options import GroupOptions
+from hp_platform.peers import LostRankError
 from hp_platform.platform import Platform, get_platform
 
 __all__ = [
     "CollectiveCounts",
     "GroupOptions",
+    "LostRankError",
     "Platform",
     "count_collectives",
     "destroy_process_group",

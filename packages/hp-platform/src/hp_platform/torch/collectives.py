@@ -30,6 +30,8 @@ from hp_platform.observing import Done, Observed, begin, observers
 from hp_platform.protocols import Handle
 from hp_platform.torch import gathered
 from hp_platform.torch.devices import devices
+from hp_platform.torch.movable import MOVED_AS, movable, real
+from hp_platform.torch.peers import Pending, raise_if_lost
 
 ProcessGroup = dist.ProcessGroup
 
@@ -92,27 +94,6 @@ def _backend_name(tensor: torch.Tensor, group: ProcessGroup) -> str:
     return group._get_backend(tensor.device).name()
 
 
-_real = torch.view_as_real  # backends know no complex numbers
-
-# What gloo can't move, as what it can. Complex numbers are apart: their real view has a dim more.
-_MOVED_AS = {
-    getattr(torch, name): as_dtype
-    for as_dtype, names in {
-        torch.uint8: ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-        torch.float16: ("int16", "uint16"),
-        torch.int32: ("uint32",),
-        torch.int64: ("uint64",),
-        None: ("complex32", "complex64", "complex128"),
-    }.items()
-    for name in names
-    if hasattr(torch, name)
-}
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    return _real(tensor) if tensor.is_complex() else tensor.view(_MOVED_AS[tensor.dtype])
-
-
 def all_reduce(tensor: torch.Tensor, op: str = "sum", *, group: ProcessGroup, async_op: bool = False) -> Handle | None:
     """Reduce a tensor in place over the ranks of a group.
 
@@ -137,24 +118,27 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", *, group: ProcessGroup, as
     parts = tensor
     if tensor.is_complex():
         check_complex(op)
-        parts = _real(tensor)
+        parts = real(tensor)
     done = _observe("all_reduce", tensor, group) if observers else None
     divide = op == "avg" and not _averages(tensor, group)
     if divide:
         op, options = "sum", _REDUCE["sum", async_op]
-    if parts.dtype in gathered.NOT_ALL_REDUCED and _backend_name(tensor, group) == "hccl":
-        work = gathered.all_reduce(parts, op, group)
-    else:
-        work = group.allreduce([parts], options)
-    if done:
-        work = Observed(work, done)
-    if async_op:
-        return _Average(work, tensor, group.size()) if divide else work
-    if work is not None:
-        work.wait()
+    try:
+        if parts.dtype in gathered.NOT_ALL_REDUCED and _backend_name(tensor, group) == "hccl":
+            work = gathered.all_reduce(parts, op, group)
+        else:
+            work = group.allreduce([parts], options)
+        if async_op:
+            pending = _under_way(work, "all_reduce", group, done)
+            return _Average(pending, tensor, group.size()) if divide else pending
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise_if_lost(error, "all_reduce", group)
+        raise
     if divide:
         _divide(tensor, group.size())
-    return None
+    return _end(done)
 
 
 def all_gather(
@@ -179,18 +163,20 @@ def all_gather(
     if output.numel() != tensor.numel() * group.size():
         raise gather_mismatch(output, tensor, group.size())
     done = _observe("all_gather", output, group) if observers else None
-    if tensor.dtype in _MOVED_AS:
-        output, tensor = _movable(output), _movable(tensor)
+    if tensor.dtype in MOVED_AS:
+        output, tensor = movable(output), movable(tensor)
     if tensor.dim() != 1 or output.dim() != 1:  # gloo compares the shapes of the pieces
         output, tensor = output.view(-1), tensor.view(-1)
-    work = group._allgather_base(output, tensor, _GATHER[async_op])
-    if done:
-        work = Observed(work, done)
-    if async_op:
-        return work
-    if work is not None:
-        work.wait()
-    return None
+    try:
+        work = group._allgather_base(output, tensor, _GATHER[async_op])
+        if async_op:
+            return _under_way(work, "all_gather", group, done)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise_if_lost(error, "all_gather", group)
+        raise
+    return _end(done)
 
 
 def reduce_scatter(
@@ -224,20 +210,23 @@ def reduce_scatter(
     divide = op == "avg" and not _averages(tensor, group)
     if divide:
         op, options = "sum", _SCATTER["sum", async_op]
-    into, parts = (_real(output), _real(tensor)) if output.is_complex() else (output, tensor)
-    if parts.dtype in gathered.NOT_REDUCE_SCATTERED and _backend_name(tensor, group) == "hccl":
-        work = gathered.reduce_scatter(into, parts, op, group)
-    else:
-        work = group._reduce_scatter_base(into, parts, options)
-    if done:
-        work = Observed(work, done)
-    if async_op:
-        return _Average(work, output, group.size()) if divide else work
-    if work is not None:
-        work.wait()
+    into, parts = (real(output), real(tensor)) if output.is_complex() else (output, tensor)
+    try:
+        if parts.dtype in gathered.NOT_REDUCE_SCATTERED and _backend_name(tensor, group) == "hccl":
+            work = gathered.reduce_scatter(into, parts, op, group)
+        else:
+            work = group._reduce_scatter_base(into, parts, options)
+        if async_op:
+            pending = _under_way(work, "reduce_scatter", group, done)
+            return _Average(pending, output, group.size()) if divide else pending
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise_if_lost(error, "reduce_scatter", group)
+        raise
     if divide:
         _divide(output, group.size())
-    return None
+    return _end(done)
 
 
 def all_to_all(
@@ -270,16 +259,18 @@ def all_to_all(
     received = checked_splits("output", output, output_splits, group.size())
     sent = checked_splits("input", tensor, input_splits, group.size())
     done = _observe("all_to_all", tensor, group) if observers else None
-    if tensor.dtype in _MOVED_AS:
-        output, tensor = _movable(output), _movable(tensor)
-    work = group.alltoall_base(output, tensor, received, sent, _EXCHANGE[async_op])
-    if done:
-        work = Observed(work, done)
-    if async_op:
-        return work
-    if work is not None:
-        work.wait()
-    return None
+    if tensor.dtype in MOVED_AS:
+        output, tensor = movable(output), movable(tensor)
+    try:
+        work = group.alltoall_base(output, tensor, received, sent, _EXCHANGE[async_op])
+        if async_op:
+            return _under_way(work, "all_to_all", group, done)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise_if_lost(error, "all_to_all", group)
+        raise
+    return _end(done)
 
 
 def broadcast(tensor: torch.Tensor, group_src: int, *, group: ProcessGroup, async_op: bool = False) -> Handle | None:
@@ -305,14 +296,16 @@ def broadcast(tensor: torch.Tensor, group_src: int, *, group: ProcessGroup, asyn
         options = _options(c10d.BroadcastOptions, async_op, rootRank=group_src, rootTensor=0)
         _BROADCAST[group_src, async_op] = options
     done = _observe("broadcast", tensor, group) if observers else None
-    work = group.broadcast([_movable(tensor) if tensor.dtype in _MOVED_AS else tensor], options)
-    if done:
-        work = Observed(work, done)
-    if async_op:
-        return work
-    if work is not None:
-        work.wait()
-    return None
+    try:
+        work = group.broadcast([movable(tensor) if tensor.dtype in MOVED_AS else tensor], options)
+        if async_op:
+            return _under_way(work, "broadcast", group, done)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise_if_lost(error, "broadcast", group)
+        raise
+    return _end(done)
 
 
 def send(tensor: torch.Tensor, dst: int, *, group: ProcessGroup) -> None:
@@ -348,16 +341,19 @@ def _exchange(kind: str, tensor: torch.Tensor, name: str, peer: int, group: Proc
         raise not_contiguous("tensor", tensor)
     check_peer(name, peer, group.size())
     done = _observe(kind, tensor, group) if observers else None
-    moved = parts = _movable(tensor) if tensor.dtype in _MOVED_AS else tensor
+    moved = parts = movable(tensor) if tensor.dtype in MOVED_AS else tensor
     # gloo sends from the host's memory only
     staged = tensor.device.type != "cpu" and _backend_name(tensor, group) == "gloo"
     if staged:
         moved = parts.cpu()
-    work = (group.send if kind == "send" else group.recv)([moved], peer, 0)
-    if done:
-        work = Observed(work, done)
-    if work is not None:
-        work.wait()
+    try:
+        work = (group.send if kind == "send" else group.recv)([moved], peer, 0)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise_if_lost(error, kind, group)
+        raise
+    _end(done)
     if staged and kind == "recv":
         with torch.no_grad():
             parts.copy_(moved)
@@ -376,12 +372,26 @@ def barrier(group: ProcessGroup | None = None) -> None:
     options = c10d.BarrierOptions()
     cpu = torch.device("cpu")
     options.device = cpu if cpu in target._device_types else devices.current_device()
-    work = target.barrier(options)
-    if done:
-        work = Observed(work, done)
-    if work is not None:
-        work.wait()
+    try:
+        work = target.barrier(options)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise_if_lost(error, "barrier", target)
+        raise
+    _end(done)
 
 
 def _observe(kind: str, tensor: torch.Tensor, group: ProcessGroup) -> list[Done]:
     return begin(kind, tensor.numel() * tensor.element_size(), group)
+
+
+def _under_way(work: Any, kind: str, group: ProcessGroup, done: list[Done] | None) -> Any:
+    if work is not None:
+        work = Pending(work, kind, group)
+    return Observed(work, done) if done else work
+
+
+def _end(done: list[Done] | None) -> None:
+    if done:
+        Observed(None, done).wait()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from hp_platform.torch.options import backend_options, restore_priority, timeout_of
+from hp_platform.torch.peers import raise_if_lost
 
 ProcessGroup = dist.ProcessGroup
 
@@ -46,18 +47,22 @@ def create(
     backend, store = c10d._world.pg_map[world]
     name: Any = hashlib.sha1(f"{ranks} {number}".encode(), usedforsecurity=False).hexdigest()
     made = backend_options(pg_options, str(backend))
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(world.rank()),
-        list(ranks),
-        backend,
-        store,
-        name,
-        backend_options=made,
-        timeout=timeout_of(pg_options, timeout) or c10d._get_default_timeout(backend),
-        device_id=world.bound_device_id,
-        group_desc=group_desc,
-    )
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(world.rank()),
+            list(ranks),
+            backend,
+            store,
+            name,
+            backend_options=made,
+            timeout=timeout_of(pg_options, timeout) or c10d._get_default_timeout(backend),
+            device_id=world.bound_device_id,
+            group_desc=group_desc,
+        )
+    except RuntimeError as error:
+        raise_if_lost(error, "new_group", ranks)
+        raise
     assert isinstance(group, ProcessGroup), "this process is a member"
     restore_priority(pg_options, group, str(backend))
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from hp_platform.checks import check_options, check_ranks, check_same_world, check_split_ranks, no_default_group
+from hp_platform.torch import peers
 from hp_platform.torch.creation import create, forget
 from hp_platform.torch.devices import devices
 from hp_platform.torch.options import backend_options, restore_priority, timeout_of
@@ -56,6 +57,7 @@ def init_process_group(
         _check_same(backend, world_size, rank)
         everyone = tuple(range(dist.get_world_size()))
         check_options(pg_options, _options.get(everyone), everyone)
+        peers.meet(everyone)
         return
     chosen = backend or dist.get_default_backend_for_device(devices.kind)
     made = backend_options(pg_options, chosen)
@@ -72,7 +74,9 @@ def init_process_group(
     )
     restore_priority(pg_options, _default(), chosen)
     _cache()
-    _options[tuple(range(dist.get_world_size()))] = pg_options
+    everyone = tuple(range(dist.get_world_size()))
+    _options[everyone] = pg_options
+    peers.meet(everyone, None)
 
 
 def _check_same(backend: str | None, world_size: int, rank: int) -> None:
@@ -95,6 +99,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         _options.clear()
         _world = None
         forget()
+        peers.leave()
     else:
         for key in [key for key, cached in _by_ranks.items() if cached is group]:
             del _by_ranks[key]
@@ -109,6 +114,7 @@ def _cache() -> dict[tuple[int, ...], ProcessGroup]:
         _by_ranks.clear()
         _options.clear()
         forget()
+        peers.leave()
         _by_ranks[tuple(range(world.size()))] = world
         _world = world
     return _by_ranks
@@ -155,6 +161,10 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> ProcessGro
         check_ranks(key, dist.get_rank(), dist.get_world_size())
         group = groups[key] = create(key, pg_options=pg_options)
         _options[key] = pg_options
+        peers.meet(key)
+    elif key not in _options:  # torch made it
+        _options[key] = None
+        peers.meet(key)
     check_options(pg_options, _options.get(key), key)
     return group
 
@@ -193,6 +203,7 @@ def split_group(
             if key not in groups:
                 groups[key] = create(key, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
                 _options[key] = pg_options
+                peers.meet(key)
             check_options(pg_options, _options.get(key), key)
             return groups[key]
     return None

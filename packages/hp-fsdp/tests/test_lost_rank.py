@@ -1,0 +1,105 @@
+"""A rank that ends in the middle of a step ends the others, with an error that names it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hp_platform.testing import target
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+import lost_ranks
+
+pytestmark = pytest.mark.framework("torch")
+
+LIMIT = 30.0  # half of the groups' timeout
+CASES = [
+    ("forward", 3, 0),
+    ("forward", 4, 2),
+    ("backward", 3, 1),
+    ("backward", 4, 0),
+    ("hsdp backward", 4, 3),
+    ("deterministic backward", 4, 2),
+    ("clip_grad_norm_", 3, 0),
+    ("full_state_dict", 3, 2),
+    ("redistribute", 4, 1),
+]
+
+
+@pytest.mark.parametrize(("case", "ranks", "doomed"), CASES)
+def test_a_killed_rank_is_named(case: str, ranks: int, doomed: int):
+    if lacking := target.missing():
+        pytest.skip(lacking)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hp_platform.torch.ranks", "hp_dtensor", "hp_fsdp", "lost_ranks"])
+    processes, connections = [], []
+    begin = time.monotonic()
+    try:
+        for rank in range(ranks):
+            here, there = context.Pipe()
+            args = (there, rank, ranks, case, doomed, dict(os.environ))
+            processes.append(context.Process(target=lost_ranks.main, args=args))
+            processes[-1].start()
+            there.close()
+            connections.append(here)
+        port = connections[0].recv()
+        for connection in connections[1:]:
+            connection.send(port)
+        outcomes = {rank: _outcome(connections[rank], begin) for rank in range(ranks) if rank != doomed}
+        for process in processes:
+            process.join(max(0.0, begin + LIMIT - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for connection in connections:
+            connection.close()
+    for rank, (kind, lost, text) in outcomes.items():
+        assert (kind, lost) == ("LostRankError", (doomed,)), f"rank {rank}: {kind}: {text}"
+        assert f"rank {doomed} was lost: its process has ended" in text
+        assert f"failed on rank {rank}" in text
+    assert codes == [-9 if rank == doomed else 1 for rank in range(ranks)]
+
+
+def _outcome(connection: Any, begin: float) -> tuple[str, Any, str]:
+    with contextlib.suppress(EOFError):
+        if wait([connection], max(0.0, begin + LIMIT - time.monotonic())):
+            return connection.recv()
+        return "nothing", None, f"had not ended after {LIMIT:g} s"
+    return "nothing", None, "ended without a word"
+
+
+def test_programs_end_by_themselves_where_one_raises():
+    """Whole interpreters, with nothing that catches the error or destroys the groups."""
+    if lacking := target.missing():
+        pytest.skip(lacking)
+    ranks, doomed = 2, 1
+    begin = time.monotonic()
+    program = [sys.executable, lost_ranks.__file__]
+    first = subprocess.Popen([*program, "0", str(ranks), "0", str(doomed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    programs = [first]
+    try:
+        assert first.stdout
+        port = first.stdout.readline().strip()
+        for rank in range(1, ranks):
+            arguments = [*program, str(rank), str(ranks), port, str(doomed)]
+            programs.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        outputs = [each.communicate(timeout=begin + 2 * LIMIT - time.monotonic())[1] for each in programs]
+    finally:
+        for each in programs:
+            each.kill()
+            each.communicate()
+    assert [each.returncode for each in programs] == [1] * ranks
+    assert "ValueError: this rank's data are bad" in outputs[doomed]
+    assert "LostRankError" not in outputs[doomed]
+    assert "hp_platform.peers.LostRankError: rank 1 was lost: its process has ended" in outputs[0]

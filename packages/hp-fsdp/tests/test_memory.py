@@ -1,0 +1,192 @@
+"""Memory after a step is what it was after the step before: nothing grows, in no mode.
+
+A soak of 1,000 steps is `benchmarks/soak_fsdp.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hp_dtensor import init_device_mesh
+from hp_fsdp import CPUOffloadPolicy, clip_grad_norm_, fully_shard
+from hp_platform.testing import device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_models import Net, batch, groups_of, loss_of, seeded
+
+STEPS, FROM = 40, 5
+Step = Callable[[nn.Module, int], None]
+
+
+class CheckpointedNet(Net):
+    """Its blocks run forward again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        return self.last(x)
+
+
+def one_pass(model: nn.Module, step: int) -> None:
+    loss_of(model(batch(step)[1])).backward()
+
+
+def three_passes(model: nn.Module, step: int) -> None:
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        one_pass(model, 3 * step + number)
+
+
+def shifting_passes(model: nn.Module, step: int) -> None:
+    """Reductions over the replicas wait for the last pass."""
+    for number in range(2):
+        model.set_requires_all_reduce(number == 1)
+        one_pass(model, 2 * step + number)
+
+
+def failing_passes(model: nn.Module, step: int) -> None:
+    """Now and then an error in forward or in backward, on all ranks, and then the step."""
+    if step % 5 == 3:
+        with raising_in(model.blocks[1].up, step % 2 == 0), contextlib.suppress(ArithmeticError):
+            one_pass(model, step)
+    one_pass(model, step)
+
+
+@contextlib.contextmanager
+def raising_in(module: nn.Module, backward: bool) -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if not backward:
+            fail()
+        output.register_hook(fail)
+
+    handle = module.register_forward_hook(watch)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+MODES: dict[str, tuple[int, Callable[[], nn.Module], Step, dict[str, Any]]] = {
+    "plain": (1, Net, one_pass, {}),
+    "accumulation": (1, Net, three_passes, {}),
+    "hsdp": (2, Net, one_pass, {}),
+    "hsdp, accumulation over replicas": (2, Net, shifting_passes, {}),
+    "deterministic": (1, Net, one_pass, {"deterministic": True}),
+    "deterministic, accumulation": (2, Net, three_passes, {"deterministic": True}),
+    "on the host": (1, Net, one_pass, {"offload_policy": CPUOffloadPolicy()}),
+    "each parameter by itself": (1, Net, one_pass, {"comm_fusion": False}),
+    "kept after forward": (1, Net, one_pass, {"reshard_after_forward": False}),
+    "errors": (1, Net, failing_passes, {}),
+    "errors, deterministic": (2, Net, failing_passes, {"deterministic": True}),
+    "checkpointing": (1, CheckpointedNet, one_pass, {}),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_returns_to_the_same_value(mode: str, ranks: int):
+    replicas, make, step, options = MODES[mode]
+    check(replicas, ranks, make, step, options)
+
+
+@on_ranks(4)
+def test_with_smaller_groups_between_forward_and_backward(ranks: int):
+    check(1, ranks, Net, one_pass, {"reshard_after_forward": 2})
+
+
+def check(replicas: int, ranks: int, make: Callable[[], nn.Module], step: Step, options: dict[str, Any]) -> None:
+    torch.optim.AdamW([torch.zeros(1)])  # the first one imports 100,000 objects
+    gc.collect()
+    gc.freeze()  # what was there before is not looked at
+    try:
+        found = list(trained(replicas, ranks, make, step, options))
+    finally:
+        gc.unfreeze()
+    grown = {number: use for number, use in enumerate(found, FROM) if use != found[0]}
+    assert not grown, f"after step {FROM}: {found[0]}, but later {dict(list(grown.items())[:3])}"
+
+
+def trained(
+    replicas: int, ranks: int, make: Callable[[], nn.Module], step: Step, options: dict[str, Any]
+) -> Iterator[str]:
+    """What is in use after each step from FROM on: bytes of all tensors, of the groups' buffers, number of objects."""
+    names = ("replicate", "shard")[replicas == 1 :]
+    mesh = init_device_mesh(device_type(), (replicas, ranks // replicas)[replicas == 1 :], mesh_dim_names=names)
+    model = seeded(make)
+    for block in model.blocks:
+        fully_shard(block, mesh, **options)
+    fully_shard(model, mesh, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    last = ""
+    for number in range(STEPS):
+        step(model, number)
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number >= FROM - 2:
+            last = settled(model, last)
+        if number >= FROM:
+            yield last
+
+
+def settled(model: nn.Module, expected: str) -> str:
+    """What is in use; gloo's threads let go of a collective's tensors a moment after it is over."""
+    gc.collect()
+    found = ""
+    for _ in range(60):
+        found = in_use(model)
+        if found == expected:
+            break
+        time.sleep(0.005)
+    return found
+
+
+def in_use(model: nn.Module) -> str:
+    """A text, since it must not count itself."""
+    objects = gc.get_objects()
+    tensors = [each for each in objects if issubclass(type(each), torch.Tensor)]
+    return f"{bytes_of(tensors)} bytes of tensors, {len(objects)} objects, buffers of {buffers(model)}"
+
+
+def bytes_of(tensors: list[torch.Tensor]) -> int:
+    """Of their storages, each once."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def buffers(model: nn.Module) -> tuple[int, ...]:
+    """Bytes of each group's tensors: shards, and what is gathered or collected."""
+    holders = [each for group in groups_of(model) for bucket in group.buckets for each in (bucket, bucket.gradients)]
+    return tuple(bytes_of([v for v in vars(each).values() if isinstance(v, torch.Tensor)]) for each in holders)
+
+
+@on_ranks(2)
+def test_that_it_would_be_seen(ranks: int):
+    kept: list[torch.Tensor] = []
+
+    def leaking(model: nn.Module, step: int) -> None:
+        one_pass(model, step)
+        if step == STEPS // 2:
+            kept.append(torch.ones(1000, dtype=torch.float64))
+
+    with pytest.raises(AssertionError, match=r"after step 5: \d+ bytes .*, but later \{\d+: '\d+ bytes"):
+        check(1, ranks, Net, leaking, {})
+    first = functools.reduce(lambda total, tensor: total + tensor.numel(), kept, 0)
+    assert first == 1000

@@ -1,0 +1,183 @@
+"""Asking who lives: sockets of this process stand for the ranks."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hp_platform import LostRankError
+from hp_platform.peers import Address, Listener, Lost, find_lost, lost_text, own_host
+
+QUICK = {"limit": 0.5, "settle": 0.1}
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[Listener]]:
+    made = [Listener(rank) for rank in range(4)]
+    yield made
+    for listener in made:
+        listener.close()
+
+
+def addresses(listeners: list[Listener]) -> dict[int, Address]:
+    return {listener.rank: listener.address for listener in listeners}
+
+
+def test_all_live(listeners):
+    begin = time.monotonic()
+    assert find_lost(listeners[0], addresses(listeners), range(4), **QUICK) == Lost(())
+    assert 0.5 <= time.monotonic() - begin < 5
+    listeners[1].read()
+    assert listeners[1].told == {}
+
+
+def test_whoever_ended_is_found_and_told_to_the_others(listeners):
+    peers = addresses(listeners)
+    listeners[2].close()
+    assert find_lost(listeners[0], peers, range(4), limit=30.0) == Lost((2,))
+    listeners[1].read()
+    assert listeners[1].told == {0: {2}}
+
+
+def test_a_rank_that_told_of_another_one_is_not_blamed(listeners):
+    peers = addresses(listeners)
+    listeners[2].close()
+    assert find_lost(listeners[3], peers, range(4), **QUICK) == Lost((2,))
+    listeners[3].close()  # ended by its error
+    # Rank 0 communicated with rank 3 alone, and sees two that ended.
+    assert find_lost(listeners[0], peers, [0, 3], **QUICK) == Lost((2,))
+    # Rank 1 is told by rank 0, too.
+    assert find_lost(listeners[1], peers, [1, 3], **QUICK) == Lost((2,))
+    assert listeners[1].told == {0: {2}, 3: {2}}
+
+
+def test_two_that_ended(listeners):
+    peers = addresses(listeners)
+    listeners[2].close()
+    listeners[3].close()
+    assert find_lost(listeners[0], peers, range(4), **QUICK) == Lost((2, 3))
+
+
+def test_who_took_no_part_is_not_blamed(listeners):
+    peers = addresses(listeners)
+    listeners[1].close()
+    listeners[3].close()
+    assert find_lost(listeners[0], peers, [0, 1], **QUICK) == Lost((1,))
+    # With nobody of the group gone, it is somebody else after all.
+    assert find_lost(listeners[0], peers, [0, 2], **QUICK) == Lost((1, 3))
+
+
+def test_an_end_that_comes_a_moment_later(listeners):
+    """The backend's connections may close before the listening socket does."""
+    peers = addresses(listeners)
+    timer = threading.Timer(0.3, listeners[2].close)
+    timer.start()
+    assert find_lost(listeners[0], peers, range(4), limit=30.0, settle=0.0) == Lost((2,))
+    timer.join()
+
+
+def test_an_end_after_the_connection_was_accepted(listeners):
+    peers = addresses(listeners)
+
+    def accept_and_end() -> None:
+        time.sleep(0.2)
+        listeners[2].read()
+        time.sleep(0.2)
+        listeners[2].close()
+
+    thread = threading.Thread(target=accept_and_end)
+    thread.start()
+    assert find_lost(listeners[0], peers, range(4), limit=30.0, settle=0.0) == Lost((2,))
+    thread.join()
+
+
+def test_a_verdict_that_comes_meanwhile(listeners):
+    peers = addresses(listeners)
+    peers.pop(2)  # this rank doesn't know where it is
+    thread = threading.Timer(0.3, find_lost, (listeners[1], peers | {2: _closed()}, range(4)))
+    thread.start()
+    assert find_lost(listeners[0], peers, range(4), limit=30.0, settle=0.0) == Lost((2,))
+    thread.join()
+
+
+def _closed() -> Address:
+    listener = Listener(9)
+    listener.close()
+    return listener.address
+
+
+def test_the_death_of_a_process():
+    """SIGKILL, with the connection made before."""
+    program = (
+        "from hp_platform.peers import Listener; import signal; l = Listener(1); print(l.address, flush=True);"
+        " signal.pause()"
+    )
+    here = Listener(0)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        peers = {1: Address.parse(process.stdout.readline().strip())}
+        assert find_lost(here, peers, [0, 1], limit=0.2) == Lost(())
+        timer = threading.Timer(0.2, process.kill)
+        timer.start()
+        assert find_lost(here, peers, [0, 1], limit=30.0) == Lost((1,))
+    here.close()
+
+
+def test_a_host_that_does_not_answer(listeners, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda self, address: 113)  # EHOSTUNREACH
+    assert find_lost(listeners[0], addresses(listeners), [0, 1], **QUICK) == Lost((1,), silent=True)
+
+
+def test_a_loopback_address_of_elsewhere_is_not_asked(listeners):
+    peers = {2: Address("127.0.0.1", 1, "another host"), 3: Address("127.0.0.1", 1, listeners[0].address.network)}
+    assert find_lost(listeners[0], peers, range(4), **QUICK) == Lost((3,))
+
+
+def test_what_strangers_write_is_passed_over(listeners):
+    with socket.create_connection((listeners[0].address.host, listeners[0].address.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n2 3\n1 ")
+        time.sleep(0.05)
+        listeners[0].read()
+        assert listeners[0].told == {2: {3}}
+        stranger.sendall(b"0\n")
+        time.sleep(0.05)
+        listeners[0].read()
+    assert listeners[0].told == {1: {0}, 2: {3}}
+
+
+def test_addresses():
+    address = Address("10.0.0.1", 5, "a b")
+    assert Address.parse(str(address)) == address
+    assert own_host("127.0.0.1") == own_host("localhost") == "127.0.0.1"
+    with _At(own_host()) as there:
+        assert find_lost(there, {}, [0], **QUICK) == Lost(())
+
+
+class _At:
+    def __init__(self, host: str) -> None:
+        self.listener = Listener(0, host)
+
+    def __enter__(self) -> Listener:
+        return self.listener
+
+    def __exit__(self, *_: object) -> None:
+        self.listener.close()
+
+
+def test_the_text():
+    assert lost_text(Lost((2,)), "all_gather", [0, 1, 2], 1) == (
+        "rank 2 was lost: its process has ended, or left the process group. So the all_gather over ranks [0, 1, 2]"
+        " failed on rank 1. See the output of rank 2 for why, and restart the job from its last checkpoint"
+    )
+    text = lost_text(Lost((2, 5), silent=True), "all_reduce", range(64), 1)
+    assert "ranks 2, 5 were lost: their hosts don't answer" in text
+    assert "over ranks 0 to 63 (64 ranks)" in text
+    error = pickle.loads(pickle.dumps(LostRankError("text", [5, 2])))
+    assert (str(error), error.ranks) == ("text", (2, 5))

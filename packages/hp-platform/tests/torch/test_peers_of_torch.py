@@ -1,0 +1,72 @@
+"""Lost ranks on process groups of PyTorch, and errors that are none."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import hp_platform
+from hp_platform import LostRankError, get_platform
+from hp_platform.testing import on_ranks, target
+from hp_platform.torch import peers
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+import user_made
+
+
+@on_ranks(2)
+def test_all_know_each_other():
+    here = peers._here
+    assert here is not None and here.world is dist.group.WORLD
+    assert sorted(here.addresses) == [0, 1]
+    hp_platform.init_process_group()  # again: nothing is asked for
+    assert peers._here is here
+
+
+@on_ranks(2)
+def test_errors_for_other_reasons_stay():
+    get_platform().collectives.barrier()
+    for error in (RuntimeError("shapes differ"), LostRankError("rank 1 was lost", [1])):
+        peers.raise_if_lost(error, "all_gather", dist.group.WORLD)
+        assert not hasattr(error, "__notes__")
+    get_platform().collectives.barrier()
+
+
+@on_ranks(2)
+def test_a_failure_with_all_ranks_alive_is_noted(monkeypatch):
+    monkeypatch.setattr(peers, "find_lost", lambda *args: hp_platform.peers.find_lost(*args, limit=0.1))
+    error = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv")
+    peers.raise_if_lost(error, "all_gather", dist.group.WORLD)
+    assert "the processes of all 2 ranks that could be asked live, so no rank was lost" in error.__notes__[0]
+    get_platform().collectives.barrier()
+
+
+def test_groups_that_torch_made(tmp_path):
+    if lacking := target.missing():
+        pytest.skip(lacking)
+    context = multiprocessing.get_context("forkserver")
+    processes, connections = [], []
+    try:
+        for rank in range(3):
+            here, there = context.Pipe()
+            args = (there, rank, str(tmp_path / "store"), dict(os.environ))
+            processes.append(context.Process(target=user_made.main, args=args))
+            processes[-1].start()
+            there.close()
+            connections.append(here)
+        for rank in (0, 2):
+            assert connections[rank].poll(30.0)
+            assert connections[rank].recv() == ([((1,), "RuntimeError")] * 4, 0, None)
+        for process in processes:
+            process.join(30.0)
+        assert [process.exitcode for process in processes] == [0, 3, 0]
+    finally:
+        for process, connection in zip(processes, connections):
+            process.kill()
+            process.join()
+            connection.close()
