@@ -86,7 +86,9 @@ def test_programs_end_by_themselves_where_one_raises():
     ranks, doomed = 2, 1
     begin = time.monotonic()
     program = [sys.executable, lost_ranks.__file__]
-    first = subprocess.Popen([*program, "0", str(ranks), "0", str(doomed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [*program, "0", str(ranks), "0", str(doomed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     programs = [first]
     try:
         assert first.stdout

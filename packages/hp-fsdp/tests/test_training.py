@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hp_dtensor import init_device_mesh
-from hp_fsdp import fully_shard
+from hp_fsdp import fully_shard, hsdp_sync_stream
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -173,3 +174,38 @@ def test_an_optimizer_in_backward():
         loss_of(reference(whole)).backward()
         loss_of(model(own)).backward()
     same_weights(model, reference)
+
+
+@on_ranks(1, 3, 4)
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["", "deterministic"])
+def test_gradients_are_divided_by_a_factor(ranks: int, options: dict[str, Any]):
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("r", "s")) if ranks == 4 else None
+    reference, model = pair(mesh=mesh, **options)
+    model.set_gradient_divide_factor(6.0)
+    for step in range(2):  # two micro-batches
+        whole, own = batch(step)
+        model.set_requires_gradient_sync(step == 1)
+        (loss_of(reference(whole)) * ranks / 6).backward()
+        loss_of(model(own)).backward()
+    same_gradients(model, reference)
+    for net in (model, reference):
+        net.zero_grad()
+    model.set_reduce_op_type("avg")
+    whole, own = batch(2)
+    loss_of(reference(whole)).backward()
+    loss_of(model(own)).backward()
+    same_gradients(model, reference)
+    with pytest.raises(ValueError, match="factor must be a finite number above 0, got 0"):
+        model.set_gradient_divide_factor(0)
+
+
+@on_ranks(2)
+def test_gradients_under_way_are_waited_for():
+    reference, model = pair()
+    whole, own = batch()
+    loss_of(reference(whole)).backward()
+    model.set_is_last_backward(False)
+    loss_of(model(own)).backward()
+    assert any(parameter.grad is None for parameter in model.parameters())
+    hsdp_sync_stream()
+    same_gradients(model, reference)

@@ -107,7 +107,7 @@ class Controls:
         self._hsdp_group.prefetch_in_backward = _groups_of(modules, "set_modules_to_backward_prefetch")
 
     def set_reduce_op_type(self, reduce_op_type: Any, *, recurse: bool = True) -> None:
-        """How gradients are reduced over ranks.
+        """How gradients are reduced over ranks; takes back what `set_gradient_divide_factor` set.
 
         Args:
             reduce_op_type: ``"avg"`` (the default) or ``"sum"``, or the framework's own name for one of them.
@@ -120,7 +120,24 @@ class Controls:
         if op not in ("avg", "sum"):
             raise ValueError(f'set_reduce_op_type: expected "avg" or "sum", got {reduce_op_type!r}')
         for group in self._groups(recurse):
-            group.reduce_op = op
+            group.reduce_op, group.divisor = op, None
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
+        """Gradients are the sum over the ranks divided by ``factor``, instead of their mean.
+
+        The sum is divided, so with a ``reduce_dtype`` of a small range, such as float16, it must not overflow.
+
+        Args:
+            factor: more than 0; such as the number of ranks times that of micro-batches.
+            recurse: for the sharded modules inside, too.
+
+        Raises:
+            ValueError: a factor that is not a finite number above 0.
+        """
+        if not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
+            raise ValueError(f"set_gradient_divide_factor: factor must be a finite number above 0, got {factor!r}")
+        for group in self._groups(recurse):
+            group.reduce_op, group.divisor = "sum", None if factor == 1 else float(factor)
 
 
 def check_reshard(value: Any, where: str, *, sizes: bool) -> None:

@@ -29,7 +29,7 @@ from fsdp_cells import (
 )
 
 from hp_dtensor import DTensor, RaggedShard, SkipDTensorDispatch, init_device_mesh
-from hp_fsdp import MixedPrecisionPolicy, fully_shard
+from hp_fsdp import MixedPrecisionPolicy, fully_shard, hsdp_sync_stream
 from hp_platform.testing import device_type, on_ranks
 
 
@@ -157,3 +157,17 @@ def test_mixed_precision():
     single = seeded(lambda: mint.nn.Linear(5, 5))
     fully_shard(single, data_mesh(), mp_policy=MixedPrecisionPolicy(mindspore.float16, output_dtype=mindspore.float32))
     assert single(own).dtype == mindspore.float32
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_are_divided_by_a_factor(ranks: int, deterministic: bool):
+    reference, model = pair(deterministic=deterministic)
+    model.set_gradient_divide_factor(6.0)
+    everything, own = batch()
+    _, gradients = differentiated(model)(own)
+    _, expected = mindspore.value_and_grad(
+        lambda x: loss_of(reference(x)) * ranks / 6.0, None, reference.trainable_params()
+    )(everything)
+    same_gradients(model, gradients, reference, expected)
+    hsdp_sync_stream()  # nothing is under way

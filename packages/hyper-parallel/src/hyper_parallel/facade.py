@@ -91,10 +91,12 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "get_optimizer_state_dict",
         "global_grad_norm",
         "hsdp",
+        "hsdp_sync_stream",
         "load_full_state_dict",
         "modules_by_size",
         "set_model_state_dict",
         "set_optimizer_state_dict",
+        "watch_activations",
     ),
     "hp_plan": (
         "DataSection",

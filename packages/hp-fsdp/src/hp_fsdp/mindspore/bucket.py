@@ -78,6 +78,7 @@ class Bucket:
         self.near_group: Any = None
         self.accumulated: Tensor | None = None
         self.accumulated_piece: Tensor | None = None
+        self.divisor: float | None = None
         for index, parameter in enumerate(self.parameters):
             start, stop = self.layout.part(index, axes.shard_rank)
             units = self.layout.units(index)
@@ -249,6 +250,8 @@ class Bucket:
 
     def shards(self, piece: Tensor) -> list[Tensor]:
         """Each parameter's part of this rank's piece of a reduced gradient, in memory of its own."""
+        if self.divisor is not None:
+            piece = piece / self.divisor
         shards = []
         for index in range(len(self.parameters)):
             start, stop = self.layout.place(index, self.axes.shard_rank)

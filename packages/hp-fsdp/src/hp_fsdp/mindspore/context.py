@@ -10,7 +10,7 @@ from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.unsharding import Call
 from hp_fsdp.order import ExecutionOrder
 
-__all__ = ["RootContext", "in_backward"]
+__all__ = ["RootContext", "hsdp_sync_stream", "in_backward"]
 
 
 def in_backward() -> bool:
@@ -159,3 +159,10 @@ class RootContext:
         for group in self.groups:
             group.abandon()
         self.backward_order.start()
+
+
+def hsdp_sync_stream() -> None:
+    """Waits for the reductions of all sharded models that are still under way: on MindSpore none are.
+
+    A backward pass waits for its reductions where it starts them, for it returns their results.
+    """

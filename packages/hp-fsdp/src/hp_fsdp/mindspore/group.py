@@ -68,6 +68,7 @@ class ParameterGroup:
         self.reduces = True
         self.reduces_over_replicas = True
         self.reduce_op = "avg"
+        self.divisor: float | None = None
         self.prefetch_in_forward: list[ParameterGroup] = []
         self.prefetch_in_backward: list[ParameterGroup] = []
         self.near = axes.near(options.reshard_after_forward)
@@ -198,6 +199,7 @@ class ParameterGroup:
         shards: list[Any] = []
         for bucket, flat in zip(trained, flats):
             if self.reduces:
+                bucket.divisor = self.divisor
                 shards += communicate_for(
                     self.modules, bucket.reduce, flat, self.reduce_op, over_replicas=self.reduces_over_replicas
                 )
@@ -236,6 +238,7 @@ class ParameterGroup:
         for bucket in trained:
             assert bucket.sums is not None
             bucket.sums.end_micro_batch(number)
+            bucket.divisor = self.divisor
             shards += communicate_for(self.modules, bucket.reduce_in_order, number + 1, self.reduce_op)
         return shards
 

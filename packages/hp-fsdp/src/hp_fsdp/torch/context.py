@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from time import perf_counter_ns
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 from hp_fsdp.order import ExecutionOrder
 from hp_fsdp.torch.group import ParameterGroup, Started
 
-__all__ = ["RootContext"]
+__all__ = ["RootContext", "hsdp_sync_stream"]
 
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
 Moment = tuple[str, ParameterGroup | None, int]
+
+
+_contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()
 
 
 class RootContext:
@@ -47,6 +51,7 @@ class RootContext:
         self.last_backward = True
         self.moments: list[Moment] = []
         self.last_moments: list[Moment] = []
+        _contexts.add(self)
 
     @staticmethod
     def of(root: ParameterGroup, group_of: Any) -> RootContext:
@@ -220,3 +225,13 @@ class RootContext:
         for group in self.groups:
             group.abandon()
         self.backward_order.start()
+
+
+def hsdp_sync_stream() -> None:
+    """Waits for the reductions of all sharded models that are still under way, and hands out their gradients.
+
+    They are where the last backward passes ran with ``set_is_last_backward(False)``: call it before the gradients are
+    read. On a device the host does not wait: the current stream does.
+    """
+    for context in list(_contexts):
+        context.drain()

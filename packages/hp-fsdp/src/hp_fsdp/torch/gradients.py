@@ -75,6 +75,7 @@ class GradientBuffer:
         ]
         self.filled: set[int] = set()
         self.pin: bool | None = None
+        self.divisor: float | None = None
         self.coming: list[Homecoming] = []
         self.accumulated: torch.Tensor | None = None
         if not self.alone:
@@ -165,12 +166,14 @@ class GradientBuffer:
         """Gives the sharded parameters their gradients, or adds to those that they have.
 
         Args:
-            reduced: this rank's piece.
+            reduced: this rank's piece, in memory of its own.
             missing: parameters that had no gradient on this rank.
 
         Returns:
             Whether that is done; else they are on their way to the host, and `arrive` does it.
         """
+        if self.divisor is not None:
+            reduced.div_(self.divisor)
         if reduced.dtype is not self.dtype:
             reduced = reduced.to(self.dtype)
         if self.pin is None:
@@ -201,7 +204,10 @@ class GradientBuffer:
             gradient = _get_grad(parameter.unsharded)
             if gradient is not None:
                 _set_grad(parameter.unsharded, None)
-                gradient = gradient.reshape(-1).detach().to(device=parameter.sharded.device, dtype=self.dtype)
+                gradient = gradient.reshape(-1).detach()
+                if self.divisor is not None:
+                    gradient = gradient / self.divisor
+                gradient = gradient.to(device=parameter.sharded.device, dtype=self.dtype)
             pieces.append(gradient)
         self._assign(pieces)
 

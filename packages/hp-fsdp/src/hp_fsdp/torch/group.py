@@ -59,6 +59,7 @@ class ParameterGroup:
         in_backward: between the first gradient of an output and the last gradient of an input.
         calls: the module's calls in forward whose backward is still to come; deterministic mode counts on them.
         micro_batches: how many backward passes were kept since the last step, in deterministic mode.
+        divisor: what the reduced gradients are divided by, None for 1.
         agreed: how many micro-batches all ranks ran for the last step, in deterministic mode.
         ended: the gradients of the backward pass under way are complete, in deterministic mode.
     """
@@ -86,6 +87,7 @@ class ParameterGroup:
         self.reduces = True
         self.reduces_over_replicas = True
         self.reduce_op = "avg"
+        self.divisor: float | None = None
         self.prefetch_in_forward: list[ParameterGroup] = []
         self.prefetch_in_backward: list[ParameterGroup] = []
         self.near = axes.near(options.reshard_after_forward)
@@ -252,6 +254,7 @@ class ParameterGroup:
         if op is not None:
             used = any(gradients.used for gradients in kept)
             for gradients in kept:
+                gradients.divisor = self.divisor
                 if used and gradients.trains:
                     started.append(Exchange(gradients, number + 1, op, self.modules))  # type: ignore[arg-type]
                 else:
@@ -269,6 +272,7 @@ class ParameterGroup:
         used = any(bucket.gradients.used or bucket.gradients.alone for bucket in buckets)
         for bucket in buckets:
             if used and (bucket.gradients.used or bucket.gradients.trains):
+                bucket.gradients.divisor = self.divisor
                 reduction = bucket.gradients.reduce(
                     self.reduce_op, over_replicas=self.reduces_over_replicas, modules=self.modules
                 )
