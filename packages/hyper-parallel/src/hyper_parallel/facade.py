@@ -10,6 +10,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "hp_platform": (
         "CollectiveCounts",
         "GroupOptions",
+        "LostRankError",
         "Platform",
         "count_collectives",
         "destroy_process_group",
