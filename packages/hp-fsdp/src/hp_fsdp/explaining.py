@@ -10,7 +10,7 @@ from hp_dtensor.text_table import text_table
 from hp_fsdp.held import Held
 from hp_fsdp.timeline import Timeline
 
-__all__ = ["Event", "Explanation", "GroupFacts", "MemoryRow", "check_path", "simulate"]
+__all__ = ["Event", "Explanation", "GroupFacts", "MemoryRow", "Overlap", "check_path", "simulate"]
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -36,6 +36,19 @@ class GroupFacts:
     gradient_bytes: int
     after_forward: int
     after_backward: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What runs beside the computation.
+
+    Attributes:
+        gathers: the next group is gathered while one computes.
+        reductions: a group's gradients are reduced while the next one computes.
+    """
+
+    gathers: bool = True
+    reductions: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +192,18 @@ def check_path(path: str | os.PathLike[str], suffixes: Sequence[str] = (".json",
 
 
 def simulate(
-    forward: Sequence[GroupFacts], backward: Sequence[GroupFacts], inside: Callable[[GroupFacts, GroupFacts], bool]
+    forward: Sequence[GroupFacts],
+    backward: Sequence[GroupFacts],
+    inside: Callable[[GroupFacts, GroupFacts], bool],
+    overlap: Overlap = Overlap(),
 ) -> Iterable[Event]:
-    """One step in order: a group is gathered while the one before it runs, and freed when its pass is over.
+    """One step in order: a group is gathered before it runs, and freed when its pass is over.
 
     Args:
         forward: groups in the order in which their forwards began.
         backward: groups in the order in which their backwards began.
         inside: whether the first one's module is inside the second one's, so that it runs during the other's pass.
+        overlap: what runs beside the computation.
     """
     held: dict[str, int] = {}
     gradients: dict[str, int] = {}
@@ -202,7 +219,7 @@ def simulate(
 
     def leave(phase: str, group: GroupFacts) -> Iterable[Event]:
         if phase == "backward":
-            # A reduction runs on behind the next group's backward: its buffer goes when the next one ends.
+            # A reduction that runs on behind the next group's backward keeps its buffer until the next one ends.
             gradients.clear()
             gradients[group.name] = group.gradient_bytes
         stays = group.after_forward if phase == "forward" else group.after_backward
@@ -211,6 +228,8 @@ def simulate(
             yield event(phase, "free", group)
         if phase == "backward" and group.gradient_bytes:
             yield event(phase, "reduce", group)
+            if not overlap.reductions:
+                gradients.clear()
 
     for phase, order in (("forward", forward), ("backward", backward)):
         open_: list[GroupFacts] = []
@@ -218,7 +237,7 @@ def simulate(
             while open_ and not inside(group, open_[-1]):
                 yield from leave(phase, open_.pop())
             yield from gather(phase, group)
-            if at + 1 < len(order):
+            if overlap.gathers and at + 1 < len(order):
                 yield from gather(phase, order[at + 1])
             yield event(phase, "run", group)
             open_.append(group)

@@ -1,4 +1,4 @@
-"""Whole tensors out of a sharded model and into it."""
+"""Model states, whole and sharded, out of a model and into it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ import pytest
 from mindspore import Parameter, Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_cells import Net, batch, close, pair, same_weights, seeded, world
+from fsdp_cells import Net, batch, close, data_mesh, double, pair, same_weights, seeded, train, world
 
-from hp_dtensor import DTensor, init_device_mesh
-from hp_fsdp import full_state_dict, fully_shard, load_full_state_dict
+from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, init_device_mesh
+from hp_fsdp import (
+    StateDictOptions,
+    full_state_dict,
+    fully_shard,
+    get_model_state_dict,
+    load_full_state_dict,
+    set_model_state_dict,
+)
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
+
+FULL = StateDictOptions(full_state_dict=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 class Buffered(Net):
@@ -33,7 +43,8 @@ def test_round_trip():
     reference, model = pair(Buffered)
     with count_collectives() as counted:
         state = full_state_dict(model)
-    assert dict(counted) == {"all_gather": 4}
+    pieces = {id(p): sum(map(bool, p.placements[0].units)) for p in model.get_parameters()}
+    assert dict(counted) == {"broadcast": sum(pieces.values())}  # what ranks own, they send
     assert all(type(tensor) is Tensor for tensor in state.values())
     same_weights(model, reference, 0.0)
     assert state["tied.weight"] is state["last.weight"]
@@ -72,3 +83,113 @@ def test_between_meshes():
     load_full_state_dict(target, doubled)
     for name, tensor in full_state_dict(target).items():
         close(tensor.asnumpy(), doubled[name].asnumpy(), name, 0.0)
+
+
+def zeroed(model):
+    for parameter in model.get_parameters():
+        parameter._update_data(parameter.to_local() * 0.0)
+    return model
+
+
+@on_ranks(2, 3)
+def test_sharded_states_are_what_ranks_own_and_load_in_any_layout():
+    reference, model = pair(double(Buffered))
+    state = get_model_state_dict(model)
+    assert list(state) == list(reference.state_dict()) and state["tied.weight"] is state["last.weight"]
+    parameters = {name: value for name, value in model.state_dict(keep_vars=True).items() if name != "offset"}
+    for name, parameter in parameters.items():
+        assert type(state[name]) is DTensor and state[name]._spec is parameter._spec
+        assert isinstance(state[name].placements[0], RaggedShard)
+        assert (
+            state[name].to_local().data_ptr() == parameter.to_local().data_ptr() or not state[name].to_local().numel()
+        )
+    with count_collectives() as counted:
+        host = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+        arrays = {
+            name: value.asnumpy() if name == "offset" else value.to_local().asnumpy() for name, value in host.items()
+        }
+    assert not counted
+    # What each rank wrote, taken up by a model on as many ranks.
+    saved = {
+        name: Tensor(array) if name == "offset"
+        else DTensor.from_local(Tensor(array), host[name].device_mesh, host[name].placements, shape=host[name].shape)
+        for name, array in arrays.items()
+    }  # fmt: skip
+    mesh = data_mesh()
+    moved = {
+        name: value.redistribute(mesh, [Shard(0) if i % 2 else Replicate()]) if name != "offset" else value
+        for i, (name, value) in enumerate(host.items())
+    }
+    moved["tied.weight"] = moved["last.weight"]
+    for given in (host, saved, moved):
+        assert set_model_state_dict(zeroed(model), given) == ([], [])
+        same_weights(model, reference, 0.0)
+    train(*pair(double(Net)), steps=1)
+
+
+@on_ranks(1, 3)
+def test_rank_0_sends_one_tensor_at_a_time():
+    reference, model = pair(double(Buffered))
+    zeroed(model)
+    whole = {name: Tensor(value.asnumpy()) for name, value in reference.state_dict().items()}
+    state = whole if world()[0] == 0 else {}
+    with count_collectives() as counted:
+        set_model_state_dict(model, state, options=BROADCAST)
+    if world()[1] > 1:
+        assert dict(counted) == {"broadcast": len(whole) + 2}  # and what there is: its length, and itself
+        with pytest.raises(TypeError, match="rank 0 must have whole plain tensors"):
+            set_model_state_dict(model, get_model_state_dict(model), options=BROADCAST)
+    same_weights(model, reference, 0.0)
+    with pytest.raises(ValueError, match="1 names are missing"):
+        set_model_state_dict(model, {k: v for k, v in state.items() if k != "last.bias"}, options=BROADCAST)
+    with pytest.raises(TypeError, match="'last.bias' must be a tensor, got float"):
+        set_model_state_dict(model, {**whole, "last.bias": 1.0}, options=FULL)
+
+
+@on_ranks(2)
+def test_frozen_parameters_may_be_left_out():
+    reference, model = seeded(Net), seeded(Net)
+    for cell in (reference, model):
+        for parameter in cell.first.get_parameters():
+            parameter.requires_grad = False
+    fully_shard(model, data_mesh())
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    assert [name for name in reference.state_dict() if name not in state] == ["first.weight", "first.bias"]
+    assert set_model_state_dict(zeroed(model), state, options=options) == ([], [])
+    close(get_model_state_dict(model, options=FULL)["last.weight"].asnumpy(), reference.last.weight.asnumpy(), "last")
+    with pytest.raises(ValueError, match="2 names are missing"):
+        set_model_state_dict(model, state, options=FULL)
+
+
+class Extra(Net):
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@on_ranks(2)
+def test_extra_states_and_rank_0_only():
+    _, model = pair(Extra)
+    model.seen = 4
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert bool(state) == (world()[0] == 0)
+    if state:
+        assert state["_extra_state"] == {"seen": 4}
+        state["_extra_state"] = {"seen": 9}
+    set_model_state_dict(model, state, options=BROADCAST)
+    assert model.seen == 9
+
+
+@on_ranks(1)
+def test_a_cell_that_is_not_sharded():
+    cell = seeded(Net)
+    state = get_model_state_dict(cell)
+    assert list(state) == list(cell.state_dict())
+    set_model_state_dict(cell, {name: value * 2 for name, value in state.items()})
+    same_weights(cell, cell)
+    close(cell.last.bias.asnumpy(), 2 * seeded(Net).last.bias.asnumpy(), "last.bias", 0.0)

@@ -10,13 +10,23 @@ import mindspore.mint.nn.functional as F
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn
+from mindspore.experimental.optim import AdamW
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_cells import ROWS, close, differentiated, loss_of, pair, same_gradients, same_weights, seeded, sgd
+from fsdp_cells import ROWS, close, differentiated, loss_of, pair, same_gradients, same_weights, seeded, sgd, whole
 
-from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, init_device_mesh
+from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, SkipDTensorDispatch, init_device_mesh
 from hp_dtensor.mindspore.api import distribute_parameter
-from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, global_grad_norm, load_full_state_dict
+from hp_fsdp import (
+    StateDictOptions,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    get_optimizer_state_dict,
+    global_grad_norm,
+    load_full_state_dict,
+    set_optimizer_state_dict,
+)
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
 
@@ -66,8 +76,8 @@ def parallel(mesh, hidden: int = 12, *, data: str | tuple[str, ...] = "dp", **op
 
 
 def columns(mesh) -> tuple[Tensor, Tensor]:
-    whole = np.random.RandomState(7).randn(ROWS, 6).astype(np.float32)
-    return Tensor(whole), Tensor(np.split(whole, mesh["dp"].size())[mesh["dp"].get_local_rank()])
+    rows = np.random.RandomState(7).randn(ROWS, 6).astype(np.float32)
+    return Tensor(rows), Tensor(np.split(rows, mesh["dp"].size())[mesh["dp"].get_local_rank()])
 
 
 @on_ranks(4)
@@ -95,6 +105,32 @@ def test_data_by_tensor_parallel(hidden: int):
     load_full_state_dict(model, {name: tensor * 2 for name, tensor in state.items()})
     for name, tensor in full_state_dict(model).items():
         close(tensor.asnumpy(), 2 * state[name].asnumpy(), name, 0.0)
+
+
+@on_ranks(4)
+def test_optimizer_states():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    reference, model = parallel(mesh, 5)
+    with SkipDTensorDispatch():
+        first, second = AdamW(reference.trainable_params()), AdamW(model.trainable_params())
+    everything, own = columns(mesh)
+    first(differentiated(reference, dtensors=False)(everything)[1])
+    _, gradients = differentiated(model)(own)
+    with SkipDTensorDispatch():
+        second(tuple(gradients))
+    options = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(model, second, options=options)
+    expected = get_optimizer_state_dict(reference, first)
+    assert list(state["state"]) == list(expected["state"])
+    for name, inside in expected["state"].items():
+        for key, value in inside.items():
+            close(state["state"][name][key].asnumpy(), value.asnumpy(), f"{name}.{key}")
+    doubled = {name: {key: value * 2 for key, value in inside.items()} for name, inside in state["state"].items()}
+    set_optimizer_state_dict(model, second, {**state, "state": doubled}, options=options)
+    sharded = get_optimizer_state_dict(model, second)["state"]
+    for name, inside in doubled.items():
+        for key, value in inside.items():
+            close(whole(sharded[name][key]), value.asnumpy(), f"{name}.{key}", 0.0)
 
 
 @on_ranks(4)

@@ -74,6 +74,7 @@ class Bucket:
         self.sums = MicroBatchSums(axes, self.layout) if options.deterministic else None
         self.has_inner = any(parameter.inner is not None for parameter in parameters)
         self.full: Any = None
+        self.source: Tensor | None = None
         self.near: Tensor | None = None
         self.near_group: Any = None
         self.accumulated: Tensor | None = None

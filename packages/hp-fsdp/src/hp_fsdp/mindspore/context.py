@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter_ns
 from typing import Any
 
 from mindspore.graph.api import _pynative_executor
@@ -11,6 +12,8 @@ from hp_fsdp.mindspore.unsharding import Call
 from hp_fsdp.order import ExecutionOrder
 
 __all__ = ["RootContext", "hsdp_sync_stream", "in_backward"]
+
+Moment = tuple[str, ParameterGroup | None, int]
 
 
 def in_backward() -> bool:
@@ -27,6 +30,10 @@ class RootContext:
     Args:
         root: the outermost group.
         groups: all groups, the root too, outer before inner.
+
+    Attributes:
+        moments: what happened in the pass under way, see `hp_fsdp.timeline`: kind, group, nanoseconds of a clock.
+        last_moments: the same of the last forward and backward that came to their end.
     """
 
     def __init__(self, root: ParameterGroup, groups: list[ParameterGroup]) -> None:
@@ -38,6 +45,12 @@ class RootContext:
         self.outermost: ParameterGroup | None = None
         self.backward = False
         self.ahead: list[ParameterGroup] = []
+        self.moments: list[Moment] = []
+        self.last_moments: list[Moment] = []
+
+    def note(self, kind: str, group: ParameterGroup | None = None) -> None:
+        """Takes note of a moment."""
+        self.moments.append((kind, group, perf_counter_ns()))
 
     @staticmethod
     def of(root: ParameterGroup, group_of: Any) -> RootContext:
@@ -82,6 +95,7 @@ class RootContext:
             # Parameters have no version that tells of an optimizer's step, so what was kept is gathered anew.
             if each.gathering is not None or (each.unsharded and not (each.pinned or each.carried)):
                 each.reshard()
+        self.moments = []
         self.order.start()
         self.finished.clear()
 
@@ -102,6 +116,7 @@ class RootContext:
         """
         coming = order.visit(group)
         group.start_unshard()
+        self.note("wait", group)
         if group in self.ahead:
             self.ahead.remove(group)
         if group.overlaps:
@@ -110,6 +125,7 @@ class RootContext:
                     each.start_unshard()
                     self.ahead.append(each)
         group.finish_unshard()
+        self.note("run", group)
 
     def drop_ahead(self) -> None:
         """Frees what was gathered ahead of time and then not used."""
@@ -124,6 +140,7 @@ class RootContext:
             return
         if not self.backward:
             self.backward = True
+            self.note("backward")
             _pynative_executor.queue_backward_final_callback(self.end_backward)
             if not self.backward_order.known:
                 self.backward_order.start(list(reversed(self.finished)))
@@ -147,6 +164,8 @@ class RootContext:
         self.drop_ahead()
         self.backward = False
         self.backward_order.start()
+        self.note("end")
+        self.last_moments, self.moments = self.moments, []
         errors = [error for group in self.groups if group.deterministic and (error := group.end_micro_batch())]
         if errors:
             raise RuntimeError(errors[0])

@@ -116,6 +116,7 @@ class ParameterGroup:
         if self.unsharded or self.gathering is not None:
             return
         self.check()
+        self._note("gather")
         with _no_grad(), local_mode():
             self.gathering = communicate_for(self.modules, self._gather)
 
@@ -128,6 +129,8 @@ class ParameterGroup:
             for handle in self.gathering:
                 if handle is not None:
                     handle.wait()
+            for bucket in self.buckets:
+                bucket.source = None
             self.gathering = None
             self.unsharded = True
         if self.pinned:
@@ -153,6 +156,11 @@ class ParameterGroup:
         self.hide()
         for bucket in self.buckets:
             bucket.release(near)
+        self._note("free")
+
+    def _note(self, kind: str) -> None:
+        if self.context is not None:
+            self.context.note(kind, self)
 
     def drop_near(self) -> None:
         """Frees the smaller group's shards."""
@@ -189,6 +197,7 @@ class ParameterGroup:
         call.done = True
         self.active.discard(call)
         self.calls.discard(call)
+        self._note("left")
         rest = iter(gradients)
         trained = [bucket for bucket in self.buckets if bucket.trains]
         flats = [bucket.collect([next(rest) for _ in bucket.parameters]) for bucket in trained]
@@ -197,15 +206,18 @@ class ParameterGroup:
         if self.deterministic:
             return self._leave_in_order(trained, flats)
         shards: list[Any] = []
-        for bucket, flat in zip(trained, flats):
-            if self.reduces:
-                bucket.divisor = self.divisor
-                shards += communicate_for(
-                    self.modules, bucket.reduce, flat, self.reduce_op, over_replicas=self.reduces_over_replicas
-                )
-            else:
+        if not self.reduces:
+            for bucket, flat in zip(trained, flats):
                 bucket.accumulated = flat
                 shards += bucket.zeros()
+            return shards
+        self._note("reduce")
+        for bucket, flat in zip(trained, flats):
+            bucket.divisor = self.divisor
+            shards += communicate_for(
+                self.modules, bucket.reduce, flat, self.reduce_op, over_replicas=self.reduces_over_replicas
+            )
+        self._note("reduced")
         return shards
 
     @property
@@ -235,11 +247,13 @@ class ParameterGroup:
             communicate_for(self.modules, check_counts, self.axes, number + 1)
             self.agreed = number + 1
         shards: list[Any] = []
+        self._note("reduce")
         for bucket in trained:
             assert bucket.sums is not None
             bucket.sums.end_micro_batch(number)
             bucket.divisor = self.divisor
             shards += communicate_for(self.modules, bucket.reduce_in_order, number + 1, self.reduce_op)
+        self._note("reduced")
         return shards
 
     def end_micro_batch(self) -> str | None:

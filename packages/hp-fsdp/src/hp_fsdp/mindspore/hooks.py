@@ -70,6 +70,7 @@ def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any
             group.calls.add(call)
         before = group.show(unsharded_tensors(group, call))
         output = forward(*args, **kwargs)
+        context.note("left", group)
         group.show(before)
         watched = call is not None and _watch(context, call, output)
         if call is not None and not watched:

@@ -1,97 +1,99 @@
-"""Whole tensors of a sharded model: out of it and into it."""
+"""Model states: whole or sharded, out of a Cell and into it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from mindspore import Parameter, Tensor, _no_grad, mint, nn
+from mindspore import Parameter, Tensor, nn
 
-from hp_dtensor.mindspore import autograd
-from hp_dtensor.mindspore.autograd import local_mode
-from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
-from hp_dtensor.mindspore.parameter import set_local
-from hp_dtensor.mindspore.redistribute import execute
-from hp_dtensor.placements import Replicate
-from hp_fsdp.mindspore.bucket import Bucket
+from hp_dtensor.mindspore.dtensor import local_view, wrap
 from hp_fsdp.mindspore.module import group_of
-from hp_fsdp.mindspore.parameter import run_of
+from hp_fsdp.mindspore.whole import WIRE, fill, whole
+from hp_fsdp.norms import spec_of
+from hp_fsdp.state_dicts import load_model_state, model_state
 from hp_fsdp.state_options import StateDictOptions
-from hp_platform import get_platform
 
-__all__ = ["full_state_dict", "get_model_state_dict", "load_full_state_dict", "set_model_state_dict"]
+__all__ = [
+    "exported",
+    "full_state_dict",
+    "get_model_state_dict",
+    "load_full_state_dict",
+    "parameter_names",
+    "set_model_state_dict",
+]
 
 
 def get_model_state_dict(model: nn.Cell, *, options: StateDictOptions | None = None) -> dict[str, Any]:
     """The model's state, by the names of the unsharded Cell.
 
-    Args:
-        model: holds sharded Cells, or is one.
-        options: ``full_state_dict`` gives whole tensors, with ``cpu_offload`` on rank 0 only.
+    Sharded (the default), parameters are DTensors that look into the model's memory: save or copy them before the next
+    step, or take ``cpu_offload=True``, which copies. Full, they are whole plain tensors; every rank has to call it, one
+    parameter is gathered at a time. Tied parameters appear under each name, as one tensor.
 
-    Raises:
-        NotImplementedError: without ``full_state_dict``, or with ``ignore_frozen_params``.
+    Example:
+        >>> state = get_model_state_dict(model)                 # sharded: each rank saves what it owns
+        >>> numpy.savez(f"{path}/{rank}.npz", **{name: value.to_local().asnumpy() for name, value in state.items()})
+
+    Args:
+        model: holds sharded Cells, is one, or is not sharded.
+        options: see `StateDictOptions`.
     """
     options = StateDictOptions.of(options)
-    if not options.full_state_dict or options.ignore_frozen_params:
-        raise NotImplementedError(
-            "get_model_state_dict: on MindSpore only whole tensors of all parameters, get_model_state_dict(model,"
-            " options=StateDictOptions(full_state_dict=True)); cell.state_dict() has the sharded ones"
-        )
-    return full_state_dict(model, rank0_only=options.cpu_offload, cpu=options.cpu_offload)
+    return _state(model, options, rank0_only=options.full_state_dict and options.cpu_offload)
 
 
 def set_model_state_dict(
     model: nn.Cell, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
-) -> None:
-    """Loads whole tensors, the same on every rank, of which each takes its part.
+) -> tuple[list[str], list[str]]:
+    """Loads a state into the model: whole tensors, of which each rank takes its part, or DTensors.
+
+    Example:
+        >>> state = mindspore.load_checkpoint(path) if rank == 0 else {}
+        >>> options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        >>> set_model_state_dict(model, state, options=options)
 
     Args:
-        model: holds sharded Cells, or is one.
-        model_state_dict: whole tensors by the names of the unsharded Cell.
-        options: ``full_state_dict`` must be True.
+        model: its parameters need no values yet (``init_empty_weights``).
+        model_state_dict: by the names of the unsharded Cell. DTensors in another layout of the same ranks are moved; a
+            state of another number of ranks is loaded whole.
+        options: see `StateDictOptions`.
+
+    Returns:
+        The names that are missing and those that are not known, both empty where ``strict``.
 
     Raises:
-        NotImplementedError: without ``full_state_dict``, or with ``broadcast_from_rank0`` or ``ignore_frozen_params``.
-        ValueError: see `load_full_state_dict`.
+        ValueError: with ``strict``, names that are missing or not known; a tensor of another shape.
+        TypeError: what is no tensor but should be one.
     """
-    options = StateDictOptions.of(options)
-    if not options.full_state_dict or options.broadcast_from_rank0 or options.ignore_frozen_params:
-        raise NotImplementedError(
-            "set_model_state_dict: on MindSpore only whole tensors that every rank has: options=StateDictOptions("
-            "full_state_dict=True), without broadcast_from_rank0 and ignore_frozen_params"
-        )
-    load_full_state_dict(model, model_state_dict, strict=options.strict)
+    own = _entries(model)
+    extra = {}
+
+    def load(name: str, value: Any) -> None:
+        if isinstance(own[name], Tensor):
+            fill(name, own[name], value, spec_of(own[name]))
+        else:
+            extra[name] = value
+
+    found = load_model_state(own, _frozen(own), model_state_dict, StateDictOptions.of(options), load, WIRE)
+    if extra:  # a Cell's extra state is no tensor, and its own to set
+        model.load_state_dict(extra, strict=False)
+    return found
 
 
 def full_state_dict(model: nn.Cell, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
-    """The model's state as whole plain tensors: names, order and values of an unsharded Cell's ``state_dict()``.
-
-    One all-gather for each bucket of parameters; every rank has to call it. Tied parameters appear under each name, as
-    one tensor.
+    """The model's state as whole plain tensors: `get_model_state_dict` with ``full_state_dict=True``.
 
     Args:
         model: holds sharded Cells, or is one.
         rank0_only: other ranks than the first take part and get an empty dictionary. Default False: all get the same.
         cpu: put the tensors on the host.
     """
-    keep = not rank0_only or get_platform().groups.rank() == 0
-    buckets = _buckets(model)
-    own = _state(model)
-    whole: dict[int, Any] = {}
-    with _no_grad():
-        for bucket in buckets:
-            for parameter, tensor in _gathered(bucket):
-                whole[id(parameter)] = _own(tensor, cpu) if keep else None
-        for value in own.values():
-            if isinstance(value, Tensor) and id(value) not in whole:
-                tensor = value.full_tensor() if isinstance(value, DTensor) else value
-                whole[id(value)] = _own(tensor, cpu) if keep else None
-    return {name: whole.get(id(value), value) for name, value in own.items()} if keep else {}
+    return _state(model, StateDictOptions(full_state_dict=True, cpu_offload=cpu), rank0_only=rank0_only)
 
 
 def load_full_state_dict(model: nn.Cell, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Loads whole tensors into a sharded model: each rank takes its part. Nothing is communicated.
+    """Loads whole tensors, the same on every rank: `set_model_state_dict`. Nothing is communicated.
 
     Args:
         model: holds sharded Cells, or is one.
@@ -101,74 +103,54 @@ def load_full_state_dict(model: nn.Cell, state: Mapping[str, Any], *, strict: bo
     Raises:
         ValueError: with ``strict``, names that are missing or not known; a tensor of another shape.
     """
-    owners = {
-        id(parameter.parameter): (bucket, index)
-        for bucket in _buckets(model)
-        for index, parameter in enumerate(bucket.parameters)
-    }
-    own = _state(model)
-    missing, unknown = [name for name in own if name not in state], [name for name in state if name not in own]
-    if strict and (missing or unknown):
-        raise ValueError(
-            f"load_full_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}), {len(unknown)} are not"
-            f" known ({', '.join(unknown[:5])}). Use strict=False to load the rest"
-        )
-    with _no_grad():
-        for name, target in own.items():
-            source = state.get(name)
-            if not isinstance(target, Tensor) or source is None:
-                continue
-            if tuple(source.shape) != tuple(target.shape):
-                raise ValueError(
-                    f"load_full_state_dict: {name!r} has shape {tuple(source.shape)}, the model's is"
-                    f" {tuple(target.shape)}"
-                )
-            bucket, index = owners.get(id(target), (None, 0))
-            with local_mode():
-                if bucket is not None:
-                    part = _part(source, bucket.parameters[index].inner)
-                    part = run_of(part, *bucket.layout.part(index, bucket.axes.shard_rank))
-                else:
-                    part = _part(source, target._spec if isinstance(target, DTensor) else None).copy()
-                set_local(target, part.astype(target.dtype))
-                if isinstance(target, Parameter):
-                    target.init = None  # an initializer that was to give it values is not needed any more
-    autograd.forget()
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=strict))
 
 
-def _state(model: nn.Cell) -> dict[str, Any]:
-    return dict(model.state_dict(keep_vars=True))
+def exported(value: Any, options: StateDictOptions, keep: bool) -> Any:
+    """A value of a state dict as ``options`` say; what is no tensor as it is.
+
+    Args:
+        value: a DTensor is gathered where the options ask for it, so every rank has to call it.
+        options: whole or not, on the host or not.
+        keep: False drops the whole tensor and gives None.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if options.full_state_dict:
+        made = whole(value)
+        return (_on_host(made) if options.cpu_offload else made) if keep else None
+    spec = spec_of(value)
+    local = _on_host(value) if options.cpu_offload else local_view(value)
+    return local if spec is None else wrap(local, spec)
 
 
-def _buckets(model: nn.Cell) -> list[Bucket]:
-    """The buckets under ``model``, with the sharded parameters registered."""
-    found = []
+def parameter_names(model: nn.Cell) -> dict[int, list[str]]:
+    """The names of each parameter, by its id: more than one where it is tied."""
+    found: dict[int, list[str]] = {}
+    for name, value in _entries(model).items():
+        if isinstance(value, Parameter):
+            found.setdefault(id(value), []).append(name)
+    return found
+
+
+def _state(model: nn.Cell, options: StateDictOptions, *, rank0_only: bool) -> dict[str, Any]:
+    own = _entries(model)
+    return model_state(own, _frozen(own), options, exported, rank0_only=rank0_only)
+
+
+def _entries(model: nn.Cell) -> dict[str, Any]:
+    """What ``model.state_dict()`` holds, the very tensors, with the sharded parameters registered."""
     for _, cell in model.cells_and_names():
         group = group_of(cell)
         if group is not None:
             group.reshard()
-            found += group.buckets
-    return found
+    return dict(model.state_dict(keep_vars=True))
 
 
-def _gathered(bucket: Bucket) -> Iterator[tuple[Any, Tensor]]:
-    """Each sharded parameter with its whole value, of which it does not own the memory."""
-    full = piece = bucket.piece()
-    if bucket.axes.shard_size > 1:
-        full = mint.empty((bucket.layout.total,), dtype=bucket.dtype)
-        get_platform().collectives.all_gather(full, piece, group=bucket.axes.shard_group)
-    for parameter, offset in zip(bucket.parameters, bucket.layout.offsets):
-        tensor = mint.narrow(full, 0, offset, parameter.numel).reshape(parameter.shape)
-        if parameter.inner is not None:
-            tensor = wrap(tensor, parameter.inner).full_tensor()
-        yield parameter.parameter, tensor
+def _frozen(own: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in own.items() if isinstance(value, Parameter) and not value.requires_grad]
 
 
-def _own(tensor: Tensor, cpu: bool) -> Tensor:
-    return Tensor(tensor.asnumpy()) if cpu else local_view(tensor).copy()
-
-
-def _part(whole: Tensor, spec: Any) -> Tensor:
-    if spec is None:
-        return local_view(whole)
-    return execute(local_view(whole), spec.with_placements([Replicate()] * spec.mesh.ndim), spec)
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy on the host."""
+    return Tensor(local_view(tensor).asnumpy())

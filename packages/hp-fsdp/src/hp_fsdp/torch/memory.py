@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from hp_dtensor.torch.dtensor import local_view
+from hp_fsdp.explainer import activation_row, optimizer_row, unsharded_rows
 from hp_fsdp.explaining import Event, MemoryRow
 from hp_fsdp.held import Held
 from hp_fsdp.torch.activations import Activations
@@ -16,6 +17,8 @@ from hp_fsdp.torch.group import ParameterGroup
 from hp_platform import get_platform
 
 __all__ = ["memory_rows"]
+
+_BUFFERS = "the reductions' buffers; autograd's own, of the group that computes, come on top"
 
 
 def memory_rows(
@@ -44,8 +47,8 @@ def memory_rows(
         MemoryRow("parameters", sum(b.layout.piece * b.dtype.itemsize for b in buckets), sum(map(_bytes, sharded))),
         MemoryRow("gradients", sum(b.layout.piece * b.dtype.itemsize for b in training), sum(gradients) or None),
         _optimizer_row(optimizer),
-        *_unsharded_rows(groups, events, held),
-        _activation_row(predicted, measured),
+        *unsharded_rows(groups, events, held, buffers=_BUFFERS),
+        activation_row(predicted, measured),
     ]
     devices = get_platform().devices
     if buckets and buckets[0].shard.device.type not in ("cpu", "meta"):
@@ -53,59 +56,30 @@ def memory_rows(
     return rows
 
 
-def _unsharded_rows(groups: Sequence[ParameterGroup], events: Sequence[Event], held: Sequence[Held]) -> list[MemoryRow]:
-    remark = "" if held else "not measured, no forward and backward was run yet"
-    reduced = remark or "the reductions' buffers; autograd's own, of the group that computes, come on top"
-    apart = [group.name for group in groups if group.deterministic]
-    parameters = max((each.parameters for each in held), default=None)
-    gradients = max((each.gradients for each in held), default=None)
-    most = max((event.gradients for event in events), default=0)
-    if apart:
-        kept = f"not known with deterministic=True ({apart[0]}): a rank keeps those of each of its micro-batches"
-        most_gradients = MemoryRow("unsharded gradients", None, None, kept)
-    else:
-        most_gradients = MemoryRow("unsharded gradients", most, gradients, reduced)
-    return [
-        MemoryRow("unsharded parameters", max((e.unsharded for e in events), default=0), parameters, remark),
-        most_gradients,
-    ]
-
-
-def _activation_row(predicted: Activations | None, measured: Activations | None) -> MemoryRow:
-    if predicted is None and measured is None:
-        remark = "predicted with inputs=, measured with activations= of watch_activations(model)"
-    else:
-        remark = "kept of the model's forward; not what checkpointed blocks compute anew, nor what the loss keeps"
-    uncounted = sum(each.uncounted for each in (predicted, measured) if each is not None)
-    if uncounted:
-        remark += f"; {uncounted} tensors without a storage of their own were not counted"
-    return MemoryRow(
-        "activations",
-        None if predicted is None else predicted.peak,
-        None if measured is None else measured.peak,
-        remark,
-    )
-
-
 def _optimizer_row(optimizer: Optimizer | None) -> MemoryRow:
     """States, predicted of torch's Adam, AdamW and SGD."""
-    if optimizer is None:
-        return MemoryRow("optimizer", None, None, "give optimizer= to count its states")
-    measured = None
-    if optimizer.state:
-        measured = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
-    remark = "" if optimizer.state else "not measured, it made no step yet"
-    total = 0
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-            each = 3 if group["amsgrad"] else 2
-        elif isinstance(optimizer, torch.optim.SGD):
-            each = 1 if group["momentum"] else 0
-        else:
-            known = f"not predicted, {type(optimizer).__name__} is none of Adam, AdamW and SGD"
-            return MemoryRow("optimizer", None, measured, "; ".join(filter(None, (known, remark))))
-        total += each * sum(_bytes(parameter) for parameter in group["params"] if parameter.requires_grad)
-    return MemoryRow("optimizer", total, measured, remark)
+    predicted = measured = None
+    if optimizer is not None:
+        if optimizer.state:
+            measured = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
+        counts = [_states_each(optimizer, group) for group in optimizer.param_groups]
+        if None not in counts:
+            predicted = sum(
+                (count or 0) * _bytes(parameter)
+                for count, group in zip(counts, optimizer.param_groups, strict=True)
+                for parameter in group["params"]
+                if parameter.requires_grad
+            )
+    return optimizer_row(optimizer, predicted, measured, "Adam, AdamW and SGD")
+
+
+def _states_each(optimizer: Optimizer, group: dict[str, Any]) -> int | None:
+    """How many states of its size a parameter gets; None where that is not known."""
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        return 3 if group["amsgrad"] else 2
+    if isinstance(optimizer, torch.optim.SGD):
+        return 1 if group["momentum"] else 0
+    return None
 
 
 def _bytes(tensor: Any) -> int:

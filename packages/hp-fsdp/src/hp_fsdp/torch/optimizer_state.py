@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hp_fsdp.state_options import StateDictOptions, flatten_optimizer_state, unflatten_optimizer_state
+from hp_fsdp.state_dicts import load_optimizer_state, optimizer_state
+from hp_fsdp.state_options import StateDictOptions
 from hp_fsdp.torch.state_dict import communication_device, exported, parameter_names
-from hp_fsdp.torch.whole import fill, from_rank0, ragged_axis, spec_of
-from hp_platform import get_platform
+from hp_fsdp.torch.whole import fill, ragged_axis, spec_of, wire
 
 __all__ = ["get_optimizer_state_dict", "set_optimizer_state_dict"]
 
@@ -52,25 +52,7 @@ def get_optimizer_state_dict(
         ValueError: an optimizer has a parameter that is not the model's.
     """
     options = StateDictOptions.of(options)
-    names = parameter_names(model)
-    keep = not (options.full_state_dict and options.cpu_offload) or get_platform().groups.rank() == 0
-    result: State = {"state": {}, "param_groups": []}
-    for optimizer in _as_tuple(optimizers):
-        initialize(optimizer)
-        packed = optimizer.state_dict()
-        parameters, fqns = _named(optimizer, names)
-        states = {fqns[at]: dict(state) for at, state in packed["state"].items()}
-        if options.full_state_dict:
-            states = _agreed(states, dict(zip(fqns, parameters, strict=True)))
-        for name in fqns:
-            if name in states:
-                result["state"][name] = {key: _export(v, options, keep) for key, v in states[name].items()}
-        for group in packed["param_groups"]:
-            values = {key: _export(value, options, keep) for key, value in group.items() if key != "params"}
-            result["param_groups"].append({**values, "params": [fqns[at] for at in group["params"]]})
-    if not keep:
-        return {}
-    return flatten_optimizer_state(result) if options.flatten_optimizer_state_dict else result
+    return optimizer_state(_adapted(optimizers), parameter_names(model), options, exported)
 
 
 def set_optimizer_state_dict(
@@ -93,26 +75,8 @@ def set_optimizer_state_dict(
             another shape; parameters of one group that were saved with different hyperparameters.
     """
     options = StateDictOptions.of(options)
-    names = parameter_names(model)
-    optimizers = _as_tuple(optimizers)
-    states, groups = unflatten_optimizer_state(optim_state_dict, [name for each in names.values() for name in each])
-    entries: dict[Any, Any] = {(name, key): value for name, state in states.items() for key, value in state.items()}
-    entries |= groups
-    known, values = set(entries), iter(entries.items())
-    if options.broadcast_from_rank0:
-        known, values = from_rank0(entries, communication_device(model))
-    saved = {name for name in known if isinstance(name, str)}
-    found = _matched(optimizers, names, saved, options.strict)
-    fresh: dict[str, State] = {name: {} for name in found}
-    hyper: dict[str, State] = {}
-    for entry, value in values:
-        if isinstance(entry, str):
-            hyper[entry] = value
-        elif entry[0] in found:
-            optimizer, parameter = found[entry[0]]
-            fresh[entry[0]][entry[1]] = _loaded(entry, value, optimizer.state[parameter], parameter)
-    for optimizer in optimizers:
-        _load(optimizer, {id(found[name][1]): name for name in found}, fresh, hyper)
+    told = wire(communication_device(model))
+    load_optimizer_state(_adapted(optimizers), parameter_names(model), optim_state_dict, options, told)
 
 
 def initialize(optimizer: Optimizer) -> None:
@@ -146,27 +110,57 @@ def initialize(optimizer: Optimizer) -> None:
             state["step"] = 0
 
 
-def _as_tuple(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
-    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+def _adapted(optimizers: Optimizer | Iterable[Optimizer]) -> list[_States]:
+    return [_States(each) for each in ((optimizers,) if isinstance(optimizers, Optimizer) else optimizers)]
 
 
-def _named(optimizer: Optimizer, names: Mapping[int, Sequence[str]]) -> tuple[list[Any], list[str]]:
-    """The optimizer's parameters in their order, and the first name of each."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strange = [parameter for parameter in parameters if id(parameter) not in names]
-    if strange:
-        raise ValueError(
-            f"optimizer state: {len(strange)} of {len(parameters)} parameters of {type(optimizer).__name__} are not the"
-            f" model's, the first of shape {tuple(strange[0].shape)}. fully_shard makes new parameters: create the"
-            " optimizer after it"
-        )
-    return parameters, [names[id(parameter)][0] for parameter in parameters]
+class _States:
+    """An optimizer of torch as an `OptimizerStates`; it gets its states, if it has none."""
 
+    def __init__(self, optimizer: Optimizer) -> None:
+        initialize(optimizer)
+        self.optimizer = optimizer
+        self.kind = type(optimizer).__name__
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-def _export(value: Any, options: StateDictOptions, keep: bool) -> Any:
-    if isinstance(value, dict):
-        return {key: _export(inside, options, keep) for key, inside in value.items()}
-    return exported(value, options, keep=keep)
+    def states(self, names: Sequence[str], *, whole: bool) -> dict[str, State]:
+        """The states; those that any rank has where they are to be gathered."""
+        packed: dict[int, State] = self.optimizer.state_dict()["state"]
+        states = {names[at]: dict(state) for at, state in packed.items()}
+        return _agreed(states, dict(zip(names, self.parameters, strict=True))) if whole else states
+
+    def groups(self) -> list[tuple[State, list[int]]]:
+        """Hyperparameters and members."""
+        packed = self.optimizer.state_dict()["param_groups"]
+        return [({key: v for key, v in group.items() if key != "params"}, group["params"]) for group in packed]
+
+    def loaded(self, number: int, name: str, key: str, value: Any) -> Any:
+        """The value as the optimizer is to hold it; a tensor that it has already is written in place."""
+        parameter = self.parameters[number]
+        own = self.optimizer.state[parameter].get(key)
+        if not isinstance(value, torch.Tensor):
+            if isinstance(own, torch.Tensor) and isinstance(value, (int, float)):
+                return own.fill_(value)
+            return value
+        if not isinstance(own, torch.Tensor):
+            if key != "step" and tuple(value.shape) == tuple(parameter.shape):  # a scalar's state is shaped as "step"
+                own = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+            else:
+                own = torch.zeros_like(value)
+        fill(f"{name}.{key}", own, value)
+        return own
+
+    def load(self, states: Mapping[int, State], groups: Sequence[State], *, strict: bool) -> None:
+        """Hands over states, which are the optimizer's own tensors mostly, through its own ``load_state_dict``."""
+        packed = self.optimizer.state_dict()
+        for number, state in states.items():
+            if state:
+                packed["state"][number] = state
+            else:
+                packed["state"].pop(number, None)
+        for group, values in zip(packed["param_groups"], groups, strict=True):
+            group.update({key: _beside(value, group.get(key)) for key, value in values.items()})
+        self.optimizer.load_state_dict(packed)
 
 
 class _Like:
@@ -208,74 +202,6 @@ def _made(told: Any, parameter: Any) -> Any:
     return torch.zeros_like(parameter, dtype=told.dtype) if isinstance(told, _Like) else told
 
 
-def _matched(
-    optimizers: Sequence[Optimizer], names: Mapping[int, Sequence[str]], saved: set[str], strict: bool
-) -> dict[str, tuple[Optimizer, Any]]:
-    """The optimizer and the parameter of each saved name; of a tied parameter's names, the saved one."""
-    found: dict[str, tuple[Optimizer, Any]] = {}
-    missing: list[str] = []
-    for optimizer in optimizers:
-        initialize(optimizer)
-        for parameter in _named(optimizer, names)[0]:
-            name = next((name for name in names[id(parameter)] if name in saved), None)
-            if name is None:
-                missing.append(names[id(parameter)][0])
-            else:
-                found[name] = (optimizer, parameter)
-    unknown = sorted(saved - set(found))
-    if strict and (missing or unknown):
-        raise ValueError(
-            f"set_optimizer_state_dict: {len(missing)} parameters of the optimizers are missing in the state"
-            f" ({', '.join(missing[:5])}), {len(unknown)} in it are of no optimizer ({', '.join(unknown[:5])}). Use"
-            " strict=False to load the rest"
-        )
-    return found
-
-
-def _loaded(entry: tuple[str, str], value: Any, state: State, parameter: Any) -> Any:
-    """The value as the optimizer is to hold it; a tensor that it has already is written in place."""
-    own = state.get(entry[1])
-    if not isinstance(value, torch.Tensor):
-        if isinstance(own, torch.Tensor) and isinstance(value, (int, float)):
-            return own.fill_(value)
-        return value
-    if not isinstance(own, torch.Tensor):
-        if entry[1] != "step" and tuple(value.shape) == tuple(parameter.shape):  # a scalar's state is shaped as "step"
-            own = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-        else:
-            own = torch.zeros_like(value)
-    fill(f"{entry[0]}.{entry[1]}", own, value)
-    return own
-
-
-def _load(optimizer: Optimizer, names: Mapping[int, str], fresh: dict[str, State], hyper: dict[str, State]) -> None:
-    """Hands the optimizer its states, which are its own tensors mostly, through its own ``load_state_dict``."""
-    packed = optimizer.state_dict()
-    at = 0
-    for group, own in zip(packed["param_groups"], optimizer.param_groups, strict=True):
-        values: State | None = None
-        for parameter in own["params"]:
-            name = names.get(id(parameter))
-            if name is not None:
-                if values is not None and not _same(values, hyper[name]):
-                    raise ValueError(
-                        f"set_optimizer_state_dict: {name!r} was saved with {hyper[name]}, others of its group with"
-                        f" {values}. Group the parameters as they were saved"
-                    )
-                values = hyper[name]
-                if fresh[name]:
-                    packed["state"][at] = fresh[name]
-                else:
-                    packed["state"].pop(at, None)
-            at += 1
-        group.update({key: _beside(value, group.get(key)) for key, value in (values or {}).items()})
-    optimizer.load_state_dict(packed)
-
-
 def _beside(value: Any, own: Any) -> Any:
     """A hyperparameter, where it is a tensor on the device of the optimizer's own."""
     return value.to(own.device) if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) else value
-
-
-def _same(a: State, b: State) -> bool:
-    return a is b or (a.keys() == b.keys() and all(bool(torch.as_tensor(a[k] == b[k]).all()) for k in a))

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hp_dtensor.torch.dtensor import local_view, wrap
+from hp_fsdp.state_dicts import load_model_state, model_state
 from hp_fsdp.state_options import StateDictOptions
 from hp_fsdp.torch.module import group_of
-from hp_fsdp.torch.whole import fill, from_rank0, spec_of, transport, whole
-from hp_platform import get_platform
+from hp_fsdp.torch.whole import fill, spec_of, transport, whole, wire
 
 __all__ = [
     "communication_device",
@@ -73,23 +73,16 @@ def set_model_state_dict(
     """
     options = StateDictOptions.of(options)
     own = _entries(model)
-    names, values = set(model_state_dict), iter(model_state_dict.items())
-    if options.broadcast_from_rank0:
-        names, values = from_rank0(dict(model_state_dict), communication_device(model))
-    optional = set(_frozen(model)) if options.ignore_frozen_params else set()
-    missing = [name for name in own if name not in names and name not in optional]
-    unknown = sorted(name for name in names if name not in own)
-    if options.strict and (missing or unknown):
-        raise ValueError(
-            f"set_model_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}), {len(unknown)} are not"
-            f" known ({', '.join(unknown[:5])}). Use strict=False to load the rest"
-        )
     extra = {}
-    for name, value in values:
-        if isinstance(own.get(name), torch.Tensor):
+
+    def load(name: str, value: Any) -> None:
+        if isinstance(own[name], torch.Tensor):
             fill(name, own[name], value)
-        elif name in own:
+        else:
             extra[name] = value
+
+    told = wire(communication_device(model))
+    missing, unknown = load_model_state(own, _frozen(model), model_state_dict, options, load, told)
     if extra:  # a module's extra state is no tensor, and its own to set
         wrapped = {_unwrapped(name): name for name in model.state_dict(keep_vars=True)}
         model.load_state_dict({wrapped[name]: value for name, value in extra.items()}, strict=False)
@@ -121,7 +114,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=strict))
 
 
-def exported(value: Any, options: StateDictOptions, *, keep: bool = True) -> Any:
+def exported(value: Any, options: StateDictOptions, keep: bool) -> Any:
     """A value of a state dict as ``options`` say; what is no tensor as it is.
 
     Args:
@@ -161,16 +154,7 @@ def communication_device(model: nn.Module) -> torch.device:
 
 
 def _state(model: nn.Module, options: StateDictOptions, *, rank0_only: bool) -> dict[str, Any]:
-    keep = not rank0_only or get_platform().groups.rank() == 0
-    own = _entries(model)
-    if options.ignore_frozen_params:
-        for name in _frozen(model):
-            own.pop(name, None)
-    made: dict[int, Any] = {}
-    for value in own.values():
-        if id(value) not in made:
-            made[id(value)] = exported(value, options, keep=keep)
-    return {name: made[id(value)] for name, value in own.items()} if keep else {}
+    return model_state(_entries(model), _frozen(model), options, exported, rank0_only=rank0_only)
 
 
 def _entries(model: nn.Module) -> dict[str, Any]:

@@ -8,7 +8,6 @@ Note [One tensor at a time]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from hp_dtensor.placements import RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, local_view
 from hp_dtensor.torch.redistribute import execute
+from hp_fsdp.state_dicts import Wire
 from hp_platform import get_platform
 from hp_platform.torch import collectives
 
-__all__ = ["fill", "from_rank0", "ragged_axis", "spec_of", "transport", "whole"]
+__all__ = ["fill", "ragged_axis", "spec_of", "transport", "whole", "wire"]
 
 
 def spec_of(tensor: Any) -> TensorSpec | None:
@@ -125,54 +125,26 @@ def fill(name: str, target: torch.Tensor, source: Any) -> None:
         local_view(target).copy_(local)
 
 
-class _Sent:
-    """What rank 0 tells of a tensor before it sends it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def from_rank0(values: dict[Any, Any], device: torch.device) -> tuple[set[Any], Iterator[tuple[Any, Any]]]:
-    """Rank 0's values on every rank; tensors are sent one at a time, as the iterator is advanced.
+def wire(device: torch.device) -> Wire:
+    """How rank 0's values travel.
 
     Args:
-        values: on rank 0, whole plain tensors and other values by name; not looked at on the others.
-        device: where tensors travel.
-
-    Returns:
-        The names, and an iterator of names and values, which every rank has to take to its end.
-
-    Raises:
-        TypeError: rank 0 has a DTensor; on every rank.
+        device: where tensors do.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return set(values), iter(values.items())
-    first = dist.get_rank() == 0
-    told: list[Any] = [None]
-    if first:
-        wrong = [name for name, value in values.items() if hasattr(value, "full_tensor")]
-        told[0] = (wrong, {name: _Sent(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()})
-    dist.broadcast_object_list(told, src=0)
-    wrong, entries = told[0]
-    if wrong:
-        raise TypeError(
-            f"broadcast_from_rank0: rank 0 must have whole plain tensors, {len(wrong)} are DTensors: {wrong[:3]}. Load"
-            " sharded states without broadcast_from_rank0"
-        )
-    return set(entries), _received(values if first else None, entries, device)
 
+    def tell(value: Any) -> Any:
+        told = [value]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
 
-def _received(values: dict[Any, Any] | None, entries: dict[Any, Any], device: torch.device) -> Iterator[Any]:
-    world: Any = dist.group.WORLD
-    for name, entry in entries.items():
-        if not isinstance(entry, _Sent):
-            yield name, entry
-            continue
-        if values is not None:
-            tensor = values[name].detach().to(device).contiguous()
+    def send(tensor: Any, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+        if tensor is not None:
+            made = tensor.detach().to(device).contiguous()
         else:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-        if tensor.numel():
-            collectives.broadcast(tensor, 0, group=world)
-        yield name, tensor
-        del tensor  # before the next one is made
+            made = torch.empty(shape, dtype=dtype, device=device)
+        if made.numel():
+            world: Any = dist.group.WORLD
+            collectives.broadcast(made, 0, group=world)
+        return made
+
+    return Wire(lambda value: isinstance(value, torch.Tensor), tell, send)
