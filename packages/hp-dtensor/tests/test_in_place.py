@@ -81,8 +81,17 @@ def test_writes_to_what_was_taken_by_an_index_reach_the_whole():
 
 
 @on_ranks(2)
-def test_no_layout_is_sparse():
-    assert operands(Shard(0))[1][0].is_sparse is False
+def test_plain_tensors_are_refused():
+    (_, _), (x, y) = operands(Shard(0), Shard(0))
+    plain = torch.ones(5, 3, dtype=torch.float64, device=device_type())
+    for call in (lambda: x.add_(plain), lambda: x.addcmul_(y, plain), lambda: x.lerp_(plain, 0.5)):
+        with pytest.raises(ValueError, match="plain tensor"):
+            call()
+
+
+@on_ranks(2)
+def test_what_is_asked_of_a_tensor():
     for _ in range(2):
+        assert operands(Shard(0))[1][0].is_sparse is False
         assert not torch.is_complex(operands(Shard(0))[1][0])
         assert torch.is_complex(operands(Shard(0))[1][0] * 1j)

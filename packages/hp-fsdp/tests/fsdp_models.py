@@ -148,6 +148,12 @@ def train(
         same_weights(model, reference, limit)
 
 
+def compared(model: nn.Module) -> None:
+    """Runs forward once, which asks whether all ranks have the same groups: a collective of the first one only."""
+    with torch.no_grad():
+        model(batch()[1])
+
+
 def groups_of(model: nn.Module) -> list[Any]:
     """The groups of a sharded model, the root's first."""
     return [module._hsdp_group for module in model.modules() if "_hsdp_group" in module.__dict__]

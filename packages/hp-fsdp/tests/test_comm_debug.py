@@ -12,7 +12,7 @@ from hp_dtensor.debug import CommDebugMode
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import batch, data_mesh, groups_of, loss_of, pair
+from fsdp_models import batch, compared, data_mesh, groups_of, loss_of, pair
 
 FORWARD = [("HSDPNet", "all_gather"), *((f"HSDPNet.blocks.{i}", "all_gather") for i in range(3))]
 
@@ -26,6 +26,7 @@ def test_a_groups_collectives_are_its_modules():
     """Ahead of time or behind: the second step gathers the first block inside the root's pre-hook."""
     mesh = data_mesh()
     _, model = pair(mesh=mesh)
+    compared(model)
     for step in range(2):
         with CommDebugMode(mesh=mesh) as comm:
             loss_of(model(batch(step)[1])).backward()
@@ -46,6 +47,7 @@ def test_a_groups_collectives_are_its_modules():
 def test_replicas_are_summed_behind_the_next_groups_backward():
     mesh = init_device_mesh(device_type(), (2, 2), ("replicate", "shard"))
     _, model = pair(mesh=mesh)
+    compared(model)
     with CommDebugMode(mesh=mesh) as comm:
         loss_of(model(batch()[1])).backward()
     summed = [(event.module, event.axis) for event in comm.events if event.kind == "all_reduce"]

@@ -31,7 +31,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"mp_policy": "bf16"}, TypeError, "expected an hp_fsdp.MixedPrecisionPolicy, got str"),
     ({"offload_policy": True}, TypeError, "expected an hp_fsdp.OffloadPolicy, got bool"),
-    ({"mesh": 2}, TypeError, "mesh must be an hp_dtensor.DeviceMesh, got int"),
+    ({"mesh": 2}, TypeError, "mesh must be an hp_dtensor.DeviceMesh, got builtins.int. Make it with hp_dtensor.init_"),
 ]
 
 

@@ -71,8 +71,12 @@ def test_memory_by_kind():
 
 @on_ranks(2)
 def test_only_a_sharded_root_is_explained():
-    with pytest.raises(ValueError, match="not called on this Linear"):
+    with pytest.raises(ValueError, match="this Linear was not given to fully_shard"):
         explain(nn.Linear(2, 2))
+    inner = pair()[1]
+    inner(batch()[1])
+    with pytest.raises(ValueError, match="this HSDPBlock is inside another sharded module"):
+        explain(inner.blocks[0])
     model = fully_shard(Net().to(device_type()), reshard_after_forward=False)
     with pytest.raises(ValueError, match=r"ends in .json, .png, .svg, .pdf, got 'step.txt'"):
         explain(model, path="step.txt")

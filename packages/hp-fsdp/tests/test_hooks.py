@@ -23,6 +23,7 @@ from fsdp_models import (
     Block,
     Net,
     batch,
+    compared,
     data_mesh,
     groups_of,
     loss_of,
@@ -36,6 +37,7 @@ from fsdp_models import (
 @on_ranks(2)
 def test_collectives_of_a_step_are_two_gathers_and_one_scatter_a_group():
     _, model = pair()
+    compared(model)
     for step in range(3):
         with count_collectives() as counts:
             loss_of(model(batch(step)[1])).backward()

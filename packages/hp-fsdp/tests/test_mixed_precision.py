@@ -15,7 +15,7 @@ from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, seeded
+from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, seeded
 
 
 class Seen(Net):
@@ -90,3 +90,20 @@ def test_parameters_of_several_dtypes_in_one_group():
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters()):
         assert parameter.dtype is expected.dtype
         close(parameter.grad.full_tensor(), expected.grad, name, 1e-6)
+
+
+@on_ranks(2)
+def test_torchs_policies_are_taken():
+    from torch.distributed import fsdp as torchs
+
+    model = fully_shard(
+        Net().to(device_type()),
+        data_mesh(),
+        mp_policy=torchs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+        offload_policy=torchs.CPUOffloadPolicy(pin_memory=False),
+    )
+    output = model(batch()[1].float())
+    assert output.dtype is torch.float32
+    assert {p.to_local().device.type for p in model.parameters()} == {"cpu"}
+    (group,) = groups_of(model)
+    assert [bucket.compute_dtype for bucket in group.buckets] == [torch.bfloat16]

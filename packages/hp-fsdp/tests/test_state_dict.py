@@ -122,6 +122,16 @@ def test_torchs_options_are_taken():
     assert all(tensor.device.type == "cpu" for tensor in state.values())
 
 
+@on_ranks(2)
+def test_torchs_function_gives_no_parts_for_whole_tensors():
+    from torch.distributed.checkpoint import state_dict as torchs
+
+    _, model = pair(Buffered)
+    with pytest.raises(TypeError, match="from hp_fsdp import get_model_state_dict"):
+        torchs.get_model_state_dict(model, options=torchs.StateDictOptions(full_state_dict=True))
+    assert set(torchs.get_model_state_dict(model)) == set(get_model_state_dict(model))
+
+
 @on_ranks(2, 3)
 def test_sharded_state_is_the_models_memory_and_loads_in_any_layout():
     reference, model = pair(Buffered)

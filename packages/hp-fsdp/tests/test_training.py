@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from hp_dtensor import init_device_mesh
-from hp_fsdp import fully_shard, hsdp_sync_stream
+from hp_fsdp import clip_grad_norm_, fully_shard, hsdp_sync_stream
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import (
     Net,
     batch,
+    close,
     data_mesh,
     groups_of,
     loss_of,
@@ -197,6 +198,36 @@ def test_gradients_are_divided_by_a_factor(ranks: int, options: dict[str, Any]):
     same_gradients(model, reference)
     with pytest.raises(ValueError, match="factor must be a finite number above 0, got 0"):
         model.set_gradient_divide_factor(0)
+
+
+@on_ranks(4)
+def test_gradients_under_way_of_several_models():
+    """What is waited for may start collectives, so in an order that all ranks share."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("r", "s"))
+    kept = [object() for _ in range(1000 * torch.distributed.get_rank())]  # other addresses on each rank
+    pairs = [pair(mesh=mesh) for _ in range(3)]
+    for scale, (reference, model) in enumerate(pairs, 1):
+        whole, own = batch()
+        (scale * loss_of(reference(whole))).backward()
+        model.set_is_last_backward(False)
+        (scale * loss_of(model(own))).backward()
+        model.set_gradient_divide_factor(7.0)  # of later passes
+    hsdp_sync_stream()
+    for reference, model in pairs:
+        same_gradients(model, reference)
+    assert len(kept) == 1000 * torch.distributed.get_rank()
+
+
+@on_ranks(2)
+def test_the_norm_waits_for_gradients_under_way():
+    reference, model = pair()
+    whole, own = batch()
+    loss_of(reference(whole)).backward()
+    model.set_is_last_backward(False)
+    loss_of(model(own)).backward()
+    norm = clip_grad_norm_(model.parameters(), 0.1)
+    close(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1), "norm")
+    same_gradients(model, reference)
 
 
 @on_ranks(2)

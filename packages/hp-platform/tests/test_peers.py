@@ -131,8 +131,23 @@ def test_the_death_of_a_process():
 
 
 def test_a_host_that_does_not_answer(listeners, monkeypatch):
-    monkeypatch.setattr(socket.socket, "connect_ex", lambda self, address: 113)  # EHOSTUNREACH
-    assert find_lost(listeners[0], addresses(listeners), [0, 1], **QUICK) == Lost((1,), silent=True)
+    """It is down if another host answers; else there may be a firewall."""
+    silent = listeners[1].address.port
+    connect = socket.socket.connect_ex
+
+    def unreachable(self: socket.socket, address: tuple[str, int]) -> int:
+        return 113 if address[1] == silent else connect(self, address)  # EHOSTUNREACH
+
+    monkeypatch.setattr(socket.socket, "connect_ex", unreachable)
+    peers = addresses(listeners)
+    assert find_lost(listeners[0], peers, [0, 1], **QUICK) == Lost(())
+    peers[2] = Address("0.0.0.0", listeners[2].address.port, "another host")  # this host by another address
+    assert find_lost(listeners[0], peers, [0, 1], **QUICK) == Lost((1,), silent=True)
+
+
+def test_another_host_of_the_same_address_is_not_asked(listeners):
+    listeners[0].address = Address("172.17.0.2", 1, "here")
+    assert find_lost(listeners[0], {1: Address("172.17.0.2", 1, "there")}, [0, 1], **QUICK) == Lost(())
 
 
 def test_a_loopback_address_of_elsewhere_is_not_asked(listeners):

@@ -14,6 +14,7 @@ from hp_platform import lazy_exports
 if TYPE_CHECKING:
     from hp_fsdp.torch.activations import watch_activations
     from hp_fsdp.torch.api import fully_shard
+    from hp_fsdp.torch.context import hsdp_sync_stream
     from hp_fsdp.torch.explain import explain
     from hp_fsdp.torch.grad_norm import clip_grad_norm_, global_grad_norm
     from hp_fsdp.torch.module import HSDPModule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -134,7 +135,7 @@ class Controls:
         Raises:
             ValueError: a factor that is not a finite number above 0.
         """
-        if not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= sys.float_info.max:
             raise ValueError(f"set_gradient_divide_factor: factor must be a finite number above 0, got {factor!r}")
         for group in self._groups(recurse):
             group.reduce_op, group.divisor = "sum", None if factor == 1 else float(factor)

@@ -48,9 +48,10 @@ def find_parameters(
                 owner = getattr(parameter, "_hsdp_owner", None)
                 if owner is not None:
                     raise ValueError(
-                        f"fully_shard: parameter {prefix + name!r} of {type(module).__name__} is tied to {owner}, which"
-                        " is sharded already. A parameter belongs to one group: don't call fully_shard on either of"
-                        " the modules that share it, so that both fall to the group of a module around them"
+                        f"fully_shard: parameter {prefix + name!r} of {type(module).__name__} is that of a group"
+                        f" already: {owner}. Call fully_shard on inner modules before outer ones; where it is tied,"
+                        " don't call it on either of the modules that share it, so that both fall to the group of a"
+                        " module around them"
                     )
                 managed = found[id(parameter)] = make(prefix + name, parameter)
             managed.places.append((current, name))

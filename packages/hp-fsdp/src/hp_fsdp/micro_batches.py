@@ -11,11 +11,11 @@ Note [The tree over micro-batches]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["OwnMicroBatches", "TreeSum", "subtrees"]
+__all__ = ["OwnMicroBatches", "TreeSum", "check_modes", "subtrees"]
 
 T = TypeVar("T")
 
@@ -152,3 +152,17 @@ class OwnMicroBatches(Generic[T]):
             tree.push(self._rank * count + index, 1, value)
         self.clear()
         return tree.values
+
+
+def check_modes(groups: Sequence[Any]) -> None:
+    """Raises where some groups of a model are in deterministic mode and some are not.
+
+    Raises:
+        ValueError: with the first of each kind.
+    """
+    first = {group.deterministic: group.name for group in reversed(groups)}
+    if len(first) > 1:
+        raise ValueError(
+            f"fully_shard: {first[True]} was sharded with deterministic=True, {first[False]} without. The bits of all"
+            " weights depend on both, so give it to all modules of a model or to none"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hp_fsdp.controls import check_reshard
@@ -82,6 +82,16 @@ class GroupOptions:
         return max(1, math.prod(shape[1:]))
 
 
+def _ours(policy: Any) -> Any:
+    """A policy of torch's FSDP2 as ours of the same name and fields; others as they are."""
+    kind: Any = {each.__name__: each for each in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy)}.get(
+        type(policy).__name__
+    )
+    if kind is None or not type(policy).__module__.startswith("torch.distributed."):
+        return policy
+    return kind(**{field.name: getattr(policy, field.name) for field in fields(kind)})
+
+
 def check_options(
     *,
     reshard_after_forward: Any,
@@ -113,7 +123,7 @@ def check_options(
     check_reshard(reshard_after_forward, "fully_shard", sizes=True)
     if mixed_precision is not None and mp_policy is not None:
         raise ValueError("fully_shard: mixed_precision and mp_policy are two names of one argument, give one of them")
-    policy = mixed_precision or mp_policy or MixedPrecisionPolicy()
+    policy, offload_policy = _ours(mixed_precision or mp_policy or MixedPrecisionPolicy()), _ours(offload_policy)
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"fully_shard: expected an hp_fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):

@@ -127,7 +127,10 @@ def modules_by_size(model: Any, max_bytes: int, anatomy: Anatomy) -> list[Any]:
 
     Raises:
         ValueError: ``max_bytes`` below one.
+        TypeError: ``max_bytes`` that is no int.
     """
+    if not isinstance(max_bytes, int):
+        raise TypeError(f"modules_by_size: max_bytes must be a number of bytes, got {max_bytes!r}")
     if max_bytes < 1:
         raise ValueError(f"modules_by_size: max_bytes must be at least 1, got {max_bytes}")
     shared = _uses(anatomy, model)

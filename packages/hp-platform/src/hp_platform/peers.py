@@ -106,6 +106,11 @@ def _source(target: tuple[str, int]) -> str | None:
     return None
 
 
+def _is_another(address: Address, own: Address) -> bool:
+    """Whether to connect there reaches another rank: hosts' containers may all have one address."""
+    return address.reachable_from(own.network) and (address.network == own.network or address.host != own.host)
+
+
 class Listener:
     """This rank's socket, to which others connect and tell what they found.
 
@@ -201,12 +206,14 @@ class _Inquiry:
 
     def __init__(self, listener: Listener, peers: Mapping[int, Address]) -> None:
         self.listener = listener
+        self.peers = peers
+        self.abroad = False
         self.gone: set[int] = set()
         self.silent: set[int] = set()
         self.connected: dict[int, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
         for rank, address in peers.items():
-            if rank != listener.rank and address.reachable_from(listener.address.network):
+            if rank != listener.rank and _is_another(address, listener.address):
                 self._connect(rank, address)
 
     def _connect(self, rank: int, address: Address) -> None:
@@ -234,12 +241,14 @@ class _Inquiry:
         self.listener.read()
         causes = self.gone - self.listener.told.keys()
         lost = causes & set(group)
-        for ranks in self.listener.told.values():
-            lost |= ranks
+        for sender, ranks in self.listener.told.items():
+            if sender in self.peers:
+                lost |= ranks & (self.peers.keys() | set(group))
         lost = (lost or causes) - {self.listener.rank}
         if lost:
             return Lost(tuple(sorted(lost)))
-        silent = tuple(sorted(self.silent & set(group)))
+        # A host is down if others answer and it doesn't; where no other host answers, there may be a firewall.
+        silent = tuple(sorted(self.silent & set(group))) if self.abroad else ()
         return Lost(silent, silent=bool(silent))
 
     def _answer(self, connection: socket.socket, rank: int) -> None:
@@ -256,6 +265,7 @@ class _Inquiry:
         code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code == 0:
             self.silent.discard(rank)
+            self.abroad = self.abroad or self.peers[rank].network != self.listener.address.network
             self.connected[rank] = connection
             self.selector.modify(connection, selectors.EVENT_READ, rank)
             return

@@ -228,18 +228,23 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def plan_of(key: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """A new plan, kept under ``key``."""
     plan = _make(func, args, kwargs)
+    _keep(key, plan)
+    return plan
+
+
+def _keep(key: Any, plan: Any) -> None:
     if len(_PLANS) > _LIMIT:
         _PLANS.clear()
     _PLANS[key] = plan
-    return plan
 
 
 def remember_plain(func: Any, spec: TensorSpec) -> None:
     """From now on ``func`` of one tensor in this layout runs on the local tensor without asking its handler."""
     from hp_dtensor.torch.plans import Plan
 
-    plan = _PLANS[func, spec] = Plan(func, [], [], single=False, hot=True)
+    plan = Plan(func, [], [], single=False, hot=True)
     plan.plain = True
+    _keep((func, spec), plan)
 
 
 def _make(func: Any, args: Any, kwargs: Any) -> Any:

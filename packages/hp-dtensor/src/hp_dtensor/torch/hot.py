@@ -97,4 +97,3 @@ def install() -> None:
         setattr(DTensor, name, _method(getattr(T, name)))
     for name in ("add_", "addcdiv_", "addcmul_", "copy_", "div_", "lerp_", "mul_", "sub_"):  # an optimizer's
         setattr(DTensor, name, _writing(getattr(T, name)))
-    DTensor.is_sparse = False  # no layout describes a sparse tensor, and optimizers ask each gradient

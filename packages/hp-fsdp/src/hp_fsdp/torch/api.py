@@ -102,7 +102,10 @@ def fully_shard(
             groups.init_process_group()
         mesh = init_device_mesh(get_platform().devices.kind, (groups.size(),), mesh_dim_names=("dp_shard",))
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
+        raise TypeError(
+            f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__module__}.{type(mesh).__name__}."
+            " Make it with hp_dtensor.init_device_mesh(device_type, shape, mesh_dim_names=...)"
+        )
     axes = DataAxes.of(mesh)
     parameters = find_parameters(module, ignored_params or (), HSDPModule)
     device = _device(module, parameters, mesh)

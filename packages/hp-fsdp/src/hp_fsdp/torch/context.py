@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 
+from hp_fsdp.micro_batches import check_modes
 from hp_fsdp.order import ExecutionOrder
+from hp_fsdp.torch.agreement import check_alike
 from hp_fsdp.torch.group import ParameterGroup, Started
 
 __all__ = ["RootContext", "hsdp_sync_stream"]
@@ -20,7 +21,8 @@ _plain = torch._C.DisableTorchFunctionSubclass
 Moment = tuple[str, ParameterGroup | None, int]
 
 
-_contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()
+# In the order of their backward passes, which all ranks share: what is advanced may start a collective.
+_under_way: dict[RootContext, None] = {}
 
 
 class RootContext:
@@ -49,9 +51,9 @@ class RootContext:
         self.ahead: list[ParameterGroup] = []
         self.reductions: list[tuple[Started, ParameterGroup]] = []
         self.last_backward = True
+        self.compared = False
         self.moments: list[Moment] = []
         self.last_moments: list[Moment] = []
-        _contexts.add(self)
 
     @staticmethod
     def of(root: ParameterGroup, group_of: Any) -> RootContext:
@@ -67,6 +69,7 @@ class RootContext:
             if group is not None:
                 group.rename(name)
                 groups.append(group)
+        check_modes(groups)
         context = RootContext(root, groups)
         for group in groups:
             group.context = context
@@ -80,6 +83,9 @@ class RootContext:
         """The forward of ``group``, inside no other group's, begins."""
         if self.backward is not None:  # a backward pass that raised never came to its end
             self.abandon()
+        if not self.compared:
+            check_alike(self.groups, self.root.axes)
+            self.compared = True
         for each in self.groups:
             each.drop_near()
             each.check()
@@ -185,6 +191,7 @@ class RootContext:
         if reductions:
             self.moments.append(("reduce", group, perf_counter_ns()))
             self.reductions += [(reduction, group) for reduction in reductions]
+            _under_way[self] = None
 
     def advance(self) -> None:
         """Moves each reduction under way one step on."""
@@ -199,6 +206,8 @@ class RootContext:
                 else:
                     self.moments.append(("reduced", group, perf_counter_ns()))
         self.reductions = left
+        if not left:
+            _under_way.pop(self, None)
 
     def drain(self) -> None:
         """Waits for every reduction."""
@@ -221,6 +230,7 @@ class RootContext:
         for reduction, _ in self.reductions:
             reduction.abandon()
         self.reductions.clear()
+        _under_way.pop(self, None)
         self.ahead.clear()
         for group in self.groups:
             group.abandon()
@@ -233,5 +243,5 @@ def hsdp_sync_stream() -> None:
     They are where the last backward passes ran with ``set_is_last_backward(False)``: call it before the gradients are
     read. On a device the host does not wait: the current stream does.
     """
-    for context in list(_contexts):
+    for context in list(_under_way):
         context.drain()

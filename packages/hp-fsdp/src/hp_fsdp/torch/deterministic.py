@@ -162,6 +162,7 @@ class Exchange:
 
     def __init__(self, gradients: MicroBatchBuffer, count: int, op: str, modules: Sequence[Any]) -> None:
         self.gradients = gradients
+        self.divisor = gradients.divisor
         self.count = count
         values, self.missing = gradients.take(count)
         self.op = op
@@ -244,7 +245,7 @@ class Exchange:
         reduced = total / ranks if self.op == "avg" and ranks > 1 else total.clone()
         self.sent, self.received = [], []
         self.handed = True
-        return self.gradients.hand_out(reduced, self.missing)
+        return self.gradients.hand_out(reduced, self.missing, self.divisor)
 
     def abandon(self) -> None:
         """Waits for the collectives under way."""

@@ -58,10 +58,9 @@ def explain(
         ImportError: a picture is wanted and matplotlib isn't installed.
     """
     root = group_of(model)
-    if root is None:
-        raise ValueError(
-            f"explain: fully_shard was not called on this {type(model).__name__}, call explain on the root"
-        )
+    if root is None or (root.context is not None and root.context.root is not root):
+        why = "is inside another sharded module" if root else "was not given to fully_shard"
+        raise ValueError(f"explain: this {type(model).__name__} {why}, call explain on the root")
     if path is not None:
         check_path(path)
     predicted = None if inputs is None else predict_activations(model, inputs)

@@ -17,6 +17,8 @@ Note [How exact the prediction is]
 from __future__ import annotations
 
 import functools
+import gc
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,6 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,7 +87,22 @@ def predict_activations(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str,
                 error.add_note(f"explain ran the forward of {type(model).__name__} on inputs without values")
                 raise
         del output
+    del args, kwargs, there, fake
+    _check_nothing_kept(model, mode)
     return counted
+
+
+def _check_nothing_kept(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Raises where tensors without values outlive the forward, in a cache that a later forward would read."""
+    gc.collect()
+    kept = [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode]
+    if kept:
+        raise RuntimeError(
+            f"explain: the forward of {type(model).__name__} put {len(kept)} tensors into a cache, the first of shape"
+            f" {tuple(kept[0].shape)}. They have no values, and a later forward would compute with them: empty the"
+            " cache (a dict of the module's own, functools.lru_cache) or build the model anew. Run one forward before"
+            " explain(inputs=...), so that it is filled, or leave out inputs"
+        )
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -124,6 +142,7 @@ def _same_random_state() -> Iterator[None]:
     devices = get_platform().devices
     kind = devices.kind
     with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
         if kind == "cpu":
             stack.enter_context(torch.random.fork_rng(devices=[]))
         else:

@@ -11,6 +11,7 @@ from hp_dtensor.torch.dtensor import DTensor, local_view
 from hp_fsdp.blocks import in_blocks
 from hp_fsdp.norms import counts, joint_mesh, spec_of
 from hp_fsdp.torch.block_norm import block_power_sum
+from hp_fsdp.torch.context import hsdp_sync_stream
 from hp_fsdp.torch.host import transport
 from hp_platform import get_platform
 from hp_platform.torch import collectives
@@ -22,7 +23,8 @@ def global_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_typ
     """The norm of the gradients of all parameters as one vector: that of a single process, on every rank.
 
     Each rank sums over what it holds and counts what several ranks hold once; one all-reduce of one number follows,
-    over the ranks of the parameters' meshes. Parameters without gradients count nothing. Parameters that were sharded
+    over the ranks of the parameters' meshes. Reductions under way are waited for. Parameters without gradients count
+    nothing. Parameters that were sharded
     with ``deterministic=True`` have a norm of the same bits for any number of ranks, at the price of an all-reduce of
     one number for 1024 elements.
 
@@ -37,6 +39,7 @@ def global_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_typ
         ValueError: some parameters are sharded with ``deterministic=True``, some without.
         NotImplementedError: with it, a norm that is not 1, 2 or inf.
     """
+    hsdp_sync_stream()
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm_type = float(norm_type)
     held = [parameter for parameter in parameters if parameter.grad is not None]

@@ -162,18 +162,19 @@ class GradientBuffer:
             self.accumulated = None
             self.storage.resize_(0)
 
-    def hand_out(self, reduced: torch.Tensor, missing: Sequence[int]) -> bool:
+    def hand_out(self, reduced: torch.Tensor, missing: Sequence[int], divisor: float | None) -> bool:
         """Gives the sharded parameters their gradients, or adds to those that they have.
 
         Args:
             reduced: this rank's piece, in memory of its own.
             missing: parameters that had no gradient on this rank.
+            divisor: what to divide it by, if anything.
 
         Returns:
             Whether that is done; else they are on their way to the host, and `arrive` does it.
         """
-        if self.divisor is not None:
-            reduced.div_(self.divisor)
+        if divisor is not None:
+            reduced.div_(divisor)
         if reduced.dtype is not self.dtype:
             reduced = reduced.to(self.dtype)
         if self.pin is None:
@@ -244,12 +245,24 @@ class Reduction:
         modules: the same.
     """
 
-    __slots__ = ("gradients", "handed", "handle", "missing", "modules", "op", "piece", "replicas", "scattered")
+    __slots__ = (
+        "divisor",
+        "gradients",
+        "handed",
+        "handle",
+        "missing",
+        "modules",
+        "op",
+        "piece",
+        "replicas",
+        "scattered",
+    )
 
     def __init__(
         self, gradients: GradientBuffer, missing: list[int], op: str, over_replicas: bool, modules: Sequence[Any]
     ) -> None:
         self.gradients = gradients
+        self.divisor = gradients.divisor
         self.modules = modules
         self.missing = missing
         self.op = op
@@ -288,7 +301,7 @@ class Reduction:
                 )
                 return False
         self.handed = True
-        return gradients.hand_out(self.piece, self.missing)
+        return gradients.hand_out(self.piece, self.missing, self.divisor)
 
     def abandon(self) -> None:
         """Waits for the collective under way and forgets its result."""

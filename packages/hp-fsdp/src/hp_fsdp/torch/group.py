@@ -185,8 +185,9 @@ class ParameterGroup:
         self._note("free")
 
     def _note(self, kind: str) -> None:
-        if self.context is not None:
-            self.context.moments.append((kind, self, perf_counter_ns()))
+        context = self.context
+        if context is not None and (context.outermost is not None or context.backward is not None):
+            context.moments.append((kind, self, perf_counter_ns()))
 
     def drop_near(self) -> None:
         """Frees the smaller group's shards."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -77,6 +79,7 @@ class HSDPModule(Controls):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state, with sharded parameters; `full_state_dict` gives whole tensors."""
         self._settle()
+        _refuse_torchs_gather(sys._getframe(1))
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +117,17 @@ class HSDPModule(Controls):
         raise NotImplementedError(
             f"{type(self).__name__} cannot be pickled: its parameters are parts of shared buffers. "
             "Save full_state_dict(model)"
+        )
+
+
+def _refuse_torchs_gather(caller: FrameType) -> None:
+    """Another function of the name, torch's, takes parameters that it doesn't know for whole ones, and says nothing."""
+    if caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        return
+    if getattr(caller.f_locals.get("info"), "full_state_dict", False):
+        raise TypeError(
+            "torch's get_model_state_dict cannot gather parameters of fully_shard. Take the function of the same name,"
+            " with the same options: from hp_fsdp import get_model_state_dict, set_model_state_dict"
         )
 
 

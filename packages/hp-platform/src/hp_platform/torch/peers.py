@@ -48,7 +48,11 @@ class _World:
             # A store may serve one default group after the other.
             number = (store.add("hp_peers/arrived", 1) - 1) // world.size()
             prefix = f"hp_peers/{number}"
-            listener = Listener(world.rank(), own_host(_host_of(store)))
+            try:
+                listener = Listener(world.rank(), own_host(_host_of(store)))
+            except OSError:
+                store.set(f"{prefix}/{world.rank()}", "")  # the others need not wait for an address
+                return
             store.set(f"{prefix}/{world.rank()}", str(listener.address))
             self.store, self.prefix, self.listener = store, prefix, listener
 
@@ -63,7 +67,8 @@ class _World:
                 self.store.wait(keys, patience)
             extended = self.store.has_extended_api()
             values = self.store.multi_get(keys) if extended else [self.store.get(key) for key in keys]
-            self.addresses |= {rank: Address.parse(value.decode()) for rank, value in zip(missing, values)}
+            told = {rank: value.decode() for rank, value in zip(missing, values) if value}
+            self.addresses |= {rank: Address.parse(text) for rank, text in told.items()}
 
     def meet_late(self) -> None:
         """Read where the ranks listen that were not there in time, if the store still lives."""
@@ -74,8 +79,6 @@ class _World:
 
     def blame(self, error: RuntimeError, kind: str, group: Sequence[int]) -> None:
         """Raise LostRankError if a rank was lost, else note on the error that all live."""
-        if self.error is not None:
-            raise self.error
         if self.listener is None:
             return
         self.meet_late()
@@ -91,6 +94,16 @@ class _World:
         raise self.error from error
 
 
+def _known() -> LostRankError | None:
+    """The loss that was found before in the default group that is there now, without the last raise's traceback."""
+    if _here is None or _here.error is None:
+        return None
+    if _here.world is not dist.group.WORLD:  # somebody else made a new one
+        leave()
+        return None
+    return _here.error.with_traceback(None)
+
+
 def _host_of(store: Any) -> str | None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -99,8 +112,9 @@ def _host_of(store: Any) -> str | None:
 
 def _refuse(kind: str, size: int, group: Any) -> None:
     """Keep collectives from waiting for a rank that is known to be lost; an observer."""
-    if _here is not None and _here.error is not None:
-        raise _here.error
+    error = _known()
+    if error is not None:
+        raise error
 
 
 def meet(ranks: Sequence[int], patience: timedelta | None = PATIENCE) -> None:
@@ -148,6 +162,11 @@ def raise_if_lost(error: RuntimeError, kind: str, group: ProcessGroup | Sequence
     if not (isinstance(error, dist.DistError) or _OF_TRANSPORT.search(str(error))):
         return
     with _lock:
+        known = _known()
+        if known is not None:
+            raise known from error
+        if _here is None:
+            return
         ranks = dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else list(group)
         _here.blame(error, kind, ranks)
 
@@ -172,8 +191,9 @@ class Pending:
         Raises:
             LostRankError: the process of a rank has ended.
         """
-        if _here is not None and _here.error is not None:  # the others may wait for each other
-            raise _here.error
+        known = _known()
+        if known is not None:  # the others may wait for each other
+            raise known
         try:
             self.work.wait()
         except RuntimeError as error:
