@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspore.graph.api import _pynative_executor
 
+from hp_fsdp.micro_batches import check_modes
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.unsharding import Call
 from hp_fsdp.order import ExecutionOrder
@@ -70,6 +71,7 @@ class RootContext:
             if group is not None:
                 group.name = name or group.name
                 groups.append(group)
+        check_modes(groups)
         context = RootContext(root, groups)
         for group in groups:
             group.context = context
