@@ -28,6 +28,8 @@ from fsdp_models import Net, batch, groups_of, loss_of, seeded
 
 STEPS, FROM = 40, 5
 Step = Callable[[nn.Module, int], None]
+Use = tuple[int, ...]
+"""Bytes of all tensors, number of objects, bytes of each group's buffers."""
 
 
 class CheckpointedNet(Net):
@@ -115,17 +117,18 @@ def check(replicas: int, ranks: int, make: Callable[[], nn.Module], step: Step, 
     gc.collect()
     gc.freeze()  # what was there before is not looked at
     try:
-        found = list(trained(replicas, ranks, make, step, options))
+        first: Use = ()
+        for number, use in enumerate(trained(replicas, ranks, make, step, options), FROM):
+            first = first or use
+            assert not more(use, first), f"after step {FROM}: {shown(first)}, but after step {number}: {shown(use)}"
     finally:
         gc.unfreeze()
-    grown = {number: use for number, use in enumerate(found, FROM) if use != found[0]}
-    assert not grown, f"after step {FROM}: {found[0]}, but later {dict(list(grown.items())[:3])}"
 
 
 def trained(
     replicas: int, ranks: int, make: Callable[[], nn.Module], step: Step, options: dict[str, Any]
-) -> Iterator[str]:
-    """What is in use after each step from FROM on: bytes of all tensors, of the groups' buffers, number of objects."""
+) -> Iterator[Use]:
+    """What is in use after each step from FROM on."""
     names = ("replicate", "shard")[replicas == 1 :]
     mesh = init_device_mesh(device_type(), (replicas, ranks // replicas)[replicas == 1 :], mesh_dim_names=names)
     model = seeded(make)
@@ -133,7 +136,7 @@ def trained(
         fully_shard(block, mesh, **options)
     fully_shard(model, mesh, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    last = ""
+    last: Use = ()
     for number in range(STEPS):
         step(model, number)
         clip_grad_norm_(model.parameters(), 1.0)
@@ -145,23 +148,36 @@ def trained(
             yield last
 
 
-def settled(model: nn.Module, expected: str) -> str:
-    """What is in use; gloo's threads let go of a collective's tensors a moment after it is over."""
+def settled(model: nn.Module, before: Use) -> Use:
+    """What is in use; gloo's threads let go of a collective's tensors a moment after it is over, on a busy host later.
+
+    Args:
+        model: whose buffers to look at.
+        before: wait until no more is in use than this; else a second.
+    """
     gc.collect()
-    found = ""
-    for _ in range(60):
-        found = in_use(model)
-        if found == expected:
-            break
+    found = in_use(model)
+    deadline = time.monotonic() + (5.0 if before else 1.0)
+    while (not before or more(found, before)) and time.monotonic() < deadline:
         time.sleep(0.005)
+        found = ()  # or it would be counted
+        found = in_use(model)
     return found
 
 
-def in_use(model: nn.Module) -> str:
-    """A text, since it must not count itself."""
+def in_use(model: nn.Module) -> Use:
+    """Numbers alone, which are not counted as objects themselves."""
     objects = gc.get_objects()
     tensors = [each for each in objects if issubclass(type(each), torch.Tensor)]
-    return f"{bytes_of(tensors)} bytes of tensors, {len(objects)} objects, buffers of {buffers(model)}"
+    return (bytes_of(tensors), len(objects), *buffers(model))
+
+
+def more(use: Use, before: Use) -> bool:
+    return any(now > then for now, then in zip(use, before, strict=True))
+
+
+def shown(use: Use) -> str:
+    return f"{use[0]} bytes of tensors, {use[1]} objects, buffers of {use[2:]}"
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:
@@ -186,7 +202,7 @@ def test_that_it_would_be_seen(ranks: int):
         if step == STEPS // 2:
             kept.append(torch.ones(1000, dtype=torch.float64))
 
-    with pytest.raises(AssertionError, match=r"after step 5: \d+ bytes .*, but later \{\d+: '\d+ bytes"):
+    with pytest.raises(AssertionError, match=r"after step 5: \d+ bytes .*, but after step 20: \d+ bytes"):
         check(1, ranks, Net, leaking, {})
     first = functools.reduce(lambda total, tensor: total + tensor.numel(), kept, 0)
     assert first == 1000
