@@ -12,7 +12,7 @@ from hp_fsdp.axes import DataAxes
 from hp_fsdp.torch.host import transport
 from hp_platform.torch import collectives
 
-__all__ = ["check_alike"]
+__all__ = ["check_alike", "extremes"]
 
 
 def check_alike(groups: Sequence[Any], axes: DataAxes) -> None:
@@ -27,7 +27,7 @@ def check_alike(groups: Sequence[Any], axes: DataAxes) -> None:
     """
     lines = [_told(group) for group in groups]
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    if _extremes(digest, axes) == (digest, digest):
+    if extremes(digest, axes) == (digest, digest):
         return
     texts = ["\n".join(lines)]
     for group, size in _lines(axes):
@@ -59,12 +59,12 @@ def _lines(axes: DataAxes) -> list[tuple[Any, int]]:
     return [(group, size) for group, size in lines if size > 1]
 
 
-def _extremes(number: int, axes: DataAxes) -> tuple[int, int]:
-    extremes = torch.tensor([number, -number], device=transport(axes.mesh))
-    lines = _lines(axes)
-    for group, _ in lines:
-        collectives.all_reduce(extremes, "max", group=group)
-    return (int(extremes[0]), -int(extremes[1])) if lines else (number, number)
+def extremes(number: int, axes: DataAxes) -> tuple[int, int]:
+    """The largest and the smallest of the ranks' numbers; it waits for them."""
+    pair = torch.tensor([number, -number], device=transport(axes.mesh))
+    for group, _ in _lines(axes):
+        collectives.all_reduce(pair, "max", group=group)
+    return int(pair[0]), -int(pair[1])
 
 
 def _gathered(text: str, group: Any, size: int, axes: DataAxes) -> list[str]:

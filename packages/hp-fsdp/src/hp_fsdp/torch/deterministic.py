@@ -18,8 +18,8 @@ import torch
 from hp_dtensor.torch.dtensor import local_view
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.micro_batches import OwnMicroBatches, TreeSum, subtrees
+from hp_fsdp.torch.agreement import extremes
 from hp_fsdp.torch.gradients import GradientBuffer
-from hp_fsdp.torch.host import transport
 from hp_platform.observing import communicate_for
 from hp_platform.torch import collectives
 
@@ -138,11 +138,7 @@ def check_counts(axes: DataAxes, count: int) -> None:
     Raises:
         ValueError: the numbers differ.
     """
-    extremes = torch.tensor([count, -count], device=transport(axes.mesh))
-    for group, size in ((axes.shard_group, axes.shard_size), (axes.replicate_group, axes.replicate_size)):
-        if size > 1:
-            collectives.all_reduce(extremes, "max", group=group)
-    most, least = int(extremes[0]), -int(extremes[1])
+    most, least = extremes(count, axes)
     if most != least:
         raise ValueError(
             f"fully_shard(deterministic=True): this rank ran {count} micro-batches since the last step, others from"
