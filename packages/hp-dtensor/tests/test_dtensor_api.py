@@ -384,3 +384,15 @@ def test_with_interception_off_it_is_its_local_tensor() -> None:
         assert x.shape == x.local_shape and len(x) == x.local_shape[0] and x.numel() == 2 * x.local_shape[0]
         assert type(x * 2) is torch.Tensor
     assert get_platform().groups.size() == 2
+
+
+@on_ranks(2)
+def test_layout_is_the_framework_s_and_sharding_is_ours() -> None:
+    mesh = _mesh()
+    x = distribute_tensor(_arange(4, 6), mesh, [Shard(0)])
+    assert x.layout is torch.strided
+    assert x.sharding == (mesh, (Shard(0),))
+    torch.testing.assert_close(x.full_tensor(), _arange(4, 6))
+    torch.testing.assert_close(x, x + 0)
+    assert torch.masked.sum(x, 1).full_tensor().equal(_arange(4, 6).sum(1))
+    assert torch.empty_like(x, layout=x.layout).placements == (Shard(0),)

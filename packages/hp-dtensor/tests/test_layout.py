@@ -97,7 +97,7 @@ def test_a_layout_stands_for_mesh_and_placements() -> None:
     whole = torch.arange(24.0, device=device_type()).reshape(4, 6)
     x = distribute_tensor(whole, layout("dp", "tp"))
     assert x.placements == (Shard(0), Shard(1)) and x.device_mesh.mesh_dim_names == ("dp", "tp")
-    assert x.layout == layout("dp", "tp") and repr(x.layout) == "Layout((2, 2), ('dp', 'tp'))('dp', 'tp')"
+    assert x.sharding == layout("dp", "tp") and repr(x.sharding) == "Layout((2, 2), ('dp', 'tp'))('dp', 'tp')"
     y = x.redistribute(layout("tp", "None"))
     assert y.placements == (R, Shard(0)) and torch.equal(y.full_tensor(), whole)
     assert y.device_mesh is x.device_mesh

@@ -271,8 +271,8 @@ def test_layouts_of_ranks_in_any_order() -> None:
     layout = Layout((2, 2), ("dp", "tp"), rank_list=[1, 0, 3, 2])
     whole = _rand(4, 6)
     x = distribute_tensor(whole, layout("dp", "tp"))
-    assert x.device_mesh.mesh.tolist() == [[1, 0], [3, 2]] and x.layout == layout("dp", "tp")
-    assert repr(x.layout) == "Layout((2, 2), ('dp', 'tp'), rank_list=(1, 0, 3, 2))('dp', 'tp')"
+    assert x.device_mesh.mesh.tolist() == [[1, 0], [3, 2]] and x.sharding == layout("dp", "tp")
+    assert repr(x.sharding) == "Layout((2, 2), ('dp', 'tp'), rank_list=(1, 0, 3, 2))('dp', 'tp')"
     row, column = x.device_mesh.get_coordinate()
     assert torch.equal(x.to_local(), whole.chunk(2)[row].chunk(2, 1)[column])
     assert torch.equal(x.redistribute(layout("tp", "dp")).full_tensor(), whole)

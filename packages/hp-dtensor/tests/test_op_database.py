@@ -19,8 +19,6 @@ pytestmark = [
     pytest.mark.framework("torch"),
     pytest.mark.not_on("torch-npu-sim", reason="some operators' CANN kernels have no stand-in"),
 ]
-MASKED = """sum prod cumsum cumprod amax amin argmax argmin mean median norm var std softmax log_softmax softmin
-    normalize logaddexp logsumexp"""
 REFUSED = {
     "as_strided": "strides are of memory",
     "as_strided.partial_views": "strides are of memory",
@@ -29,7 +27,8 @@ REFUSED = {
     "resize_": "a part can't be resized",
     "resize_as_": "a part can't be resized",
     "to_sparse": "a sparse tensor can't be distributed",
-    **dict.fromkeys((f"masked.{name}" for name in MASKED.split()), "expects? strided"),  # torch reads x.layout there
+    "masked.std": "a plain tensor of shape",  # torch counts elements in a plain tensor of its own
+    "masked.var": "a plain tensor of shape",
 }
 PARTS = 8
 
@@ -49,7 +48,7 @@ def test_every_operator(part: int) -> None:
 def test_what_is_refused_is_known() -> None:
     names = list(op_database.operators())
     assert set(REFUSED) <= set(names)
-    assert len(names) - len(REFUSED) >= 520
+    assert len(names) - len(REFUSED) >= 535
 
 
 def broken(x):

@@ -147,11 +147,11 @@ def test_each_byte_is_sent_once_and_none_that_is_there() -> None:
     for target, wanted in ((row, [Shard(0)]), (mesh_of([0, 1, 2, 3]), [Shard(0)])):
         with count_collectives() as counts:
             x.redistribute(target, wanted)
-        way = plan_transfer(x.layout, Layout.of(target, wanted), (8, 6))
+        way = plan_transfer(x.sharding, Layout.of(target, wanted), (8, 6))
         assert dict(counts) == ({"all_to_all": 1} if way.sends else {})
         mine = sum(m.elements for m in way.moves_from(square.get_rank()) if m.destination != square.get_rank())
         assert counts.bytes == 8 * mine
-    assert not plan_transfer(x.layout, Layout.of(row, [Shard(0)]), (8, 6)).sends
+    assert not plan_transfer(x.sharding, Layout.of(row, [Shard(0)]), (8, 6)).sends
     x = distribute_tensor(count_up(8, 6), row, [Shard(0)], src_data_rank=None)
     with count_collectives() as counts:
         x.redistribute(others, [Shard(1)])

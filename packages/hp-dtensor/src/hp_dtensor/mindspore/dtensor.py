@@ -123,9 +123,11 @@ class DTensor(Tensor):
         return self._spec.placements
 
     @property
-    def layout(self) -> Layout:
-        """The Layout (mesh and placements)."""
+    def sharding(self) -> Layout:
+        """The Layout: mesh and placements."""
         return Layout.of(self._spec.mesh, self._spec.placements, len(self._spec.shape))
+
+    layout = sharding
 
     @property
     def local_shape(self) -> tuple[int, ...]:

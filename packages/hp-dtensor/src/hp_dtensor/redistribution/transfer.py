@@ -190,7 +190,7 @@ def explain_transfer(source: Layout, target: Layout, shape: Shape, *, itemsize: 
     """The way between two layouts as text, alike for one mesh (`explain`) and for two (`Transfer.explain`).
 
     Args:
-        source: the layout that the tensor has, as ``DTensor.layout``.
+        source: the layout that the tensor has, as ``DTensor.sharding``.
         target: the wanted layout.
         shape: the global shape.
         itemsize: bytes of an element.

@@ -121,9 +121,9 @@ class DTensor(torch.Tensor):
         return self._spec.placements
 
     @property
-    def layout(self) -> Any:
-        """The Layout (mesh and placements); the local tensor's ``torch.layout`` where interception is off."""
-        return Layout.of(self._spec.mesh, self._spec.placements, len(self._spec.shape)) if _enabled() else torch.strided
+    def sharding(self) -> Layout:
+        """The Layout: mesh and placements. ``layout`` is torch's own attribute, ``torch.strided``."""
+        return Layout.of(self._spec.mesh, self._spec.placements, len(self._spec.shape))
 
     @property
     def local_shape(self) -> torch.Size:
