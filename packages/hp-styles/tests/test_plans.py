@@ -68,7 +68,7 @@ class Named(ParallelStyle):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def _apply(self, module: Any, device_mesh: Any) -> Any:
+    def apply(self, module: Any, device_mesh: Any) -> Any:
         self.seen.append((module, self.src_data_rank))
         return module
 
@@ -142,6 +142,44 @@ def test_whose_parameters_count() -> None:
         style = ColwiseParallel()
         parallelize_module(linear, mesh, style, src_data_rank=source)
         assert linear.weight.to_local().eq(first).all() and style.src_data_rank == 0
+
+
+@on_ranks(2)
+def test_styles_are_applied_directly_and_keep_no_state() -> None:
+    mesh, linear, whole = _mesh(), _linear(4, 4), _rand(3, 4)
+    want = linear(whole)
+    style = ColwiseParallel(output_layouts=Replicate())
+    before = dict(vars(style))
+    assert style.apply(linear, mesh) is linear
+    torch.testing.assert_close(linear(whole), want)
+    parallelize_module(_linear(4, 4), mesh, style, src_data_rank=None)
+    assert vars(style) == before and style.src_data_rank == 0
+
+    class Old(ParallelStyle):
+        def _apply(self, module: Any, device_mesh: Any) -> Any:
+            return module
+
+    with pytest.raises(TypeError, match="abstract.* apply"):
+        Old()  # type: ignore[abstract]
+
+
+@on_ranks(2)
+def test_what_is_torchs_own_is_refused_by_its_name() -> None:
+    from torch.distributed.device_mesh import init_device_mesh as torchs_mesh
+    from torch.distributed.tensor import distribute_tensor as torchs_distribute
+    from torch.distributed.tensor.parallel import ColwiseParallel as Torchs
+
+    text = r"torch's own torch\.distributed\.\S+\.ColwiseParallel, .* from hp_styles import ColwiseParallel"
+    for plan in (Torchs(), {"up": Torchs()}, {"up": Torchs}):
+        with pytest.raises(TypeError, match=text):
+            parallelize_module(Model(1).layers[0].mlp, _mesh(), plan)
+    theirs = torchs_mesh(device_type(), (2,))
+    with pytest.raises(TypeError, match=r"a DeviceMesh of hp_dtensor, got torch\.distributed\.device_mesh"):
+        parallelize_module(_linear(4, 4), theirs, ColwiseParallel())  # type: ignore[arg-type]
+    linear = _linear(4, 4)
+    linear.weight = nn.Parameter(torchs_distribute(linear.weight.data, theirs))
+    with pytest.raises(TypeError, match="Linear.weight is a DTensor of torch's own"):
+        parallelize_module(linear, _mesh(), ColwiseParallel())
 
 
 @on_ranks(2)

@@ -257,7 +257,6 @@ def test_a_style_is_printed_as_it_is_written() -> None:
         PrepareModuleInputOutput(**both, **out, use_local_input=True, use_local_output=False),
         TwoDimensionalParallel(input_axis="y"),
     ):
-        style.src_data_rank = 0  # as parallelize_module leaves it
         written = repr(style)
         made = eval(written, {**names, "Shard": Shard, "Replicate": Replicate, "Partial": Partial})
         assert type(made) is type(style) and repr(made) == written

@@ -10,7 +10,7 @@ from hp_dtensor import DeviceMesh, get_current_mesh
 from hp_dtensor.sharding_plan import matching
 from hp_styles.inputs import framework
 from hp_styles.names import named_style
-from hp_styles.styles import ParallelStyle
+from hp_styles.styles import ParallelStyle, source_rank
 
 __all__ = ["parallelize_module"]
 
@@ -43,7 +43,7 @@ def parallelize_module(
         ValueError: a mesh of another number of axes than a style is for, a key that matches no submodule (near misses
             are listed), a name that is no style's, a module that two keys match, or modules that share a parameter and
             get different placements.
-        TypeError: something that is no style, or no plan.
+        TypeError: something that is no style, plan or mesh; a style or a mesh of torch's own.
         NotImplementedError: a style that is not for such a module.
         RuntimeError: no ``device_mesh``, and none is active; or a module has a style that shards parameters already.
 
@@ -51,6 +51,11 @@ def parallelize_module(
         UserWarning: without a plan nothing is done.
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"parallelize_module: device_mesh has to be a DeviceMesh of hp_dtensor, got {type(mesh).__module__}."
+            f"{type(mesh).__name__}; make it with hp_dtensor.init_device_mesh, whose arguments are those of torch's"
+        )
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module: parallelize_plan is missing, the module stays as it is; pass a style or"
@@ -58,7 +63,8 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
-    if not isinstance(parallelize_plan, (ParallelStyle, str, Mapping)):
+    torchs = type(parallelize_plan).__module__.startswith("torch.distributed.")  # refused below, by name
+    if not isinstance(parallelize_plan, (ParallelStyle, str, Mapping)) and not torchs:
         raise TypeError(
             "parallelize_module: parallelize_plan must be a ParallelStyle or {pattern: style}, got"
             f" {type(parallelize_plan).__name__}"
@@ -67,11 +73,7 @@ def parallelize_module(
     modules = dict(framework().named_modules(module))
     chosen: dict[int, tuple[str, str, ParallelStyle]] = {}
     for pattern, style in plan.items():
-        style = named_style(style) if isinstance(style, str) else style
-        if not isinstance(style, ParallelStyle):
-            made = isinstance(style, type) and issubclass(style, ParallelStyle)
-            given = f"the class {style.__name__}; write {style.__name__}()" if made else f"a {type(style).__name__}"
-            raise TypeError(f"parallelize_module: {pattern!r} is given {given}, not a ParallelStyle")
+        style = _style(style, pattern)
         if mesh.ndim != style.mesh_axes:
             raise ValueError(
                 f"parallelize_module: a mesh of {'one axis' if style.mesh_axes == 1 else f'{style.mesh_axes} axes'} is"
@@ -82,14 +84,32 @@ def parallelize_module(
             _, other, _ = chosen.setdefault(id(modules[name]), (name, pattern, style))
             if other != pattern:
                 raise ValueError(f"parallelize_module: {name!r} is matched by {other!r} and by {pattern!r}; keep one")
-    with framework().tied(module):
+    with framework().tied(module), source_rank(src_data_rank):
         for name, _, style in chosen.values():
-            previous = style.src_data_rank
-            style.src_data_rank = src_data_rank
             try:
-                style._apply(modules[name], mesh)
+                style.apply(modules[name], mesh)
             except NotImplementedError as error:
                 raise NotImplementedError(f"parallelize_module: {name or 'the module itself'}: {error}") from None
-            finally:
-                style.src_data_rank = previous
     return module
+
+
+def _style(given: Any, pattern: str) -> ParallelStyle:
+    """The style that a plan gives a pattern.
+
+    Raises:
+        ValueError: a name that is no style's.
+        TypeError: something that is no style.
+    """
+    style = named_style(given) if isinstance(given, str) else given
+    if isinstance(style, ParallelStyle):
+        return style
+    kind = style if isinstance(style, type) else type(style)
+    if kind.__module__.startswith("torch.distributed."):
+        ours = "from hp_styles import " + kind.__name__.lstrip("_")
+        raise TypeError(
+            f"parallelize_module: {pattern!r} is given torch's own {kind.__module__}.{kind.__name__}, which distributes"
+            f" parameters as torch's DTensors; hp_styles has its own of the same names and arguments: {ours}"
+        )
+    made = isinstance(style, type) and issubclass(style, ParallelStyle)
+    text = f"the class {style.__name__}; write {style.__name__}()" if made else f"a {kind.__name__}"
+    raise TypeError(f"parallelize_module: {pattern!r} is given {text}, not a ParallelStyle")

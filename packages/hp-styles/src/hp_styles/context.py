@@ -110,7 +110,7 @@ class ContextParallel(ParallelStyle):
         )
         self._agreed: set[Any] = set()  # the shapes that the ranks have compared
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         _framework().attach(module, device_mesh, self.settings, self._agreed)
         return module
 

@@ -61,7 +61,7 @@ class SparseStyle(ParallelStyle):
                 " dims; count from the start"
             )
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         _framework().attach_sparse(module, device_mesh, self)
         return module
 

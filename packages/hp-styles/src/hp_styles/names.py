@@ -45,7 +45,7 @@ _SCATTERED = {"rowwise": "rowwise_scatter_output", "embedding_rowwise": "embeddi
 class _Replicated(ParallelStyle):
     """The parameters that the module itself holds are replicated."""
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         framework().partition(module, device_mesh, {}, self.src_data_rank)
         return module
 
@@ -53,12 +53,12 @@ class _Replicated(ParallelStyle):
 class _GatheredSequence(SequenceParallel):
     """SequenceParallel whose output is gathered: once for all modules that read it."""
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        super()._apply(module, device_mesh)
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        super().apply(module, device_mesh)
         gather = PrepareModuleOutput(
             output_layouts=self.sequence_sharding, desired_output_layouts=Replicate(), use_local_output=False
         )
-        return gather._apply(module, device_mesh)
+        return gather.apply(module, device_mesh)
 
 
 _SPLIT = {"output_layouts": Shard(-1), "use_local_output": False}

@@ -5,8 +5,10 @@ Names, arguments and behaviour are those of ``torch.distributed.tensor.parallel`
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
@@ -31,7 +33,6 @@ def _tuple(layouts: Any) -> tuple[Placement | None, ...] | None:
 
 def _named(style: Any, **arguments: Any) -> str:
     """A style as its constructor is written."""
-    arguments.pop("src_data_rank", None)  # parallelize_module's
     return f"{type(style).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
@@ -50,20 +51,46 @@ def claim(module: Any, style: ParallelStyle) -> None:
     module._parallel_style = repr(style)
 
 
+_source: ContextVar[int | None] = ContextVar("src_data_rank", default=0)
+
+
+@contextlib.contextmanager
+def source_rank(src_data_rank: int | None) -> Iterator[None]:
+    """Sets ``ParallelStyle.src_data_rank`` inside a ``with`` block; styles are shared, so none of them stores it."""
+    token = _source.set(src_data_rank)
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
 class ParallelStyle(ABC):
-    """How a module is parallelised; ``parallelize_module`` applies it.
+    """How a module is parallelised; ``parallelize_module`` calls ``apply``.
+
+    Example:
+        >>> class Frozen(ParallelStyle):
+        ...     def apply(self, module, device_mesh):
+        ...         return module.requires_grad_(False)
 
     Attributes:
         mesh_axes: number of axes of the mesh that it is for.
-        src_data_rank: the rank along each axis whose parameters count, while ``parallelize_module`` applies it.
     """
 
     mesh_axes: int = 1
-    src_data_rank: int | None = 0
+
+    @property
+    def src_data_rank(self) -> int | None:
+        """The rank along each axis whose parameters count: what ``parallelize_module`` was called with, else 0."""
+        return _source.get()
 
     @abstractmethod
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Changes ``module`` in place and returns it."""
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        """Changes ``module`` in place and returns it.
+
+        Args:
+            module: a module.
+            device_mesh: a mesh of ``mesh_axes`` axes.
+        """
 
 
 class ColwiseParallel(ParallelStyle):
@@ -92,7 +119,7 @@ class ColwiseParallel(ParallelStyle):
         self.output_layouts = output_layouts or Shard(-1)
         self.use_local_output = use_local_output
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = framework()
         kind = f.kind(module)
         if kind == "linear":
@@ -139,7 +166,7 @@ class RowwiseParallel(ParallelStyle):
         self.output_layouts = output_layouts or Replicate()
         self.use_local_output = use_local_output
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = framework()
         kind = f.kind(module)
         if kind == "linear":
@@ -179,7 +206,7 @@ class SequenceParallel(ParallelStyle):
         self.sequence_sharding = Shard(sequence_dim)
         self.use_local_output = use_local_output
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = framework()
         f.replicate(module, device_mesh, self.src_data_rank)
         claim(module, self)
@@ -238,7 +265,7 @@ class PrepareModuleInput(ParallelStyle):
                 f"desired_input_kwarg_layouts names {sorted(self.desired_input_kwarg_layouts)}"
             )
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         on_inputs(
             module,
             device_mesh,
@@ -276,7 +303,7 @@ class PrepareModuleOutput(ParallelStyle):
                 " desired_output_layouts"
             )
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         on_outputs(module, device_mesh, self.output_layouts, self.desired_output_layouts, self.use_local_output)
         return module
 
@@ -319,9 +346,9 @@ class PrepareModuleInputOutput(ParallelStyle):
             use_local_output=use_local_output,
         )
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        self.prepare_module_input._apply(module, device_mesh)
-        return self.prepare_module_output._apply(module, device_mesh)
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        self.prepare_module_input.apply(module, device_mesh)
+        return self.prepare_module_output.apply(module, device_mesh)
 
     def __repr__(self) -> str:
         given = dict(vars(self.prepare_module_input))

@@ -82,7 +82,7 @@ class TwoDimensionalParallel(ParallelStyle):
         self.output_layouts = output_layouts
         self.use_local_output = use_local_output
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = framework()
         if f.kind(module) != "linear":
             raise NotImplementedError(f"TwoDimensionalParallel shards Linear modules, got {f.described(module)}")

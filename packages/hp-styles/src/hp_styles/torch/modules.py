@@ -63,6 +63,12 @@ def partition(
         if parameter is None:
             continue
         placements = layouts.get(name, (Replicate(),) * mesh.ndim)
+        if not isinstance(parameter, DTensor) and type(parameter.data).__name__ == "DTensor":
+            raise TypeError(
+                f"{type(module).__name__}.{name} is a DTensor of torch's own ({type(parameter.data).__module__}),"
+                f" placed {parameter.placements}; styles here are for plain parameters and for hp_dtensor's: apply the"  # type: ignore[attr-defined]
+                " styles of one library to a model"
+            )
         if isinstance(parameter, DTensor):
             wanted = normalize(placements, mesh, parameter.dim(), "parallelize_module")
             if parameter.device_mesh == mesh and parameter.placements == wanted:
