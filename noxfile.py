@@ -197,3 +197,10 @@ def sweep(session: nox.Session) -> None:
     """Every operator of torch's own database on DTensors, ours and torch's; writes docs/operators.md."""
     install(session, "hp-dtensor", extras="[torch,test]")
     session.run("python", "packages/hp-dtensor/benchmarks/sweep_operators.py", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random programs on random layouts against one device in float64; writes docs/fuzz.md where none is wrong."""
+    install(session, "hp-dtensor", extras="[torch,test]")
+    session.run("python", "packages/hp-dtensor/benchmarks/fuzz_programs.py", *session.posargs)

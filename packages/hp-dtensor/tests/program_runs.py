@@ -1,0 +1,273 @@
+"""Runs the programs of `program_grammar` on one device and on DTensors, and compares every value and gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from program_grammar import Program, draw, inputs, namespace
+
+from hp_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+)
+from hp_platform.testing import device_type
+
+CRASHES = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NameError,
+    RecursionError,
+    SystemError,
+    UnboundLocalError,
+)
+"""Errors that no user can act on."""
+TOLERANCE = 1e-9
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Verdict:
+    """How a program did on this rank.
+
+    Attributes:
+        program: its number.
+        compared: values and gradients that were compared with one device's.
+        refused: the errors that were raised, each with the line that raised it; such lines are left out.
+        crashed: those of them that no user can act on, with their traceback.
+        wrong: the first difference, with the program; None where there is none.
+    """
+
+    program: int
+    compared: int = 0
+    refused: list[str] = field(default_factory=list)
+    crashed: list[str] = field(default_factory=list)
+    wrong: str | None = None
+
+
+class LineError(Exception):
+    """A line that raised: its index, or None where it was the backward or the reading of results."""
+
+    def __init__(self, index: int | None, error: Exception) -> None:
+        super().__init__(index, error)
+        self.index, self.error = index, error
+
+
+def placements(codes: tuple[str, ...]) -> list[Placement]:
+    """``("S0", "R")`` as placements."""
+    return [Shard(int(code[1:])) if code[0] == "S" else Replicate() if code == "R" else Partial() for code in codes]
+
+
+def run_plain(program: Program) -> Tensors:
+    """Every value and every gradient of a program on one device, by name."""
+    leaves = inputs(program)
+    names = namespace(lambda x, *to: x.view_as(x), lambda x: x.view_as(x))
+    space = {**names, **leaves}
+    for line in program.lines:
+        exec(line, space)
+    return _results(program, space)
+
+
+def run_distributed(program: Program, mesh: Any) -> Tensors:
+    """The same on DTensors, gathered.
+
+    Raises:
+        LineError: a line, the backward or the reading of results raised.
+    """
+
+    def move(x: Any, *to: str) -> Any:
+        return x.redistribute(placements=placements(to))
+
+    def through_local(x: Any) -> Any:
+        return DTensor.from_local(x.to_local(), mesh, x.placements, shape=x.shape)
+
+    plain = inputs(program)
+    space = namespace(move, through_local)
+    for leaf in program.leaves:
+        whole = plain[leaf.name].detach().to(mesh.device_type)
+        space[leaf.name] = distribute_tensor(whole, mesh, placements(leaf.placements)).requires_grad_(
+            leaf.requires_grad
+        )
+    for index, line in enumerate(program.lines):
+        try:
+            exec(line, space)
+        except Exception as error:
+            raise LineError(index, error) from error
+    try:
+        return {name: _whole(value) for name, value in _results(program, space).items()}
+    except Exception as error:
+        raise LineError(None, error) from error
+
+
+def _whole(value: Any) -> torch.Tensor:
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+
+
+def _results(program: Program, space: dict[str, Any]) -> Tensors:
+    """Values first, then the gradients, as the program's mode takes them."""
+    values = {name: value for name, value in space.items() if name[0] == "v" and isinstance(value, torch.Tensor)}
+    found: Tensors = {name: value.detach().clone() for name, value in values.items()}
+    if not program.roots or program.mode == "none":
+        return found
+    loss = sum(_weighed(space[root]) for root in program.roots)
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        return found
+    watched = [leaf.name for leaf in program.leaves if leaf.requires_grad]
+    leaves = [space[name] for name in watched]
+    if program.mode == "backward":
+        loss.backward()
+        gradients = [value.grad for value in leaves]
+        for name, value in values.items():
+            if value.retains_grad and value.grad is not None:
+                found[f"{name}'s retained gradient"] = value.grad
+    else:
+        double = program.mode == "double"
+        gradients = list(torch.autograd.grad(loss, leaves, create_graph=double, allow_unused=True))
+        again = [gradient.square().sum() for gradient in gradients if double and gradient is not None]
+        if again and any(value.requires_grad for value in again):
+            found |= _named("first gradient", watched, gradients)
+            gradients = list(torch.autograd.grad(sum(again), leaves, allow_unused=True))
+    return found | _named("gradient", watched, gradients)
+
+
+def _named(kind: str, names: list[str], gradients: list[Any]) -> Tensors:
+    return {f"{name}'s {kind}": gradient for name, gradient in zip(names, gradients) if gradient is not None}
+
+
+def _weighed(value: torch.Tensor) -> torch.Tensor:
+    """A scalar that tells every element from every other."""
+    with torch.no_grad():
+        ramp = torch.arange(value.numel(), dtype=value.dtype, device=value.device).add(1).cos().reshape(value.shape)
+    return (value * ramp).sum() + 0.1 * value.square().sum()
+
+
+def difference(got: Tensors, wanted: Tensors) -> str | None:
+    """The first value or gradient that differs; a gradient that is not there is one of zeros."""
+    for name in {**wanted, **got}:
+        have, want = got.get(name), wanted.get(name)
+        if have is None or want is None:
+            other = want if have is None else have
+            if "gradient" in name and other is not None and not other.any():
+                continue
+            return f"{name} is there on {'one device' if have is None else 'DTensors'} alone"
+        if have.shape != want.shape or have.dtype != want.dtype:
+            return f"{name} is {tuple(have.shape)} {have.dtype}, one device's is {tuple(want.shape)} {want.dtype}"
+        worst = (have - want).abs().max().item() / max(1.0, want.abs().max().item())
+        if not worst < TOLERANCE:
+            return f"{name} differs by {worst:.3g}"
+    return None
+
+
+def drawn(seed: int, axes: int, steps: int = 14, calm: bool = False) -> Program:
+    """`draw`, with a gradients' mode that one device can do: in-place writes may rule some out."""
+    program = draw(seed, axes, steps, calm)
+    for mode in (program.mode, "backward", "none"):
+        try:
+            settled = replace(program, mode=mode)
+            run_plain(settled)
+            return settled
+        except RuntimeError:
+            continue
+    raise AssertionError(f"one device can't run:\n{program}")
+
+
+def judge(program: Program, mesh: Any) -> Verdict:
+    """Runs a program; a line that is refused is left out, with what depends on it, and the rest runs again."""
+    verdict = Verdict(program.seed)
+    for _ in range(len(program.lines) + 3):
+        try:
+            wanted = run_plain(program)
+        except RuntimeError:  # without a line that was left out, one device may refuse the gradient
+            program = replace(program, mode="none")
+            wanted = run_plain(program)
+        try:
+            with implicit_replication():
+                got = run_distributed(program, mesh)
+        except LineError as failure:
+            line = program.mode if failure.index is None else program.lines[failure.index]
+            text = str(failure.error).strip().splitlines()
+            told = f"{type(failure.error).__name__}: {text[0] if text else ''} [{line}]"
+            verdict.refused.append(told)
+            if isinstance(failure.error, CRASHES):
+                verdict.crashed.append(f"{told}\n{program}\n{''.join(traceback.format_exception(failure.error))}")
+            if failure.index is not None:
+                program = program.without(failure.index)
+            elif program.mode != "none":
+                program = replace(program, mode="none")
+            else:  # a value that may not be read: see which
+                program = program.without(len(program.lines) - 1)
+            continue
+        wrong = difference(got, wanted)
+        verdict.compared = len(wanted)
+        if wrong is not None:
+            verdict.wrong = f"{wrong}\n{program}"
+        return verdict
+    raise AssertionError(f"each line was refused:\n{program}")
+
+
+def judge_all(seeds: list[int], mesh_shape: tuple[int, ...], steps: int = 14, calm: bool = False) -> list[Verdict]:
+    """`judge` programs by their numbers: what a pool's rank runs."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh(device_type(), mesh_shape)
+    return [judge(drawn(seed, len(mesh_shape), steps, calm), mesh) for seed in seeds]
+
+
+def shorten(program: Program, mesh_shape: tuple[int, ...]) -> Program:
+    """The program with fewer lines that is still wrong, on this rank; every rank finds the same one."""
+    mesh = init_device_mesh(device_type(), mesh_shape)
+
+    def wrong(candidate: Program) -> bool:
+        with contextlib.suppress(Exception):
+            wanted = run_plain(candidate)
+            with implicit_replication():
+                return difference(run_distributed(candidate, mesh), wanted) is not None
+        return False
+
+    index = len(program.lines) - 1
+    while index >= 0:
+        shorter = program.without(index)
+        if wrong(shorter):
+            program = shorter
+        index = min(index, len(program.lines)) - 1
+    return program
+
+
+def shorten_seed(seed: int, mesh_shape: tuple[int, ...], steps: int = 14, calm: bool = False) -> str:
+    """The shortened text of a wrong program, by its number."""
+    return str(shorten(drawn(seed, len(mesh_shape), steps, calm), mesh_shape))
+
+
+@dataclass
+class Counts:
+    """What many programs did."""
+
+    programs: int = 0
+    right: int = 0
+    compared: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    crashed: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    hung: list[str] = field(default_factory=list)
+
+    def add(self, verdict: Verdict) -> None:
+        """Counts one program's verdict."""
+        self.programs += 1
+        self.compared += verdict.compared
+        self.right += verdict.wrong is None and not verdict.crashed
+        self.refused.update(verdict.refused)
+        self.crashed += verdict.crashed
+        if verdict.wrong is not None:
+            self.wrong.append(verdict.wrong)
