@@ -5,6 +5,9 @@ import sys
 import pytest
 
 from hp_plan import Finding, ParallelPlan, lint
+from hp_plan.memory import least_memory, memory_shortage
+from hp_plan.outline import ModelOutline
+from hp_platform import get_platform
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 
@@ -26,7 +29,7 @@ def plan_of(config="Qwen3Config", overrides=(), **sections):
 
 
 def texts(tables, world_size=None):
-    return [str(finding) for finding in lint(tables, world_size)]
+    return [str(finding) for finding in lint(tables, world_size, run_model_code=True)]
 
 
 @pytest.mark.parametrize("config", ["LlamaConfig", "Qwen3Config", "MistralConfig"])
@@ -160,6 +163,87 @@ def test_what_a_function_returns_is_looked_at(tmp_path, monkeypatch):
         "model.function: returned_models:nothing returned a NoneType, expected a model of torch (nn.Module); return "
         "the model from the function"
     ]
+
+
+def test_no_code_of_a_plan_is_run_unless_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "dangerous_code.py").write_text("raise SystemExit('the code ran')\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("raise SystemExit('the code ran')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("dangerous_code:model", "package.module:model", "no_such_module:model"):
+        tables = {"model": {"function": name, "folder": str(tmp_path)}, "mesh": {"cp": 2}}
+        with pytest.warns(UserWarning, match=r"function is code and was not run.*run_model_code=True"):
+            assert [finding.key for finding in lint(tables)] == ["mesh.cp"]
+    with pytest.raises(SystemExit, match="the code ran"):
+        lint(tables | {"model": {"function": "dangerous_code:model"}}, run_model_code=True)
+    assert not {"dangerous_code", "package"} & {*sys.modules}
+    (finding,) = lint({"model": {"function": "dangerous_code:model", "folder": "nowhere"}})
+    assert finding.key == "model.folder"
+
+
+def test_a_class_that_is_no_causal_language_model():
+    assert texts({"model": {"config": "CLIPConfig"}}) == [
+        "model.config: transformers builds no causal language model from CLIPConfig; take a configuration of one that "
+        "predicts the next token, or write a [model] function that returns it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "expected"),
+    [
+        ("optimizer", {"lr": float("inf")}, "optimizer.lr: got inf (float), expected a finite number"),
+        ("optimizer", {"eps": float("nan")}, "optimizer.eps: got nan (float), expected a number more than 0.0"),
+        ("optimizer", {"weight_decay": float("inf")}, "optimizer.weight_decay: got inf (float), expected a finite"),
+        (
+            "optimizer",
+            {"betas": [float("nan"), 2]},
+            "optimizer.betas: got [nan, 2] (list), expected a list of 2 numbers, each at least 0.0 and less than 1.0",
+        ),
+        ("optimizer", {"betas": [0.9, 1.0]}, "each at least 0.0 and less than 1.0"),
+        ("schedule", {"final": float("inf")}, "schedule.final: got inf (float), expected a finite number"),
+        ("run", {"grad_clip": float("nan")}, "run.grad_clip: got nan (float), expected a number more than 0.0"),
+    ],
+)
+def test_numbers_that_no_training_can_use(section, value, expected):
+    (text,) = texts(plan_of(**{section: value}))
+    assert expected in text
+
+
+def test_memory_that_a_rank_needs_at_the_least():
+    model = ModelOutline({}, elements=1000, trained=600)
+
+    def least(**sections):
+        return least_memory(ParallelPlan.from_dict(sections), model)
+
+    assert least() == 4 * (1000 + 3 * 600)
+    assert least(mesh={"dp_shard": 2, "dp_replicate": 2}) == 4 * (1000 + 3 * 600) // 2
+    assert least(mesh={"dp_shard": 4, "tp": 4}) == 4 * 1000, "each rank builds the whole model before it is cut"
+    assert least(optimizer={"name": "sgd"}, run={"dtype": "float64"}) == 8 * (1000 + 600)
+    assert least(optimizer={"name": "sgd", "momentum": 0.9}, run={"dtype": "bfloat16"}) == 2 * (1000 + 2 * 600)
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory", "expected"),
+    [
+        ("cpu", 13_000, "and this machine has 0.0 MB for 2"),
+        ("cuda", 6_000, "and its cuda device has 0.0 MB"),
+        ("cuda", 7_000, None),
+        ("cpu", 15_000, None),
+        ("npu", None, None),
+    ],
+)
+def test_a_plan_that_is_too_large_for_the_device(monkeypatch, kind, memory, expected):
+    devices = type(get_platform().devices)
+    monkeypatch.setattr(devices, "kind", kind)
+    monkeypatch.setattr(devices, "total_memory", lambda self: memory)
+    plan = ParallelPlan.from_dict({"mesh": {"dp_shard": 2}})
+    text = memory_shortage(plan, ModelOutline({}, elements=1000, trained=800), 2)
+    assert (text is None) == (expected is None)
+    if text is not None:
+        assert text.startswith(
+            "1,000 parameters in float32 take a rank at least 0.0 MB of memory for weights, gradients"
+        )
+        assert text.endswith(expected)
 
 
 def test_a_module_whose_own_import_fails(tmp_path, monkeypatch):

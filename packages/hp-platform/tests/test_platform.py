@@ -11,6 +11,7 @@ import pytest
 import hp_platform
 from hp_platform import get_platform
 from hp_platform.platform import platform_name
+from hp_platform.settings import SettingError, choose_kind
 
 
 @pytest.fixture
@@ -96,8 +97,24 @@ def test_every_public_name_resolves():
 
 def test_a_device_that_is_not_there(monkeypatch):
     monkeypatch.setenv("HYPER_PARALLEL_DEVICE", "abacus")
-    with pytest.raises(ValueError, match="HYPER_PARALLEL_DEVICE='abacus', but (torch|mindspore) .* finds: cpu"):
+    kinds = "names no kind of device. Choose one of: cpu, cuda, npu"
+    with pytest.raises(ValueError, match=f"DEVICE='abacus' {kinds}; (torch|mindspore) .* finds on this machine: cpu"):
         _ = type(get_platform().devices)().kind
+
+
+def test_a_kind_of_device_that_is_elsewhere(monkeypatch):
+    monkeypatch.setenv("HYPER_PARALLEL_DEVICE", "cuda")
+    with pytest.raises(SettingError) as caught:
+        choose_kind(lambda: ("cpu", "npu"), "torch 2.13")
+    assert str(caught.value) == (
+        "HYPER_PARALLEL_DEVICE='cuda', but torch 2.13 finds on this machine: cpu, npu. Set it to one of these, or "
+        "unset it."
+    )
+
+
+def test_the_memory_of_the_device():
+    total = get_platform().devices.total_memory()
+    assert total is None or total > 1 << 28
 
 
 def test_the_device_of_the_environment(monkeypatch):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from hp_plan import ParallelPlan
+from hp_platform import get_platform
+from hp_platform.settings import choose_kind
 from hyper_parallel import cli
 from hyper_parallel.__main__ import main
 
@@ -83,7 +85,56 @@ def test_lint_as_json(command):
     assert status == 1
     assert {finding["key"] for finding in json.loads(out)["findings"]} == {"mesh.tp"}
     out, _, status = command("lint", "--json")
-    assert (json.loads(out), status) == ({"findings": []}, 0)
+    assert (json.loads(out), status) == ({"findings": [], "notes": []}, 0)
+
+
+@pytest.mark.parametrize("action", ["lint", "train", "verify"])
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        (
+            "HYPER_PARALLEL_PLATFORM=jax",
+            "error: HYPER_PARALLEL_PLATFORM='jax' names no platform. Choose one of: torch, mindspore.\n",
+        ),
+        (
+            "HYPER_PARALLEL_DEVICE=gpu",
+            "error: HYPER_PARALLEL_DEVICE='gpu' names no kind of device. Choose one of: cpu, cuda, npu; torch ",
+        ),
+    ],
+)
+def test_a_variable_that_asks_for_what_there_is_not(command, monkeypatch, action, variable, expected):
+    monkeypatch.setenv(*variable.split("="))
+    monkeypatch.setattr(
+        type(get_platform().devices), "_kind", property(lambda self: choose_kind(self.present, "torch 2"))
+    )
+    out, err, status = command(action)
+    assert (out, status, err.count("\n")) == ("", 1, 1)
+    assert err.startswith(expected)
+
+
+def test_lint_runs_no_code_of_the_plan_unless_told_to(command, tmp_path):
+    (tmp_path / "dangerous.py").write_text("print('the code ran')\ndef model():\n    raise ValueError('called')\n")
+    plan = '[model]\nfunction = "dangerous:model"\n'
+    out, err, status = command("lint", plan=plan)
+    assert (out, status) == ("plan.toml: nothing wrong was found\n", 0)
+    assert err == (
+        "note: [model] function is code and was not run, so nothing was checked against the model; --run-model-code "
+        "imports and calls it, where you trust the plan\n"
+    )
+    assert str(tmp_path) not in sys.path
+    out, err, status = command("lint", "--run-model-code", plan=plan)
+    assert (out, status) == ("the code ran\n", 1)
+    assert "building dangerous:model failed: ValueError: called" in err
+
+
+def test_a_plan_that_is_too_large_for_this_machine(command, monkeypatch):
+    monkeypatch.setattr(type(get_platform().devices), "total_memory", lambda self: 10_000)
+    expected = "parameters in float32 take a rank at least 0.1 MB of memory for weights, gradients and adamw's states"
+    out, err, status = command("lint")
+    assert (out, status) == ("plan.toml: nothing wrong was found\n", 0)
+    assert err.startswith("note: too large to train here: ") and expected in err
+    _, err, status = command("train")
+    assert status == 1 and expected in err and "this machine has 0.0 MB for 2" in err
 
 
 @pytest.mark.parametrize("action", ["train", "verify"])
@@ -129,7 +180,7 @@ def test_the_plan_of_a_run_names_the_folder_of_its_function(command, monkeypatch
     monkeypatch.delitem(sys.modules, "beside_the_plan")
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["lint", "plan.toml"])
+        cli.main(["lint", "plan.toml", "--run-model-code"])
     assert not ended.value.code
     assert sys.path[0] == str(tmp_path)
 
@@ -188,11 +239,14 @@ def test_a_vocabulary_that_has_no_room_for_bytes(command, action):
     assert "the model knows 255 tokens, and text as bytes has 256" in err
 
 
-def test_a_plan_that_is_not_there(command):
+def test_a_plan_that_is_not_there(command, capsys):
     command("lint")
     with pytest.raises(SystemExit) as ended:
         cli.main(["lint", "missing.toml"])
     assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        "error: the plan missing.toml can't be read: No such file or directory; choose from plan.toml\n"
+    )
 
 
 def test_one_data_option_takes_several_paths():

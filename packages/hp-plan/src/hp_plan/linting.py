@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -10,7 +12,30 @@ from hp_plan.checks import plan_faults, platform_faults
 from hp_plan.findings import Finding, PlanError
 from hp_plan.framework import framework
 from hp_plan.model_checks import model_faults
+from hp_plan.outline import ModelOutline
 from hp_plan.plan import ParallelPlan, read_plan, read_toml
+
+UNREAD = (
+    "[model] function is code and was not run, so nothing was checked against the model; {0} imports and calls it, "
+    "where you trust the plan"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan that was read against its model.
+
+    Attributes:
+        plan: as far as it could be read.
+        findings: every fault.
+        model: what it was read against; None where the model could not be built, or was not to be.
+        unread: the model is a function's, and was not built because that would have run the plan's code.
+    """
+
+    plan: ParallelPlan
+    findings: tuple[Finding, ...]
+    model: ModelOutline | None = None
+    unread: bool = False
 
 
 def lint(
@@ -18,16 +43,20 @@ def lint(
     world_size: int | None = None,
     *,
     model: Any = None,
+    run_model_code: bool = False,
 ) -> tuple[Finding, ...]:
     """Reads a plan against its model and returns every fault, worst-read first; empty when there is none.
 
-    The model is built without its weights: no memory, no ranks.
+    The model is built without its weights: no memory, no ranks. A plan with `[model] function` is code, which is
+    neither imported nor called unless `run_model_code` says so; then nothing is checked against the model, and a
+    warning says that.
 
     Args:
         plan: a plan, or what one is read from: nested dictionaries or the path of a TOML file. Only these can show
             unknown keys, which are reported with all the rest.
         world_size: how many ranks there will be; None leaves the mesh's size unchecked.
         model: the model to read against in place of the one that the plan declares.
+        run_model_code: import and call `[model] function`.
 
     Raises:
         ImportError: the plan needs transformers and it isn't installed.
@@ -40,23 +69,49 @@ def lint(
         except PlanError as error:
             return error.findings
         plan, found = read_plan(tables)
-    found += platform_faults(plan)
+    report = examine(plan, found, world_size, model=model, run_model_code=run_model_code)
+    if report.unread:
+        warnings.warn(UNREAD.format("lint(plan, run_model_code=True)"), stacklevel=2)
+    return report.findings
+
+
+def examine(
+    plan: ParallelPlan,
+    found: list[Finding],
+    world_size: int | None = None,
+    *,
+    model: Any = None,
+    run_model_code: bool = False,
+) -> Report:
+    """Reads a plan as `lint` does, and keeps what else was learnt.
+
+    Args:
+        plan: the plan.
+        found: the faults of reading it.
+        world_size: as `lint` takes it.
+        model: as `lint` takes it.
+        run_model_code: as `lint` takes it.
+    """
+    found = [*found, *platform_faults(plan)]
     if found and found[-1].key == "run.platform":
-        return tuple(found)  # Its model is of another framework.
+        return Report(plan, tuple(found))  # Its model is of another framework.
     found += plan_faults(plan, world_size)
     if model is None:
         build = framework("build")
-        section = build.model_section_faults(plan)
+        section = build.model_section_faults(plan, run_code=run_model_code)
         # An unknown setting of the configuration doesn't keep the model from being built without it.
         unknown = {fault.key.removeprefix("model.overrides.") for fault in section if "overrides" in fault.key}
         found += section
         if len(unknown) < len(section):
-            return tuple(found)
+            return Report(plan, tuple(found))
+        if plan.model.function is not None and not run_model_code:
+            return Report(plan, tuple(found), unread=True)
         try:
             model = build.build_empty(_without(plan, unknown))
         except PlanError as error:
-            return (*found, *error.findings)
-    return (*found, *model_faults(plan, framework("models").outline(model)))
+            return Report(plan, (*found, *error.findings))
+    outline = framework("models").outline(model)
+    return Report(plan, (*found, *model_faults(plan, outline)), outline)
 
 
 def _without(plan: ParallelPlan, overrides: set[str]) -> ParallelPlan:

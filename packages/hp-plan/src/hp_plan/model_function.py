@@ -10,7 +10,7 @@ from typing import Any
 
 from hp_plan.findings import Finding, PlanError, near_misses
 from hp_platform import get_platform
-from hp_platform.platform import CHOICES
+from hp_platform.settings import PLATFORMS
 
 
 def model_function(name: str, folder: str | None = None) -> Callable[..., Any]:
@@ -24,17 +24,12 @@ def model_function(name: str, folder: str | None = None) -> Callable[..., Any]:
         PlanError: the name has another form, the folder doesn't exist, the module can't be imported, or has no such
             function.
     """
+    found = name_faults(name, folder)
+    if found:
+        raise PlanError(found)
     module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        fix = 'write it as "package.module:function"'
-        raise PlanError([Finding("model.function", f"got '{name}', expected a module and a function", fix)])
-    if folder is not None:
-        place = Path(folder).resolve()
-        if not place.is_dir():
-            fix = "give the folder of the function's module, or leave it out"
-            raise PlanError([Finding("model.folder", f"the folder {folder} does not exist", fix)])
-        if str(place) not in sys.path:
-            sys.path.insert(0, str(place))
+    if folder is not None and str(Path(folder).resolve()) not in sys.path:
+        sys.path.insert(0, str(Path(folder).resolve()))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -43,6 +38,18 @@ def model_function(name: str, folder: str | None = None) -> Callable[..., Any]:
         message = f"module '{module_name}' has no '{function_name}'"
         raise PlanError([Finding("model.function", message, near_misses(function_name, dir(module)))])
     return getattr(module, function_name)
+
+
+def name_faults(name: str, folder: str | None = None) -> list[Finding]:
+    """What is wrong with a function's name and folder as they stand; nothing is imported for it."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        fix = 'write it as "package.module:function"'
+        return [Finding("model.function", f"got '{name}', expected a module and a function", fix)]
+    if folder is not None and not Path(folder).resolve().is_dir():
+        fix = "give the folder of the function's module, or leave it out"
+        return [Finding("model.folder", f"the folder {folder} does not exist", fix)]
+    return []
 
 
 def _import_fault(name: str, error: ImportError) -> Finding:
@@ -70,15 +77,23 @@ def check_returned(name: str, model: Any, expected: type) -> None:
         return
     got, running = type(model).__name__, get_platform().name
     roots = {base.__module__.partition(".")[0] for base in type(model).__mro__}
-    for other in roots.intersection(CHOICES) - {running}:
+    for other in roots.intersection(PLATFORMS) - {running}:
         message = f"{name} returned a {got}, a model of {other}, and this process runs {running}"
         raise PlanError([Finding("run.platform", message, f'write platform = "{other}" in [run]')])
     message = f"{name} returned a {got}, expected a model of {running} (nn.{expected.__name__})"
     raise PlanError([Finding("model.function", message, "return the model from the function")])
 
 
-def function_faults(name: str, folder: str | None = None) -> list[Finding]:
-    """What is wrong with a function's name; nothing where it is found."""
+def function_faults(name: str, folder: str | None = None, *, run_code: bool = True) -> list[Finding]:
+    """What is wrong with a function's name; nothing where it is found.
+
+    Args:
+        name: `"package.module:function"`.
+        folder: where the module lies.
+        run_code: import the module to look; else its name alone is read.
+    """
+    if not run_code:
+        return name_faults(name, folder)
     try:
         model_function(name, folder)
     except PlanError as error:

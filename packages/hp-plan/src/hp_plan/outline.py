@@ -31,6 +31,8 @@ class ModelOutline:
     Attributes:
         modules: name -> outline, in the order of the model, which itself is `""`.
         parameters: their names, each tensor once.
+        elements: how many numbers they have together.
+        trained: how many of these numbers get gradients.
         tied: names of parameters that are one tensor, each group in the order of the model.
         base: name of the base model inside the model (`model`), empty where it is the model.
         config: the model's configuration, None where it has none.
@@ -39,6 +41,8 @@ class ModelOutline:
 
     modules: Mapping[str, ModuleOutline]
     parameters: tuple[str, ...] = ()
+    elements: int = 0
+    trained: int = 0
     tied: tuple[tuple[str, ...], ...] = ()
     base: str = ""
     config: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import Field, fields
@@ -61,13 +62,17 @@ def _describe(value: Any) -> str:
 
 
 def _bounds(value: Any, item: Field[Any]) -> str | None:
-    if value is None or not isinstance(value, (int, float)):
+    if isinstance(value, tuple) and "minimum" in item.metadata:
+        minimum, below = item.metadata["minimum"], item.metadata["below"]
+        inside = all(minimum <= number < below for number in value)
+        return None if inside else f"a list of {len(value)} numbers, each at least {minimum} and less than {below}"
+    if not isinstance(value, (int, float)):
         return None
     if "minimum" in item.metadata and not value >= item.metadata["minimum"]:
         return f"a number of at least {item.metadata['minimum']}"
     if "above" in item.metadata and not value > item.metadata["above"]:
         return f"a number more than {item.metadata['above']}"
-    return None
+    return None if math.isfinite(value) else "a finite number"
 
 
 def _advice(got: Any, hint: Any, expected: str) -> str:

@@ -19,6 +19,10 @@ def _more_than(bound: float, default: Any) -> Any:
     return field(default=default, metadata={"above": bound})
 
 
+def _each_within(minimum: float, below: float, default: Any) -> Any:
+    return field(default=default, metadata={"minimum": minimum, "below": below})
+
+
 @dataclass(frozen=True)
 class ModelSection:
     """Which model: a transformers configuration class, or a function of the user's.
@@ -119,7 +123,7 @@ class OptimizerSection:
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = _more_than(0.0, 1e-3)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = _each_within(0.0, 1.0, (0.9, 0.999))
     eps: float = _more_than(0.0, 1e-8)
     weight_decay: float = _at_least(0.0, 0.01)
     momentum: float = _at_least(0.0, 0.0)

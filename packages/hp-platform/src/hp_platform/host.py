@@ -1,11 +1,21 @@
-"""What the operating system says about this process."""
+"""What the operating system says about this machine and this process."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 from pathlib import Path
+
+
+def memory_bytes() -> int:
+    """Get how much memory this machine has, or this process's control group where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
+            total = min(total, int(Path(limit).read_text()))
+    return total
 
 
 def peak_resident_bytes() -> int:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 import sys
 from dataclasses import dataclass
 
 from hp_platform.protocols import Collectives, Devices, Fused, Groups, Random
-
-VARIABLE = "HYPER_PARALLEL_PLATFORM"
-CHOICES = ("torch", "mindspore")
+from hp_platform.settings import PLATFORM, PLATFORMS, wanted_platform
 
 
 @dataclass(frozen=True)
@@ -47,13 +44,13 @@ def get_platform() -> Platform:
         The platform.
 
     Raises:
-        ValueError: HYPER_PARALLEL_PLATFORM names no platform.
+        SettingError: HYPER_PARALLEL_PLATFORM names no platform (a ValueError).
         ImportError: no framework is installed, or the chosen one is not.
     """
     name = platform_name()
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         raise ImportError(
-            f"{VARIABLE}={name}, but {name} is not installed. Install it with: pip install 'hp-platform[{name}]'"
+            f"{PLATFORM}={name}, but {name} is not installed. Install it with: pip install 'hp-platform[{name}]'"
         )
     return importlib.import_module(f"hp_platform.{name}").platform()
 
@@ -65,21 +62,19 @@ def platform_name() -> str:
         "torch" or "mindspore".
 
     Raises:
-        ValueError: HYPER_PARALLEL_PLATFORM names no platform.
+        SettingError: HYPER_PARALLEL_PLATFORM names no platform (a ValueError).
         ImportError: no framework is installed.
     """
-    wanted = os.environ.get(VARIABLE)
-    if wanted:
-        if wanted not in CHOICES:
-            raise ValueError(f"{VARIABLE}={wanted!r} names no platform. Choose one of: {', '.join(CHOICES)}.")
+    wanted = wanted_platform()
+    if wanted is not None:
         return wanted
-    for name in CHOICES:
+    for name in PLATFORMS:
         if name in sys.modules:
             return name
-    for name in CHOICES:
+    for name in PLATFORMS:
         if importlib.util.find_spec(name) is not None:
             return name
     raise ImportError(
-        f"no framework is installed: hp-platform needs one of {', '.join(CHOICES)}. "
+        f"no framework is installed: hp-platform needs one of {', '.join(PLATFORMS)}. "
         "Install one with: pip install 'hp-platform[torch]' or pip install 'hp-platform[mindspore]'"
     )

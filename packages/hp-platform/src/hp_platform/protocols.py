@@ -177,6 +177,10 @@ class Devices(Protocol):
         """Wait for the work queued on the current device; what failed in it raises here."""
         ...
 
+    def total_memory(self) -> int | None:
+        """Get how many bytes the current device has, on CPU the whole machine; None where nobody says."""
+        ...
+
     def peak_memory(self) -> int:
         """Get the highest memory use so far, in bytes."""
         ...

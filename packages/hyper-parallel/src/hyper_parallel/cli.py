@@ -8,17 +8,21 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hp_plan import Finding, ParallelPlan, PlanError, VerifyResult, lint
+from hp_plan import Finding, ParallelPlan, PlanError, VerifyResult
+from hp_plan.findings import near_misses
+from hp_plan.linting import UNREAD, Report, examine
+from hp_plan.memory import memory_shortage
 from hp_plan.plan import read_plan, read_toml
 from hp_plan.verification import TORCH_ONLY
 from hp_platform import get_platform
-from hp_platform.platform import CHOICES, VARIABLE, platform_name
+from hp_platform.platform import platform_name
+from hp_platform.settings import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, wanted_platform
 from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text
 from hyper_parallel.display import fault_table, make_console, verify_table
@@ -60,7 +64,7 @@ def train(
 ) -> None:
     """Train the plan's model; starts the ranks, or joins them when torchrun or msrun has started this."""
     with _errors():
-        tables = read_toml(plan)
+        tables = _read(plan)
         _set_environment(tables, plan)
         _name_folder(tables, plan)
         if steps is not None:
@@ -80,8 +84,8 @@ def train(
 def verify(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> None:
     """Compare two float64 steps under the plan with the same in one process, on PyTorch; exit 1 where they differ."""
     with _errors():
-        os.environ.setdefault("HYPER_PARALLEL_DEVICE", "cpu")
-        tables = read_toml(plan)
+        os.environ.setdefault(DEVICE, "cpu")
+        tables = _read(plan)
         _set_environment(tables, plan)
         if platform_name() != "torch":
             _say(TORCH_ONLY)
@@ -101,19 +105,26 @@ def lint_plan(
         int | None,
         typer.Option(min=1, help="How many ranks there will be; by default as the mesh says.", show_default=False),
     ] = None,
+    run_model_code: Annotated[
+        bool, typer.Option("--run-model-code", help="Import and call the plan's [model] function, which is code.")
+    ] = False,
     json_lines: Json = False,
 ) -> None:
     """Read the plan against its model without starting a rank; exit 1 where something is wrong."""
     with _errors():
-        tables = read_toml(plan)
-        _set_environment(tables, plan)
-        faults = [*lint(tables, nproc), *_text_faults(read_plan(tables)[0])]
+        tables = _read(plan)
+        _set_environment(tables, plan, run_code=run_model_code)
+        read, found = read_plan(tables)
+        report = examine(read, found, nproc, run_model_code=run_model_code)
+        faults, notes = [*report.findings, *_text_faults(read)], _notes(report, nproc)
         if json_lines:
-            typer.echo(json.dumps({"findings": [dataclasses.asdict(fault) for fault in faults]}))
+            typer.echo(json.dumps({"findings": [dataclasses.asdict(fault) for fault in faults], "notes": notes}))
         elif faults:
             _show_faults(faults, source=str(plan))
         else:
             make_console().print(f"{plan}: nothing wrong was found")
+        for note in [] if json_lines else notes:
+            typer.echo(f"note: {note}", err=True)
         if faults:
             raise typer.Exit(1)
 
@@ -154,8 +165,8 @@ def _errors() -> Iterator[None]:
     except Interrupted as error:
         _say(f"interrupted by {error}")
         raise typer.Exit(130) from None
-    except (DataError, OutputError, RankFailure, ImportError, OSError) as error:
-        if inside_launcher() and not isinstance(error, (DataError, OutputError)):
+    except (DataError, OutputError, RankFailure, SettingError, ImportError, OSError) as error:
+        if inside_launcher() and not isinstance(error, (DataError, OutputError, SettingError)):
             raise
         _say(str(error))
     else:
@@ -176,16 +187,41 @@ def _leads() -> bool:
     return place is None or place.rank == 0
 
 
-def _set_environment(tables: dict[str, Any], plan: Path) -> None:
+def _read(plan: Path) -> dict[str, Any]:
+    """The tables of the plan's file."""
+    try:
+        return read_toml(plan)
+    except OSError as error:
+        beside = sorted(path.name for path in plan.resolve().parent.glob("*.toml") if path.name != "pyproject.toml")
+        hint = f"; {near_misses(plan.name, beside)}" if beside and isinstance(error, FileNotFoundError) else ""
+        raise OSError(f"the plan {plan} can't be read: {error.strerror}{hint}") from None
+
+
+def _notes(report: Report, nproc: int | None) -> list[str]:
+    """What is no fault of the plan, and worth saying: what was not read, and what this machine can't hold."""
+    if report.unread:
+        return [UNREAD.format("--run-model-code")]
+    if report.model is None:
+        return []
+    with suppress(SettingError):  # A device that is elsewhere is no fault of the plan.
+        shortage = memory_shortage(report.plan, report.model, nproc or report.plan.mesh.world_size)
+        return [] if shortage is None else [f"too large to train here: {shortage}"]
+    return []
+
+
+def _set_environment(tables: dict[str, Any], plan: Path, *, run_code: bool = True) -> None:
     """The plan's platform; nothing is fetched; the user's own modules are found in this folder and in the plan's."""
+    wanted_platform()
+    if os.environ.get(DEVICE) not in (None, "", *KINDS):
+        _ = get_platform().devices.kind  # It says which kinds there are.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of each kind of device that a machine has not.
     run = tables.get("run")
     wanted = run.get("platform") if isinstance(run, dict) else None
-    _check_installed(wanted if os.environ.get(VARIABLE) in (None, wanted) else None)
-    if wanted in CHOICES:
-        os.environ.setdefault(VARIABLE, wanted)
-    folders = [str(folder) for folder in (Path.cwd(), plan.parent.resolve())]
+    _check_installed(wanted if os.environ.get(PLATFORM) in (None, wanted) else None)
+    if wanted in PLATFORMS:
+        os.environ.setdefault(PLATFORM, wanted)
+    folders = [str(folder) for folder in (Path.cwd(), plan.parent.resolve()) if run_code]
     sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # Ranks that are no forks of this process.
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*known, *folders])))
@@ -193,12 +229,12 @@ def _set_environment(tables: dict[str, Any], plan: Path) -> None:
 
 def _check_installed(wanted: str | None) -> None:
     """Says what to install for the framework that the plan names, or for any."""
-    missing = [name for name in CHOICES if name not in sys.modules and importlib.util.find_spec(name) is None]
+    missing = [name for name in PLATFORMS if name not in sys.modules and importlib.util.find_spec(name) is None]
     if wanted in missing:
         fix = f"run the command in an environment that has it, or: pip install 'hyper-parallel[{wanted}]'"
         raise PlanError([Finding("run.platform", f"the plan is for {wanted}, which is not installed here", fix)])
-    if missing == list(CHOICES):
-        extras = " or ".join(f"'hyper-parallel[{name}]'" for name in CHOICES)
+    if missing == list(PLATFORMS):
+        extras = " or ".join(f"'hyper-parallel[{name}]'" for name in PLATFORMS)
         raise ImportError(f"no framework is installed here: pip install {extras}")
 
 
@@ -215,14 +251,20 @@ def _prepare(tables: dict[str, Any], nproc: int | None) -> int:
 
 
 def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> ParallelPlan:
-    faults = list(lint(tables, ranks))
-    read, _ = read_plan(tables)
+    read, found = read_plan(tables)
+    report = examine(read, found, ranks, run_model_code=True)
+    faults = list(report.findings)
     if training:
         faults += _text_faults(read)
     devices = get_platform().devices
     if devices.kind != "cpu" and not inside_launcher() and ranks > devices.count:
         message = f"{ranks} ranks, and this machine has {devices.count} {devices.kind} devices"
         faults.append(Finding("mesh", message, "make the mesh smaller, or set HYPER_PARALLEL_DEVICE=cpu"))
+    elif report.model is not None and not inside_launcher():
+        shortage = memory_shortage(read, report.model, ranks)
+        if shortage is not None:
+            fix = "take a smaller model or dtype, or start the ranks on more machines (torchrun, msrun)"
+            faults.append(Finding("mesh", shortage, fix))
     if faults:
         raise PlanError(faults)
     return read

@@ -77,8 +77,13 @@ def build_empty(plan: ParallelPlan) -> nn.Cell:
         return build_model(plan)
 
 
-def model_section_faults(plan: ParallelPlan) -> list[Finding]:
-    """What is wrong with `[model]` before anything is built."""
+def model_section_faults(plan: ParallelPlan, *, run_code: bool = True) -> list[Finding]:
+    """What is wrong with `[model]` before anything is built.
+
+    Args:
+        plan: the plan.
+        run_code: import the module of `[model] function` to look for it there.
+    """
     section = plan.model
     if section.config is not None:
         message = f"{section.config} is of transformers, whose models are PyTorch's; this process runs MindSpore"
@@ -86,7 +91,7 @@ def model_section_faults(plan: ParallelPlan) -> list[Finding]:
         return [Finding("model.config", message, fix)]
     if section.function is None:
         return [Finding("model", "[model] has no 'function'", 'write function = "package.module:function"')]
-    return [*function_faults(section.function, section.folder), *weights_faults(section.weights)]
+    return [*function_faults(section.function, section.folder, run_code=run_code), *weights_faults(section.weights)]
 
 
 def build_optimizer(plan: ParallelPlan, parameters: Iterable[mindspore.Parameter]) -> optim.Optimizer:

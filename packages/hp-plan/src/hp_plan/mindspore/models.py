@@ -41,9 +41,12 @@ def outline(model: nn.Cell) -> ModelOutline:
     for name, parameter in named_parameters(model):
         places.setdefault(id(parameter), []).append(name)
     prefix = getattr(model, "base_model_prefix", "")
+    parameters = {id(parameter): parameter for _, parameter in named_parameters(model)}.values()
     return ModelOutline(
         modules={name: _outline(module) for name, module in named_modules(model)},
         parameters=tuple(names[0] for names in places.values()),
+        elements=sum(parameter.size for parameter in parameters),
+        trained=sum(parameter.size for parameter in parameters if parameter.requires_grad),
         tied=tuple(tuple(names) for names in places.values() if len(names) > 1),
         base=prefix if prefix and isinstance(getattr(model, prefix, None), nn.Cell) else "",
         config=getattr(model, "config", None),

@@ -77,19 +77,29 @@ def build_empty(plan: ParallelPlan) -> nn.Module:
     return build_model(plan, device="meta")
 
 
-def model_section_faults(plan: ParallelPlan) -> list[Finding]:
-    """What is wrong with `[model]` before anything is built: neither or both kinds, unknown names."""
+def model_section_faults(plan: ParallelPlan, *, run_code: bool = True) -> list[Finding]:
+    """What is wrong with `[model]` before anything is built: neither or both kinds, unknown names.
+
+    Args:
+        plan: the plan.
+        run_code: import the module of `[model] function` to look for it there.
+    """
     section = plan.model
     if (section.config is None) == (section.function is None):
         got = "neither 'config' nor 'function'" if section.config is None else "both 'config' and 'function'"
         fix = 'give one: config = "Qwen3Config" or function = "package.module:function"'
         return [Finding("model", f"[model] has {got}", fix)]
     if section.function is not None:
-        return [*function_faults(section.function, section.folder), *weights_faults(section.weights)]
+        return [*function_faults(section.function, section.folder, run_code=run_code), *weights_faults(section.weights)]
     try:
-        known = _config_keys(config_class(str(section.config)))
+        config = config_class(str(section.config))
     except PlanError as error:
         return list(error.findings)
+    if config not in _transformers().AutoModelForCausalLM._model_mapping:
+        message = f"transformers builds no causal language model from {section.config}"
+        fix = "take a configuration of one that predicts the next token, or write a [model] function that returns it"
+        return [Finding("model.config", message, fix)]
+    known = _config_keys(config)
     unknown = [
         Finding(f"model.overrides.{name}", f"{section.config} has no setting '{name}'", near_misses(name, known))
         for name in section.overrides

@@ -29,6 +29,8 @@ def outline(model: nn.Module) -> ModelOutline:
     return ModelOutline(
         modules={name: _outline(module) for name, module in model.named_modules()},
         parameters=tuple(name for name, _ in model.named_parameters()),
+        elements=sum(parameter.numel() for parameter in model.parameters()),
+        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tied=_tied_names(model),
         base=prefix if prefix and isinstance(getattr(model, prefix, None), nn.Module) else "",
         config=getattr(model, "config", None),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from typing import Any
 
 import mindspore
 from mindspore.graph.api import _pynative_executor
 
-from hp_platform.host import peak_resident_bytes, reset_peak_resident_bytes
+from hp_platform.host import memory_bytes, peak_resident_bytes, reset_peak_resident_bytes
 from hp_platform.protocols import Capabilities
-
-VARIABLE = "HYPER_PARALLEL_DEVICE"
+from hp_platform.settings import choose_kind
 
 
 class MindSporeDevices:
@@ -25,14 +23,7 @@ class MindSporeDevices:
 
     @cached_property
     def _kind(self) -> str:
-        wanted = os.environ.get(VARIABLE)
-        if wanted == "cpu":
-            return wanted
-        present = self.present()
-        if wanted and wanted not in present:
-            found = ", ".join(present)
-            raise ValueError(f"{VARIABLE}={wanted!r}, but mindspore {mindspore.__version__} finds: {found}.")
-        return wanted or present[-1]
+        return choose_kind(self.present, f"mindspore {mindspore.__version__}")
 
     def present(self) -> tuple[str, ...]:
         """List the kinds that this machine has: "cpu", and "npu" where there is Ascend."""
@@ -85,6 +76,10 @@ class MindSporeDevices:
                 "MindSpore has no streams on CPU: ask get_platform().devices.capabilities.streams before making one."
             )
         return mindspore.runtime.Stream()
+
+    def total_memory(self) -> int | None:
+        """Get how many bytes the machine has on CPU; None on Ascend, where MindSpore's answer is 0 until it is used."""
+        return memory_bytes() if self.kind == "cpu" else None
 
     def peak_memory(self) -> int:
         """Get the most bytes allocated on the device so far, on CPU the process's largest resident size."""

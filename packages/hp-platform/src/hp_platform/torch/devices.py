@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from hp_platform.host import peak_resident_bytes, reset_peak_resident_bytes
+from hp_platform.host import memory_bytes, peak_resident_bytes, reset_peak_resident_bytes
 from hp_platform.protocols import Capabilities
-
-VARIABLE = "HYPER_PARALLEL_DEVICE"
+from hp_platform.settings import choose_kind
 
 
 class TorchDevices:
@@ -24,13 +22,7 @@ class TorchDevices:
 
     @cached_property
     def _kind(self) -> str:
-        wanted = os.environ.get(VARIABLE)
-        if wanted == "cpu":
-            return wanted
-        present = self.present()
-        if wanted and wanted not in present:
-            raise ValueError(f"{VARIABLE}={wanted!r}, but torch {torch.__version__} finds: {', '.join(present)}.")
-        return wanted or present[-1]
+        return choose_kind(self.present, f"torch {torch.__version__}")
 
     def present(self) -> tuple[str, ...]:
         """List the kinds that this machine has: "cpu", and the accelerator's if there is one."""
@@ -76,6 +68,12 @@ class TorchDevices:
     def stream(self) -> Any:
         """Make a side stream; on CPU one that runs nothing aside."""
         return self.device_module().Stream()
+
+    def total_memory(self) -> int | None:
+        """Get how many bytes the current device has, on CPU the whole machine."""
+        if self.kind == "cpu":
+            return memory_bytes()
+        return self.device_module().get_device_properties(torch.accelerator.current_device_index()).total_memory
 
     def peak_memory(self) -> int:
         """Get the most bytes allocated on the device so far, on CPU the process's largest resident size."""
