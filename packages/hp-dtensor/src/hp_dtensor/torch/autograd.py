@@ -8,7 +8,9 @@ dies at once.
 
 Note [Gradients of gradients]
 Parts of a sum all get the sum's gradient. That is a replicated value which each rank reads for a part of its own, so
-where it has a gradient itself, that is partial: the move of a gradient to a Partial varies.
+where it has a gradient itself, that is partial: the move of a gradient to a Partial varies (``read_in_parts``). Where
+the gradient of a Partial becomes one value again, on its way to a value that is not or in the user's hands, it is the
+other way round: its own gradient is one value, and goes back in parts (``of_parts``).
 
 Note [Partial gradients of leaves]
 A leaf parameter that is replicated on an axis but used where the result varies (a norm's weight under sequence
@@ -27,7 +29,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.gradients import backward_scale, grad_spec
-from hp_dtensor.placements import Replicate
+from hp_dtensor.placements import Partial, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.redistribute import execute
 
@@ -36,6 +38,7 @@ __all__ = [
     "forget",
     "grad_spec",
     "move",
+    "of_parts",
     "read_in_parts",
     "recall",
     "reduce_partial_grads",
@@ -87,7 +90,9 @@ class _Redistribute(torch.autograd.Function):
         src, dst, vary = ctx.layouts
         scale = backward_scale(src, dst)
         if torch.is_grad_enabled() and _requires_grad(grad):  # see Note [Gradients of gradients]
-            read = tuple(a.is_partial() and not b.is_partial() for a, b in zip(src.placements, dst.placements))
+            axes = [(a.is_partial(), b.is_partial()) for a, b in zip(src.placements, dst.placements, strict=True)]
+            read = tuple(a and not b for a, b in axes)
+            grad = of_parts(grad, grad_spec(dst, vary), tuple(b and not a for a, b in axes))
             moved = _Redistribute.apply(grad, grad_spec(dst, vary), grad_spec(src), read, None)
         else:
             moved = move(grad, grad_spec(dst, vary), grad_spec(src))
@@ -178,6 +183,33 @@ def read_in_parts(grad: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
         return grad
     return _Redistribute.apply(grad, grad_spec(spec), grad_spec(spec), parts, None)
+
+
+class _OfParts(torch.autograd.Function):
+    """What each rank has for its part of a sum, the same on all of them, as one replicated value."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, whole: TensorSpec, parts: TensorSpec) -> torch.Tensor:
+        ctx.layouts = whole, parts
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return move(grad, *ctx.layouts), None, None
+
+
+def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> torch.Tensor:
+    """A gradient of layout ``spec`` that each rank has for its part of a sum, as one value.
+
+    Args:
+        grad: the local gradient.
+        spec: its layout, replicated on the axes of the sum.
+        parts: by axis, True where it is the gradient of parts; see Note [Gradients of gradients].
+    """
+    if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
+        return grad
+    made = [Partial() if part else placement for part, placement in zip(parts, spec.placements, strict=True)]
+    return _OfParts.apply(grad, spec, spec.with_placements(made))
 
 
 def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> torch.Tensor:

@@ -5,16 +5,23 @@ The class of the local result is set to DTensor and the layout hangs on it. Func
 ``__torch_function__``; the local operation runs with interception off, so autograd records plain local operations and
 backward runs with no dispatch at all. With interception off a DTensor is its local tensor in every respect, ``shape``
 too.
+
+Note [What a checkpoint compares]
+torch's checkpoints without reentrance note the shape of each tensor that an operation saves, and compare it with the
+shape of the tensor that is saved when the operation runs again. The first is noted inside of the local operation, the
+second is read during backward, where a DTensor that needs no gradient, and so was saved as it is, would tell its global
+shape.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
+import torch.utils.checkpoint
 
 from hp_dtensor.gradients import varying
 from hp_dtensor.layout import Layout
@@ -41,6 +48,9 @@ _set_grad = T.grad.__set__  # type: ignore[attr-defined]
 _get_data = T.data.__get__  # type: ignore[attr-defined]
 _set_data = T.data.__set__  # type: ignore[attr-defined]
 _version = T._version.__get__  # type: ignore[attr-defined]
+_graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
+"""What notes shapes: Note [What a checkpoint compares]."""
 _OWN = ("_spec", "_moved_from", "_shadows", "_taken_from")  # attributes that belong to this very tensor
 
 
@@ -187,7 +197,9 @@ class DTensor(torch.Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         whole = _enabled() and not _compiler._is_compiling_flag
-        return torch.Size(self._spec.shape) if whole else _impl(_shape, (), (self,))
+        if not whole or (_graph_task() != -1 and sys._getframe(1).f_code is _NOTED):
+            return _impl(_shape, (), (self,))
+        return torch.Size(self._spec.shape)
 
     @overrides(T.size)
     def size(self, dim: int | None = None) -> Any:
@@ -249,6 +261,12 @@ class DTensor(torch.Tensor):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         grad = _impl(_get_grad, (), (self,))
         if type(grad) is torch.Tensor and _enabled():
+            if self._spec.partial and grad.requires_grad:
+                raise RuntimeError(
+                    f"grad of a DTensor placed {self._spec.placements} after backward(create_graph=True): each rank's"
+                    " part would take its gradient for the whole one; use"
+                    " torch.autograd.grad(..., create_graph=True), or reduce_partial() before it requires gradients"
+                )
             wrap(grad, autograd.grad_spec(self._spec))
         return grad
 
@@ -285,33 +303,9 @@ class DTensor(torch.Tensor):
         self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
     ) -> None:  # type: ignore[override]
         """As torch's. Without ``gradient`` the tensor must have one element; parts of a sum each get a one."""
-        spec = self._spec
-        if any(placement.is_partial() and not placement.is_partial("sum") for placement in spec.placements):
-            return self.reduce_partial().backward(gradient, retain_graph, create_graph, inputs)
-        if gradient is None:
-            if any(size != 1 for size in spec.shape):
-                raise RuntimeError(
-                    "grad can be implicitly created only for scalar outputs, this DTensor has shape"
-                    f" {tuple(spec.shape)}"
-                )
-            gradient = _impl(torch.ones_like, (), (self,))
-        elif isinstance(gradient, DTensor):
-            wanted = autograd.grad_spec(spec)
-            gradient = local_view(gradient if gradient._spec is wanted else redistribute(gradient, wanted))
-        elif tuple(gradient.shape) != tuple(_impl(_shape, (), (self,))):
-            raise RuntimeError(
-                f"backward: gradient has shape {tuple(gradient.shape)}, the local part has {tuple(self.local_shape)};"
-                " pass a DTensor, or the local part"
-            )
-        if inputs is None:
-            inputs = ()
-        else:
-            inputs = [inputs] if isinstance(inputs, T) else list(inputs)
-            inputs = (*inputs, *(shadow for x in inputs for _, shadow in autograd.shadows(x)))
-        retain = create_graph if retain_graph is None else retain_graph
-        _engine_run_backward(
-            (self,), (gradient,), retain, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
-        )
+        from hp_dtensor.torch.engine import backward
+
+        backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
         spec = autograd.grad_spec(self._spec)

@@ -15,18 +15,18 @@ from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.spec import _rebuild as rebuild_spec
 from hp_dtensor.torch import (
     assignment,
-    autograd,
     checkpoint,
     composites,
     creation,
     dispatch,
+    engine,
     indexing,
     norms,
     parallel_loss,
     random,
     whole,
 )
-from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
+from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.dtensor import _rebuild as rebuild
 from hp_dtensor.torch.functions import bind
 from hp_dtensor.torch.overrides import Override
@@ -70,92 +70,6 @@ def _watch(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _data(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].data
-
-
-# ---- autograd's functions ----
-def _roots(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
-    """Local tensors to start backward from, their gradients; an average is reduced first: that scales its gradient."""
-    tensors = [tensors] if isinstance(tensors, T) else list(tensors)
-    gradients = (
-        [gradients] if isinstance(gradients, T) else list(gradients) if gradients is not None else [None] * len(tensors)
-    )
-    ready = []
-    for index, gradient in enumerate(gradients):
-        tensor = tensors[index]
-        if isinstance(tensor, DTensor):
-            if any(p.is_partial() and not p.is_partial("sum") for p in tensor._spec.placements):
-                tensor = tensors[index] = tensor.reduce_partial()
-            if gradient is None:
-                if any(size != 1 for size in tensor._spec.shape):
-                    raise RuntimeError(
-                        f"grad can be implicitly created only for scalar outputs, output {index} has shape"
-                        f" {tuple(tensor.shape)}"
-                    )
-                gradient = torch.ones_like(local_view(tensor))
-            elif isinstance(gradient, DTensor):
-                wanted, parts = autograd.grad_spec(tensor._spec), [p.is_partial() for p in tensor._spec.placements]
-                gradient = autograd.convert(gradient, wanted, tuple(parts) if any(parts) else None)
-        ready.append(local_of(gradient) if gradient is not None else None)
-    with torch.enable_grad():  # reentrant checkpointing calls from a backward, where gradients are off
-        return [local_of(tensor) for tensor in tensors], ready
-
-
-def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-    bound = {**dict(zip(names, args, strict=False)), **kwargs}
-    roots, gradients = _roots(bound.pop("tensors"), bound.pop("grad_tensors", None))
-    inputs = bound.pop("inputs", None)
-    if inputs is not None:
-        inputs = [inputs] if isinstance(inputs, T) else list(inputs)
-        inputs += [shadow for x in inputs if isinstance(x, DTensor) for _, shadow in autograd.shadows(x)]
-    return torch.autograd.backward(roots, gradients, **bound, inputs=inputs)
-
-
-def _grad(func: Any, args: Any, kwargs: Any) -> Any:
-    names = (
-        "outputs",
-        "inputs",
-        "grad_outputs",
-        "retain_graph",
-        "create_graph",
-        "only_inputs",
-        "allow_unused",
-        "is_grads_batched",
-        "materialize_grads",
-    )
-    bound = {**dict(zip(names, args, strict=False)), **kwargs}
-    outputs, inputs = bound.pop("outputs"), bound.pop("inputs")
-    given = bound.pop("grad_outputs", None)
-    inputs = [inputs] if isinstance(inputs, T) else list(inputs)
-    outputs, ready = _roots(outputs, given)
-    shadows = [autograd.shadows(x) if isinstance(x, DTensor) else [] for x in inputs]
-    flat = [shadow for of in shadows for _, shadow in of]
-    unused = bound.pop("allow_unused", None)
-    zeros = bound.pop("materialize_grads", False)
-    bound["allow_unused"] = bool(unused or zeros or flat)
-    found = _impl(torch.autograd.grad, (), (outputs, [*inputs, *flat], ready), bound)
-    parts = iter(found[len(inputs) :])
-    grads = []
-    for index, (x, grad) in enumerate(zip(inputs, found, strict=False)):
-        for vary, _ in shadows[index]:
-            part = next(parts)
-            if part is not None:
-                spec = x._spec  # type: ignore[attr-defined]
-                whole = autograd.move(part, autograd.grad_spec(spec, vary), autograd.grad_spec(spec))
-                grad = whole if grad is None else grad + whole
-        if grad is None and zeros:
-            grad = torch.zeros_like(local_view(x))
-        if grad is None and not unused:
-            raise RuntimeError(
-                f"One of the differentiated Tensors (input {index}) appears to not have been used in the graph. "
-                "Set allow_unused=True if this is the desired behavior."
-            )
-        grads.append(
-            wrap(grad.view_as(grad), autograd.grad_spec(x._spec))
-            if isinstance(x, DTensor) and grad is not None
-            else grad
-        )
-    return tuple(grads)
 
 
 # ---- extremes: as parts of a maximum without gradients, of the whole with them ----
@@ -369,8 +283,8 @@ def install() -> None:
     for name in "t transpose swapaxes swapdims squeeze unsqueeze".split():
         table[getattr(T, f"{name}_")] = _reshaping(getattr(torch, name))
     DTensor.set_ = checkpoint.set_  # type: ignore[method-assign,assignment]
-    table[torch.autograd.backward] = _backward
-    table[torch.autograd.grad] = _grad
+    table[torch.autograd.backward] = engine.backward
+    table[torch.autograd.grad] = engine.grad
     for name in "new_zeros new_ones new_empty new_full new_tensor".split():
         table[getattr(T, name)] = creation.new
     table[T.new_empty_strided] = creation.new_strided

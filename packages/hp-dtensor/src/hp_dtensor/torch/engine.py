@@ -1,0 +1,196 @@
+"""Backward from DTensors: ``DTensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``.
+
+Note [The engine runs with interception on]
+The engine runs the user's code: what a checkpoint computes again, hooks, functions with a backward of their own. All of
+it has to see DTensors as it did in forward, so the engine is called directly and not through torch's functions, which
+would be intercepted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+from hp_dtensor.torch import autograd
+from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
+
+__all__ = ["backward", "grad"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+T = torch.Tensor
+_BACKWARD = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+_GRAD = (
+    "outputs",
+    "inputs",
+    "grad_outputs",
+    "retain_graph",
+    "create_graph",
+    "only_inputs",
+    "allow_unused",
+    "is_grads_batched",
+    "materialize_grads",
+)
+
+
+def backward(func: Any, args: Any, kwargs: Any) -> None:
+    """``torch.autograd.backward`` with a DTensor among the tensors or the inputs."""
+    bound = {**dict(zip(_BACKWARD, args, strict=False)), **kwargs}
+    gradients = bound.get("grad_tensors")
+    roots, ready = _roots(bound["tensors"], bound.get("grad_variables") if gradients is None else gradients)
+    inputs = bound.get("inputs")
+    if inputs is not None:
+        inputs = _leaves(inputs)
+        if not inputs:
+            raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+        inputs += [shadow for x in inputs if isinstance(x, DTensor) for _, shadow in autograd.shadows(x)]
+    create = bool(bound.get("create_graph"))
+    retain = bound.get("retain_graph")
+    _engine_run_backward(
+        roots,
+        ready,
+        create if retain is None else retain,
+        create,
+        tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """``torch.autograd.grad`` with a DTensor among the outputs or the inputs; gradients by DTensors are DTensors."""
+    bound = {**dict(zip(_GRAD, args, strict=False)), **kwargs}
+    outputs, gradients = bound["outputs"], bound.get("grad_outputs")
+    if bound.get("is_grads_batched"):
+        return _one_by_one(func, outputs, bound["inputs"], gradients, bound)
+    create, retain, zeros = bool(bound.get("create_graph")), bound.get("retain_graph"), bound.get("materialize_grads")
+    unused = bool(bound.get("allow_unused") or zeros)
+    inputs = _leaves(bound["inputs"])
+    roots, ready = _roots(outputs, gradients)
+    shadows = [autograd.shadows(x) if isinstance(x, DTensor) else [] for x in inputs]
+    flat = [shadow for of in shadows for _, shadow in of]
+    found = _engine_run_backward(
+        roots,
+        ready,
+        create if retain is None else retain,
+        create,
+        (*inputs, *flat),
+        allow_unreachable=unused or bool(flat),
+        accumulate_grad=False,
+    )
+    parts = iter(found[len(inputs) :])
+    return tuple(
+        _gradient(index, x, own, [(vary, next(parts)) for vary, _ in of], unused, bool(zeros))
+        for index, (x, own, of) in enumerate(zip(inputs, found, shadows, strict=False))
+    )
+
+
+def _gradient(index: int, x: Any, own: Any, parts: Sequence[Any], unused: bool, zeros: bool) -> Any:
+    """The gradient of one input: what the engine found for it, and the sums of what its shadows found."""
+    for vary, part in parts:
+        if part is not None:
+            whole = autograd.move(part, autograd.grad_spec(x._spec, vary), autograd.grad_spec(x._spec))
+            own = whole if own is None else own + whole
+    if own is None and zeros:
+        own = torch.zeros_like(local_view(x))
+    if own is None and not unused:
+        raise RuntimeError(
+            f"One of the differentiated Tensors (input {index}) appears to not have been used in the graph. "
+            "Set allow_unused=True if this is the desired behavior."
+        )
+    if own is None or not isinstance(x, DTensor):
+        return own
+    spec, parts = autograd.grad_spec(x._spec), tuple(placement.is_partial() for placement in x._spec.placements)
+    return wrap(autograd.of_parts(own, spec, parts).view_as(own), spec)
+
+
+def _one_by_one(func: Any, outputs: Any, inputs: Any, gradients: Any, bound: dict[str, Any]) -> tuple[Any, ...]:
+    """``is_grads_batched``: a backward for each gradient; torch's vmap would take the exchanges for local ones."""
+    outputs = _listed(outputs)
+    gradients = [None] * len(outputs) if gradients is None else _listed(gradients)
+    sizes = {gradient.shape[0] for gradient in gradients if gradient is not None and gradient.dim()}
+    if len(sizes) != 1 or 0 in sizes or any(gradient is not None and not gradient.dim() for gradient in gradients):
+        raise RuntimeError(
+            "torch.autograd.grad: with is_grads_batched=True the first size of each of grad_outputs is the number of"
+            f" gradients, one or more; got shapes {[None if g is None else tuple(g.shape) for g in gradients]}"
+        )
+    [count] = sizes
+    options = {name: bound[name] for name in _GRAD[4:] if name in bound and name != "is_grads_batched"}
+    retain = bool(options.get("create_graph") if bound.get("retain_graph") is None else bound["retain_graph"])
+    rows = []
+    for row in range(count):
+        chosen = [None if gradient is None else gradient[row] for gradient in gradients]
+        rows.append(func(outputs, inputs, chosen, retain_graph=retain or row < count - 1, **options))
+    return tuple(None if each[0] is None else torch.stack(each) for each in zip(*rows, strict=True))
+
+
+def _roots(tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What backward starts from, and the local gradients; an average is reduced first: that scales its gradient.
+
+    Raises:
+        RuntimeError: a transform of ``torch.func`` runs, or a gradient is missing or has not the shape of its tensor.
+    """
+    if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "backward of a DTensor inside of a transform of torch.func is not supported: transforms don't see DTensors."
+            " Call torch.autograd.grad outside of it"
+        )
+    tensors = _listed(tensors)
+    gradients = [None] * len(tensors) if gradients is None else _listed(gradients)
+    ready: list[Any] = []
+    for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
+        if isinstance(tensor, DTensor):
+            if any(p.is_partial() and not p.is_partial("sum") for p in tensor._spec.placements):
+                with torch.enable_grad():  # reentrant checkpoints call from a backward, where gradients are off
+                    tensor = tensors[index] = tensor.reduce_partial()
+            ready.append(_start(index, tensor, gradient))
+        else:
+            gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            ready += torch.autograd._make_grads((tensor,), (gradient,), is_grads_batched=False)  # type: ignore[attr-defined]
+    return tuple(tensors), tuple(ready)
+
+
+def _start(index: int, tensor: DTensor, gradient: Any) -> Any:
+    """The local part of the gradient that backward starts from."""
+    spec = tensor._spec
+    if gradient is None:
+        if not tensor.requires_grad:
+            return None
+        if any(size != 1 for size in spec.shape):
+            raise RuntimeError(
+                f"grad can be implicitly created only for scalar outputs, output {index} is a DTensor of shape"
+                f" {tuple(spec.shape)}"
+            )
+        return _impl(torch.ones_like, (), (tensor,))
+    if isinstance(gradient, DTensor):
+        if gradient._spec.shape != spec.shape:
+            raise RuntimeError(
+                f"Mismatch in shape: grad_output[{index}] has a shape of {tuple(gradient.shape)} and output[{index}]"
+                f" has a shape of {tuple(spec.shape)}."
+            )
+        parts = tuple(placement.is_partial() for placement in spec.placements)
+        return local_of(autograd.convert(gradient, autograd.grad_spec(spec), parts if any(parts) else None))
+    if tuple(gradient.shape) != tuple(tensor.local_shape):
+        raise RuntimeError(
+            f"Mismatch in shape: grad_output[{index}] is a plain tensor of shape {tuple(gradient.shape)},"
+            f" output[{index}] is a DTensor of shape {tuple(spec.shape)} placed {spec.placements}, whose local part has"
+            f" {tuple(tensor.local_shape)}; pass a DTensor, or the local part"
+        )
+    return gradient
+
+
+def _listed(values: Any) -> list[Any]:
+    return [values] if isinstance(values, (T, GradientEdge)) else list(values)
+
+
+def _leaves(inputs: Any) -> list[Any]:
+    """Inputs as a list; the edge of a DTensor that is a leaf as the DTensor, which may have shadows."""
+    given: Iterable[Any] = inputs.values() if isinstance(inputs, dict) else _listed(inputs)
+    return [_leaf_of(x) if isinstance(x, GradientEdge) else x for x in given]
+
+
+def _leaf_of(edge: GradientEdge) -> Any:
+    leaf = getattr(edge.node, "variable", None)
+    return leaf if isinstance(leaf, DTensor) else edge
