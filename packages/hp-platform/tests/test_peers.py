@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import subprocess
@@ -20,7 +21,7 @@ QUICK = {"limit": 0.5, "settle": 0.1}
 
 @pytest.fixture
 def listeners() -> Iterator[list[Listener]]:
-    made = [Listener(rank) for rank in range(4)]
+    made = [Listener(rank, 4) for rank in range(4)]
     yield made
     for listener in made:
         listener.close()
@@ -108,7 +109,7 @@ def test_a_verdict_that_comes_meanwhile(listeners):
 
 
 def _closed() -> Address:
-    listener = Listener(9)
+    listener = Listener(3, 4)
     listener.close()
     return listener.address
 
@@ -116,10 +117,10 @@ def _closed() -> Address:
 def test_the_death_of_a_process():
     """SIGKILL, with the connection made before."""
     program = (
-        "from hp_platform.peers import Listener; import signal; l = Listener(1); print(l.address, flush=True);"
+        "from hp_platform.peers import Listener; import signal; l = Listener(1, 2); print(l.address, flush=True);"
         " signal.pause()"
     )
-    here = Listener(0)
+    here = Listener(0, 2)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         peers = {1: Address.parse(process.stdout.readline().strip())}
@@ -155,21 +156,84 @@ def test_a_loopback_address_of_elsewhere_is_not_asked(listeners):
     assert find_lost(listeners[0], peers, range(4), **QUICK) == Lost((3,))
 
 
-def test_what_strangers_write_is_passed_over(listeners):
-    with socket.create_connection((listeners[0].address.host, listeners[0].address.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n2 3\n1 ")
-        time.sleep(0.05)
-        listeners[0].read()
-        assert listeners[0].told == {2: {3}}
-        stranger.sendall(b"0\n")
-        time.sleep(0.05)
-        listeners[0].read()
-    assert listeners[0].told == {1: {0}, 2: {3}}
+def caller(listener, first_line):
+    connection = socket.create_connection((listener.address.host, listener.address.port))
+    connection.sendall(first_line.encode())
+    return connection
+
+
+def read_until(listener, done):
+    """Reads until the kernel has brought what was written on this machine."""
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline
+        listener.read()
+
+
+def closed_by_the_other_side(connection):
+    connection.settimeout(0.05)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_rank_with_the_token_is_believed(listeners):
+    here = listeners[0]
+    with caller(here, f"{here.address.token} 2\n3\n1 ") as rank2:
+        read_until(here, lambda: here.told == {2: {3}})
+        rank2.sendall(b"0\n")
+        read_until(here, lambda: here.told == {2: {3, 1, 0}})
+
+
+@pytest.mark.parametrize(
+    "first_line",
+    [
+        "GET / HTTP/1.1\r\n",
+        "2 3\n",
+        "{other} 2\n",
+        "{token} 4\n",
+        "{token} -1\n",
+        "{token}\n",
+        "{token}" * 5,
+        "\n",
+    ],
+)
+def test_what_strangers_write_is_not_believed(listeners, first_line):
+    here = listeners[0]
+    written = first_line.format(token=here.address.token, other=listeners[1].address.token)
+    with caller(here, written) as stranger:
+        stranger.sendall(b"3\n1\n")
+        read_until(here, lambda: closed_by_the_other_side(stranger))
+    assert (here.told, here._callers) == ({}, [])
+
+
+def test_strangers_are_let_go_before_ranks(listeners):
+    here = listeners[0]
+    with contextlib.ExitStack() as stack:
+        rank = stack.enter_context(caller(here, f"{here.address.token} 1\n2\n"))
+        read_until(here, lambda: here.told)
+        strangers = [stack.enter_context(caller(here, "")) for _ in range(80)]
+        read_until(here, lambda: closed_by_the_other_side(strangers[80 - 4 - 64 - 1]))
+        assert len(here._callers) == 1 + 4 + 64
+        rank.sendall(b"3\n")
+        read_until(here, lambda: here.told == {1: {2, 3}})
+
+
+def test_a_line_without_an_end_is_let_go(listeners):
+    here = listeners[0]
+    with caller(here, f"{here.address.token} 1\n") as rank:
+        rank.sendall(b"1" * 2**16)
+        read_until(here, lambda: closed_by_the_other_side(rank))
+    assert (here.told, here._callers) == ({}, [])
 
 
 def test_addresses():
-    address = Address("10.0.0.1", 5, "a b")
+    address = Address("10.0.0.1", 5, "a b", "secret")
     assert Address.parse(str(address)) == address
+    assert "secret" not in repr(address)
     assert own_host("127.0.0.1") == own_host("localhost") == "127.0.0.1"
     with _At(own_host()) as there:
         assert find_lost(there, {}, [0], **QUICK) == Lost(())
@@ -177,7 +241,7 @@ def test_addresses():
 
 class _At:
     def __init__(self, host: str) -> None:
-        self.listener = Listener(0, host)
+        self.listener = Listener(0, 4, host)
 
     def __enter__(self) -> Listener:
         return self.listener

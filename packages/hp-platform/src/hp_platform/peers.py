@@ -9,18 +9,24 @@ Note [Lost ranks]
     of another one was no cause but a consequence. No thread and no message is needed before something fails.
 
     A connection that the other side has accepted stays open until that process ends, so that its end says the same.
+
+    Whoever reaches the port can connect. Each listener draws a token, which is published beside its address, in the
+    store that only the job's ranks read; a connection that does not begin with it is closed and what it says unread.
+    Only so many connections are kept, each with only so many unread bytes, and those without a token go first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import os
+import secrets
 import selectors
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["Address", "Listener", "LostRankError", "find_lost", "lost_text", "own_host"]
@@ -28,6 +34,9 @@ __all__ = ["Address", "Listener", "LostRankError", "find_lost", "lost_text", "ow
 LIMIT = 5.0
 SETTLE = 0.2
 _POLL = 0.05
+_HELLO = 128  # bytes of a token and a rank, at the most
+_MESSAGE = 2**16
+_STRANGERS = 64
 _GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 _NOWHERE = ("192.0.2.1", 9)  # reserved for documentation; nothing is sent there
 
@@ -53,20 +62,22 @@ class Address:
         host: its IP address.
         port: the port.
         network: names the network stack; the loopback address means something only inside of it.
+        token: what a connection must begin with to be believed.
     """
 
     host: str
     port: int
     network: str
+    token: str = field(default="-", repr=False)
 
     def __str__(self) -> str:
-        return f"{self.host} {self.port} {self.network}"
+        return f"{self.host} {self.port} {self.token} {self.network}"
 
     @staticmethod
     def parse(text: str) -> Address:
         """Read what `str` wrote."""
-        host, port, network = text.split(" ", 2)
-        return Address(host, int(port), network)
+        host, port, token, network = text.split(" ", 3)
+        return Address(host, int(port), network, token)
 
     def reachable_from(self, network: str) -> bool:
         """Tell whether the address means this rank there, and not the process that asks."""
@@ -111,11 +122,21 @@ def _is_another(address: Address, own: Address) -> bool:
     return address.reachable_from(own.network) and (address.network == own.network or address.host != own.host)
 
 
+@dataclass(eq=False)
+class _Caller:
+    """A connection that was accepted, who it is once its token was right, and what it wrote of a line that goes on."""
+
+    connection: socket.socket
+    rank: int | None = None
+    unread: bytes = b""
+
+
 class Listener:
     """This rank's socket, to which others connect and tell what they found.
 
     Args:
         rank: this process's global rank.
+        size: how many ranks there are.
         host: the address to listen on.
 
     Attributes:
@@ -123,10 +144,10 @@ class Listener:
         told: whom each rank that wrote says was lost.
     """
 
-    def __init__(self, rank: int, host: str = "127.0.0.1") -> None:
-        self.rank = rank
+    def __init__(self, rank: int, size: int, host: str = "127.0.0.1") -> None:
+        self.rank, self.size = rank, size
         self.told: dict[int, set[int]] = {}
-        self._accepted: dict[socket.socket, bytes] = {}
+        self._callers: list[_Caller] = []
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             self._socket.bind((host, 0))
@@ -135,30 +156,58 @@ class Listener:
         except OSError:
             self._socket.close()
             raise
-        self.address = Address(host, self._socket.getsockname()[1], _network())
+        self.address = Address(host, self._socket.getsockname()[1], _network(), secrets.token_hex(16))
 
     def read(self) -> None:
         """Take in what others wrote so far; never waits."""
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(self.size + _STRANGERS):
                 connection, _ = self._socket.accept()
                 connection.setblocking(False)
-                self._accepted[connection] = b""
-        for connection, text in self._accepted.items():
-            with contextlib.suppress(OSError):
-                while len(text) < 2**16 and (part := connection.recv(2**12)):
-                    text += part
-            *lines, self._accepted[connection] = text.split(b"\n")
-            for line in lines:
-                with contextlib.suppress(ValueError):  # somebody else's
-                    sender, *lost = map(int, line.split())
-                    self.told.setdefault(sender, set()).update(lost)
+                self._callers.append(_Caller(connection))
+        for caller in list(self._callers):
+            if not self._hear(caller):
+                self._callers.remove(caller)
+                caller.connection.close()
+        strangers = [caller for caller in self._callers if caller.rank is None]
+        for caller in strangers[: max(0, len(strangers) - self.size - _STRANGERS)]:  # the oldest
+            self._callers.remove(caller)
+            caller.connection.close()
+
+    def _hear(self, caller: _Caller) -> bool:
+        """Read what a caller wrote so far; tell whether it is one to go on listening to."""
+        ended = False
+        try:
+            while len(caller.unread) < _MESSAGE and not ended:
+                part = caller.connection.recv(2**12)
+                caller.unread, ended = caller.unread + part, not part
+        except BlockingIOError:
+            pass  # that is all for now
+        except OSError:
+            ended = True
+        *lines, caller.unread = caller.unread.split(b"\n")
+        for line in lines:
+            if caller.rank is None:
+                caller.rank = self._recognise(line)
+                if caller.rank is None:
+                    return False
+            else:
+                with contextlib.suppress(ValueError):
+                    self.told.setdefault(caller.rank, set()).update(map(int, line.split()[: self.size]))
+        return not ended and len(caller.unread) < (_HELLO if caller.rank is None else _MESSAGE)
+
+    def _recognise(self, line: bytes) -> int | None:
+        """Get the rank of a caller that begins with this line, None of a stranger."""
+        token, _, number = line.partition(b" ")
+        if not hmac.compare_digest(token, self.address.token.encode()) or not number.isdigit():
+            return None
+        return int(number) if int(number) < self.size else None
 
     def close(self) -> None:
         """Stop listening: to the others this rank is gone."""
-        for each in (self._socket, *self._accepted):
+        for each in (self._socket, *(caller.connection for caller in self._callers)):
             each.close()
-        self._accepted.clear()
+        self._callers.clear()
 
 
 @dataclass(frozen=True)
@@ -268,6 +317,8 @@ class _Inquiry:
             self.abroad = self.abroad or self.peers[rank].network != self.listener.address.network
             self.connected[rank] = connection
             self.selector.modify(connection, selectors.EVENT_READ, rank)
+            with contextlib.suppress(OSError):  # its end is read next
+                connection.send(f"{self.peers[rank].token} {self.listener.rank}\n".encode())
             return
         self._drop(connection)
         if code in _GONE:
@@ -279,7 +330,7 @@ class _Inquiry:
         connection.close()
 
     def tell(self, lost: Sequence[int]) -> None:
-        line = " ".join(map(str, (self.listener.rank, *lost))).encode() + b"\n"
+        line = " ".join(map(str, lost)).encode() + b"\n"
         for rank, connection in self.connected.items():
             if rank not in self.gone:
                 with contextlib.suppress(OSError):

@@ -49,7 +49,7 @@ class _World:
             number = (store.add("hp_peers/arrived", 1) - 1) // world.size()
             prefix = f"hp_peers/{number}"
             try:
-                listener = Listener(world.rank(), own_host(_host_of(store)))
+                listener = Listener(world.rank(), world.size(), own_host(_host_of(store)))
             except OSError:
                 store.set(f"{prefix}/{world.rank()}", "")  # the others need not wait for an address
                 return
