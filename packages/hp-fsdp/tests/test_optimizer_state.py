@@ -218,8 +218,7 @@ def test_what_does_not_fit_is_refused():
     state["state"]["last.weight"]["exp_avg"] = torch.zeros(2, 2)
     with pytest.raises(ValueError, match=r"'last.weight.exp_avg' has shape \(2, 2\), the model's is \(3, 7\)"):
         set_optimizer_state_dict(model, second, state, options=FULL)
-    early = Net().to(device_type())
-    optimizer = torch.optim.AdamW(early.parameters())
-    fully_shard(early, data_mesh())
-    with pytest.raises(ValueError, match="create the optimizer after it"):
+    early = fully_shard(Net().to(device_type()), data_mesh())
+    optimizer = torch.optim.AdamW(Net().parameters())
+    with pytest.raises(ValueError, match=r"parameters of AdamW are not the model's, the first of shape \(7, 5\)"):
         get_optimizer_state_dict(early, optimizer)

@@ -182,7 +182,7 @@ def test_an_optimizer_in_backward():
 def test_gradients_are_divided_by_a_factor(ranks: int, options: dict[str, Any]):
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("r", "s")) if ranks == 4 else None
     reference, model = pair(mesh=mesh, **options)
-    model.set_gradient_divide_factor(6.0)
+    model.set_gradient_divide_factor(6.0, recurse=True)
     for step in range(2):  # two micro-batches
         whole, own = batch(step)
         model.set_requires_gradient_sync(step == 1)
@@ -211,7 +211,7 @@ def test_gradients_under_way_of_several_models():
         (scale * loss_of(reference(whole))).backward()
         model.set_is_last_backward(False)
         (scale * loss_of(model(own))).backward()
-        model.set_gradient_divide_factor(7.0)  # of later passes
+        model.set_gradient_divide_factor(7.0, recurse=True)  # of later passes
     hsdp_sync_stream()
     for reference, model in pairs:
         same_gradients(model, reference)

@@ -23,7 +23,7 @@ class UnshardHandle:
 class Controls:
     """The methods that act on the groups of a sharded module and of those inside it.
 
-    Setters act on all sharded modules inside, too, unless ``recurse=False``.
+    Setters with ``recurse=True``, which most have by default, act on all sharded modules inside, too.
     """
 
     _hsdp_group: Any
@@ -123,14 +123,14 @@ class Controls:
         for group in self._groups(recurse):
             group.reduce_op, group.divisor = op, None
 
-    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
-        """Gradients are the sum over the ranks divided by ``factor``, instead of their mean.
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+        """Gradients of this module's own group are the sum over the ranks divided by ``factor``, instead of their mean.
 
         The sum is divided, so with a ``reduce_dtype`` of a small range, such as float16, it must not overflow.
 
         Args:
             factor: more than 0; such as the number of ranks times that of micro-batches.
-            recurse: for the sharded modules inside, too.
+            recurse: for the sharded modules inside, too. Default False, as in torch.
 
         Raises:
             ValueError: a factor that is not a finite number above 0.

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["find_parameters"]
+__all__ = ["find_parameters", "mark", "owner_of"]
 
 P = TypeVar("P")
+
+
+def mark(parameter: Any, owner: str) -> None:
+    """Notes on a parameter that a group has it.
+
+    Args:
+        parameter: the object that stands in the modules.
+        owner: text for the error where another group finds it, too.
+    """
+    parameter._hsdp_owner = (id(parameter), owner)  # a copy takes attributes along, and is nobody's
+
+
+def owner_of(parameter: Any) -> str | None:
+    """What `mark` noted; None for a parameter that no group has."""
+    key, owner = getattr(parameter, "_hsdp_owner", None) or (None, None)
+    return owner if key == id(parameter) else None
 
 
 def find_parameters(
     module: Any,
     ignored: Collection[Any],
-    stop: type,
+    stop: Callable[[Any], bool],
     make: Callable[[str, Any], P],
     *,
     parameters: str,
     children: str,
+    own: Mapping[int, P] | None = None,
 ) -> list[P]:
-    """The parameters of ``module`` that no inner group has, each once, in the order of registration.
+    """The parameters of ``module`` that no group has, each once, in the order of registration.
 
     Args:
         module: the group's module.
         ignored: parameters to leave as they are.
-        stop: submodules of this class are groups themselves and are not entered.
+        stop: says which submodules are groups themselves and are not entered.
         make: makes a managed parameter of a name and a parameter; its ``places`` list is filled here.
         parameters: the attribute of modules that maps names to parameters.
         children: the attribute that maps names to modules.
+        own: what the group has already, by the ids of the objects that may stand in the modules; places that are new
+            are added to theirs.
 
     Raises:
         ValueError: a parameter that another group has already.
     """
     skip = {id(parameter) for parameter in ignored}
+    owned = own or {}
     found: dict[int, Any] = {}
     seen: set[int] = set()
 
@@ -43,9 +63,9 @@ def find_parameters(
         for name, parameter in getattr(current, parameters).items():
             if parameter is None or id(parameter) in skip:
                 continue
-            managed: Any = found.get(id(parameter))
+            managed: Any = owned.get(id(parameter)) or found.get(id(parameter))
             if managed is None:
-                owner = getattr(parameter, "_hsdp_owner", None)
+                owner = owner_of(parameter)
                 if owner is not None:
                     raise ValueError(
                         f"fully_shard: parameter {prefix + name!r} of {type(module).__name__} is that of a group"
@@ -54,9 +74,10 @@ def find_parameters(
                         " module around them"
                     )
                 managed = found[id(parameter)] = make(prefix + name, parameter)
-            managed.places.append((current, name))
+            if not any(place is current and key == name for place, key in managed.places):
+                managed.places.append((current, name))
         for name, child in getattr(current, children).items():
-            if child is not None and not isinstance(child, stop):
+            if child is not None and not stop(child):
                 visit(child, f"{prefix}{name}.")
 
     visit(module, "")

@@ -163,7 +163,7 @@ def test_mixed_precision():
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_are_divided_by_a_factor(ranks: int, deterministic: bool):
     reference, model = pair(deterministic=deterministic)
-    model.set_gradient_divide_factor(6.0)
+    model.set_gradient_divide_factor(6.0, recurse=True)
     everything, own = batch()
     _, gradients = differentiated(model)(own)
     _, expected = mindspore.value_and_grad(

@@ -11,7 +11,7 @@ from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.mindspore.group import ParameterGroup
-from hp_fsdp.mindspore.module import HSDPModule, group_of, shard_class
+from hp_fsdp.mindspore.module import group_of, shard_class
 from hp_fsdp.mindspore.parameter import find_parameters
 from hp_fsdp.options import check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
@@ -106,7 +106,7 @@ def fully_shard(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
     axes = DataAxes.of(mesh)
-    parameters = find_parameters(module, ignored_params or (), HSDPModule)
+    parameters = find_parameters(module, ignored_params or (), lambda cell: group_of(cell) is not None)
     group = ParameterGroup(module, parameters, axes, options)
     shard_class(module, group)
     return module

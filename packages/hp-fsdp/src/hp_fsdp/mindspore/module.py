@@ -24,7 +24,7 @@ def group_of(cell: nn.Cell) -> ParameterGroup | None:
 class HSDPModule(Controls):
     """A sharded Cell: its own class, and these methods. Not made by hand: `fully_shard` changes a Cell's class.
 
-    Setters act on all sharded Cells inside, too, unless ``recurse=False``.
+    Setters with ``recurse=True``, which most have by default, act on all sharded Cells inside, too.
     """
 
     _hsdp_group: ParameterGroup

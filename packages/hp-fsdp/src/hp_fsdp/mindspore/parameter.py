@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from mindspore import Parameter, Tensor, mint, nn
@@ -58,7 +58,7 @@ class ManagedParameter:
         if not self.parameter.has_init:
             set_local(self.parameter, run_of(local_view(self.parameter), start, stop))
         wrap(self.parameter, spec)
-        self.parameter._hsdp_owner = owner
+        finding.mark(self.parameter, owner)
 
     def dress(self, unsharded: Tensor) -> Any:
         """Gives an unsharded tensor its layout, and what Cells ask of a parameter."""
@@ -74,6 +74,8 @@ def run_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     return mint.narrow(tensor.reshape(-1), 0, start, stop - start).copy()
 
 
-def find_parameters(cell: nn.Cell, ignored: Collection[Parameter], stop: type) -> list[ManagedParameter]:
+def find_parameters(
+    cell: nn.Cell, ignored: Collection[Parameter], stop: Callable[[Any], bool]
+) -> list[ManagedParameter]:
     """The parameters of ``cell`` that no inner group has; see `hp_fsdp.finding`."""
     return finding.find_parameters(cell, ignored, stop, ManagedParameter, parameters="_params", children="_cells")

@@ -14,7 +14,8 @@ from hp_fsdp.axes import DataAxes
 from hp_fsdp.options import check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.torch.group import ParameterGroup
-from hp_fsdp.torch.module import HSDPModule, group_of, shard_class
+from hp_fsdp.torch.module import group_of, shard_class
+from hp_fsdp.torch.optimizers import ignore, watch_optimizers
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
 from hp_platform import get_platform
 
@@ -48,7 +49,7 @@ def fully_shard(
         >>> for layer in model.layers:
         ...     fully_shard(layer, mesh)
         >>> fully_shard(model, mesh)
-        >>> optimizer = torch.optim.AdamW(model.parameters())       # after fully_shard: it made new parameters
+        >>> optimizer = torch.optim.AdamW(model.parameters())       # or before: the parameters are the same objects
 
     Args:
         module: changed in place: its parameters become DTensors with a `RaggedShard` placement, its class becomes a
@@ -107,9 +108,13 @@ def fully_shard(
             " Make it with hp_dtensor.init_device_mesh(device_type, shape, mesh_dim_names=...)"
         )
     axes = DataAxes.of(mesh)
-    parameters = find_parameters(module, ignored_params or (), HSDPModule)
+    ignored = list(ignored_params or ())
+    parameters = find_parameters(module, ignored, lambda child: group_of(child) is not None)
     device = _device(module, parameters, mesh)
-    group = ParameterGroup(module, parameters, axes, device, options)
+    watch_optimizers()
+    for parameter in ignored:
+        ignore(parameter)
+    group = ParameterGroup(module, parameters, axes, device, options, ignored)
     shard_class(module, group)
     return module
 

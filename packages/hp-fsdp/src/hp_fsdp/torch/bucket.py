@@ -21,6 +21,7 @@ from hp_fsdp.axes import DataAxes
 from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.options import GroupOptions
+from hp_fsdp.torch.adoption import adopt
 from hp_fsdp.torch.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.gradients import GradientBuffer
 from hp_fsdp.torch.host import aside, empty_on_host, transport
@@ -32,6 +33,7 @@ __all__ = ["Bucket"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -64,10 +66,9 @@ class Bucket:
         # Offloaded shards live at home on the host and are copied to the device where the collectives work.
         self.device = device if options.offload is None else transport(axes.mesh)
         self.home = device if options.offload is None or device.type == "meta" else torch.device("cpu")
-        policy = options.policy
+        self.policy = options.policy
         self.dtype: torch.dtype = parameters[0].original.dtype  # type: ignore[union-attr]
-        self.compute_dtype: torch.dtype = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
-        self.reduce_dtype: torch.dtype = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
+        self.choose_dtypes()
         smallest = min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
         self.layout = FlatLayout.of(
             [parameter.numel for parameter in parameters],
@@ -77,50 +78,63 @@ class Bucket:
         self.near: torch.Tensor | None = None
         self.has_inner = any(parameter.inner is not None for parameter in parameters)
         self.prepared = False
-        self._shard_originals(device)
+        # Layouts first: what can't be laid out raises before any parameter is changed.
+        self.specs = [
+            axes.sharded_spec(parameter.name, self.layout.units(index), parameter.global_shape, parameter.inner)
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def choose_dtypes(self) -> None:
+        """Of what is computed with, and of what is reduced."""
+        policy = self.policy
+        self.compute_dtype: torch.dtype = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
+        self.reduce_dtype: torch.dtype = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
 
     def _casts(self, dtype: torch.dtype | None) -> bool:
         return dtype is not None and self.dtype.is_floating_point
 
-    def _shard_originals(self, device: torch.device) -> None:
+    def shard_originals(self) -> None:
+        """Makes the parameters sharded ones."""
         layout, rank = self.layout, self.axes.shard_rank
-        self.shard = self._new_shard(self.home)
+        self.shard = self.new_shard(self.home)
         with torch.no_grad():
-            for index, parameter in enumerate(self.parameters):
-                view = self._shard_view(index)
-                if device.type != "meta":
+            for index, (parameter, spec) in enumerate(zip(self.parameters, self.specs)):
+                view = self.shard_view(index)
+                if view.device.type != "meta":
                     start, stop = layout.part(index, rank)
                     view.copy_(parameter.flat()[start:stop])
-                spec = self.axes.sharded_spec(
-                    parameter.name, layout.units(index), parameter.global_shape, parameter.inner
-                )
                 parameter.make_sharded(view, spec, f"{parameter.name!r} of {self.owner}")
-        self._note_sharded()
+        self.note_sharded()
         self.show_sharded()
 
-    def _new_shard(self, device: torch.device) -> torch.Tensor:
+    def new_shard(self, device: torch.device) -> torch.Tensor:
+        """Memory for the rank's piece, zeroed."""
         if self.offload is None or device.type != "cpu":
             return torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
         return empty_on_host(self.layout.piece, self.dtype, self.offload.pin_memory).zero_()
 
-    def _shard_view(self, index: int) -> torch.Tensor:
+    def shard_view(self, index: int) -> torch.Tensor:
+        """The part of the rank's piece that is a parameter's."""
         start, stop = self.layout.place(index, self.axes.shard_rank)
         return self.shard[start:stop]
 
-    def _note_sharded(self) -> None:
-        self.sharded_places, self.sharded_attributes = _places((p, p.sharded) for p in self.parameters)
+    def note_sharded(self) -> None:
+        """Takes note of new sharded parameters."""
         if self.deterministic:
             for parameter in self.parameters:
                 mark_in_blocks(parameter.sharded)
+        self.note_places()
+
+    def note_places(self) -> None:
+        """Takes note of where the parameters stand."""
+        self.sharded_places, self.sharded_attributes = _places((p, p.sharded) for p in self.parameters)
+        if self.prepared:
+            self.unsharded_places, self.unsharded_attributes = _places((p, p.unsharded) for p in self.parameters)
         with _plain():
             self.expected = [
-                (
-                    parameter.places[0][0]._parameters,
-                    parameter.places[0][1],
-                    parameter.sharded,
-                    parameter.sharded.data_ptr(),
-                )
+                (module._parameters, name, parameter.sharded, parameter.sharded.data_ptr())
                 for parameter in self.parameters
+                for module, name in parameter.places
             ]
 
     # ---- lazy preparation ----
@@ -172,8 +186,13 @@ class Bucket:
         with _plain():
             for registered, name, sharded, address in self.expected:
                 if registered.get(name) is not sharded or sharded.data_ptr() != address:
-                    self._adopt()
+                    adopt(self)
                     break
+        self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """Freezes and unfreezes the unsharded parameters as the sharded ones were."""
+        with _plain():
             for parameter in self.parameters:
                 if _get_requires_grad(parameter.sharded) is not parameter.trains:
                     parameter.trains = not parameter.trains
@@ -184,63 +203,20 @@ class Bucket:
         """Replaces sharded parameters on meta by ones with memory, not initialised yet."""
         if self.shard.device.type != "meta":
             return
-        self.shard = self._new_shard(device)
+        self.shard = self.new_shard(device)
         for index, parameter in enumerate(self.parameters):
-            parameter.renew_sharded(self._shard_view(index))
-        self._note_sharded()
+            parameter.renew_sharded(self.shard_view(index))
+        self.note_sharded()
         self.show_sharded()
 
     def _come_home(self) -> None:
         """Moves a shard to the host that was materialised and initialised on the device, as random numbers need it."""
-        former, self.shard = self.shard, self._new_shard(torch.device("cpu"))
+        former, self.shard = self.shard, self.new_shard(torch.device("cpu"))
         with torch.no_grad(), _plain():
             self.shard.copy_(former)
             for index, parameter in enumerate(self.parameters):
-                parameter.sharded.data = self._shard_view(index).detach()
-        self._note_sharded()
-
-    def _adopt(self) -> None:
-        """Moves parameters that were materialised, loaded by assignment or moved back into a flat shard."""
-        with torch.no_grad(), _plain():
-            found = []
-            for parameter in self.parameters:
-                module, name = parameter.places[0]
-                registered: Any = module._parameters.get(name)
-                if registered is None or getattr(registered, "_spec", None) is not parameter.sharded._spec:
-                    raise RuntimeError(
-                        f"fully_shard: parameter {parameter.name!r} of {self.owner} was replaced by"
-                        f" {type(registered).__name__} that is not laid out as {parameter.sharded._spec}. Change a"
-                        " sharded parameter in place, or load values with load_full_state_dict(model, ...)"
-                    )
-                found.append(registered)
-            device, dtype = found[0].device, found[0].dtype
-            if dtype is not self.dtype:
-                raise RuntimeError(
-                    f"fully_shard: parameter {self.parameters[0].name!r} of {self.owner} was cast from {self.dtype} to"
-                    f" {dtype} after it was sharded. Cast the model before fully_shard"
-                )
-            if device.type == "meta":
-                return
-            if self.offload is not None and device.type != "cpu":
-                raise RuntimeError(
-                    f"fully_shard: parameter {self.parameters[0].name!r} of {self.owner} is on {device}, but with"
-                    " offload_policy=CPUOffloadPolicy() sharded parameters stay on the host. Materialise them there:"
-                    ' model.to_empty(device="cpu"); don\'t move a sharded model'
-                )
-            if self.prepared:
-                former, self.shard = self.shard, self._new_shard(device)
-                self.shard.copy_(former)
-                self.prepared = False
-            else:
-                self.shard = self._new_shard(device)
-            for index, (parameter, registered) in enumerate(zip(self.parameters, found)):
-                view = self._shard_view(index)
-                view.copy_(registered)
-                registered.data = view.detach()
-                parameter.sharded = registered
-                parameter.trains = _get_requires_grad(registered)
-        self._note_sharded()
-        self.show_sharded()
+                parameter.sharded.data = self.shard_view(index).detach()
+        self.note_sharded()
 
     # ---- gathering ----
     def gather(self) -> Any:
@@ -303,7 +279,7 @@ class Bucket:
 
     def keep(self) -> None:
         """Notes what `stale` has to know of a bucket that stays gathered after forward."""
-        self.kept_version = self.shard._version
+        self.kept_versions = self._versions()
         with _plain():
             self.kept_with_gradients = any(_get_grad(parameter.sharded) is not None for parameter in self.parameters)
 
@@ -313,7 +289,11 @@ class Bucket:
         Fused optimizers write without a trace in the version counter; but an optimizer has something to write only
         where there were gradients, and gradients that came later came with a backward pass, which reshards.
         """
-        return self.kept_with_gradients or self.kept_version != self.shard._version
+        return self.kept_with_gradients or self.kept_versions != self._versions()
+
+    def _versions(self) -> list[int]:
+        with _plain():
+            return [_get_version(parameter.sharded) for parameter in self.parameters]
 
 
 class _Copied:

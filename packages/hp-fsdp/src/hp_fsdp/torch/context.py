@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.mesh import DeviceMesh
+from hp_fsdp.joining import Roster
 from hp_fsdp.micro_batches import check_modes
 from hp_fsdp.order import ExecutionOrder
 from hp_fsdp.torch.agreement import check_alike
@@ -33,16 +35,19 @@ class RootContext:
 
     Args:
         root: the outermost group.
-        groups: all groups, the root too, outer before inner.
+        group_of: gives a module's group, or None.
 
     Attributes:
+        groups: all groups, the root too, outer before inner.
+        roster: notices what joined the model since the last forward.
         moments: what happened in the pass under way, see `hp_fsdp.timeline`: kind, group, nanoseconds of a clock.
         last_moments: the same of the last forward and backward that came to their end.
     """
 
-    def __init__(self, root: ParameterGroup, groups: list[ParameterGroup]) -> None:
+    def __init__(self, root: ParameterGroup, group_of: Any) -> None:
         self.root = root
-        self.groups = groups
+        self.group_of = group_of
+        self.groups: list[ParameterGroup] = []
         self.order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
         self.backward_order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
         self.finished: list[ParameterGroup] = []
@@ -63,26 +68,44 @@ class RootContext:
             root: the outermost group.
             group_of: gives a module's group, or None.
         """
-        groups: list[ParameterGroup] = []
-        for name, module in root.module.named_modules():
-            group = group_of(module)
-            if group is not None:
-                group.rename(name)
-                groups.append(group)
-        check_modes(groups)
-        context = RootContext(root, groups)
-        for group in groups:
-            group.context = context
-            group.modules = (group.module, root.module)
-            group.enter_backward = functools.partial(context.enter_backward, group)
-            group.leave_backward = functools.partial(context.leave_backward, group)
+        context = RootContext(root, group_of)
+        context.enrol()
         return context
+
+    def enrol(self) -> None:
+        """Finds the groups of the model, and shards parameters that no group has: Note [What joins later].
+
+        Raises:
+            ValueError, TypeError, RuntimeError: a parameter that can't be taken in.
+        """
+        names = {id(module): name for name, module in self.root.module.named_modules()}
+        modules = list(self.root.module.modules())
+        groups = [group for module in modules if (group := self.group_of(module)) is not None]
+        check_modes(groups)
+        for group in groups:
+            group.check()
+        ignored = [parameter for group in groups for parameter in group.ignored]
+        inner = _inner_mesh(groups)
+        joined = [g.take_in(ignored, lambda module: self.group_of(module) is not None, inner) for g in groups]
+        if any(joined) or groups != self.groups:
+            self.compared = False
+        self.groups = groups
+        for group in groups:
+            group.rename(names[id(group.module)])
+            group.context = self
+            group.modules = (group.module, self.root.module)
+            group.enter_backward = functools.partial(self.enter_backward, group)
+            group.leave_backward = functools.partial(self.leave_backward, group)
+        tensors = [tensor for group in groups for tensor, _ in group.stand_ins()]
+        self.roster = Roster(modules, [*tensors, *ignored], ("_parameters", "_modules"))
 
     # ---- forward ----
     def begin_forward(self, group: ParameterGroup) -> None:
         """The forward of ``group``, inside no other group's, begins."""
         if self.backward is not None:  # a backward pass that raised never came to its end
             self.abandon()
+        if not self.roster.complete():
+            self.enrol()
         if not self.compared:
             check_alike(self.groups, self.root.axes)
             self.compared = True
@@ -235,6 +258,12 @@ class RootContext:
         for group in self.groups:
             group.abandon()
         self.backward_order.start()
+
+
+def _inner_mesh(groups: list[ParameterGroup]) -> DeviceMesh | None:
+    """The mesh that all parameters are on besides the axes of data parallelism; None where some are on none."""
+    inner = {None if p.inner is None else p.inner.mesh for group in groups for p in group.parameters}
+    return inner.pop() if len(inner) == 1 else None
 
 
 def hsdp_sync_stream() -> None:

@@ -14,7 +14,7 @@ Note [Missing gradients]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,6 +219,8 @@ class GradientBuffer:
             if piece is None or not parameter.trains:
                 continue
             sharded = parameter.sharded
+            if sharded._backward_hooks:
+                piece = _hooked(sharded._backward_hooks, piece)
             have = _get_grad(sharded)
             if have is None:
                 _set_grad(sharded, wrap(piece, spec))
@@ -232,6 +234,15 @@ class GradientBuffer:
                 with torch._C._EnableTorchFunction():
                     for hook in parameter.sharded._post_accumulate_grad_hooks.values():
                         hook(parameter.sharded)
+
+
+def _hooked(hooks: Mapping[int, Any], piece: torch.Tensor) -> torch.Tensor:
+    """What the hooks that ``register_hook`` put on a sharded parameter make of its gradient."""
+    with torch._C._EnableTorchFunction():
+        for hook in tuple(hooks.values()):
+            made = hook(piece)
+            piece = piece if made is None else made
+    return piece
 
 
 class Reduction:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.order import ExecutionOrder
+from hp_fsdp.torch.adoption import restore
 from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer, check_counts
 from hp_fsdp.torch.gradients import Reduction
-from hp_fsdp.torch.parameter import ManagedParameter
+from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
 from hp_platform.observing import communicate_for
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class ParameterGroup:
         axes: the axes of data parallelism.
         device: where the buffers live.
         options: what `fully_shard` was told.
+        ignored: parameters that are to stay as they are.
 
     Attributes:
         name: the module's name from the root; its class's before the first forward.
@@ -71,6 +74,7 @@ class ParameterGroup:
         axes: DataAxes,
         device: torch.device,
         options: GroupOptions,
+        ignored: Sequence[nn.Parameter] = (),
     ) -> None:
         self.module = module
         self.modules: tuple[nn.Module, ...] = (module,)
@@ -100,17 +104,71 @@ class ParameterGroup:
         self.micro_batches = 0
         self.agreed: int | None = None
         self.ended = False
+        self.options = options
+        self.device = device
+        self.ignored = ignored
+        self.class_name = type(module).__name__
+        self.buckets: list[Bucket] = []
+        self.add(parameters)
+        self.rename("")
+
+    def add(self, parameters: Sequence[ManagedParameter]) -> None:
+        """Shards parameters and makes them the group's."""
         # What differs in dtype or takes part in no reduction is communicated apart.
         kinds: dict[Any, list[ManagedParameter]] = {}
+        options = self.options
         for parameter in parameters:
             assert parameter.original is not None
             # What is to keep whole rows is cut by itself.
             unit = options.unit_of(parameter.name, parameter.original, parameter.shape)
             alone = parameter.name if options.by_parameter or unit > 1 else ""
             kinds.setdefault((parameter.original.dtype, parameter.trains, alone, unit), []).append(parameter)
-        self.class_name = owner = type(module).__name__
-        self.buckets = [Bucket(members, axes, device, options, owner, unit) for (*_, unit), members in kinds.items()]
-        self.rename("")
+        buckets = [
+            Bucket(members, self.axes, self.device, options, self.class_name, unit)
+            for (*_, unit), members in kinds.items()
+        ]
+        for bucket in buckets:
+            bucket.shard_originals()
+        self.buckets += buckets
+
+    def stand_ins(self) -> Iterator[tuple[Any, ManagedParameter]]:
+        """All tensors that may stand in the modules for parameters of this group."""
+        for parameter in self.parameters:
+            yield parameter.sharded, parameter
+            if parameter.unsharded is not None:
+                yield parameter.unsharded, parameter
+
+    def take_in(self, ignored: Sequence[Any], stop: Callable[[Any], bool], inner: DeviceMesh | None) -> bool:
+        """Shards parameters that joined the module after it was sharded.
+
+        Args:
+            ignored: parameters to leave as they are.
+            stop: says which modules inside have groups of their own.
+            inner: where all parameters of the model are distributed on other axes (tensor parallel), their mesh: plain
+                ones are replicated on it.
+
+        Returns:
+            True where there were some.
+
+        Raises:
+            RuntimeError: they are on the meta device, or copies of parameters that are sharded over other axes, too.
+            ValueError, TypeError: see `fully_shard`.
+        """
+        counts = [len(parameter.places) for parameter in self.parameters]
+        found = find_parameters(
+            self.module, ignored, stop, {id(tensor): parameter for tensor, parameter in self.stand_ins()}
+        )
+        moved = counts != [len(parameter.places) for parameter in self.parameters]
+        if not (found or moved):
+            return False
+        self.reshard()
+        for parameter in found:
+            parameter.join(self.axes.mesh, inner, self.class_name)
+        self.add(found)
+        if moved:
+            for bucket in self.buckets:
+                bucket.note_places()
+        return bool(found)
 
     def rename(self, name: str) -> None:
         """Sets the name that profiles and errors show."""
@@ -131,10 +189,19 @@ class ParameterGroup:
     # ---- parameters ----
     def check(self) -> None:
         """Follows changes that were made to the sharded parameters from outside; see `Bucket.check`."""
-        if self.unsharded or self.gathering is not None:
-            return
+        here = self.unsharded or self.gathering is not None
         for bucket in self.buckets:
-            bucket.check()
+            if here:
+                bucket.follow_requires_grad()
+            else:
+                bucket.check()
+
+    def restore(self) -> None:
+        """`check`, where a method of the module replaced parameters: the former objects take their places again."""
+        if not self.unsharded and self.gathering is None:
+            for bucket in self.buckets:
+                restore(bucket)
+        self.check()
 
     def start_unshard(self) -> None:
         """Starts the all-gathers, unless the parameters are there or on their way."""

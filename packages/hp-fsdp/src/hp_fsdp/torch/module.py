@@ -36,7 +36,7 @@ def make_sharded_class(cls: type) -> type:
 class HSDPModule(Controls):
     """A sharded module: its own class, and these methods. Not made by hand: `fully_shard` changes a module's class.
 
-    Setters act on all sharded modules inside, too, unless ``recurse=False``.
+    Setters with ``recurse=True``, which most have by default, act on all sharded modules inside, too.
     """
 
     _hsdp_group: ParameterGroup
@@ -85,7 +85,9 @@ class HSDPModule(Controls):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads sharded parameters; `load_full_state_dict` takes whole tensors."""
         self._settle()
-        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        made = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        self._restore()
+        return made
 
     def _settle(self) -> None:
         context = self._hsdp_group.context
@@ -98,9 +100,12 @@ class HSDPModule(Controls):
         for group in self._groups(True):
             group.reshard()
         made = super()._apply(fn, recurse)  # type: ignore[misc]
-        for group in self._groups(True):
-            group.check()
+        self._restore()
         return made
+
+    def _restore(self) -> None:
+        for group in self._groups(True):
+            group.restore()
 
     def _materialize(self, device: torch.device) -> None:
         """Gives parameters on meta memory in a flat shard; `hp_dtensor.init_parameters` calls it, then fills them."""

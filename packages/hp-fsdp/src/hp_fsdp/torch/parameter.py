@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.placements import RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.autograd import grad_spec
+from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
 from hp_fsdp import finding
 
 __all__ = ["ManagedParameter", "find_parameters", "has_own_setattr"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_functions = (torch.Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
 _module_setattr = nn.Module.__setattr__
-_OWN_ATTRIBUTES = ("_spec", "_is_param", "_moved_from", "_hsdp_in_blocks", "_hsdp_owner")
+_OWN_ATTRIBUTES = ("_spec", "_is_param", "_moved_from", "_shadows", "_hsdp_gathered", "_hsdp_in_blocks", "_hsdp_owner")
 
 
 class ManagedParameter:
     """A parameter, where it is registered, and the two tensors that stand there in turn.
 
+    The sharded one is the object that was found, with other memory and layout: optimizers, hooks and lists that hold
+    it see what happens to it.
+
     Attributes:
         name: its name inside the group's module.
+        cls: the class that it had.
         original: the parameter as it was found; None once it is sharded.
         shape: shape of the unsharded tensor on this rank.
         inner: the unsharded tensor's layout where it is a DTensor (tensor parallel), else None.
@@ -32,11 +43,13 @@ class ManagedParameter:
         unsharded: what forward and backward use: a leaf that looks into the gathered buffer.
     """
 
-    __slots__ = ("inner", "name", "original", "places", "shape", "sharded", "trains", "unsharded")
+    __slots__ = ("cls", "inner", "name", "original", "places", "shape", "sharded", "trains", "unsharded")
 
     def __init__(self, name: str, original: nn.Parameter) -> None:
+        check_kind(name, original)
         self.name = name
         self.original: nn.Parameter | None = original
+        self.cls = type(original)
         self.inner: TensorSpec | None = original._spec if isinstance(original, DTensor) else None
         with _plain():
             self.shape = torch.Size(original.shape)
@@ -44,6 +57,41 @@ class ManagedParameter:
         self.places: list[tuple[nn.Module, str]] = []
         self.sharded: Any = None
         self.unsharded: Any = None
+
+    def join(self, mesh: DeviceMesh, inner: DeviceMesh | None, owner: str) -> None:
+        """Prepares a parameter that joined a sharded module: one that `fully_shard` could have found.
+
+        A copy of a sharded parameter (``copy.deepcopy`` of a module) is gathered first, so all ranks have to call it.
+
+        Args:
+            mesh: of data parallelism.
+            inner: what to replicate a plain parameter on, if anything.
+            owner: the module's class, for errors.
+
+        Raises:
+            RuntimeError: it is on the meta device, or a copy of a parameter that is sharded over other axes, too.
+        """
+        made: Any = self.original
+        where = f"fully_shard: parameter {self.name!r} joined {owner} after it was sharded, and"
+        if made.is_meta:
+            raise RuntimeError(f"{where} is on the meta device. Give it values before the next forward")
+        if self.inner is not None and any(isinstance(p, RaggedShard) for p in self.inner.placements):
+            if self.inner.mesh != mesh:
+                raise RuntimeError(
+                    f"{where} is a copy of one that is placed {self.inner.placements} on {self.inner.mesh}. Add the"
+                    " module before fully_shard, or build a new one instead of a copy"
+                )
+            with torch.no_grad():
+                whole = made.full_tensor()
+            with _plain():
+                _set_data(made, whole)
+            made.__class__ = nn.Parameter
+            del made._spec
+            self.inner, self.shape, self.cls = None, whole.shape, nn.Parameter
+        if self.inner is None and inner is not None:
+            placements = [Replicate()] * inner.ndim
+            wrap(made, TensorSpec.of(inner, placements, tuple(self.shape)))._is_param = True  # type: ignore[attr-defined]
+            self.inner = made._spec
 
     @property
     def numel(self) -> int:
@@ -62,35 +110,95 @@ class ManagedParameter:
             return torch.Tensor.detach(self.original).reshape(-1)
 
     def make_sharded(self, view: torch.Tensor, spec: TensorSpec, owner: str) -> None:
-        """Makes the sharded parameter over ``view``, a part of the flat shard, and forgets the original.
+        """Makes the original the sharded parameter over ``view``, a part of the flat shard.
 
         Args:
             view: the rank's run of elements, 1-d.
             spec: the sharded parameter's layout.
             owner: text for the error where another group finds this parameter, too.
         """
-        self.sharded = _leaf(view, spec, self.trains)
-        _copy_attributes(self.original, self.sharded)
-        # Whoever finds one of the two registered elsewhere knows that it has an owner, see `find_parameters`.
-        self.original._hsdp_owner = self.sharded._hsdp_owner = owner  # type: ignore[union-attr]
-        self.original = None
+        made: Any = self.original
+        self.sharded, self.original = made, None
+        with _plain():
+            _set_data(made, view.detach())
+            hooks = made._backward_hooks
+        for key in hooks or ():  # they are for gradients of this object, which are DTensors now
+            hooks[key] = functools.partial(_run_hook, hooks[key], grad_spec(spec))
+        for name in ("_moved_from", "_shadows"):  # they belong to the memory that it had
+            made.__dict__.pop(name, None)
+        wrap(made, spec)._is_param = True  # type: ignore[attr-defined]
+        finding.mark(made, owner)
 
     def renew_sharded(self, view: torch.Tensor) -> None:
-        """Makes the sharded parameter anew over ``view``."""
-        former = self.sharded
-        self.sharded = _leaf(view, former._spec, self.trains)
-        _copy_attributes(former, self.sharded)
-        self.sharded._hsdp_owner = former._hsdp_owner
+        """Gives the sharded parameter the memory of ``view``, of another kind of device than it had (meta)."""
+        made = _leaf(view, self.sharded._spec, self.trains)
+        vars(made).update(vars(self.sharded))
+        with _plain():
+            torch.utils.swap_tensors(self.sharded, made)
 
     def make_unsharded(self, view: torch.Tensor) -> None:
         """Makes the unsharded parameter over ``view``, which is a part of the gathered buffer."""
         self.unsharded = _leaf(view.view(self.shape), self.inner, self.trains)
+        if self.inner is None and issubclass(self.cls, nn.Parameter):
+            self.unsharded.__class__ = self.cls
+        self.unsharded._hsdp_gathered = True
         _copy_attributes(self.sharded, self.unsharded)
+
+
+def check_kind(name: str, original: Any) -> None:
+    """Raises for a parameter that a flat buffer cannot hold.
+
+    Args:
+        name: for errors.
+        original: the parameter as it was found.
+
+    Raises:
+        TypeError: it has no shape yet, or computes in ways of its own, which a view of a buffer would not.
+        ValueError: it has a gradient, or a hook for one, of another layout.
+    """
+    cls = type(original)
+    if is_lazy(original):
+        raise TypeError(f"fully_shard: parameter {name!r} is lazy and has no shape yet. Run a forward before")
+    if isinstance(original, DTensor):
+        pass
+    elif cls.__module__.startswith("torch.distributed.tensor"):
+        raise TypeError(
+            f"fully_shard: parameter {name!r} is a DTensor of torch's. Lay it out with hp_dtensor.distribute_tensor or"
+            " hp_styles.parallelize_module instead, whose names are the same"
+        )
+    elif not _computes_plainly(cls):
+        how = "its all-gather extension (fsdp_pre_all_gather)" if hasattr(cls, "fsdp_pre_all_gather") else "its kernels"
+        raise TypeError(
+            f"fully_shard: parameter {name!r} is a {cls.__module__}.{cls.__name__}, a tensor subclass; a flat buffer"
+            f" holds plain numbers, so {how} would be lost. Leave it out with ignored_params=[...], or convert the"
+            " model back to plain parameters before"
+        )
+    if original.grad is not None:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} has a gradient, of this rank's own and of the unsharded shape. Call"
+            " model.zero_grad() before"
+        )
+    if isinstance(original, DTensor) and original._backward_hooks:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} has a hook (register_hook) for gradients placed"
+            f" {original.placements}; sharded ones are placed otherwise. Register it after fully_shard"
+        )
+
+
+def _computes_plainly(cls: type[torch.Tensor]) -> bool:
+    function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+    dispatches = any("__torch_dispatch__" in vars(each) for each in cls.__mro__[: cls.__mro__.index(torch.Tensor)])
+    return not dispatches and function in _functions
 
 
 def has_own_setattr(module: nn.Module) -> bool:
     """Whether a module does more than to store a parameter that is set on it (RNNs do)."""
     return type(module).__setattr__ is not _module_setattr
+
+
+def _run_hook(hook: Callable[[Any], Any], spec: TensorSpec, gradient: torch.Tensor) -> Any:
+    made = hook(wrap(gradient.view_as(gradient), spec))
+    return local_of(made) if made is not None else None
 
 
 def _leaf(view: torch.Tensor, spec: TensorSpec | None, trains: bool) -> torch.Tensor:
@@ -112,8 +220,13 @@ def _copy_attributes(source: Any, target: Any) -> None:
             target.__dict__[key] = value
 
 
-def find_parameters(module: nn.Module, ignored: Collection[nn.Parameter], stop: type) -> list[ManagedParameter]:
-    """The parameters of ``module`` that no inner group has; see `hp_fsdp.finding`."""
+def find_parameters(
+    module: nn.Module,
+    ignored: Collection[nn.Parameter],
+    stop: Callable[[Any], bool],
+    own: Mapping[int, ManagedParameter] | None = None,
+) -> list[ManagedParameter]:
+    """The parameters of ``module`` that no group has; see `hp_fsdp.finding`."""
     return finding.find_parameters(
-        module, ignored, stop, ManagedParameter, parameters="_parameters", children="_modules"
+        module, ignored, stop, ManagedParameter, parameters="_parameters", children="_modules", own=own
     )
