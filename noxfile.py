@@ -204,3 +204,10 @@ def fuzz(session: nox.Session) -> None:
     """Random programs on random layouts against one device in float64; writes docs/fuzz.md where none is wrong."""
     install(session, "hp-dtensor", extras="[torch,test]")
     session.run("python", "packages/hp-dtensor/benchmarks/fuzz_programs.py", *session.posargs)
+
+
+@nox.session
+def sweep_mindspore(session: nox.Session) -> None:
+    """MindSpore's operators on DTensors: how many are right, refused and wrong; what follows -- goes to the program."""
+    install(session, "hp-dtensor", extras="[mindspore,test]", framework="mindspore")
+    session.run("python", "packages/hp-dtensor/benchmarks/sweep_mindspore.py", *session.posargs)

@@ -18,6 +18,7 @@ from mindspore.ops import Primitive, primitive
 from hp_dtensor.mindspore.autograd import local_only
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
 from hp_dtensor.mindspore.plans import Call, Plan, make_plan
+from hp_dtensor.mindspore.whole import WHOLE, WRITING, on_whole
 from hp_dtensor.modes import replicates_plain
 from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.factors import NoLegalPlacement
@@ -38,12 +39,19 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         def run(given: Sequence[Any], named: dict[str, Any]) -> Any:
             return func(prim, name, tuple(given))
 
-        attributes = tuple(sorted((k, v) for k, v in prim.attrs.items() if isinstance(v, (bool, int, str))))
-        return run_kernel(name, run, tuple(values), {}, (attributes,))
+        return run_kernel(name, run, tuple(values), {}, _attributes(prim))
     return run_kernel(func.name, lambda given, named: func(*given, **named), tuple(args), dict(kwargs))
 
 
-def run_kernel(name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], extra: Any = ()) -> Any:
+def _attributes(prim: Primitive) -> tuple[tuple[str, Any], ...]:
+    """What a primitive was made with, as far as a plan may depend on it."""
+    kept = ((k, tuple(v) if isinstance(v, list) else v) for k, v in prim.attrs.items())
+    return tuple(sorted((k, v) for k, v in kept if isinstance(v, (bool, int, str, tuple))))
+
+
+def run_kernel(
+    name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attributes: tuple[tuple[str, Any], ...] = ()
+) -> Any:
     """Runs a kernel on DTensors by its plan.
 
     Args:
@@ -51,7 +59,7 @@ def run_kernel(name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         run: calls it: ``run(positional values, keyword values)``.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        extra: what else the plan depends on.
+        attributes: pairs of what else the plan depends on: a primitive's own.
 
     Raises:
         NotImplementedError: the kernel has no binding.
@@ -63,11 +71,13 @@ def run_kernel(name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     args, kwargs = _replicate_plain(name, args, kwargs)
     key: Any = None
     with contextlib.suppress(TypeError):
-        key = (name, extra, *map(_part, args), *((k, _part(v)) for k, v in kwargs.items()))
+        key = (name, attributes, *map(_part, args), *((k, _part(v)) for k, v in kwargs.items()))
         found = _PLANS.get(key)
         if found is not None:
             return found.run(run, args, kwargs)
-    made = _make(Call(name, run, args, kwargs))
+    if name in WHOLE or name in WRITING:
+        return on_whole(name, run, args, kwargs)
+    made = _make(Call(name, run, args, kwargs, dict(attributes)))
     if key is not None:
         if len(_PLANS) > _LIMIT:
             _PLANS.clear()
@@ -129,7 +139,9 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
 
 
 def _make(call: Call) -> Plan:
-    from hp_dtensor.mindspore.functions import BINDINGS
+    import hp_dtensor.mindspore.functions
+    import hp_dtensor.mindspore.neural  # noqa: F401  (both fill the table)
+    from hp_dtensor.mindspore.bindings import BINDINGS
 
     binding = BINDINGS.get(call.name)
     given = [t for t in _tensors((*call.args, *call.kwargs.values())) if isinstance(t, DTensor)]
@@ -161,9 +173,9 @@ def install() -> None:
         if not local_only():
             for value in args:
                 if isinstance(value, (list, tuple)) and any(isinstance(v, DTensor) for v in value):
-                    attributes = tuple((k, v) for k, v in sorted(obj.attrs.items()) if isinstance(v, (bool, int, str)))
                     named = {"axis": obj.attrs["axis"]} if "axis" in obj.attrs else {}
-                    return run_kernel(op_name, lambda given, _: plain(obj, op_name, given), args, named, attributes)
+                    given = tuple(args)
+                    return run_kernel(op_name, lambda a, _: plain(obj, op_name, a), given, named, _attributes(obj))
         return plain(obj, op_name, args)
 
     run_op._of_dtensors = True  # type: ignore[attr-defined]

@@ -224,6 +224,9 @@ class DTensor(Tensor):
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
+    def expand_as(self, other: Any) -> Any:
+        return ops.broadcast_to(self, tuple(other.shape))
+
     @property
     def T(self) -> Any:
         return ops.transpose(self, tuple(reversed(range(self.ndim))))

@@ -6,80 +6,32 @@ is composed of kernels in Python needs nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import hp_dtensor.rules.moving  # noqa: F401  (defines the rules)
 from hp_dtensor.mindspore import local, shapes
-from hp_dtensor.mindspore.plans import Binding, Call
+from hp_dtensor.mindspore.bindings import BINDINGS, bind
+from hp_dtensor.mindspore.plans import Call
 from hp_dtensor.placements import Shard
-from hp_dtensor.rules.equation import RULES, from_equation, rule
+from hp_dtensor.rules.equation import from_equation, rule
 from hp_dtensor.rules.factors import FactorMap
 from hp_dtensor.rules.library import dims_argument
 
 __all__ = ["BINDINGS", "bind"]
 
-BINDINGS: dict[str, Binding] = {}
-
-
-def _signature(text: str) -> tuple[tuple[str, Any], ...]:
-    made: list[tuple[str, Any]] = []
-    for token in text.split():
-        name, _, default = token.partition("=")
-        value: Any = {"None": None, "True": True, "False": False, "": None}.get(default, default)
-        made.append((name, int(default) if default.lstrip("-").isdigit() else value))
-    return tuple(made)
-
-
-def bind(
-    rule_name: str,
-    kernels: str,
-    shape: Callable[[Call], Any],
-    signature: str | None = None,
-    operands: str | None = None,
-    **options: Any,
-) -> None:
-    """Binds kernels to a rule.
-
-    Example:
-        >>> bind("whole_dims", "Softmax", shapes.same, "input dim=-1", "input")
-
-    Args:
-        rule_name: name of a rule of ``hp_dtensor.rules``, or ``"view"``.
-        kernels: names of kernels, separated by blanks.
-        shape: makes the results' global shapes.
-        signature: parameter names in positional order, ``name=default`` where they may be absent.
-        operands: the tensor parameters that the rule reads, in its order; default every tensor argument.
-        options: other fields of ``Binding``.
-
-    Raises:
-        ValueError: no such rule.
-    """
-    if rule_name != "view" and rule_name not in RULES:
-        raise ValueError(f"bind: no rule {rule_name!r}; the rules are {sorted(RULES)}")
-    binding = Binding(
-        rule_name,
-        shape,
-        None if signature is None else _signature(signature),
-        None if operands is None else tuple(operands.split()),
-        **options,
-    )
-    for name in kernels.split():
-        BINDINGS[name] = binding
-
 
 def _bind_pointwise() -> None:
     bind(
         "pointwise",
-        """Abs ACos AcosExt Acosh AcoshExt Asin AsinExt Asinh AsinhExt Atan AtanExt Atan2 Atan2Ext Atanh BitwiseAnd
-        BitwiseOr BitwiseXor Ceil ClampScalar ClampTensor Cos Cosh DivMod DivMods Elu EluExt EqScalar Equal
-        Erf Erfc Erfinv Exp Exp2 Expm1 Floor FloorDiv FloorDivScalar FmodScalar FmodTensor GeLU Gelu GeluExt
-        Greater GreaterEqual GreaterEqualScalar HShrink Hardtanh HSigmoid HSwish IsFinite IsInf IsNan
-        LeakyReLU LeakyReLUExt Lerp LerpScalar Less LessEqual LessScalar Log Log1p Log2 Log10 LogicalAnd
-        LogicalNot LogicalOr LogicalXor LogSigmoid MaskedFill MaskedFillScalar Maximum Minimum Mish MishExt
-        NanToNum NotEqual Pow PowScalarTensor PowTensorScalar ReLU ReLU6 Reciprocal RemainderScalarTensor
-        RemainderTensorScalar RemainderTensorTensor Round Rsqrt Select SeLU SeLUExt Sigmoid Sign SiLU Sin Sinc
-        Sinh Softplus SoftplusExt SoftShrink Sqrt Square Tan Tanh Trunc Xlogy""",
+        """Abs ACos AcosExt Acosh AcoshExt Asin AsinExt Asinh AsinhExt Atan AtanExt Atan2 Atan2Ext Atanh Addcdiv Addcmul
+        BitwiseAnd BitwiseAndScalar BitwiseAndTensor BitwiseNot BitwiseOr BitwiseOrScalar BitwiseOrTensor BitwiseXor
+        BitwiseXorScalar BitwiseXorTensor Ceil CeLU ClampScalar ClampTensor Cos Cosh DivMod DivMods Elu EluExt
+        EqScalar Equal Erf Erfc Erfinv Exp Exp2 Expm1 Floor FloorDiv FloorDivScalar FmodScalar FmodTensor GeLU Gelu
+        GeluExt Greater GreaterEqual GreaterEqualScalar HShrink Hardtanh HSigmoid HSwish Hypot IsClose IsFinite IsInf
+        IsNan LeakyReLU LeakyReLUExt Lerp LerpScalar Less LessEqual LessScalar Log Log1p Log2 Log10 LogicalAnd
+        LogicalNot LogicalOr LogicalXor LogSigmoid MaskedFill MaskedFillScalar Maximum Minimum Mish MishExt NanToNum
+        NotEqual Pow PowScalarTensor PowTensorScalar ReLU ReLU6 Reciprocal RemainderScalarTensor RemainderTensorScalar
+        RemainderTensorTensor Round Rsqrt Select SeLU SeLUExt Sigmoid Sign SiLU Sin Sinc Sinh Softplus SoftplusExt
+        SoftShrink Softsign Sqrt Square Tan Tanh Trunc Xlogy""",
         shapes.broadcast,
     )
     bind("pointwise", "Cast ToDtype", shapes.same)
@@ -228,11 +180,14 @@ def _bind_reductions() -> None:
     bind("sum", "SumExt", shapes.reduced, *one, local=local.over_nothing())
     bind("mean", "MeanExt", shapes.reduced, *one, local=local.over_nothing(local.mean))
     # Extremes and products gather what they reduce: a rank's gradient depends on the others' elements.
-    bind("whole_reduction", "ProdExt", shapes.reduced, *one)
+    bind("whole_reduction", "ProdExt DeprecatedProd", shapes.reduced, *one)
+    spread = "input dim=None correction=None keepdim=False"
+    bind("whole_reduction", "Std Var DeprecatedStd DeprecatedVar", shapes.reduced, spread, "input")
+    bind("whole_reduction", "ReduceStd", shapes.reduced_twice, "input dim=None unbiased=True keepdim=False", "input")
     bind("whole_reduction", "Max Min", lambda call: [()], "input", "input")
     bind("whole_reduction", "ReduceMax ReduceMin", shapes.reduced, "input dim=None keepdim=False", "input")
-    bind("min", "ReduceAll", shapes.reduced, "input dim=None keepdim=False", "input")
-    bind("max", "ReduceAny", shapes.reduced, "input dim=None keepdim=False", "input")
+    bind("min", "ReduceAll All AllExt", shapes.reduced, "input dim=None keepdim=False", "input")
+    bind("max", "ReduceAny Any AnyExt", shapes.reduced, "input dim=None keepdim=False", "input")
     bind(
         "sum",
         "ReduceSum",
@@ -258,12 +213,17 @@ def _bind_reductions() -> None:
         arguments=lambda call: {"dim": call.bound["axis"], "keepdim": call.bound["keepdims"]},
         local=local.over_nothing(),
     )
-    bind("whole_reduction", "Argmax ArgMaxExt ArgMinExt", shapes.one_reduced, "input dim=None keepdim=False", "input")
-    bind(
-        "whole_reduction", "ArgMaxWithValue ArgMinWithValue", shapes.reduced_twice, "input dim=0 keepdim=False", "input"
-    )
+    chosen = "Argmax ArgMaxExt ArgMinExt DeprecatedArgmax DeprecatedArgmin"
+    bind("whole_reduction", chosen, shapes.one_reduced, "input dim=None keepdim=False", "input")
+    extremes = "ArgMaxWithValue ArgMinWithValue MaxDim MinDim"
+    bind("whole_reduction", extremes, shapes.reduced_twice, "input dim=0 keepdim=False", "input")
     bind("whole_dims", "Softmax LogSoftmax LogSoftmaxExt", shapes.same, "input dim=-1 dtype=None", "input")
     bind("linear_whole_dims", "CumsumExt CumSum", shapes.same, "input dim exclusive=False reverse=False", "input")
+    bind("whole_dims", "CumProd", shapes.same, "input dim exclusive=False reverse=False", "input")
+    bind("whole_dims", "Cummax Cummin CummaxExt CumminExt", lambda call: [call.shape] * 2, "input dim", "input")
+    by_axis = {"arguments": lambda call: {"dim": call.attributes["axis"]}}
+    bind("whole_dims", "Sort", lambda call: [call.shape] * 2, "input", "input", **by_axis)
+    bind("whole_dims", "SortExt", lambda call: [call.shape] * 2, "input dim=-1 descending=False stable=False", "input")
     bind("whole_dims", "TopK TopkExt", shapes.top, "input k dim=-1 largest=True sorted=True", "input")
 
 
@@ -274,7 +234,7 @@ def _bind_moves() -> None:
     bind("view", "ExpandDims ExpandDimsView", shapes.expand_dims, "input dim", "input", local=local.view)
     bind("view", "Squeeze", shapes.squeeze, "input dim=None", "input", local=local.view)
     permuted = shapes.permuted(local.permute_arguments)
-    bind("permute", "Transpose TransposeView", permuted, arguments=local.permute_arguments)
+    bind("permute", "Transpose TransposeView DeprecatedTranspose", permuted, arguments=local.permute_arguments)
     swapped = shapes.permuted(local.transpose_arguments)
     bind(
         "permute",
@@ -306,6 +266,9 @@ def _bind_moves() -> None:
     )
     bind("linear_whole_dims", "Triu Tril TrilExt", shapes.same, "input diagonal=0", "input", arguments=local.last_two)
     bind("linear_whole_dims", "Tile", shapes.tiled, arguments=local.tile_arguments)
+    bind("unbind", "Unstack", _unstacked_by_axis, "input", "input", arguments=lambda c: {"dim": c.attributes["axis"]})
+    bind("moved_whole_dims", "ReverseV2", shapes.same, "input dim", "input")
+    bind("pad", "PadV3", shapes.padded, "input paddings value=None", "input", arguments=local.pad_arguments)
     bind("unbind", "UnstackExtView UnstackExt", shapes.unstacked, "input dim=0", "input")
     bind(
         "index",
@@ -324,6 +287,11 @@ def _bind_moves() -> None:
 def _stacked_by_axis(call: Call) -> Any:
     call.bound["dim"] = call.bound["axis"]
     return shapes.stacked(call)
+
+
+def _unstacked_by_axis(call: Call) -> Any:
+    call.bound["dim"] = call.attributes["axis"]
+    return shapes.unstacked(call)
 
 
 _bind_pointwise()

@@ -12,9 +12,9 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
 from hp_dtensor.mindspore.autograd import local_mode, local_only
+from hp_dtensor.mindspore.bindings import bind
 from hp_dtensor.mindspore.dispatch import run_kernel
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, redistribute, unwrap, wrap
-from hp_dtensor.mindspore.functions import bind
 from hp_dtensor.mindspore.plans import Call
 from hp_dtensor.placements import Replicate, Shard
 from hp_dtensor.spec import TensorSpec

@@ -14,7 +14,7 @@ import mindspore
 from mindspore import Tensor, _Function, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
-from hp_dtensor.mindspore.shapes import ints, sliced
+from hp_dtensor.mindspore.shapes import ints, pad_pairs, sliced
 from hp_dtensor.placements import Shard
 from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.sharding import chunk
@@ -72,6 +72,12 @@ def slice_arguments(call: Call) -> dict[str, Any]:
     (made,) = sliced(call)
     cut = tuple(d for d, size in enumerate(call.shape) if made[d] != size)
     return {"dim": cut}
+
+
+def pad_arguments(call: Call) -> dict[str, Any]:
+    """Dims that are padded, by the place of their pair; a shard that is empty is not padded."""
+    added = [len(call.shape) - 1 - place for place, pair in enumerate(pad_pairs(call)) if any(pair)]
+    return {"dim": tuple(added), "linear": False, "full": True}
 
 
 # ---- views ----

@@ -54,6 +54,7 @@ class Call:
         name: the kernel's name.
         run: calls the kernel: ``run(positional values, keyword values)``.
         args, kwargs: as given, every tensor a DTensor.
+        attributes: what a primitive that is a class was made with, by name.
         bound: parameter name -> value, where the binding has a signature.
         paths: where each operand stands: ``(position,)``, ``(position, index in the list)`` or ``(name,)``.
         specs: each operand's layout; ``targets``: the layout it is read in.
@@ -64,6 +65,7 @@ class Call:
     run: Callable[[Sequence[Any], dict[str, Any]], Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    attributes: dict[str, Any] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     paths: list[tuple[Any, ...]] = field(default_factory=list)
     tensors: list[DTensor | None] = field(default_factory=list)

@@ -226,3 +226,17 @@ def one_reduced(call: Call) -> list[Shape]:
         return [()]
     keep = call.bound.get("keepdim")
     return [tuple(1 if d == dim else size for d, size in enumerate(call.shape) if keep or d != dim)]
+
+
+def padded(call: Call) -> list[Shape]:
+    """``PadV3``: two sizes a dim, from the last dim on."""
+    made = list(call.shape)
+    for place, (before, after) in enumerate(pad_pairs(call)):
+        made[len(made) - 1 - place] += before + after
+    return [tuple(made)]
+
+
+def pad_pairs(call: Call) -> list[tuple[int, int]]:
+    """What is added before and after each dim, from the last on."""
+    sizes = ints(call.bound["paddings"])
+    return list(zip(sizes[::2], sizes[1::2], strict=True))
