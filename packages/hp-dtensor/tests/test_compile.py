@@ -112,7 +112,9 @@ def test_equals_eager(program: str, layout: str) -> None:
                 torch.testing.assert_close(_whole(have), _whole(want))
         sums = moved.pop("all_reduce", 0)  # eager sums the gradients of all replicated parameters together
         assert sums <= count.get("all_reduce", 0) + len(operands) - 1
-        assert moved == {kind: n for kind, n in count.items() if kind != "all_reduce"}
+        # a graph gathers a leaf once where eager gathers it at each read
+        eager = {kind: n for kind, n in count.items() if kind != "all_reduce"}
+        assert moved.keys() == eager.keys() and all(n <= eager[kind] for kind, n in moved.items())
 
 
 @on_ranks(2)

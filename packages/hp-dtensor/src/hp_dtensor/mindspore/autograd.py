@@ -2,7 +2,9 @@
 
 Note [One sum for q, k and v]
 A value that several operations read as varying must be summed once, not once an operation. The moved value is kept in a
-memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward.
+memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward. Of a
+Parameter nothing is kept, nor outside of a recorded program: those are written where no version shows it (``assign`` in
+local mode, ``set_data``, an array of numpy's on the same memory), and are moved at each read.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any
 
-from mindspore import Tensor, _Function, ops
+from mindspore import Parameter, Tensor, _Function, ops
 from mindspore._c_expression import NoFallbackGuard, TensorPy  # type: ignore[attr-defined]
 from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
@@ -101,18 +103,21 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Te
 
 def recall(x: Any, dst: TensorSpec, how: Any, recorded: bool) -> Any:
     """What ``remember`` kept for ``x``, unless ``x`` or it has been written to since; None where there is nothing."""
+    if not recorded:
+        return None
     version = x._version
-    for source, layout, kind, made, then, after, flag in _memo:
-        if source is x and layout is dst and kind == how and then == version and flag == recorded:
+    for source, layout, kind, made, then, after in _memo:
+        if source is x and layout is dst and kind == how and then == version:
             if made._version == after:
                 return made
     return None
 
 
 def remember(x: Any, dst: TensorSpec, how: Any, recorded: bool, made: Any) -> Any:
-    """Keeps ``made``, what ``x`` became in layout ``dst``; see Note [One sum for q, k and v]."""
-    _memo.insert(0, (x, dst, how, made, x._version, made._version, recorded))
-    del _memo[_MEMO_SIZE:]
+    """Keeps ``made``, what ``x`` became in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
+    if recorded and not isinstance(x, Parameter):
+        _memo.insert(0, (x, dst, how, made, x._version, made._version))
+        del _memo[_MEMO_SIZE:]
     return made
 
 

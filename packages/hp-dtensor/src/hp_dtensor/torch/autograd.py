@@ -1,11 +1,5 @@
 """Moving values between placements with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
 
-Note [One sum for q, k and v]
-A value that several operations read as varying must be summed once, not once an operation. The moved value is kept in a
-memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward. A memo on
-the tensor itself would be a cycle through autograd's C++ nodes that the garbage collector cannot see; a weak reference
-dies at once.
-
 Note [Gradients of gradients]
 Parts of a sum all get the sum's gradient. That is a replicated value which each rank reads for a part of its own, so
 where it has a gradient itself, that is partial: the move of a gradient to a Partial varies (``read_in_parts``). Where
@@ -18,40 +12,51 @@ parallel) has a partial gradient there. Summing each as it comes would cost one 
 autograd node a use. Such uses read a *shadow* instead: a second leaf on the same memory, made once for each set of
 axes, that collects the partial gradient. The shadows' gradients are summed together, one collective for each set of
 axes, and added to ``.grad`` when backward ends, or when ``reduce_partial_grads`` is called earlier for some parameters.
+
+A leaf that has a hook is read as it is from then on. What its shadows collect for a forward before that goes through
+the engine to the leaf, and so to its hooks, as one whole gradient. A leaf of which one backward brings both, a gradient
+by shadows and one of its own, would call its hook twice, each time with a part: that is refused.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 from hp_dtensor.gradients import backward_scale, grad_spec
 from hp_dtensor.placements import Partial, Replicate
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch.kept import drop, recall, remember
 from hp_dtensor.torch.redistribute import execute
 
 __all__ = [
     "convert",
-    "forget",
     "grad_spec",
     "move",
+    "moved_from",
+    "note_call",
     "of_parts",
     "read_in_parts",
-    "recall",
     "reduce_partial_grads",
-    "remember",
+    "refuse_late",
+    "retire_shadows",
     "shadows",
+    "through_hooks",
 ]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[attr-defined]
 _accumulate_hooks = torch.Tensor._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
+_retains = torch.Tensor.retains_grad.__get__  # type: ignore[attr-defined]
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _grad_enabled = torch.is_grad_enabled
@@ -60,11 +65,10 @@ _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined
 
 waiting: dict[int, Callable[[], None]] = {}
 """What ends each pending redistribution: Note [A pending DTensor] in `hp_dtensor.torch.pending`."""
-_memo: list[tuple[Any, ...]] = []
-_MEMO_SIZE = 4
-_pending: dict[tuple[int, tuple[bool, ...]], tuple[Any, torch.Tensor]] = {}
+_pending: dict[int, tuple[Any, tuple[bool, ...], torch.Tensor, int]] = {}
+"""By the shadow's id: the leaf, the axes, the shadow, and the backward that it collected in."""
 _tasks: list[int | None] = [None]
-_NONE: dict[Any, Any] = {}
+_NONE: Any = MappingProxyType({})
 
 
 def local_mode() -> Any:
@@ -80,13 +84,16 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, src: TensorSpec, dst: TensorSpec, vary: Any, value: Any) -> torch.Tensor:
         ctx.layouts = src, dst, vary
+        ctx.source = weakref.ref(x)
         if value is not None:
             return value.view_as(value)
         return x.view_as(x) if src is dst else execute(x, src, dst)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        _memo.clear()
+        source = ctx.source()
+        if source is not None:
+            drop(source)
         src, dst, vary = ctx.layouts
         scale = backward_scale(src, dst)
         if torch.is_grad_enabled() and _requires_grad(grad):  # see Note [Gradients of gradients]
@@ -101,9 +108,14 @@ class _Redistribute(torch.autograd.Function):
 
 def _drop_stale() -> None:
     """Forgets what a backward that failed left behind; outside backward nothing else waits."""
-    for _, stale in _pending.values():
+    for _, _, stale, _ in _pending.values():
         stale.grad = None
     _pending.clear()
+
+
+def watched(x: Any) -> bool:
+    """Whether somebody has asked for the gradient of ``x`` as backward brings it."""
+    return bool(_impl(_hooks, (), (x,)) or _impl(_accumulate_hooks, (), (x,)) or _impl(_retains, (), (x,)))
 
 
 def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
@@ -111,7 +123,7 @@ def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
     if _impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,)):
         return None
     shadow = _impl(torch.Tensor.detach, (), (leaf,)).requires_grad_()
-    key, owner = (id(leaf), vary), weakref.ref(leaf)
+    key, owner = id(shadow), weakref.ref(leaf)
 
     def collected(shadow: torch.Tensor) -> None:
         task = _graph_task()
@@ -119,16 +131,72 @@ def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
             _tasks[-1] = task
             _engine.queue_callback(reduce_partial_grads)
         if owner() is not None:
-            _pending[key] = (owner(), shadow)
+            _pending[key] = owner(), vary, shadow, task
 
     shadow.register_post_accumulate_grad_hook(collected)
     leaf.__dict__.setdefault("_shadows", {})[vary] = shadow
     return shadow
 
 
-def shadows(leaf: torch.Tensor) -> list[tuple[tuple[bool, ...], torch.Tensor]]:
-    """The shadows of a parameter, with the axes where each one's gradient is partial."""
-    return list(leaf.__dict__.get("_shadows", {}).items())
+def shadows(leaf: Any) -> list[tuple[tuple[bool, ...], torch.Tensor]]:
+    """The shadows of a parameter that a graph may hold, with the axes where each one's gradient is partial."""
+    retired = [(vary, shadow()) for vary, shadow in leaf.__dict__.get("_retired", ())]
+    alive = [(vary, shadow) for vary, shadow in retired if shadow is not None]
+    return [*leaf.__dict__.get("_shadows", _NONE).items(), *alive]
+
+
+def through_hooks(leaf: Any, own: Any, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient that shadows of ``leaf`` collected, as the hooks of ``leaf`` leave it.
+
+    Args:
+        leaf: a leaf.
+        own: what came to the leaf itself, and through its hooks; None where nothing did.
+        grad: the whole gradient.
+
+    Raises:
+        RuntimeError: something did.
+    """
+    for hook in (_impl(_hooks, (), (leaf,)) or {}).values():
+        if own is not None:
+            _refuse_parts(leaf)
+        made = hook(grad)
+        grad = grad if made is None else made
+    return grad
+
+
+def retire_shadows(leaf: Any) -> None:
+    """The forwards to come don't read ``leaf`` through the shadows that it has; graphs may hold them yet."""
+    if "_shadows" in leaf.__dict__:
+        old = [(vary, weakref.ref(shadow)) for vary, shadow in leaf.__dict__.pop("_shadows").items()]
+        leaf._retired = [*(each for each in leaf.__dict__.get("_retired", ()) if each[1]() is not None), *old]
+
+
+def note_call(leaf: Any) -> None:
+    """A hook of ``leaf`` is called, in the backward that runs."""
+    if "_retired" in leaf.__dict__:
+        leaf._called_in = _graph_task()
+
+
+def refuse_late(x: Any, what: str) -> None:
+    """Refuses to watch the gradient of a value that an operation has read past it: see ``convert``.
+
+    Raises:
+        RuntimeError: an operation has.
+    """
+    if isinstance(x, torch.Tensor) and "_passed_by" in x.__dict__:
+        raise RuntimeError(
+            f"{what}: a DTensor of shape {x._spec.shape} placed {x._spec.placements} is the result of a redistribution,"
+            " and an operation has read it since; that operation's gradient goes to what was redistributed and passes"
+            " it by. Call retain_grad() or register_hook() on it before it is first used"
+        )
+
+
+def _refuse_parts(leaf: Any) -> None:
+    raise RuntimeError(
+        f"a hook of a DTensor leaf of shape {leaf._spec.shape} placed {leaf._spec.placements} was registered after an"
+        " operation had read it, and this backward brings its gradient in two parts, of which the hook would see one at"
+        " a time; register hooks of a leaf before the first forward that this backward goes through"
+    )
 
 
 def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -139,6 +207,9 @@ def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> No
 
     Args:
         parameters: leaf parameters, in the same order on all ranks; those without a waiting gradient are passed over.
+
+    Raises:
+        RuntimeError: a hook was called with a part of its leaf's gradient; before anything is sent.
     """
     if parameters is None:
         _tasks[-1] = None
@@ -148,13 +219,15 @@ def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> No
         keys = list(_pending)
     else:
         wanted = {id(parameter) for parameter in parameters}
-        keys = [key for key in _pending if key[0] in wanted]
+        keys = [key for key, (leaf, _, _, _) in _pending.items() if id(leaf) in wanted]
     buckets: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
     for key in keys:
-        leaf, shadow = _pending.pop(key)
+        leaf, vary, shadow, task = _pending.pop(key)
         grad, shadow.grad = shadow.grad, None
         if grad is not None:
-            buckets.setdefault((leaf._spec.mesh, key[1], grad.dtype, grad.device), []).append((leaf, grad))
+            if leaf.__dict__.get("_called_in") == task:
+                _refuse_parts(leaf)
+            buckets.setdefault((leaf._spec.mesh, vary, grad.dtype, grad.device), []).append((leaf, grad))
     with torch._C.DisableTorchFunctionSubclass():
         for (mesh, vary, _, _), entries in buckets.items():
             alone = len(entries) == 1
@@ -163,9 +236,16 @@ def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> No
             flat = move(flat, grad_spec(whole, vary), whole)
             pieces = (flat,) if alone else flat.split([grad.numel() for _, grad in entries])
             for (leaf, _), piece in zip(entries, pieces, strict=True):
-                have = _impl(_get_grad, (), (leaf,))
-                piece = piece if alone else piece.view_as(leaf).clone()
-                _impl(_set_grad, (), (leaf, piece if have is None else have + piece))
+                _add_grad(leaf, piece if alone else piece.view_as(leaf).clone())
+
+
+def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
+    """Adds to ``leaf.grad``: by the engine where there are hooks, which they are hooks of."""
+    if "_retired" in leaf.__dict__ and (_impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,))):
+        _engine_run_backward((leaf,), (grad,), False, grad.requires_grad, (), accumulate_grad=True)
+        return
+    have = _impl(_get_grad, (), (leaf,))
+    _impl(_set_grad, (), (leaf, grad if have is None else have + grad))
 
 
 def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
@@ -221,9 +301,10 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
         vary: by axis, True where the operation's result varies; None where nowhere.
     """
     src = x._spec
-    grad = _grad_enabled() and _impl(_requires_grad, (), (x,))
+    if not (_grad_enabled() and _impl(_requires_grad, (), (x,))):
+        return x if src is dst else execute(x, src, dst)
     if src is dst:
-        if vary is None or not grad:
+        if vary is None:
             return x
         if _pending and _graph_task() == -1:
             _drop_stale()
@@ -235,43 +316,26 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
     found = recall(x, dst, vary)
     if found is not None:
         return found
-    if not grad:
-        made = execute(x, src, dst)
+    source = _source(x) if src is dst and "_moved_from" in x.__dict__ else None
+    if source is not None:
+        value = _impl(torch.Tensor.detach, (), (x,))
+        made = _impl(_Redistribute.apply, (), (source, source._spec, dst, vary, value))
+        x._passed_by = True
     else:
-        source = x.__dict__.get("_moved_from") if src is dst else None
-        if source is not None and source[1] == _impl(_version, (), (x,)):
-            value = _impl(torch.Tensor.detach, (), (x,))
-            made = _impl(_Redistribute.apply, (), (source[0], source[0]._spec, dst, vary, value))
-        else:
-            made = _impl(_Redistribute.apply, (), (x, src, dst, vary, None))
+        made = _impl(_Redistribute.apply, (), (x, src, dst, vary, None))
     return remember(x, dst, vary, made)
 
 
-def recall(x: Any, dst: TensorSpec, how: Any) -> Any:
-    """What ``remember`` kept for ``x``, unless ``x`` or it has been written to since; None where there is nothing."""
-    grad = torch.is_grad_enabled()
-    try:
-        version = _impl(_version, (), (x,))
-    except RuntimeError:  # an inference tensor: nothing tells whether it has been written to
-        return None
-    for entry in _memo:
-        if entry[0] is x and entry[1] is dst and entry[2] == how and entry[4] == version and entry[6] == grad:
-            if entry[5] == _impl(_version, (), (entry[3],)):
-                return entry[3]
+def _source(x: Any) -> Any:
+    """What ``x`` was redistributed from, if its gradient may pass ``x`` by: both are as they were, nobody watches."""
+    source, version, before, graph = x._moved_from
+    same = version == _impl(_version, (), (x,)) and before == _impl(_version, (), (source,))
+    if same and graph is _impl(_grad_fn, (), (source,)) and _impl(_requires_grad, (), (source,)) and not watched(x):
+        return source
     return None
 
 
-def forget() -> None:
-    """Drops what ``remember`` kept: for who changes tensors where their version counters don't show it."""
-    _memo.clear()
-
-
-def remember(x: Any, dst: TensorSpec, how: Any, made: Any) -> Any:
-    """Keeps ``made``, what ``x`` became in layout ``dst``; see Note [One sum for q, k and v]."""
-    try:
-        versions = _impl(_version, (), (x,)), _impl(_version, (), (made,))
-    except RuntimeError:  # an inference tensor, see recall
-        return made
-    _memo.insert(0, (x, dst, how, made, *versions, torch.is_grad_enabled()))
-    del _memo[_MEMO_SIZE:]
-    return made
+def moved_from(made: Any, source: Any) -> None:
+    """Notes that ``made`` is ``source`` in another layout: an operation that moves it again moves its gradient once."""
+    graph = _impl(_grad_fn, (), (source,))
+    made._moved_from = source, _impl(_version, (), (made,)), _impl(_version, (), (source,)), graph

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import autograd
 from hp_dtensor.torch.checkpoint import chunk_list, tensor_shard, write_items
+from hp_dtensor.torch.kept import HANDED_OUT, hand_out, recall, recorded, remember
 from hp_dtensor.torch.overrides import compiler as _compiler
 from hp_dtensor.torch.overrides import overrides
 
@@ -47,11 +49,10 @@ _get_grad = T.grad.__get__  # type: ignore[attr-defined]
 _set_grad = T.grad.__set__  # type: ignore[attr-defined]
 _get_data = T.data.__get__  # type: ignore[attr-defined]
 _set_data = T.data.__set__  # type: ignore[attr-defined]
-_version = T._version.__get__  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
 """What notes shapes: Note [What a checkpoint compares]."""
-_OWN = ("_spec", "_moved_from", "_shadows", "_taken_from")  # attributes that belong to this very tensor
+_OWN = frozenset("_spec _called_in _moved_from _passed_by _reads _retired _shadows _taken_from".split())  # not a copy's
 
 
 def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:
@@ -177,6 +178,8 @@ class DTensor(torch.Tensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, plain, on every rank; differentiable."""
         spec = self._spec
+        if spec.replicated:  # the whole tensor is on the memory of this one
+            hand_out(self)
         whole = redistribute(self, spec.with_placements([Replicate()] * spec.mesh.ndim))
         return whole.to_local(grad_placements=grad_placements)
 
@@ -188,6 +191,7 @@ class DTensor(torch.Tensor):
                 on an axis where the tensor is replicated and what follows differs between the ranks.
         """
         spec = self._spec
+        self._reads = HANDED_OUT
         if grad_placements is None:
             return _impl(T.view_as, (), (self, self))
         made = autograd.convert(self, spec, varying(spec, grad_placements))
@@ -287,6 +291,7 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
+        hand_out(self)
         data = _impl(_get_data, (), (self,))
         return wrap(data, self._spec) if _enabled() else data
 
@@ -296,7 +301,8 @@ class DTensor(torch.Tensor):
             raise TypeError("data of a DTensor must be a DTensor: distribute_tensor(value, mesh, placements)")
         if isinstance(value, DTensor) and _enabled():
             self._spec = value._spec
-        vars(self).pop("_shadows", None)  # they are on the old memory
+        autograd.retire_shadows(self)  # they are on the old memory
+        hand_out(self)
         _impl(_set_data, (), (self, value))
 
     def backward(
@@ -308,10 +314,12 @@ class DTensor(torch.Tensor):
         backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
-        spec = autograd.grad_spec(self._spec)
-        vars(self).pop("_shadows", None)  # their gradients would pass the hook by
+        spec, owner = autograd.grad_spec(self._spec), weakref.ref(self)
+        autograd.refuse_late(self, "register_hook")
+        autograd.retire_shadows(self)  # their gradients would pass the hook by
 
         def on_local(grad: torch.Tensor) -> Any:
+            autograd.note_call(owner())
             made = hook(wrap(grad.view_as(grad), spec))
             return local_of(made) if isinstance(made, DTensor) else made
 
@@ -368,7 +376,7 @@ def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
         return wrap(_impl(T.view_as, (), (x, x)), spec)
     made = wrap(_impl(autograd.move, (), (x, x._spec, spec)), spec)
     if made.requires_grad:
-        made._moved_from = (x, _impl(_version, (), (made,)))  # type: ignore[attr-defined]
+        autograd.moved_from(made, x)
     return made
 
 
@@ -380,11 +388,13 @@ def redistribute_shared(x: torch.Tensor, spec: TensorSpec, src: TensorSpec | Non
         spec: the wanted layout.
         src: the layout of a plain ``x``.
     """
-    found = autograd.recall(x, spec, ("shared", src))
+    shared = recorded(x)
+    found = recall(x, spec, ("shared", src)) if shared else None
     if found is not None:
         return found
     value = x if isinstance(x, DTensor) else wrap(x.view_as(x), src or spec)
-    return autograd.remember(x, spec, ("shared", src), value if value._spec is spec else redistribute(value, spec))
+    made = value if value._spec is spec else redistribute(value, spec)
+    return remember(x, spec, ("shared", src), made) if shared else made
 
 
 def _rebuild(local: torch.Tensor, spec: TensorSpec, requires_grad: bool, state: dict[str, Any]) -> DTensor:

@@ -45,6 +45,8 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
         inputs = _leaves(inputs)
         if not inputs:
             raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+        for x in inputs:
+            autograd.refuse_late(x, "backward(inputs=)")
         inputs += [shadow for x in inputs if isinstance(x, DTensor) for _, shadow in autograd.shadows(x)]
     create = bool(bound.get("create_graph"))
     retain = bound.get("retain_graph")
@@ -68,6 +70,8 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     create, retain, zeros = bool(bound.get("create_graph")), bound.get("retain_graph"), bound.get("materialize_grads")
     unused = bool(bound.get("allow_unused") or zeros)
     inputs = _leaves(bound["inputs"])
+    for x in inputs:
+        autograd.refuse_late(x, "torch.autograd.grad")
     roots, ready = _roots(outputs, gradients)
     shadows = [autograd.shadows(x) if isinstance(x, DTensor) else [] for x in inputs]
     flat = [shadow for of in shadows for _, shadow in of]
@@ -89,10 +93,14 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 def _gradient(index: int, x: Any, own: Any, parts: Sequence[Any], unused: bool, zeros: bool) -> Any:
     """The gradient of one input: what the engine found for it, and the sums of what its shadows found."""
+    collected = None
     for vary, part in parts:
         if part is not None:
             whole = autograd.move(part, autograd.grad_spec(x._spec, vary), autograd.grad_spec(x._spec))
-            own = whole if own is None else own + whole
+            collected = whole if collected is None else collected + whole
+    if collected is not None:
+        collected = autograd.through_hooks(x, own, collected)
+        own = collected if own is None else own + collected
     if own is None and zeros:
         own = torch.zeros_like(local_view(x))
     if own is None and not unused:

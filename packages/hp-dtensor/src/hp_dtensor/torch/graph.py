@@ -105,7 +105,7 @@ def question(func: Any) -> str:
     handler = dispatch._SPECIAL.get(func)
     if handler is None or func is T.__getitem__:
         return "plan"
-    known = {special._local: "local", special._same: "same"}
+    known = {special._local: "local", special._same: "same", special._detach: "same"}
     if handler in known:
         return known[handler]
     raise NotImplementedError(

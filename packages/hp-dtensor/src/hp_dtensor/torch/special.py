@@ -15,6 +15,7 @@ from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.spec import _rebuild as rebuild_spec
 from hp_dtensor.torch import (
     assignment,
+    autograd,
     checkpoint,
     composites,
     creation,
@@ -29,6 +30,7 @@ from hp_dtensor.torch import (
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.dtensor import _rebuild as rebuild
 from hp_dtensor.torch.functions import bind
+from hp_dtensor.torch.kept import hand_out
 from hp_dtensor.torch.overrides import Override
 from hp_dtensor.torch.whole import on_whole
 
@@ -37,6 +39,7 @@ __all__ = ["install"]
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor
+_is_leaf = T.is_leaf.__get__  # type: ignore[attr-defined]
 Handler = Callable[[Any, Any, Any], Any]
 
 
@@ -57,6 +60,13 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(out, args[0]._spec) if type(out) is T else out
 
 
+def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+    """As ``_same``; of a leaf it may be the way to an array of numpy's on the same memory."""
+    if func is T.detach_ or _impl(_is_leaf, (), (args[0],)):
+        hand_out(args[0])
+    return _same(func, args, kwargs)
+
+
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
     """``item``, ``tolist``, ``bool(x)``: the whole value, gathered where it has to be."""
     return func(local_view(args[0].full_tensor()), *args[1:], **kwargs)
@@ -64,7 +74,19 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _watch(func: Any, args: Any, kwargs: Any) -> Any:
     """``register_post_accumulate_grad_hook``: from now on the leaf's gradient is summed before it is accumulated."""
-    args[0].__dict__.pop("_shadows", None)
+    autograd.retire_shadows(args[0])
+    hook = args[1] if len(args) > 1 else kwargs["hook"]
+
+    def run(leaf: Any) -> None:
+        autograd.note_call(leaf)
+        hook(leaf)
+
+    return _impl(func, (), (args[0], run))
+
+
+def _retain(func: Any, args: Any, kwargs: Any) -> Any:
+    """``retain_grad``."""
+    autograd.refuse_late(args[0], "retain_grad")
     return _impl(func, (), args, kwargs)
 
 
@@ -246,7 +268,7 @@ def install() -> None:
         if hasattr(T, name) and hasattr(getattr(T, name), "__get__"):
             table[_get(name)] = _local
     for name in """data_ptr element_size untyped_storage storage_offset is_floating_point is_complex is_signed
-        is_contiguous retain_grad get_device is_inference is_pinned is_shared share_memory_ __hash__
+        is_contiguous get_device is_inference is_pinned is_shared share_memory_ __hash__
         _is_view is_conj is_neg storage _typed_storage is_set_to dim_order
         record_stream is_coalesced is_distributed _is_zerotensor const_data_ptr""".split():
         if hasattr(T, name):
@@ -254,13 +276,14 @@ def install() -> None:
     for name in """is_floating_point is_complex is_conj is_neg is_inference is_signed get_device
         _has_compatible_shallow_copy_type""".split():
         table[getattr(torch, name)] = _local
-    for func in (T.detach, torch.detach, T.detach_, T.requires_grad_, T.pin_memory):
-        table[func] = _same
+    table[T.detach] = table[torch.detach] = table[T.detach_] = _detach
+    table[T.requires_grad_] = table[T.pin_memory] = _same
     table[_get("data")] = _data
     table[T.is_same_size] = table[torch.is_same_size] = _same_size
     table[torch.numel] = lambda func, args, kwargs: (args[0] if args else kwargs["input"]).numel()
     table[T.__reversed__] = lambda func, args, kwargs: args[0].flip(0) if args[0].dim() else args[0]
     table[T.register_post_accumulate_grad_hook] = _watch
+    table[T.retain_grad] = _retain
     read = "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __contains__ __array__ is_nonzero"
     for name in read.split():
         if hasattr(T, name):

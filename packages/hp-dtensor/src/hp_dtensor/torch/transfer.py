@@ -72,7 +72,6 @@ class _Transfer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        autograd.forget()
         src, dst = ctx.layouts
         scale = _ranks_averaged(dst) / _ranks_averaged(src)
         moved = autograd.read_in_parts(_move(grad, autograd.grad_spec(dst), autograd.grad_spec(src)), src)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch import autograd as _autograd
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
@@ -76,7 +75,6 @@ class Bucket:
             align=options.alignment(unit, smallest),
         )
         self.near: torch.Tensor | None = None
-        self.has_inner = any(parameter.inner is not None for parameter in parameters)
         self.prepared = False
         # Layouts first: what can't be laid out raises before any parameter is changed.
         self.specs = [
@@ -221,8 +219,6 @@ class Bucket:
     # ---- gathering ----
     def gather(self) -> Any:
         """Starts to fill the gathered buffer from all ranks' shards; returns a handle, or None where nothing moves."""
-        if self.has_inner:
-            _autograd.forget()  # what it keeps of the unsharded parameters may be of older values
         if self.aliased:
             return None
         self.full_storage.resize_(self.full_bytes)
