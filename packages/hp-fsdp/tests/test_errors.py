@@ -86,3 +86,23 @@ def test_half_of_a_group_on_meta():
     model.first.to("meta")
     with pytest.raises(ValueError, match=r"2 of \d+ parameters of Net are on the meta device \(first.weight"):
         fully_shard(model, data_mesh())
+
+    cast = fully_shard(seeded(Net), data_mesh())
+    with pytest.raises(RuntimeError, match=r"was cast from torch.float64 to torch.float32 after it was sharded"):
+        cast.float()
+
+
+@on_ranks(2)
+def test_gradients_by_sharded_parameters_without_backward():
+    model = fully_shard(seeded(Net), data_mesh())
+    parameters = list(model.parameters())
+    x = torch.ones(2, 5, dtype=torch.float64, device=device_type())
+    for unused in (False, True):
+        with pytest.raises(RuntimeError, match=r"input 0, of shape .* is a parameter of fully_shard: forward computes"):
+            torch.autograd.grad(model(x).sum(), parameters, allow_unused=unused)
+    with pytest.raises(RuntimeError, match=r"Call backward\(\) without inputs and read .grad"):
+        model(x).sum().backward(inputs=parameters)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in parameters)
+    alone = copy.deepcopy(parameters[0])
+    _ = torch.autograd.grad(alone.square().sum(), alone)

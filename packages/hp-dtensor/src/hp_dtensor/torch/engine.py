@@ -194,9 +194,18 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _leaves(inputs: Any) -> list[Any]:
-    """Inputs as a list; the edge of a DTensor that is a leaf as the DTensor, which may have shadows."""
+    """Inputs as a list; the edge of a DTensor that is a leaf as the DTensor, which may have shadows.
+
+    Raises:
+        RuntimeError: an input says of itself (``_outside_graphs``) that graphs hold something else in its place.
+    """
     given: Iterable[Any] = inputs.values() if isinstance(inputs, dict) else _listed(inputs)
-    return [_leaf_of(x) if isinstance(x, GradientEdge) else x for x in given]
+    made = [_leaf_of(x) if isinstance(x, GradientEdge) else x for x in given]
+    for index, x in enumerate(made):
+        why = x.__dict__.get("_outside_graphs") if isinstance(x, DTensor) else None
+        if why is not None:
+            raise RuntimeError(f"torch.autograd: input {index}, of shape {tuple(x.shape)}, {why}")
+    return made
 
 
 def _leaf_of(edge: GradientEdge) -> Any:

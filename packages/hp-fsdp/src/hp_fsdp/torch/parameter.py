@@ -23,7 +23,21 @@ _plain = torch._C.DisableTorchFunctionSubclass
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _functions = (torch.Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
 _module_setattr = nn.Module.__setattr__
-_OWN_ATTRIBUTES = ("_spec", "_is_param", "_moved_from", "_shadows", "_hsdp_gathered", "_hsdp_in_blocks", "_hsdp_owner")
+_OWN_ATTRIBUTES = (
+    "_spec",
+    "_is_param",
+    "_moved_from",
+    "_shadows",
+    "_hsdp_gathered",
+    "_hsdp_in_blocks",
+    "_hsdp_owner",
+    "_outside_graphs",
+)
+_OUTSIDE_GRAPHS = (
+    "is a parameter of fully_shard: forward computes with a gathered copy of it, and what backward finds for the copy is"
+    " reduced into its .grad. Call backward() without inputs and read .grad, or differentiate before fully_shard"
+)
+"""Why autograd doesn't find a sharded parameter; see ``hp_dtensor.torch.engine``."""
 
 
 class ManagedParameter:
@@ -127,6 +141,7 @@ class ManagedParameter:
         for name in ("_moved_from", "_shadows"):  # they belong to the memory that it had
             made.__dict__.pop(name, None)
         wrap(made, spec)._is_param = True  # type: ignore[attr-defined]
+        made._outside_graphs = _OUTSIDE_GRAPHS
         finding.mark(made, owner)
 
     def renew_sharded(self, view: torch.Tensor) -> None:
