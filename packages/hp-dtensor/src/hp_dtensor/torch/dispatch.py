@@ -20,6 +20,7 @@ from hp_dtensor.modes import replicates_plain
 from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch import transforms
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.overrides import compiler as _compiler
 
@@ -206,6 +207,8 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return [change(v) for v in value]
         if not isinstance(value, Tensor) or type(value) is DTensor:
             return value
+        if transforms.is_wrapped(value):
+            transforms.refuse("a transform of torch.func around an operation", some)
         if value.dim() and not replicates_plain():
             raise ValueError(
                 f"{_name(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"

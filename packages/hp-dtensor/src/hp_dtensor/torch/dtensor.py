@@ -52,7 +52,9 @@ _set_data = T.data.__set__  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
 """What notes shapes: Note [What a checkpoint compares]."""
-_OWN = frozenset("_spec _called_in _moved_from _outside_graphs _passed_by _reads _retired _shadows _taken_from".split())  # not a copy's
+_OWN = frozenset(  # not a copy's
+    "_spec _called_in _moved_from _outside_graphs _passed_by _reads _retired _shadows _taken_from".split()
+)
 
 
 def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:

@@ -25,6 +25,7 @@ from hp_dtensor.torch import (
     norms,
     parallel_loss,
     random,
+    transforms,
     whole,
 )
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
@@ -328,5 +329,7 @@ def install() -> None:
             table[getattr(torch, name)] = _lists
     table[torch._foreach_norm] = norms.foreach_norm
     table.update(random.special())
+    table.update(transforms.special())
+    transforms.watch()
     layouts: list[Any] = [Partial, RaggedShard, Replicate, Shard, StridedShard, DeviceMesh, rebuild_mesh, rebuild_spec]
     torch.serialization.add_safe_globals([*layouts, rebuild])  # what torch.load makes of a file that nobody vouches for

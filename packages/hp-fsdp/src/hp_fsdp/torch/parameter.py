@@ -34,7 +34,7 @@ _OWN_ATTRIBUTES = (
     "_outside_graphs",
 )
 _OUTSIDE_GRAPHS = (
-    "is a parameter of fully_shard: forward computes with a gathered copy of it, and what backward finds for the copy is"
+    "is a parameter of fully_shard: forward computes with a gathered copy of it, and the gradient of the copy is"
     " reduced into its .grad. Call backward() without inputs and read .grad, or differentiate before fully_shard"
 )
 """Why autograd doesn't find a sharded parameter; see ``hp_dtensor.torch.engine``."""

@@ -1,0 +1,81 @@
+"""Transforms of torch.func and forward-mode differentiation: refused for DTensors, by name.
+
+Note [Transforms ask no class]
+``torch.func.grad``, ``vjp``, ``vmap`` and their kin wrap their arguments in C++, past ``__torch_function__`` and every
+method of a tensor's class: inside of the transform a DTensor would be a plain tensor of the local shape, and the result
+would be wrong without a word. The two or three functions of ``torch._functorch`` that wrap are the one thing of torch's
+that is replaced here, each by one that looks at the class first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
+
+from hp_dtensor.torch.dtensor import DTensor
+
+__all__ = ["is_wrapped", "refuse", "special", "watch"]
+
+_functorch: Any = torch._functorch  # type: ignore[attr-defined]
+_WRAPPING = {
+    _functorch.eager_transforms: {
+        "_wrap_for_grad": "grad, vjp, jacrev",
+        "_wrap_functional_tensor": "functionalize",
+    },
+    _functorch.vmap: {"_add_batch_dim": "vmap, jacfwd", "_remove_batch_dim": "vmap, jacfwd"},
+}
+_FORWARD = "_make_dual _unpack_dual"
+
+
+def refuse(transform: str, x: DTensor) -> NoReturn:
+    """Says that a transform can't take a DTensor.
+
+    Args:
+        transform: its name.
+        x: the DTensor.
+    """
+    raise NotImplementedError(
+        f"{transform} of a DTensor of shape {tuple(x._spec.shape)} placed {x._spec.placements} is not supported: the"
+        " transform would see this rank's part as a plain tensor. Use torch.autograd.grad (jacobian and hessian of"
+        " torch.autograd.functional work), hp_dtensor.parallelize_value_and_grad, or transform a function of local"
+        " tensors inside of hp_dtensor.custom_shard"
+    )
+
+
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a tensor that a transform wrapped."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
+
+
+def _watched(wrapping: Callable[..., Any], transform: str) -> Callable[..., Any]:
+    @functools.wraps(wrapping)
+    def look(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, DTensor):
+            refuse(f"torch.func ({transform})", x)
+        return wrapping(x, *args, **kwargs)
+
+    return look
+
+
+def watch() -> None:
+    """Makes the transforms refuse DTensors; see Note [Transforms ask no class]. Called once."""
+    for module, functions in _WRAPPING.items():
+        for name, transform in functions.items():
+            if hasattr(module, name):
+                setattr(module, name, _watched(getattr(module, name), transform))
+
+
+def _dual(func: Any, args: Any, kwargs: Any) -> NoReturn:
+    given = next(value for value in args if isinstance(value, DTensor))
+    refuse("forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad)", given)
+
+
+def special() -> dict[Any, Any]:
+    """The handlers of the functions that make and take apart dual tensors."""
+    names: Any = torch._C._VariableFunctions  # type: ignore[attr-defined]
+    return {getattr(names, name): _dual for name in _FORWARD.split() if hasattr(names, name)}
