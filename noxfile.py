@@ -192,6 +192,13 @@ def bench(session: nox.Session) -> None:
         session.run("python", path)
 
 
+@nox.session(default=False)
+def context(session: nox.Session) -> None:
+    """Context parallelism of transformers models against one process, all combinations; `-- --only gemma3` for some."""
+    install(session, "hp-plan", "hp-styles", "hp-fsdp", "hp-dtensor", "hp-platform", extras="[torch,test]")
+    session.run("python", "packages/hp-plan/benchmarks/matrix_context_parallel.py", *session.posargs)
+
+
 @nox.session
 def sweep(session: nox.Session) -> None:
     """Every operator of torch's own database on DTensors, ours and torch's; writes docs/operators.md."""

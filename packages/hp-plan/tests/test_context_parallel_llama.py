@@ -103,13 +103,3 @@ def test_with_replicated_parameters(style: str) -> None:
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         grad = p.grad.full_tensor()
         torch.testing.assert_close(grad, q.grad, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@on_ranks(2)
-def test_the_mask_that_transformers_makes_for_jumping_places_is_refused() -> None:
-    mesh = init_device_mesh(device_type(), (dist.get_world_size(),), ("cp",))
-    model = parallelize_module(_llama(), mesh, {"model.layers.*.self_attn": ContextParallel(load_balance=True)})
-    part = context_parallel_shard(_batch(), mesh, load_balance=True)
-    own = r"attention_mask=torch.ones_like\(input_ids\)"  # the last rank's two chunks are neighbours: it makes no mask
-    with pytest.raises(NotImplementedError, match=r"ranks \[0\] pass an attn_mask" if dist.get_rank() else own):
-        model(input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False)

@@ -24,6 +24,7 @@ from hp_styles import (
     context_parallel_unshard,
     parallelize_module,
 )
+from hp_styles.context_header import SIZE as SIZE_OF_HEADER
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()
@@ -320,15 +321,34 @@ def test_what_is_sent() -> None:
     ]
     for style, forward_calls, backward_calls, forward_size, backward_size in cases:
         module = parallelize_module(Attention(4, True), mesh, style)
-        module(part)  # shapes are new and are compared
         with count_collectives() as forward:
             out = module(part.clone().requires_grad_())
         with count_collectives() as backward:
             out.sum().backward()
-        assert dict(forward) == {"all_to_all": forward_calls}, style
+        assert dict(forward) == {"all_gather": 1, "all_to_all": forward_calls}, "lengths are compared in each step"
         assert dict(backward) == {"all_to_all": backward_calls}, style
-        assert forward_size is None or forward.bytes == forward_size * number, style
+        compared = 4 * SIZE_OF_HEADER * number
+        assert forward_size is None or forward.bytes - compared == forward_size * number, style
         assert backward_size is None or backward.bytes == backward_size * number, style
+
+
+@on_ranks(2)
+def test_the_ranks_compare_once_a_step() -> None:
+    mesh, batch = _mesh(), _batch()
+    model = parallelize_module(Model(2), mesh, {"layers.*": ContextParallel(load_balance=True)})
+    part = context_parallel_shard(batch, mesh, load_balance=True)
+    for recompute in ("", "not reentrant"):
+        model.recompute = recompute
+        for _ in range(2):
+            with count_collectives() as forward:
+                logits = model(part["ids"], part["places"])
+            assert forward["all_gather"] == 1
+            with count_collectives() as backward:
+                logits.sum().backward()
+            assert backward["all_gather"] == bool(recompute), "layers that are run again are a step"
+    with count_collectives() as counts:
+        model.layers[0](torch.ones(2, 4, DIM, dtype=torch.float64, device=device_type()))
+    assert counts["all_gather"] == 1, "a layer alone"
 
 
 @on_ranks(2)

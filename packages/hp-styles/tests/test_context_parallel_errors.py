@@ -73,15 +73,17 @@ def test_what_attention_is_not_computed() -> None:
     for error, text, tensors, options in cases:
         with count_collectives() as counts, pytest.raises(error, match=text):
             module(*tensors, **options)
-        assert not counts, text
+        assert dict(counts) == {"all_gather": 1}, "that there is an error is all that is sent"
         assert F.scaled_dot_product_attention(q, q, q).shape == q.shape, "the mode is left"
         assert not torch.overrides._get_current_function_mode_stack()
     assert module(q[:, :, :4], q, q).shape == (1, 4, 4, 2), "fewer queries than keys"
     own = {"attn_mask": rand(6, 6)} if dist.get_rank() else {}  # all ranks refuse what one is given
-    text = r"an attn_mask of shape \(6, 6\)" if own else r"ranks \[1\] pass an attn_mask"
-    with count_collectives() as counts, pytest.raises(NotImplementedError, match=text):
-        module(q, q, q, **own)
-    assert dict(counts) == {"all_gather": 1}, "nothing but what is compared"
+    text = r"an attn_mask of shape \(6, 6\)" if own else r"ranks \[1\] refuse this step, by errors that say more there"
+    module(q, q, q)
+    for _ in range(2):  # shapes that are not new
+        with count_collectives() as counts, pytest.raises(NotImplementedError, match=text):
+            module(q, q, q, **own)
+        assert dict(counts) == {"all_gather": 1}, "nothing but what is compared"
 
 
 @on_ranks(2)
@@ -89,13 +91,62 @@ def test_parts_of_unequal_length_are_found_out() -> None:
     mesh = _mesh()
     module = parallelize_module(Given(), mesh, ContextParallel())
     q = torch.randn(1, 4, 3 + dist.get_rank(), 2, device=device_type())
-    with pytest.raises(ValueError, match=r"parts of different shapes.*rank 0: \[1, 4, 3, 2, .*rank 1: \[1, 4, 4, 2"):
-        module(q, q, q)
+    module(*[torch.randn(1, 4, 3, 2, device=device_type())] * 3)
+    for _ in range(2):  # of which the first rank has seen its own before
+        with pytest.raises(
+            ValueError, match=r"parts of different shapes.*rank 0: \[1, 4, 3, 2, .*rank 1: \[1, 4, 4, 2"
+        ):
+            module(q, q, q)
     with pytest.raises(ValueError, match="length 9 .* does not divide over 2 ranks; pad it to 10"):
         context_parallel_shard(torch.zeros(1, 9), mesh)
     balanced = parallelize_module(Given(), mesh, ContextParallel(load_balance=True))
     with pytest.raises(ValueError, match="load_balance needs two equal chunks a rank, q .* has length 3"):
         balanced(*[torch.ones(1, 4, 3, 2, device=device_type())] * 3)
+    text = "rank, q .* has length 3" if dist.get_rank() else r"ranks \[1\] refuse this step"
+    with pytest.raises(ValueError, match=text):
+        balanced(*[torch.ones(1, 4, 4 - dist.get_rank(), 2, device=device_type())] * 3)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["ulysses", "ring", "async"])
+def test_lengths_that_differ_in_a_later_step(style: str) -> None:
+    mesh = _mesh()
+    context = {
+        "ulysses": ContextParallel(),
+        "ring": ContextParallel(ulysses_degree=1),
+        "async": AsyncContextParallel(q_proj="q", v_proj="v", head_size=SIZE),
+    }[style]
+    model = nn.Sequential(Attention(), nn.Flatten(2), Attention())
+    model[1].forward = lambda x: x.transpose(1, 2).flatten(2)
+    parallelize_module(model, mesh, {"0": context, "2": context})
+    x = torch.randn(1, 4, DIM, dtype=torch.float64, device=device_type())
+    model(x)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"parts of different shapes.*rank 0: \[1, 4, 2, 2.*rank 1: \[1, 4, 4, 2"):
+            model(x if dist.get_rank() else x[:, :2])
+    assert model(x).shape == (1, HEADS, 4, SIZE)
+
+
+@on_ranks(2)
+def test_load_balance_that_is_not_the_same_everywhere() -> None:
+    mesh = _mesh()
+    x = torch.randn(1, 8, DIM, dtype=torch.float64, device=device_type())
+    for balance in (False, True):
+        style = ContextParallel(load_balance=balance)
+        model = parallelize_module(nn.Sequential(Attention()), mesh, {"0": style})
+        alone = parallelize_module(Attention(), mesh, style)
+        part = context_parallel_shard({"input": x}, mesh, load_balance=not balance)
+        text = f"is cut with load_balance={not balance}, the style has load_balance={balance}; give"
+        with pytest.raises(ValueError, match=f"input 'input' of shape .1, 4, 8. {text}"):
+            model(**part)
+        with pytest.raises(ValueError, match=f"input 0 of shape .1, 4, 8. {text}"):
+            alone(part["input"])
+        model(context_parallel_shard(x, mesh, load_balance=balance))
+    uneven = parallelize_module(Attention(), mesh, ContextParallel(load_balance=dist.get_rank() == 1))
+    with pytest.raises(
+        ValueError, match="differ in load_balance .*: rank 0: load_balance=False, 2; rank 1: load_bal.*True"
+    ):
+        uneven(x[:, :4])
 
 
 @on_ranks(2)

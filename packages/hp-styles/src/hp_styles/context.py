@@ -11,6 +11,7 @@ from typing import Any
 from hp_dtensor import DeviceMesh
 from hp_platform import get_platform
 from hp_styles.context_plan import Settings
+from hp_styles.context_rounds import Rounds
 from hp_styles.styles import ParallelStyle
 
 __all__ = ["AsyncContextParallel", "ContextParallel", "context_parallel_shard", "context_parallel_unshard"]
@@ -29,7 +30,8 @@ class ContextParallel(ParallelStyle):
 
     - By default, as the calls of ``torch.nn.functional.scaled_dot_product_attention`` inside the module's forward (a
       transformers model with ``attn_implementation="sdpa"``, or a block of one's own). A forward without such a call is
-      an error.
+      an error. Where it takes an ``attention_mask``, as transformers' attention modules do, causal masks, sliding
+      windows, packed documents and padding are those of one device, from what all ranks say of their parts.
     - With ``qkv_indices`` or ``qkv_kwarg_names``, the module's inputs q, k and v. It runs on plain tensors with the
       whole sequence and a part of the heads, and may compute what it likes with them (masks of the whole sequence,
       biases), and its output, of the queries' dims or with the heads flattened into ``head_dim``, is brought back.
@@ -43,7 +45,7 @@ class ContextParallel(ParallelStyle):
         >>> parallelize_module(model, mesh["cp"], {"layers.*.self_attn": ContextParallel(load_balance=True)})
         >>> batch = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "targets": targets}
         >>> part = context_parallel_shard(batch, mesh["cp"], load_balance=True)
-        >>> logits = model(part["input_ids"], position_ids=part["position_ids"])
+        >>> logits = model(part["input_ids"], position_ids=part["position_ids"], use_cache=False)
 
     **What the caller sees to.** Whatever belongs to a token is cut with ``context_parallel_shard`` with the same
     ``load_balance``, positions too; labels are shifted before they are cut, since the next token may be on another
@@ -67,11 +69,11 @@ class ContextParallel(ParallelStyle):
             the input is.
 
     Raises:
-        ValueError: arguments that do not fit the mesh, (in forward) the heads, the layouts or the lengths. Parts are
-            equally long. Ranks compare the shapes of plain tensors where they are new to each of them; a single rank
-            that deviates later is not found out.
-        NotImplementedError: (in forward) an attention mask other than ``is_causal=True``, dropout, attention weights as
-            output, nn.MultiheadAttention; on MindSpore.
+        ValueError: arguments that do not fit the mesh, (in forward) the heads, the layouts, the lengths or the position
+            ids. Parts are equally long. The ranks compare theirs once in a call of the module that
+            ``parallelize_module`` was given, at its first attention; what one of them refuses there, all refuse.
+        NotImplementedError: (in forward) another attention mask, a key/value cache that holds tokens, dropout,
+            attention weights as output, nn.MultiheadAttention; on MindSpore.
         RuntimeError: a second such style on a module; (in forward) no call of scaled_dot_product_attention; (in
             backward) second derivatives of a ring.
 
@@ -108,11 +110,15 @@ class ContextParallel(ParallelStyle):
             qkv_kwarg_names=tuple(qkv_kwarg_names),
             use_local_output=use_local_output,
         )
-        self._agreed: set[Any] = set()  # the shapes that the ranks have compared
+        self._rounds = Rounds()
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        _framework().attach(module, device_mesh, self.settings, self._agreed)
+        _framework().attach(module, device_mesh, self.settings, self._rounds)
         return module
+
+    def enclose(self, root: Any, device_mesh: DeviceMesh) -> None:
+        """The ranks compare what they compute once in a call of ``root``."""
+        _framework().enclose(root, self._rounds, device_mesh, self.settings.load_balance)
 
     def __repr__(self) -> str:
         s = self.settings

@@ -92,6 +92,15 @@ class ParallelStyle(ABC):
             device_mesh: a mesh of ``mesh_axes`` axes.
         """
 
+    def enclose(self, root: Any, device_mesh: DeviceMesh) -> None:
+        """Called by ``parallelize_module`` once, where the style was applied to modules inside of another.
+
+        Args:
+            root: the module that ``parallelize_module`` was given.
+            device_mesh: the mesh.
+        """
+        return
+
 
 class ColwiseParallel(ParallelStyle):
     """Shards a Linear's output features (weight and bias dim 0), or an Embedding's columns (weight dim 1).

@@ -1,11 +1,12 @@
 """Attention over a context group, in the place of `torch.nn.functional.scaled_dot_product_attention`.
 
-Everything that is refused is refused by what all ranks know alike, before anything is sent. What a rank alone knows
-(the length of its plain tensors, a mask that it made) is compared over the group when a shape is met first.
+What a rank refuses it tells the others before anything is sent, with what it alone knows (the length of its plain
+tensors, its position ids, its padding): `hp_styles.torch.context.settling`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +16,14 @@ import torch.nn.functional as F
 from hp_dtensor import DeviceMesh, DTensor
 from hp_platform import get_platform
 from hp_styles.context_plan import kv_copies, split_degrees
+from hp_styles.context_rounds import Rounds
 from hp_styles.torch.context.exchange import Exchange, Transfer, exchange
 from hp_styles.torch.context.group import SequenceGroup, like
+from hp_styles.torch.context.masks import Seen
 from hp_styles.torch.context.ring import Ring, no_autocast, ring_attention
+from hp_styles.torch.context.settling import Settling
 
-__all__ = ["ContextGroup", "attend", "refuse", "refuse_mask"]
+__all__ = ["ContextGroup", "attend", "attend_inside"]
 
 T = torch.Tensor
 _HEADS, _SEQUENCE = 1, 2  # of scaled_dot_product_attention's tensors
@@ -32,14 +36,15 @@ class ContextGroup(SequenceGroup):
         mesh: of one axis.
         ulysses_degree: ranks of a Ulysses group; None is all.
         load_balance: each rank holds a chunk of the head and one of the tail.
-        agreed: what the ranks were found to have alike; modules of one style share it.
+        rounds: when the ranks compare what they compute; modules of one style share it.
 
     Raises:
         ValueError: the degree does not divide the ranks, or these do not ascend along the axis.
     """
 
-    def __init__(self, mesh: DeviceMesh, ulysses_degree: int | None, load_balance: bool, agreed: set[Any]) -> None:
-        super().__init__(mesh, load_balance, agreed, "ContextParallel")
+    def __init__(self, mesh: DeviceMesh, ulysses_degree: int | None, load_balance: bool, rounds: Rounds) -> None:
+        super().__init__(mesh, load_balance, set(), "ContextParallel")
+        self.rounds = rounds
         self.degrees = split_degrees(self.size, ulysses_degree)
         self._ulysses = self._group(self.degrees.ulysses_ranks(self.place))
         ring = self.degrees.ring
@@ -89,33 +94,6 @@ class ContextGroup(SequenceGroup):
             self.check_halves(x, name, seq_dim)
         return q, k, v
 
-    def agree(self, *tensors: T, causal: bool = False, masked: bool = False) -> None:
-        """Compares over the ranks what each alone knows, where it is new here.
-
-        Raises:
-            ValueError: they differ, on every rank that found its own to be new.
-        """
-        key = (self.mesh, tensors[0].dtype, causal, masked, *(tuple(x.shape) for x in tensors))
-        numbers = [int(masked), int(causal), *(n for x in tensors for n in x.shape)]
-        rows = self.compared(key, numbers, tensors[0].device)
-        if not rows:
-            return
-        with_mask = [rank for rank, row in zip(self.ranks, rows, strict=True) if row[0]]
-        if masked:
-            return  # it is refused next
-        if with_mask:
-            raise NotImplementedError(
-                f"ContextParallel: ranks {with_mask} pass an attn_mask, this one does not; their error says more"
-            )
-        if any(row[1:] != numbers[1:] for row in rows):
-            shapes = "; ".join(f"rank {rank}: {row[2:]}" for rank, row in zip(self.ranks, rows, strict=True))
-            raise ValueError(
-                "ContextParallel: the ranks of the context axis hold parts of different shapes, or differ in is_causal."
-                f" The shapes of {'q, k, v' if len(tensors) == 3 else 'the tensor'}, one after the other, are {shapes}."
-                " Cut the sequence with context_parallel_shard, which refuses lengths that do not divide"
-            )
-        self.found_alike(key)
-
     def copies(self, heads: int | None, kv_heads: int | None) -> int:
         """How often each key and value head is sent; see `kv_copies`."""
         return kv_copies(heads, kv_heads, self.degrees.ulysses, self.size)
@@ -144,15 +122,16 @@ class ContextGroup(SequenceGroup):
             return out
         return exchange(self.plan(head_dim, seq_dim), out, to_heads=False)[0]
 
-    def over_ring(self, q: T, k: T, v: T, causal: bool, scale: float | None) -> T:
+    def over_ring(self, q: T, k: T, v: T, seen: Seen, scale: float | None) -> T:
         """Attention over the ring; over this rank's own keys where it has no other."""
         if self.degrees.ring > 1:
-            return ring_attention(q, k, v, ring=self.ring, causal=causal, scale=scale)
-        grouped = q.shape[1] != k.shape[1]
-        if grouped and q.device.type != "cuda":  # elsewhere torch's own would hold the weights in memory
+            return ring_attention(q, k, v, ring=self.ring, seen=seen, scale=scale)
+        grouped, mask = q.shape[1] != k.shape[1], None if seen.is_plain else seen.whole(q.device)
+        if grouped and (q.device.type != "cuda" or mask is not None):  # torch's own would hold the weights in memory
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
             grouped = False
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        causal = seen.causal and mask is None
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def refuse(q: T, k: T, v: T, dropout_p: float, is_causal: bool, enable_gqa: bool) -> None:
@@ -192,17 +171,24 @@ def refuse_mask(mask: T) -> None:
     """
     raise NotImplementedError(
         f"ContextParallel: an attn_mask of shape {tuple(mask.shape)}: where the sequence is cut no rank holds the keys"
-        " that it is for. Only is_causal=True and no mask at all are computed. A transformers model makes a mask of its"
-        " own for position_ids that do not count up by one, unless it is given"
-        " attention_mask=torch.ones_like(input_ids). A mask of the whole sequence goes where q, k and v are a module's"
-        " inputs (qkv_indices=) and ulysses_degree is None"
+        " that it is for. A module whose forward takes attention_mask and position_ids, as transformers' do, is"
+        " computed with causal masks, sliding windows, packed documents and padding; else is_causal=True and no mask at"
+        " all. A mask of the whole sequence goes where q, k and v are a module's inputs (qkv_indices=) and"
+        " ulysses_degree is None"
     )
+
+
+def _cast(*tensors: T) -> tuple[T, ...]:
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 def attend(
     group: ContextGroup,
+    settling: Settling,
     arriving: Mapping[str, Transfer],
-    exchanged: bool,
     query: T,
     key: T,
     value: T,
@@ -216,8 +202,8 @@ def attend(
 
     Args:
         group: the ranks.
+        settling: what they compare first.
         arriving: of q, k and v those on their way to a part of the heads.
-        exchanged: all of them are there already.
         query: this and what follows as `torch.nn.functional.scaled_dot_product_attention` takes it.
         key: keys.
         value: values.
@@ -227,24 +213,43 @@ def attend(
         scale: of the logits; None is 1 / sqrt(head size).
         enable_gqa: there may be fewer key than query heads.
     """
-    refuse(query, key, value, dropout_p, is_causal, enable_gqa)
-    tensors, kind = (query, key, value), query.device.type
-    if torch.is_autocast_enabled(kind):
-        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in tensors)
-    else:
-        q, k, v = tensors
-    parts = group.locals(q, k, v, _HEADS, _SEQUENCE)
-    with torch._C.DisableTorchFunction(), no_autocast(kind):
-        if not exchanged:
-            group.copies(parts[0].shape[_HEADS], parts[1].shape[_HEADS])
-            group.agree(*parts, causal=is_causal, masked=attn_mask is not None)
+    given = _cast(query, key, value)
+
+    def checked() -> tuple[T, ...]:
+        refuse(query, key, value, dropout_p, is_causal, enable_gqa)
         if attn_mask is not None:
             refuse_mask(attn_mask)
-        if not exchanged:
-            q, k, v = group.to_heads(parts, arriving, _HEADS, _SEQUENCE)
-        else:
-            q, k, v = parts
-        out = group.over_ring(q, k, v, is_causal, scale)
-        if not exchanged:
-            out = group.to_sequence(out, _HEADS, _SEQUENCE)
+        parts = group.locals(*given, _HEADS, _SEQUENCE)  # type: ignore[call-arg]
+        group.copies(parts[0].shape[_HEADS], parts[1].shape[_HEADS])
+        return parts
+
+    parts, seen = settling.of(checked, given, is_causal)
+    with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
+        q, k, v = group.to_heads(parts, arriving, _HEADS, _SEQUENCE)
+        out = group.to_sequence(group.over_ring(q, k, v, seen, scale), _HEADS, _SEQUENCE)
+    return like(out, query)
+
+
+def attend_inside(group: ContextGroup, query: T, key: T, value: T, *args: Any, **options: Any) -> T:
+    """Attention over the ring alone, of q, k and v that have been exchanged for a part of the heads already.
+
+    Args:
+        group: the ranks.
+        query: this and what follows as `attend` takes it.
+        key: keys.
+        value: values.
+        args: the rest by position.
+        options: the rest by name.
+    """
+    given = inspect.signature(attend).bind(group, None, {}, query, key, value, *args, **options)
+    given.apply_defaults()
+    asked = given.arguments
+    refuse(query, key, value, asked["dropout_p"], asked["is_causal"], asked["enable_gqa"])
+    if asked["attn_mask"] is not None:
+        refuse_mask(asked["attn_mask"])
+    q, k, v = _cast(query, key, value)
+    q, k, v = group.locals(q, k, v, _HEADS, _SEQUENCE)
+    with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
+        seen = Seen(k.shape[_SEQUENCE] * group.degrees.ring, asked["is_causal"], None, ())
+        out = group.over_ring(q, k, v, seen, asked["scale"])
     return like(out, query)

@@ -20,14 +20,19 @@ from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DeviceMesh, DTensor
 from hp_styles.context_plan import Settings
+from hp_styles.context_rounds import Rounds
 from hp_styles.torch.context.arguments import mapped
-from hp_styles.torch.context.attention import ContextGroup, attend
+from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside
+from hp_styles.torch.context.call import Call, call_of
 from hp_styles.torch.context.exchange import Transfer
 from hp_styles.torch.context.group import like
+from hp_styles.torch.context.sequence import CUT
+from hp_styles.torch.context.settling import Settling
 
-__all__ = ["attach"]
+__all__ = ["attach", "enclose"]
 
 T = torch.Tensor
+_SEQUENCE = 2
 
 
 @dataclass
@@ -42,9 +47,11 @@ class _Frame:
         sources: what they were, and its version, which tells of writes.
         query: its input that is the queries, where they are an input.
         inside: heads and length of the sequence inside, where they are an input.
+        settling: what its attention compares over the ranks.
     """
 
     module: nn.Module
+    settling: Settling
     mode: _Attention | None = None
     early: tuple[str, ...] = ()
     arriving: dict[str, Transfer] = field(default_factory=dict)
@@ -75,9 +82,14 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             self.calls += 1
+            options = kwargs or {}
+            if self.group.size == 1 and not any(isinstance(x, DTensor) for x in (*args, *options.values())):
+                return func(*args, **options)
+            if self.frame.query is not None:
+                return attend_inside(self.group, *args, **options)
             if self.frame.early:
-                _check_sources(self.frame, self.calls, *args, **(kwargs or {}))
-            return attend(self.group, self.frame.arriving, self.frame.query is not None, *args, **(kwargs or {}))
+                _check_sources(self.frame, self.calls, *args, **options)
+            return attend(self.group, self.frame.settling, self.frame.arriving, *args, **options)
         if func is F.multi_head_attention_forward:
             raise NotImplementedError(
                 "ContextParallel: nn.MultiheadAttention calls attention where it can't be intercepted; use a module"
@@ -86,14 +98,14 @@ class _Attention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, agreed: set[Any]) -> None:
+def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, rounds: Rounds) -> None:
     """Registers the hooks.
 
     Args:
         module: whose attention is over the cut sequence.
         mesh: of one axis.
         settings: what the style says.
-        agreed: see `ContextGroup`.
+        rounds: see `ContextGroup`.
 
     Raises:
         RuntimeError: the module has such hooks already.
@@ -104,7 +116,7 @@ def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, agreed: set[
         raise RuntimeError(
             f"ContextParallel: {type(module).__name__} has a context parallel style already; apply one, once"
         )
-    group = ContextGroup(mesh, settings.ulysses_degree, settings.load_balance, agreed)
+    group = ContextGroup(mesh, settings.ulysses_degree, settings.load_balance, rounds)
     if settings.projections and group.degrees.ulysses == 1 and group.size > 1:
         raise ValueError(
             f"AsyncContextParallel: with ulysses_degree=1 over {group.size} ranks no projection's output is sent before"
@@ -117,7 +129,7 @@ def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, agreed: set[
         module.register_forward_pre_hook(_receiver(group, settings), with_kwargs=True)
         module.register_forward_hook(_giver(group, settings))
     else:
-        module.register_forward_pre_hook(_enter(group, settings))
+        module.register_forward_pre_hook(_enter(group, settings), with_kwargs=True)
     if not settings.takes_qkv or group.degrees.ring > 1:
         module.register_forward_hook(_check_met)
     module.register_forward_hook(_leave, always_call=True)
@@ -125,9 +137,54 @@ def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, agreed: set[
         module.register_forward_hook(_local_outputs)
 
 
+def enclose(root: nn.Module, rounds: Rounds, mesh: DeviceMesh, load_balance: bool) -> None:
+    """Registers hooks on a module that holds those of a style: what they compute in one call of it is a round.
+
+    Args:
+        root: the module.
+        rounds: of the style.
+        mesh: of one axis.
+        load_balance: the style's.
+    """
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        rounds.enter(module)
+        rounds.current.fault = rounds.current.fault or _cut_otherwise(mesh, load_balance, args, kwargs)
+
+    root.register_forward_pre_hook(enter, with_kwargs=True)
+    root.register_forward_hook(lambda module, args, output: rounds.leave(module), always_call=True)
+
+
+def _cut_otherwise(mesh: DeviceMesh, load_balance: bool, args: Any, kwargs: dict[str, Any]) -> Exception | None:
+    """An error about an input that was cut by context_parallel_shard with the other ``load_balance``."""
+    for name, x in (*enumerate(args), *kwargs.items()):
+        cut = getattr(x, CUT, None)
+        if cut is not None and cut[0] == mesh and cut[1] != load_balance:
+            return ValueError(
+                f"ContextParallel: input {name!r} of shape {tuple(x.shape)} is cut with load_balance={cut[1]}, the"
+                f" style has load_balance={load_balance}; give context_parallel_shard and the style the same"
+            )
+    return None
+
+
+def _settling(module: nn.Module, group: ContextGroup, call: Call, args: Any, kwargs: Any, early: bool) -> Settling:
+    backward = torch._C._current_graph_task_id() != -1
+    now = group.rounds.of(module, backward=backward)
+    now.fault = now.fault or _cut_otherwise(group.mesh, group.load_balance, args, kwargs)
+    return Settling(group, group.degrees.ulysses, call, now, early)
+
+
 def _enter(group: ContextGroup, settings: Settings) -> Any:
     early = tuple(settings.projections) if group.size > 1 else ()
-    return lambda module, args: _open(_Frame(module, early=early), group)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call, given, named = Call(type(module).__name__), args, kwargs
+        if group.size > 1:
+            call, given, named = call_of(module, args, kwargs)
+        _open(_Frame(module, _settling(module, group, call, args, kwargs, bool(early)), early=early), group)
+        return given, named
+
+    return enter
 
 
 def _open(frame: _Frame, group: ContextGroup | None) -> None:
@@ -162,18 +219,23 @@ def _receiver(group: ContextGroup, settings: Settings) -> Any:
         given = [_input(module, args, kwargs, settings, which) for which in range(3)]
         q: T = given[0][1]
         head, seq = settings.head_dim % q.dim(), settings.seq_dim % q.dim()
-        parts = group.locals(*(x for _, x in given), head, seq)  # type: ignore[arg-type]
-        with torch._C.DisableTorchFunction():
+        settling = _settling(module, group, Call(type(module).__name__), args, kwargs, False)
+
+        def checked() -> tuple[T, ...]:
+            parts = group.locals(*(x for _, x in given), head, seq)  # type: ignore[call-arg]
             group.copies(parts[0].shape[head], parts[1].shape[head])
-            group.agree(*parts)
-            sent = group.to_heads(parts, {}, head, seq)
+            return tuple(x.movedim((head, seq), (1, 2)) if x.dim() > 2 else x for x in parts)
+
+        parts, _ = settling.of(checked, [x for _, x in given], None)
+        with torch._C.DisableTorchFunction():
+            sent = group.to_heads(tuple(x.movedim((1, 2), (head, seq)) for x in parts), {}, head, seq)  # type: ignore
         for (where, _), x in zip(given, sent, strict=True):
             if isinstance(where, str):
                 kwargs[where] = x
             else:
                 args = (*args[:where], x, *args[where + 1 :])
         _open(
-            _Frame(module, query=q, inside=(sent[0].shape[head], sent[0].shape[seq])),
+            _Frame(module, settling, query=q, inside=(sent[0].shape[head], sent[0].shape[seq])),
             group if group.degrees.ring > 1 else None,
         )
         return args, kwargs
@@ -265,15 +327,16 @@ def _sender(group: ContextGroup, name: str, settings: Settings) -> Any:
         if name in frame.arriving:
             raise RuntimeError(f"AsyncContextParallel: {name}'s projection ran twice before attention")
         local = output.to_local() if isinstance(output, DTensor) else output
-        with torch._C.DisableTorchFunction():
+
+        def checked() -> tuple[T, ...]:
             x = _heads_apart(local, settings)
-            if group.load_balance and x.shape[2] % 2:
-                raise ValueError(
-                    f"AsyncContextParallel: load_balance needs two equal chunks a rank, {name}'s projection has an"
-                    f" output of shape {tuple(local.shape)}; cut the sequence with context_parallel_shard"
-                )
+            group.check_halves(x, f"the output of {name}'s projection", _SEQUENCE)
+            group.copies(x.shape[1], None) if name == "q" else group.copies(None, x.shape[1])
+            return (x,)
+
+        (x,), _ = frame.settling.of(checked, (local,), None)
+        with torch._C.DisableTorchFunction():
             copies = group.copies(x.shape[1], None) if name == "q" else group.copies(None, x.shape[1])
-            group.agree(x)
             frame.arriving[name] = transfer = Transfer(group.plan(1, 2))
             frame.sources[name] = x, _version(x)
             transfer.start(x.repeat_interleave(copies, 1) if copies > 1 else x)

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["KERNELS", "Kernel", "kernel_for"]
+__all__ = ["KERNELS", "Kernel", "kernel_for", "masked_backward", "masked_forward"]
 
 T = torch.Tensor
 _aten: Any = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_QUERIES = 1024  # whose weights are in memory at once, under a mask
 _ALIGNED = 32  # rows of the normaliser that the efficient kernel writes and reads
 
 
@@ -127,6 +128,50 @@ def _plain_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, sca
     weights = _scores(q, k, causal, scale).sub_(lse.unsqueeze(-1)).exp_()
     inner = (grad @ v.mT).sub_((grad * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
     return (inner @ k).to(dtype), (inner.mT @ q).to(dtype), (weights.mT @ grad).to(dtype)
+
+
+# ---- under a mask: by matrix products, a slice of the queries at a time ----
+def _masked_weights(q: T, k: T, lse: T | None, mask: T, scale: float) -> tuple[T, T]:
+    """The weights of a slice of queries, and their normaliser, which is -inf where nothing is seen."""
+    scores = (q @ k.mT).mul_(scale).masked_fill_(~mask, float("-inf"))
+    lse = scores.logsumexp(-1) if lse is None else lse
+    return scores.sub_(lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_(), lse
+
+
+def masked_forward(q: T, k: T, v: T, mask: T, scale: float) -> tuple[T, T]:
+    """Output, in the queries' dtype, and normaliser.
+
+    Args:
+        q: [batch, heads, queries, head size].
+        k: keys, of as many heads.
+        v: values.
+        mask: what is seen, [batch or 1, 1, queries, keys].
+        scale: of the logits.
+    """
+    dtype = q.dtype
+    q, k, v = _wide(q, k, v)
+    outs, norms = [], []
+    for part, seen in zip(q.split(_QUERIES, 2), mask.split(_QUERIES, 2), strict=True):
+        weights, lse = _masked_weights(part, k, None, seen, scale)
+        outs.append((weights @ v).to(dtype))
+        norms.append(lse)
+    return torch.cat(outs, 2), torch.cat(norms, 2)
+
+
+def masked_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, mask: T, scale: float) -> tuple[T, T, T]:
+    """Gradients of q, k and v; see ``masked_forward``."""
+    dtype = q.dtype
+    grad, q, k, v, out = _wide(grad, q, k, v, out)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for start in range(0, q.shape[2], _QUERIES):
+        at = slice(start, start + _QUERIES)
+        weights, _ = _masked_weights(q[:, :, at], k, lse[:, :, at], mask[:, :, at], scale)
+        dv += weights.mT @ grad[:, :, at]
+        inner = (grad[:, :, at] @ v.mT).sub_((grad[:, :, at] * out[:, :, at]).sum(-1, keepdim=True))
+        inner.mul_(weights).mul_(scale)
+        dq[:, :, at] = inner @ k
+        dk += inner.mT @ q[:, :, at]
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 KERNELS = (

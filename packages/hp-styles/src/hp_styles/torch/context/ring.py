@@ -16,8 +16,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hp_platform import get_platform
-from hp_styles.context_plan import Block, ring_blocks
-from hp_styles.torch.context.kernels import Kernel, kernel_for
+from hp_styles.context_plan import Block, chunks_of, ring_blocks
+from hp_styles.torch.context.kernels import kernel_for, masked_backward, masked_forward
+from hp_styles.torch.context.masks import Seen, places
 
 __all__ = ["Ring", "no_autocast", "ring_attention"]
 
@@ -45,9 +46,27 @@ class Ring:
     rank: int
     load_balance: bool
 
-    def blocks(self, causal: bool) -> tuple[Block | None, ...]:
+    def blocks(self, seen: Seen) -> tuple[Block | None, ...]:
         """What this rank computes, a step each."""
-        return ring_blocks(self.size, self.rank, causal=causal, load_balance=self.load_balance)
+        blocks = ring_blocks(self.size, self.rank, causal=seen.causal, load_balance=self.load_balance)
+        return tuple(None if block is None or self._too_far(block, seen) else block for block in blocks)
+
+    def _too_far(self, block: Block, seen: Seen) -> bool:
+        """Whether all keys of a block are out of the queries' window."""
+        if seen.window is None:
+            return False
+        width = seen.length // (2 * self.size if self.load_balance else self.size)
+        chunks = [chunks_of(rank, self.size, self.load_balance) for rank in (self.rank, block.source)]
+        queries, keys = _part_of(chunks[0], block.queries), _part_of(chunks[1], block.keys)
+        return all(q * width - (k * width + width - 1) >= seen.window or k > q for q in queries for k in keys)
+
+    def mask(self, block: Block, seen: Seen, device: torch.device) -> T | None:
+        """What of a block is seen, where that is not all of it or what is earlier."""
+        if seen.is_plain:
+            return None
+        width = seen.length // self.size
+        mine, theirs = (places(rank, self.size, width, self.load_balance, device) for rank in (self.rank, block.source))
+        return seen.mask(_part(mine, block.queries, 0), _part(theirs, block.keys, 0))
 
     def pass_on(self, flat: T) -> _Passing:
         """Sends a one-dimensional tensor to the next rank, and receives as much from the previous one."""
@@ -84,12 +103,16 @@ class _Pair:
         return k.view(self.shapes[0]), v.view(self.shapes[1])
 
 
-def _part(x: T, which: str) -> T:
+def _part(x: T, which: str, dim: int = 2) -> T:
     """All of a sequence, its head or its tail."""
     if which == "all":
         return x
-    half = x.shape[2] // 2
-    return x.narrow(2, 0 if which == "head" else half, half)
+    half = x.shape[dim] // 2
+    return x.narrow(dim, 0 if which == "head" else half, half)
+
+
+def _part_of(chunks: list[int], which: str) -> list[int]:
+    return chunks if which == "all" else chunks[:1] if which == "head" else chunks[1:]
 
 
 def _shared(x: T, heads: int) -> T:
@@ -114,33 +137,44 @@ class _Sum:
             self.lse = lse.clone()
             return
         have, sofar = _part(self.out, queries), _part(self.lse, queries)
-        share = torch.sigmoid(lse - sofar).unsqueeze(-1)
+        share = torch.sigmoid(lse - sofar).nan_to_num_(0.0).unsqueeze(-1)  # of a row that has seen nothing
         have.lerp_(out.to(have.dtype), share.to(have.dtype))
         sofar.copy_(torch.logaddexp(sofar, lse))
 
 
-def _see(kernel: Kernel, block: Block, q: T, k: T, v: T, scale: float) -> tuple[T, T]:
+def _see(ring: Ring, seen: Seen, block: Block, q: T, k: T, v: T, scale: float) -> tuple[T, T]:
     queries, heads = _part(q, block.queries), q.shape[1]
     keys, values = (_shared(_part(x, block.keys), heads) for x in (k, v))
-    return kernel.forward(queries, keys, values, block.causal, scale)
+    mask = ring.mask(block, seen, q.device)
+    if mask is not None:
+        return masked_forward(queries, keys, values, mask, scale)
+    return kernel_for(q, k, v).forward(queries, keys, values, block.causal, scale)
+
+
+def _see_back(ctx: Any, block: Block, queries: list[T], keys: list[T]) -> tuple[T, T, T]:
+    (grad, q, out, lse), (k, v) = queries, keys
+    mask = ctx.ring.mask(block, ctx.seen, q.device)
+    if mask is not None:
+        return masked_backward(grad, q, k, v, out, lse, mask, ctx.scale)
+    return kernel_for(q, k, v).backward(grad, q, k, v, out, lse, block.causal, ctx.scale)
 
 
 def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
     """Of q, k and v; gradients of keys and values travel with them, and come home with a last step."""
     q, k, v, out, lse = ctx.saved_tensors
     ring, pair = ctx.ring, _Pair((k.shape, v.shape))
-    kernel, heads = kernel_for(q, k, v), (q.shape[1], k.shape[1])
+    heads = q.shape[1], k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, flat = torch.zeros_like(q, dtype=wide), pair.join(k, v, k.dtype)
     gradients, coming = torch.zeros_like(flat, dtype=wide), None
-    blocks = ring.blocks(ctx.causal)
+    blocks = ring.blocks(ctx.seen)
     for step, block in enumerate(blocks):
         passing = ring.pass_on(flat) if step + 1 < len(blocks) else None
         found: tuple[T, T, T] | None = None
         if block is not None:
             queries = [_part(x, block.queries) for x in (grad, q, out, lse)]
             keys = [_shared(_part(x, block.keys), heads[0]) for x in pair.split(flat)]
-            found = kernel.backward(queries[0], queries[1], *keys, queries[2], queries[3], block.causal, ctx.scale)
+            found = _see_back(ctx, block, queries, keys)
         if coming is not None:  # what the ranks before saw of these keys
             gradients = coming.wait()
         if found is not None and block is not None:
@@ -157,21 +191,20 @@ def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: T, k: T, v: T, ring: Ring, causal: bool, scale: float) -> T:  # type: ignore[override]
+    def forward(ctx: Any, q: T, k: T, v: T, ring: Ring, seen: Seen, scale: float) -> T:  # type: ignore[override]
         pair = _Pair((k.shape, v.shape))
-        kernel = kernel_for(q, k, v)
         flat, total = pair.join(k, v, k.dtype), _Sum()
-        blocks = ring.blocks(causal)
+        blocks = ring.blocks(seen)
         for step, block in enumerate(blocks):
             passing = ring.pass_on(flat) if step + 1 < len(blocks) else None
             if block is not None:
-                total.add(*_see(kernel, block, q, *pair.split(flat), scale), block.queries)
+                total.add(*_see(ring, seen, block, q, *pair.split(flat), scale), block.queries)
             if passing is not None:
                 flat = passing.wait()
         assert total.out is not None and total.lse is not None  # a rank sees its own keys
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)
-        ctx.ring, ctx.causal, ctx.scale = ring, causal, scale
+        ctx.ring, ctx.seen, ctx.scale = ring, seen, scale
         return out
 
     @staticmethod
@@ -181,7 +214,7 @@ class _RingAttention(torch.autograd.Function):
             return *_gradients(ctx, grad), None, None, None
 
 
-def ring_attention(q: T, k: T, v: T, *, ring: Ring, causal: bool, scale: float | None) -> T:
+def ring_attention(q: T, k: T, v: T, *, ring: Ring, seen: Seen, scale: float | None) -> T:
     """Attention of this rank's queries over the keys of all ranks of a ring.
 
     ``n - 1`` exchanges of keys and values forward; backward as many, and ``n`` of their gradients, which travel with
@@ -192,7 +225,7 @@ def ring_attention(q: T, k: T, v: T, *, ring: Ring, causal: bool, scale: float |
         k: keys, of heads that divide the queries'.
         v: values, as the keys; their head size may be another.
         ring: the ranks.
-        causal: a query sees the keys up to its own place in the whole sequence.
+        seen: which keys a query sees.
         scale: of the logits; None is 1 / sqrt(head size).
     """
-    return _RingAttention.apply(q, k, v, ring, causal, q.shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[return-value]
+    return _RingAttention.apply(q, k, v, ring, seen, q.shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[return-value]

@@ -7,7 +7,10 @@ import torch
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard
 from hp_styles.context_plan import chunk_order, chunks_of, divided
 
-__all__ = ["shard", "unshard"]
+__all__ = ["CUT", "shard", "unshard"]
+
+CUT = "_context_parallel_cut"
+"""The attribute of a part that says how it was cut: the mesh and ``load_balance``."""
 
 
 def shard(whole: torch.Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: bool) -> torch.Tensor:
@@ -16,7 +19,9 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: boo
     divided(whole.shape[dim], size, load_balance, whole.shape, dim)
     order = chunks_of(mesh.get_local_rank(), size, load_balance)
     chunks = whole.chunk(2 * size if load_balance else size, dim)
-    return torch.cat([chunks[chunk] for chunk in order], dim)
+    part = torch.cat([chunks[chunk] for chunk in order], dim)
+    setattr(part, CUT, (mesh, load_balance))
+    return part
 
 
 def unshard(local: torch.Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: bool) -> torch.Tensor:

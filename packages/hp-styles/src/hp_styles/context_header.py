@@ -1,0 +1,133 @@
+"""What the ranks of a context axis tell each other once a step, in one message of a size that never differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from hp_styles.context_documents import Part, Run
+
+__all__ = ["ERRORS", "SIZE", "Header", "check_alike"]
+
+ERRORS = (ValueError, TypeError, NotImplementedError, RuntimeError)  # the third is one of the fourth
+"""What a rank refuses with; the others raise an error of the same class."""
+RUNS = 64
+"""Runs of a part that fit into the message; of more, another message follows."""
+_TENSORS, _DIMS, _FIXED, _RUN = 3, 6, 10, 4
+SIZE = _FIXED + _TENSORS * _DIMS + RUNS * _RUN
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank is about to compute.
+
+    Attributes:
+        shapes: of q, k and v, or of the one of them that is sent first.
+        causal: None where it is not known yet.
+        window: keys that a query sees; None is all.
+        load_balance: the style's.
+        ulysses: ranks of its Ulysses groups.
+        part: its part of the sequence.
+        fault: the place in `ERRORS` of what this rank refuses with, None where it has nothing to refuse.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    causal: bool | None
+    window: int | None
+    load_balance: bool
+    ulysses: int
+    part: Part
+    fault: int | None = None
+
+    def numbers(self) -> list[int]:
+        """The message; of more than `RUNS` runs, those that come first."""
+        part = self.part
+        fixed = [
+            -1 if self.fault is None else self.fault,
+            -1 if self.causal is None else int(self.causal),
+            self.window or 0,
+            int(self.load_balance),
+            self.ulysses,
+            int(part.positioned),
+            int(part.packed),
+            int(part.joined),
+            len(self.shapes),
+            sum(len(row) for row in part.rows),
+        ]
+        dims = [n for shape in self.shapes for n in (*shape[:_DIMS], *[-1] * (_DIMS - len(shape)))]
+        dims += [-1] * (_TENSORS * _DIMS - len(dims))
+        runs = self.runs()[: RUNS * _RUN]
+        return [*fixed, *dims, *runs, *[0] * (RUNS * _RUN - len(runs))]
+
+    def runs(self) -> list[int]:
+        """All runs of the part."""
+        rows = enumerate(self.part.rows)
+        return [n for i, row in rows for run in row for n in (i, run.start, run.position, int(run.kept))]
+
+    @staticmethod
+    def read(numbers: Sequence[int], runs: Sequence[int] | None = None) -> Header:
+        """What a rank said, from its message, and from its runs where these came in another."""
+        fault, causal, window, load_balance, ulysses, positioned, packed, joined, tensors, count = numbers[:_FIXED]
+        dims = numbers[_FIXED : _FIXED + _TENSORS * _DIMS]
+        shapes = (tuple(n for n in dims[i * _DIMS : (i + 1) * _DIMS] if n >= 0) for i in range(tensors))
+        flat = (numbers[_FIXED + _TENSORS * _DIMS :] if runs is None else runs)[: count * _RUN]
+        quads = [flat[i : i + _RUN] for i in range(0, len(flat), _RUN)]
+        rows = [
+            tuple(Run(start, position, bool(kept)) for _, start, position, kept in row)
+            for _, row in groupby(quads, lambda quad: quad[0])
+        ]
+        return Header(
+            tuple(shapes),
+            None if causal < 0 else bool(causal),
+            window or None,
+            bool(load_balance),
+            ulysses,
+            Part(tuple(rows), bool(packed), bool(joined), bool(positioned)),
+            None if fault < 0 else fault,
+        )
+
+    @staticmethod
+    def longest(messages: Sequence[Sequence[int]]) -> int:
+        """How many numbers the runs of a rank take that has the most; 0 where all are in the messages."""
+        most = max(numbers[_FIXED - 1] for numbers in messages)
+        return most * _RUN if most > RUNS else 0
+
+
+def check_alike(headers: Sequence[Header], ranks: Sequence[int], fault: Exception | None) -> None:
+    """Refuses what is not alike on all ranks.
+
+    Args:
+        headers: what each rank said, in the order of the axis.
+        ranks: their names.
+        fault: what this rank refuses with.
+
+    Raises:
+        ValueError: shapes, causality, windows or settings that differ.
+        Exception: ``fault``; where other ranks refuse, an error of that class which names them.
+    """
+    if fault is not None:
+        raise fault
+    refusing = {rank: h.fault for rank, h in zip(ranks, headers, strict=True) if h.fault is not None}
+    if refusing:
+        raise ERRORS[min(refusing.values())](
+            f"ContextParallel: ranks {list(refusing)} refuse this step, by errors that say more there; this rank does"
+            " not, and can't compute it alone"
+        )
+    said = {rank: (h.load_balance, h.ulysses) for rank, h in zip(ranks, headers, strict=True)}
+    if len(set(said.values())) > 1:
+        each = "; ".join(f"rank {rank}: load_balance={b}, {u}" for rank, (b, u) in said.items())
+        raise ValueError(
+            f"ContextParallel: the ranks' styles differ in load_balance or in the ranks of a Ulysses group: {each}"
+        )
+    if len({(h.shapes, h.causal, h.window) for h in headers}) > 1:
+        three = len(headers[0].shapes) == _TENSORS
+        each = "; ".join(
+            f"rank {rank}: {[n for shape in h.shapes for n in shape]}, is_causal={h.causal}, window={h.window}"
+            for rank, h in zip(ranks, headers, strict=True)
+        )
+        raise ValueError(
+            "ContextParallel: the ranks of the context axis hold parts of different shapes, or differ in is_causal."
+            f" The shapes of {'q, k, v' if three else 'the tensor'}, one after the other, are {each}."
+            " Cut the sequence with context_parallel_shard, which refuses lengths that do not divide"
+        )

@@ -1,0 +1,139 @@
+"""What a module's call tells of the attention inside it: mask, position ids, window, key/value cache.
+
+A transformers attention module is handed a mask that its model made of this rank's part. Its meaning is read from it,
+and the mask is taken away, so that all ranks compute in the same way: Note [What a position says] in
+`hp_styles.context_documents`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_dtensor import DTensor
+
+__all__ = ["Call", "call_of"]
+
+T = torch.Tensor
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+@dataclass
+class Call:
+    """What a module is called with.
+
+    Attributes:
+        name: of the module's class.
+        takes_mask: its forward has an ``attention_mask``, as transformers' have.
+        mask: that, where it is a mask of queries and keys; it is not handed on.
+        positions: position ids, [batch or 1, length].
+        causal: what the module says that it is.
+        window: keys that a query sees, its own among them; None is all.
+        cache: what the error calls a key/value cache that it is given.
+        cached: tokens in it.
+    """
+
+    name: str
+    takes_mask: bool = False
+    mask: T | None = None
+    positions: T | None = None
+    causal: bool = True
+    window: int | None = None
+    cache: str | None = None
+    cached: int = 0
+
+    def refuse_cache(self, style: str, *, filled: bool) -> None:
+        """Refuses a key/value cache.
+
+        Args:
+            style: the style, for the error.
+            filled: only one that holds tokens.
+
+        Raises:
+            NotImplementedError: there is one.
+        """
+        if self.cached:
+            raise NotImplementedError(
+                f"{style} on {self.name}: the key/value cache ({self.cache}) holds {self.cached} tokens already, and"
+                " where the sequence is cut they are each rank's own: decoding and generate() are not computed. Train"
+                " and evaluate whole sequences, with use_cache=False; generate with a model without this style"
+            )
+        if self.cache is not None and not filled:
+            raise NotImplementedError(
+                f"{style} on {self.name}: a key/value cache ({self.cache}) copies keys and values between their"
+                " projections and attention, so that what is sent early is not what attention reads. A transformers"
+                " model makes one unless it is called with use_cache=False (or has config.use_cache = False)"
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(function: Any) -> dict[str, int]:
+    parameters = list(inspect.signature(function).parameters.values())
+    places = {p.name: i - 1 for i, p in enumerate(parameters) if p.kind == p.POSITIONAL_OR_KEYWORD}  # without self
+    return {**dict.fromkeys((p.name for p in parameters if p.kind == p.KEYWORD_ONLY), -1), **places}
+
+
+def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
+    """What a call tells, and its arguments without the mask."""
+    names = _parameters(type(module).forward)
+    call = Call(type(module).__name__, takes_mask="attention_mask" in names)
+    if not call.takes_mask:
+        return call, args, kwargs
+
+    def find(name: str) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        place = names.get(name, -1)
+        return args[place] if 0 <= place < len(args) else None
+
+    mask, positions = find("attention_mask"), find("position_ids")
+    if isinstance(mask, T) and not isinstance(mask, DTensor) and mask.dim() == 4:
+        call.mask = mask
+        if "attention_mask" in kwargs:
+            kwargs = {**kwargs, "attention_mask": None}
+        else:
+            place = names["attention_mask"]
+            args = (*args[:place], None, *args[place + 1 :])
+    positions = positions.to_local() if isinstance(positions, DTensor) else positions
+    if isinstance(positions, T) and positions.dim() == 2:  # of several dims of space: no order of tokens
+        call.positions = positions
+    call.causal = bool(getattr(module, "is_causal", True))  # transformers' default
+    call.window = _window(module)
+    _find_cache(call, module, next((x for x in map(find, _CACHES) if x is not None), None))
+    return call, args, kwargs
+
+
+def _window(module: nn.Module) -> int | None:
+    """The sliding window of a transformers attention module: its own, or that of its model's layers of its type.
+
+    Raises:
+        NotImplementedError: layers of another type, such as those that see chunks.
+    """
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    kind = types[index] if types and isinstance(index, int) and index < len(types) else None
+    if kind is not None and kind not in ("full_attention", "sliding_attention"):
+        raise NotImplementedError(
+            f"ContextParallel on {type(module).__name__}: layer {index} is of the type {kind!r}; attention over the"
+            " whole sequence and over a sliding window (full_attention, sliding_attention) are computed"
+        )
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window or None  # type: ignore[return-value]
+    if kind == "full_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
+def _find_cache(call: Call, module: nn.Module, cache: Any) -> None:
+    if cache is None:
+        return
+    call.cache = type(cache).__name__
+    if hasattr(cache, "get_seq_length"):
+        call.cached = int(cache.get_seq_length(getattr(module, "layer_idx", None) or 0))
+    elif isinstance(cache, (tuple, list)) and cache and isinstance(cache[0], T):
+        call.cached = cache[0].shape[-2]
