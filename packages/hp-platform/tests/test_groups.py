@@ -49,6 +49,29 @@ def test_split_group_gives_each_rank_its_child():
         assert hp_platform.get_process_group_ranks(grandchild) == [rank]
 
 
+@on_ranks(4)
+def test_split_group_takes_every_form_of_torch():
+    rank, world = get_platform().groups.rank(), hp_platform.split_group(None, 4)
+    pairs = hp_platform.split_group(world, 2)
+    first = rank - rank % 2
+    assert hp_platform.get_process_group_ranks(pairs) == [first, first + 1]
+    listed = [[0, 1], (2, 3)]
+    backend = hp_platform.get_backend()
+    assert hp_platform.split_group(parent_pg=world, split_ranks=listed, backend=backend) is pairs
+    assert hp_platform.split_group(world, [range(2), range(2, 4)], None, None, "pairs", backend.upper()) is pairs
+    assert hp_platform.get_process_group_ranks(hp_platform.split_group(pairs, split_ranks=1)) == [rank]
+    with pytest.raises(ValueError, match=r"split_ranks=3 is the size of each child, which must divide the parent's 4"):
+        hp_platform.split_group(world, 3)
+    with pytest.raises(ValueError, match="split_ranks=0 is the size"):
+        hp_platform.split_group(world, 0)
+    with pytest.raises(TypeError, match=r"as \[\[0, 1\], \[2, 3\]\], or a child's size, got \[0, 1\]"):
+        hp_platform.split_group(world, [0, 1])
+    with pytest.raises(ValueError, match=f"backend='mpi', and the parent's is '{backend}', which its children have"):
+        hp_platform.split_group(world, 2, backend="mpi")
+    with pytest.raises(ValueError, match="name one argument: give one of them"):
+        hp_platform.split_group(world, 2, parent_pg=pairs)
+
+
 @on_ranks(2)
 def test_a_destroyed_group_is_made_anew():
     groups = get_platform().groups

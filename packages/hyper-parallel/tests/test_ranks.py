@@ -39,6 +39,8 @@ class Bigram(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         if os.environ.get("END") == "wait":
             time.sleep(0.05)
+        if os.environ.get("END") == "hang" and rank == 1:
+            time.sleep(1e6)  # and rank 0 waits for it in a collective
         logits = self.head(self.embed(input_ids[:, :-1]))
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())}
 
@@ -89,10 +91,19 @@ def alive(folder: Path) -> list[int]:
     for path in folder.glob("rank*.pid"):
         try:
             os.kill(int(path.read_text()), 0)
-        except ProcessLookupError:
+            if "\nState:\tZ" in Path(f"/proc/{path.read_text()}/status").read_text():
+                continue  # whom nobody waited for
+        except (ProcessLookupError, FileNotFoundError, ValueError):  # ended, or not written yet
             continue
         found.append(int(path.stem.removeprefix("rank")))
     return found
+
+
+def wait_until(done) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_training_leaves_its_files_and_speaks_json(folder):
@@ -171,6 +182,30 @@ def test_an_interrupt_ends_every_rank(folder, whom):
     assert process.returncode == 130
     assert err.strip() == "error: interrupted by SIGINT: all ranks are ended"
     assert not alive(folder)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL"])
+def test_no_rank_outlives_its_launcher(folder, name):
+    arguments = ["train", "plan.toml", "--data", "text", "--out", "run", "--steps", "100000", "--json"]
+    process = start(folder, *COMMAND, *arguments, END="hang")
+    wait_until(lambda: sorted(alive(folder)) == [0, 1])
+    process.send_signal(getattr(signal, name))
+    _, err = process.communicate(timeout=60)
+    if name == "SIGKILL":
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert (process.returncode, err.strip()) == (130, f"error: interrupted by {name}: all ranks are ended")
+    wait_until(lambda: not alive(folder))
+
+
+def test_no_rank_outlives_torchrun(folder):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["train", "plan.toml", "--data", "text", "--out", "run", "--steps", "100000", "--json"]
+    process = start(folder, *launcher, *COMMAND[1:], *arguments, END="wait")
+    wait_until(lambda: sorted(alive(folder)) == [0, 1])
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until(lambda: not alive(folder))
 
 
 def test_verify_finds_the_bigram_equal(folder):

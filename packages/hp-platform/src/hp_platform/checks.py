@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from hp_platform.protocols import Tensor
 
@@ -98,16 +99,48 @@ def check_options(asked: object, made: object, ranks: Sequence[int]) -> None:
         )
 
 
-def check_split_ranks(split_ranks: Sequence[Sequence[int]] | None, size: int) -> None:
-    """Refuse children of a group of `size` ranks that overlap or have other ranks."""
+def choose_parent(parent: Any, parent_pg: Any) -> Any:
+    """Choose the parent of `split_group` among its two names, ours and torch's."""
+    if parent is not None and parent_pg is not None and parent is not parent_pg:
+        raise ValueError(f"parent={parent!r} and parent_pg={parent_pg!r} name one argument: give one of them.")
+    return parent_pg if parent is None else parent
+
+
+def check_child_backend(asked: object, parent: str) -> None:
+    """Refuse a child whose backend is not its parent's."""
+    if asked is not None and str(asked).lower() != parent:
+        raise ValueError(
+            f"backend={str(asked)!r}, and the parent's is {parent!r}, which its children have: leave it out."
+        )
+
+
+def read_split_ranks(split_ranks: int | Sequence[Sequence[int]] | None, size: int) -> Sequence[Sequence[int]]:
+    """List each child's ranks inside a parent of `size` ranks; refuse children that overlap or have other ranks.
+
+    >>> read_split_ranks(2, 4)
+    [[0, 1], [2, 3]]
+    """
+    if isinstance(split_ranks, int) and not isinstance(split_ranks, bool):
+        if split_ranks < 1 or size % split_ranks:
+            raise ValueError(
+                f"split_ranks={split_ranks} is the size of each child, which must divide the parent's {size} ranks: "
+                "for children of unequal sizes, list each one's ranks."
+            )
+        return [list(range(first, first + split_ranks)) for first in range(0, size, split_ranks)]
     if not split_ranks:
         raise ValueError(f"split_ranks needs at least one list of ranks, got {split_ranks!r}.")
+    if isinstance(split_ranks, bool) or not all(isinstance(ranks, Sequence) for ranks in split_ranks):
+        raise TypeError(
+            f"split_ranks is a list with a list of ranks for each child, as [[0, 1], [2, 3]], or a child's size, got "
+            f"{split_ranks!r}."
+        )
     flat = [rank for ranks in split_ranks for rank in ranks]
     if len(set(flat)) != len(flat) or min(flat, default=-1) < 0 or max(flat) >= size:
         raise ValueError(
             f"split_ranks needs different ranks from 0 to {size - 1} (the parent has {size}), "
             f"got {[list(ranks) for ranks in split_ranks]}."
         )
+    return split_ranks
 
 
 def no_default_group() -> RuntimeError:

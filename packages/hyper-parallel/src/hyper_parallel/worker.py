@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ import hp_plan
 import hp_platform
 from hp_plan import VerifyResult
 from hp_platform import get_platform
+from hp_platform.orphans import end_with_parent, watch_parent
 from hyper_parallel.display import make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.framework import framework
@@ -43,6 +45,10 @@ def _rank() -> Iterator[None]:
     """A process group around the work; the first rank that fails is the one that is reported."""
     # Ctrl-C reaches every process of a terminal; the launcher reports it for all.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    if multiprocessing.parent_process() is not None:
+        end_with_parent()
+    else:  # Whoever started this may have done so from a thread that ends.
+        watch_parent()
     process, place = framework("process"), launcher_place()
     assert place is not None
     process.prepare(place)

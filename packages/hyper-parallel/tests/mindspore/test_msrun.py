@@ -94,7 +94,7 @@ def alive(folder: Path) -> list[int]:
     for path in folder.glob("rank*.pid"):
         try:
             ended = psutil.Process(int(path.read_text())).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ValueError):  # ended, or not written yet
             continue
         if not ended:
             found.append(int(path.stem.removeprefix("rank")))
@@ -170,3 +170,20 @@ def test_an_interrupt_ends_every_rank(folder):
     assert process.returncode == 130
     assert err.strip() == "error: interrupted by SIGINT: all ranks are ended"
     assert not alive(folder)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_no_process_outlives_the_launcher(folder, name):
+    process = start(folder, *COMMAND, *TRAIN, "--steps", "100000", "--json", END="wait")
+    deadline = time.monotonic() + 120
+    while sorted(alive(folder)) != [0, 1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started = psutil.Process(process.pid).children(recursive=True)  # msrun, its scheduler and its ranks
+    assert len(started) >= 4
+    process.send_signal(getattr(signal, name))
+    _, err = process.communicate(timeout=60)
+    if name == "SIGTERM":
+        assert (process.returncode, err.strip()) == (130, "error: interrupted by SIGTERM: all ranks are ended")
+    _, still = psutil.wait_procs(started, timeout=60)
+    assert not [each for each in still if each.status() != psutil.STATUS_ZOMBIE]

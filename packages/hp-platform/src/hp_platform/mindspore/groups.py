@@ -13,7 +13,15 @@ from mindspore import communication
 from mindspore.communication import GlobalComm, management
 from mindspore.mint import distributed as dist
 
-from hp_platform.checks import check_options, check_ranks, check_same_world, check_split_ranks, no_default_group
+from hp_platform.checks import (
+    check_child_backend,
+    check_options,
+    check_ranks,
+    check_same_world,
+    choose_parent,
+    no_default_group,
+    read_split_ranks,
+)
 from hp_platform.mindspore.devices import devices
 from hp_platform.mindspore.options import own_options
 
@@ -207,33 +215,41 @@ def _create(ranks: tuple[int, ...], options: Any | None = None) -> str:
 
 def split_group(
     parent: str | None = None,
-    split_ranks: Sequence[Sequence[int]] | None = None,
+    split_ranks: int | Sequence[Sequence[int]] | None = None,
     timeout: timedelta | None = None,
     pg_options: Any | None = None,
     group_desc: str | None = None,
+    backend: str | None = None,
+    *,
+    parent_pg: str | None = None,
 ) -> str | None:
     """Get this rank's child of a group; one child for one set of ranks.
 
     Args:
         parent: the group to split; None is the default group.
-        split_ranks: for each child its ranks inside the parent; no rank in two children.
+        split_ranks: for each child its ranks inside the parent; no rank in two children. A number is the size of each
+            child, of consecutive ranks.
         timeout: must be None; MindSpore's groups share the default group's.
         pg_options: GroupOptions for a new child, or MindSpore's own.
         group_desc: what a new child is for; MindSpore shows it nowhere.
+        backend: None, or the parent's, which a child always has.
+        parent_pg: torch's name of `parent`.
 
     Returns:
         The child that holds this rank, None if no child does.
 
     Raises:
         ValueError: `split_ranks` is empty, or its ranks are doubled or not in the parent, or there is a `timeout`.
+        TypeError: `split_ranks` is no list of lists.
     """
     if timeout is not None:
         raise ValueError(f"timeout={timeout!r}: MindSpore's groups have none of their own, leave it out.")
+    parent = choose_parent(parent, parent_pg)
     members = _members(parent)
-    check_split_ranks(split_ranks, len(members))
-    assert split_ranks
+    children = read_split_ranks(split_ranks, len(members))
+    check_child_backend(backend, get_backend(parent))
     rank = get_group_local_rank()
-    for ranks in split_ranks:
+    for ranks in children:
         key = tuple(sorted(members[index] for index in ranks))
         if rank in key:
             group = known_groups().get(key) or _create(key, pg_options)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import os
 import pickle
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from hp_platform.orphans import end_with_parent
 from hp_platform.platform import get_platform
 from hp_platform.testing.reference import Reference, resolve
 
@@ -73,7 +71,7 @@ class Outcome(NamedTuple):
 def main(connection: Connection, start: Start) -> None:
     """Live as a rank; the target of the process."""
     os.setsid()  # Ctrl-C is the pool's to handle, and what a rank starts ends with it
-    _die_with_parent()
+    end_with_parent()
     stacks = open(start.stacks, "w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks)
@@ -93,20 +91,6 @@ def main(connection: Connection, start: Start) -> None:
         except EOFError:
             os._exit(0)  # no clean-up: the peers may be gone, and there is nothing to save
         connection.send(_run(task, framework))
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    parent = parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
 def _run(task: Task, framework: Any) -> Outcome:

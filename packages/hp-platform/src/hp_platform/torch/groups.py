@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hp_platform.checks import check_options, check_ranks, check_same_world, check_split_ranks, no_default_group
+from hp_platform.checks import (
+    check_child_backend,
+    check_options,
+    check_ranks,
+    check_same_world,
+    choose_parent,
+    no_default_group,
+    read_split_ranks,
+)
 from hp_platform.torch import peers
 from hp_platform.torch.creation import create, forget
 from hp_platform.torch.devices import devices
@@ -171,19 +179,25 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> ProcessGro
 
 def split_group(
     parent: ProcessGroup | None = None,
-    split_ranks: Sequence[Sequence[int]] | None = None,
+    split_ranks: int | Sequence[Sequence[int]] | None = None,
     timeout: timedelta | None = None,
     pg_options: Any | None = None,
     group_desc: str | None = None,
+    backend: str | None = None,
+    *,
+    parent_pg: ProcessGroup | None = None,
 ) -> ProcessGroup | None:
     """Get this rank's child of a group, as `torch.distributed.split_group`; one child for one set of ranks.
 
     Args:
         parent: the group to split; None is the default group.
-        split_ranks: for each child its ranks inside the parent; no rank in two children.
+        split_ranks: for each child its ranks inside the parent; no rank in two children. A number is the size of each
+            child, of consecutive ranks.
         timeout: how long an operation in a new child may take; by default torch's.
         pg_options: GroupOptions for a new child, or the backend's own.
         group_desc: what a new child is for, shown in torch's logs.
+        backend: None, or the parent's, which a child always has.
+        parent_pg: torch's name of `parent`.
 
     Returns:
         The child that holds this rank, None if no child does.
@@ -191,13 +205,15 @@ def split_group(
     Raises:
         ValueError: `split_ranks` is empty, its ranks are doubled or not in the parent, or the child exists already,
             made with other options.
+        TypeError: `split_ranks` is no list of lists.
     """
+    parent = choose_parent(parent, parent_pg)
     members = get_process_group_ranks(parent)
-    check_split_ranks(split_ranks, len(members))
-    assert split_ranks
+    children = read_split_ranks(split_ranks, len(members))
+    check_child_backend(backend, get_backend(parent))
     rank = dist.get_rank()
     groups = _cache()
-    for ranks in split_ranks:
+    for ranks in children:
         key = tuple(sorted(members[index] for index in ranks))
         if rank in key:
             if key not in groups:

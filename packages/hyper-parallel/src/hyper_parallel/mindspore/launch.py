@@ -59,7 +59,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
 
     Raises:
         RankFailure: a rank raised or was killed.
-        Interrupted: this process got SIGINT or SIGTERM.
+        Interrupted: this process got SIGINT, SIGTERM or SIGHUP.
     """
     start_server(job.plan, ranks)
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as name, contextlib.ExitStack() as stack:
@@ -105,7 +105,11 @@ class _Msrun:
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         options = [f"--worker_num={self._ranks}", f"--local_worker_num={self._ranks}", "--join=True"]
         options += [f"--master_port={_free_port()}", f"--log_dir={self._folder}"]
-        command = [_msrun(), *options, "python", "-m", "hyper_parallel.mindspore.rank", str(self._folder)]
+        options.append(
+            f"--tail_worker_log={self._ranks}"
+        )  # Nobody's: each `tail` would outlive a msrun that is killed.
+        command = [sys.executable, "-m", "hyper_parallel.mindspore.msrun", str(os.getpid()), _msrun(), *options]
+        command += ["python", "-m", "hyper_parallel.mindspore.rank", str(self._folder)]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -203,7 +207,7 @@ def _signals_raise() -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         raise _Signalled(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

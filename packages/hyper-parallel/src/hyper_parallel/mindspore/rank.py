@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from hp_platform.orphans import end_with_parent
 from hyper_parallel.launch import launcher_place
 
 JOB = "job"
@@ -29,6 +30,7 @@ def main(folder: Path) -> None:
     Args:
         folder: shared with the launcher.
     """
+    end_with_parent()  # msrun, which ends with the launcher
     place = launcher_place()
     assert place is not None
     if place.rank >= 0:

@@ -60,7 +60,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
 
     Raises:
         RankFailure: a rank raised or was killed.
-        Interrupted: this process got SIGINT or SIGTERM.
+        Interrupted: this process got SIGINT, SIGTERM, SIGHUP or SIGQUIT.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
