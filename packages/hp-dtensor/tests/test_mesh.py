@@ -39,7 +39,7 @@ def test_sizes() -> None:
     mesh = _abstract(np.arange(24).reshape(2, 3, 4), ("a", "b", "c"))
     assert mesh.ndim == 3 and mesh.shape == (2, 3, 4) and mesh.size() == 24
     assert mesh.size(1) == mesh.size("b") == mesh.get_device_num_along_axis("b") == 3 and mesh.size(-1) == 4
-    assert mesh.mesh.shape == (2, 3, 4) and mesh.mesh_dim_names == ("a", "b", "c") and mesh.device_type == "cpu"
+    assert mesh.ranks.shape == (2, 3, 4) and mesh.mesh_dim_names == ("a", "b", "c") and mesh.device_type == "cpu"
     assert mesh.get_coordinate() == (0, 0, 0) and mesh.get_local_rank("c") == 0
     assert _abstract(5).shape == (1,)
 

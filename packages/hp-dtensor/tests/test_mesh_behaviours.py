@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from hp_dtensor import (
     init_device_mesh,
 )
 from hp_dtensor.debug import CommDebugMode
-from hp_platform import get_platform, manual_seed
+from hp_platform import GroupOptions, get_platform, manual_seed
 from hp_platform.testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
@@ -66,22 +67,76 @@ def test_the_ranks_are_on_the_host_and_stay_as_they_are() -> None:
     given = torch.arange(4).reshape(2, 2)
     mesh = _abstract(given)
     given[0, 0] = 7
-    assert isinstance(mesh.mesh, np.ndarray) and mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert isinstance(mesh.mesh, torch.Tensor) and mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert (mesh.mesh.dtype, mesh.mesh.device.type) == (torch.int, "cpu")
+    mesh.mesh[0, 0] = 7
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="read-only"):
-        mesh.mesh[0, 0] = 7
+        mesh.ranks[0, 0] = 7
     with torch.device("meta"):
         assert _abstract([0, 1]).mesh.tolist() == [0, 1]
+
+
+def test_errors_are_torchs_kind_too() -> None:
+    """Each is what torch's DeviceMesh raises there, and what fits."""
+    mesh = _abstract([[0, 1], [2, 3]], ("a", "b"))
+    for error, call in (
+        (RuntimeError, lambda: _abstract([0, 1], ("a", "b"))),
+        (RuntimeError, lambda: _abstract([[0, 1]], ("a", "a"))),
+        (ValueError, lambda: mesh._unflatten("c", (2,), ("x",))),
+        (ValueError, lambda: mesh._unflatten(2, (2,), ("x",))),
+        (RuntimeError, lambda: mesh._unflatten("b", (2, 1), ("x",))),
+        (RuntimeError, lambda: DeviceMesh._concatenate([mesh["a"], _abstract([4, 5], ("c",))])),
+        (RuntimeError, lambda: DeviceMesh._concatenate([mesh["a"], mesh["a", "b"]])),
+    ):
+        with pytest.raises(error):
+            call()
+
+
+@on_ranks(2)
+def test_options_of_the_groups_of_an_axis() -> None:
+    long, other = GroupOptions(timeout=timedelta(hours=1)), GroupOptions(timeout=timedelta(hours=2))
+    backend = get_platform().groups.backend()
+    mesh = DeviceMesh(
+        device_type(), [[1], [0]], ("a", "b"), backend_override={"b": (backend, long), 0: backend.upper()}
+    )
+    assert DeviceMesh(device_type(), [[1], [0]], ("a", "b"), backend_override=(None, long)).get_all_groups() == (
+        mesh.get_all_groups()
+    )
+    with pytest.raises(ValueError, match=r"pg_options=.*hours|exists already, made with"):
+        DeviceMesh(device_type(), [[1], [0]], ("a", "b"), backend_override={"b": other})
+    assert init_device_mesh(device_type(), (2,), backend_override={0: backend}).size() == 2
+    with pytest.raises(ValueError, match=f"has 'mpi' for axis 'a', and the groups of a mesh have .* '{backend}'"):
+        init_device_mesh(device_type(), (2,), ("a",), backend_override={"a": "mpi"})
+    for override in ({"c": backend}, {2: backend}, {"a": backend, 0: backend}):
+        with pytest.raises(RuntimeError, match=r"indices from 0 to 1 or names of \('a', 'b'\), each axis once, got \["):
+            init_device_mesh(device_type(), (2, 1), ("a", "b"), backend_override=override)
+    with pytest.raises(ValueError, match="backend_override needs one value for each of 1 axes, got"):
+        DeviceMesh(device_type(), [0, 1], backend_override=(None, None))
+
+
+@on_ranks(4)
+def test_a_mesh_over_the_first_ranks() -> None:
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
+    rank = mesh.get_rank()
+    assert mesh.mesh.tolist() == [0, 1] and mesh.size() == 2
+    assert mesh.get_coordinate() == ((rank,) if rank < 2 else None)
+    x = distribute_tensor(torch.arange(4.0, device=device_type()), mesh, [Shard(0)])
+    assert x.to_local().numel() == (2 if rank < 2 else 0)
+    if rank < 2:
+        assert x.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
+    else:
+        with pytest.raises(RuntimeError, match=f"rank {rank} is not in DeviceMesh"):
+            mesh.get_group()
 
 
 @on_ranks(2)
 def test_what_init_device_mesh_refuses() -> None:
     for shape in ((-1, -2), (0,), (2, 2), (3,), ()):
         with pytest.raises(
-            ValueError, match=r"mesh_shape \(.*\) has \d places, the world has 2|sizes of mesh_shape must be positive"
+            RuntimeError, match=r"mesh_shape \(.*\) has \d places, the world has 2|sizes of mesh_shape must be positive"
         ):
             init_device_mesh(device_type(), shape)
-    with pytest.raises(ValueError, match=r"DeviceMesh\('cpu', ranks\) is a mesh of some ranks"):
-        init_device_mesh("cpu", (1,))
     with pytest.raises(ValueError, match=r"mesh_dim_names must be unique, got \('dp', 'dp'\)"):
         init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp", "dp"))
     with pytest.raises(ValueError, match=r"2 mesh_dim_names \('dp', 'tp'\) for a mesh of 1 axes \(2,\)"):
@@ -89,7 +144,7 @@ def test_what_init_device_mesh_refuses() -> None:
     with pytest.raises(TypeError, match="must be a sequence of strings"):
         init_device_mesh(device_type(), (1, 2), mesh_dim_names="dp")
     for kind in ("cuda:0", "cuda0"):
-        with pytest.raises(ValueError, match=f"device_type '{kind}' names one device"):
+        with pytest.raises(RuntimeError, match=f"device_type '{kind}' names one device"):
             init_device_mesh(kind, (2,))
     assert init_device_mesh(device_type(), 2).shape == (2,)  # type: ignore[arg-type]
 
@@ -113,7 +168,7 @@ def test_a_mesh_makes_the_default_group_and_chooses_the_device(monkeypatch) -> N
         is_initialized = staticmethod(lambda: "init" in calls)
         init_process_group = staticmethod(lambda: calls.append("init"))
         rank, size = staticmethod(lambda group=None: 1), staticmethod(lambda group=None: 2)
-        new_group = staticmethod(tuple)
+        new_group = staticmethod(lambda ranks, pg_options: tuple(ranks))
 
     class Platform:
         groups, devices = Groups, Devices

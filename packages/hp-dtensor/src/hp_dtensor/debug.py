@@ -296,7 +296,7 @@ def _axis(ranks: Sequence[int], meshes: Iterable[DeviceMesh]) -> str:
         for axis in range(mesh.ndim) if coordinate is not None else ():
             line: list[Any] = list(coordinate or ())
             line[axis] = slice(None)
-            if sorted(mesh.mesh[tuple(line)].tolist()) == sorted(ranks):
+            if sorted(mesh.ranks[tuple(line)].tolist()) == sorted(ranks):
                 names[mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else f"axis{axis}"] = None
     return "|".join(sorted(names)) or f"ranks {', '.join(map(str, ranks))}"
 

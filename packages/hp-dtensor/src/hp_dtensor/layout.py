@@ -96,7 +96,7 @@ class Layout:
     def of(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int | None = None) -> Layout:
         """The layout that says the same as a mesh and placements."""
         names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-        made = Layout(mesh.shape, names, [int(rank) for rank in mesh.mesh.reshape(-1)])
+        made = Layout(mesh.shape, names, [int(rank) for rank in mesh.ranks.reshape(-1)])
         return made._placed(tuple(placements), ndim)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import importlib
 import threading
 from collections.abc import Sequence
 from math import prod
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor import mesh_groups, submesh
-from hp_dtensor.mesh_axes import Digits, digits_of, read_names, read_ranks
+from hp_dtensor.mesh_axes import Digits, digits_of, find_axis, read_names, read_ranks
+from hp_dtensor.mesh_errors import MeshValueError
 from hp_platform import get_platform
 
 __all__ = ["DeviceMesh", "get_current_mesh", "init_device_mesh"]
@@ -39,11 +40,16 @@ class DeviceMesh:
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``.
         mesh: global ranks as a (nested) list or array; its shape is the mesh's shape. Ranks must be unique.
         mesh_dim_names: one name an axis, unique; also accepted by keyword.
+        backend_override: options of the axes' groups, by an axis's name or index, or one value an axis: GroupOptions,
+            the backend's own, or ``(backend, options)``. The backend is the default group's.
+
+    Attributes:
+        ranks: the global ranks, a numpy array that can't be written to.
 
     Raises:
         TypeError: ranks that are no integers, names that are no strings.
-        ValueError: no ranks, repeated ranks, ranks that the world has not, repeated names, or a number of names that is
-            not the number of axes.
+        ValueError: no ranks, repeated ranks, ranks that the world has not, repeated names, a number of names that is
+            not the number of axes, or another backend. Where torch has RuntimeError, it is that, too.
     """
 
     def __init__(
@@ -52,13 +58,14 @@ class DeviceMesh:
         mesh: Any,
         mesh_dim_names: Sequence[str] | None = None,
         *,
+        backend_override: Any = None,
         _init_groups: bool = True,
         _root: DeviceMesh | None = None,
         _axes: tuple[Digits, ...] | None = None,
     ) -> None:
         ranks = read_ranks(mesh)
         self.device_type = device_type
-        self.mesh = ranks
+        self.ranks = ranks
         self.shape: tuple[int, ...] = tuple(ranks.shape)
         self.mesh_dim_names = names = read_names(mesh_dim_names, self.shape)
         self.root: DeviceMesh = _root if _root is not None else self
@@ -67,6 +74,7 @@ class DeviceMesh:
         self._key = (device_type, self.shape, tuple(ranks.reshape(-1).tolist()), names)
         self._hash = hash(self._key)
         self._groups: tuple[Any, ...] | None = None
+        self._options = mesh_groups.read_options(backend_override, names, len(self.shape))
         self._rank: int | None = None
         self._coordinate: tuple[int, ...] | None = None
         if _init_groups:
@@ -78,7 +86,7 @@ class DeviceMesh:
         groups = get_platform().groups
         known = groups.is_initialized()
         rank = groups.rank() if known else 0
-        position = np.argwhere(self.mesh == rank)
+        position = np.argwhere(self.ranks == rank)
         self._coordinate = tuple(int(i) for i in position[0]) if len(position) else None
         self._rank = rank if known else None
 
@@ -93,17 +101,22 @@ class DeviceMesh:
 
     def __repr__(self) -> str:
         names = f", mesh_dim_names={self.mesh_dim_names}" if self.mesh_dim_names else ""
-        return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}{names})"
+        return f"DeviceMesh({self.device_type!r}, {self.ranks.tolist()}{names})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = self.root if self.root is not self else None
-        made = (self.device_type, self.mesh.tolist(), self.mesh_dim_names, root, self._axes)
+        made = (self.device_type, self.ranks.tolist(), self.mesh_dim_names, root, self._axes)
         return _rebuild, made, {"_flattened": self._flattened} if self._flattened else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self
 
     # ---- shape and place ----
+    @property
+    def mesh(self) -> Any:
+        """The ranks as a tensor of the framework on the host, a new one at each call; see ``ranks``."""
+        return importlib.import_module(f"hp_dtensor.{get_platform().name}.ranks").rank_tensor(self.ranks)
+
     @property
     def ndim(self) -> int:
         """Number of axes."""
@@ -112,35 +125,17 @@ class DeviceMesh:
     def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks, of the whole mesh or along one axis."""
         if mesh_dim is None:
-            return int(self.mesh.size)
+            return int(self.ranks.size)
         mesh, axis = self._find(mesh_dim)
         return mesh.shape[axis]
 
     def get_device_num_along_axis(self, name: str) -> int:
-        """Number of ranks along the axis called ``name``."""
+        """Number of ranks along an axis."""
         return self.size(name)
 
     def axis(self, mesh_dim: int | str) -> int:
-        """The index of an axis, given by index or by name.
-
-        Raises:
-            KeyError: no axis of that name (near misses are listed).
-            IndexError: index out of range.
-            TypeError: neither index nor name.
-        """
-        if isinstance(mesh_dim, str):
-            names = self.mesh_dim_names or ()
-            if mesh_dim not in names:
-                known = (*names, *self._within())
-                near = difflib.get_close_matches(mesh_dim, known)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise KeyError(f"no axis {mesh_dim!r} in a mesh with axes {known}{hint}")
-            return names.index(mesh_dim)
-        if not isinstance(mesh_dim, int):
-            raise TypeError(f"an axis is named by a string or an index, got {mesh_dim!r}")
-        if not -self.ndim <= mesh_dim < self.ndim:
-            raise IndexError(f"axis {mesh_dim} of a mesh of {self.ndim} axes {self.shape}")
-        return mesh_dim % self.ndim
+        """The index of an axis, given by index or by name; ``find_axis`` has the errors."""
+        return find_axis(mesh_dim, self.mesh_dim_names or (), self.shape, self._within)
 
     def _within(self) -> dict[str, DeviceMesh]:
         """The flattened meshes, by name, whose axes this mesh has."""
@@ -190,13 +185,14 @@ class DeviceMesh:
         mesh_groups.start()
         mesh_groups.check_world(self)
         here = range(self.ndim) if self.get_coordinate() is not None else ()
-        self._groups = tuple(get_platform().groups.new_group(self._line(axis)) for axis in here)
+        new_group = get_platform().groups.new_group
+        self._groups = tuple(new_group(self._line(axis), pg_options=self._options.get(axis)) for axis in here)
 
     def _line(self, axis: int) -> list[int]:
         """The ranks along an axis, through this one."""
         index: list[Any] = list(self.get_coordinate() or ())
         index[axis] = slice(None)
-        return self.mesh[tuple(index)].tolist()
+        return self.ranks[tuple(index)].tolist()
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The process group of this rank's line along an axis (which may be left out on a mesh of one axis).
@@ -235,7 +231,7 @@ class DeviceMesh:
         return None if order == tuple(range(len(line))) else order
 
     def get_all_groups(self) -> list[Any]:
-        """The groups of all axes, in their order."""
+        """The groups of all axes."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     # ---- sub-meshes ----
@@ -349,26 +345,31 @@ def _rebuild(
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str] | None = None
+    device_type: str,
+    mesh_shape: Sequence[int],
+    mesh_dim_names: Sequence[str] | None = None,
+    *,
+    backend_override: Any = None,
 ) -> DeviceMesh:
-    """A mesh over all ranks in order: rank ``r`` sits at ``numpy.unravel_index(r, mesh_shape)``.
+    """A mesh over the first ranks in order: rank ``r`` sits at ``numpy.unravel_index(r, mesh_shape)``.
 
-    Initialises the default process group where there is none. For a mesh of some ranks, or in another order, make a
-    ``DeviceMesh`` of them.
+    Initialises the default process group where there is none. Ranks that the shape has no place for are outside of the
+    mesh and have no coordinate. For other ranks, or in another order, make a ``DeviceMesh`` of them.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``.
-        mesh_shape: size of each axis; the product is the world size.
+        mesh_shape: size of each axis; the product is the world size, or less.
         mesh_dim_names: one name an axis.
+        backend_override: options of the axes' groups, as ``DeviceMesh`` takes them.
 
     Raises:
         TypeError: names that are no strings.
-        ValueError: the product of ``mesh_shape`` is not the world size, names that do not fit it, or ``device_type``
-            has an index.
+        ValueError: the product of ``mesh_shape`` is more than the world size, names that do not fit it, or
+            ``device_type`` has an index (each a RuntimeError, too, as torch's).
     """
     if not device_type.isalpha():
         kind = device_type.partition(":")[0]
-        raise ValueError(
+        raise MeshValueError(
             f"init_device_mesh: device_type {device_type!r} names one device; give the kind, {kind!r}: "
             "each rank uses the current device of that kind"
         )
@@ -377,14 +378,14 @@ def init_device_mesh(
     mesh_groups.start()
     world = get_platform().groups.size()
     need = prod(shape)
-    if min(shape, default=1) < 1:
-        raise ValueError(f"init_device_mesh: the sizes of mesh_shape must be positive, got {shape}")
-    if need != world:
-        raise ValueError(
+    if min(shape, default=0) < 1:
+        raise MeshValueError(f"init_device_mesh: the sizes of mesh_shape must be positive, got {shape}")
+    if need > world:
+        raise MeshValueError(
             f"init_device_mesh: mesh_shape {shape} has {need} places, the world has {world} ranks; "
-            f"start {need} ranks or change the shape; DeviceMesh({device_type!r}, ranks) is a mesh of some ranks"
+            f"start {need} ranks or change the shape"
         )
-    return DeviceMesh(device_type, np.arange(need).reshape(shape), names)
+    return DeviceMesh(device_type, np.arange(need).reshape(shape), names, backend_override=backend_override)
 
 
 def get_current_mesh() -> DeviceMesh:

@@ -9,13 +9,16 @@ Note [Axes are digits]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Digits", "cut", "digits_of", "overlap", "read_names", "read_ranks", "split"]
+from hp_dtensor.mesh_errors import AxisRangeError, MeshValueError, NoAxisError
+
+__all__ = ["Digits", "cut", "digits_of", "find_axis", "overlap", "read_names", "read_ranks", "split"]
 
 Digits = tuple[tuple[int, int], ...]
 """The (size, stride) of each digit of one axis: Note [Axes are digits]."""
@@ -55,10 +58,38 @@ def read_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str
         raise TypeError(f"DeviceMesh: mesh_dim_names must be a sequence of strings, as ('dp', 'tp'), got {names!r}")
     found = tuple(names)
     if len(found) != len(shape):
-        raise ValueError(f"DeviceMesh: {len(found)} mesh_dim_names {found} for a mesh of {len(shape)} axes {shape}")
+        raise MeshValueError(f"DeviceMesh: {len(found)} mesh_dim_names {found} for a mesh of {len(shape)} axes {shape}")
     if len(set(found)) != len(found):
-        raise ValueError(f"DeviceMesh: mesh_dim_names must be unique, got {found}")
+        raise MeshValueError(f"DeviceMesh: mesh_dim_names must be unique, got {found}")
     return found
+
+
+def find_axis(axis: Any, names: tuple[str, ...], shape: tuple[int, ...], others: Callable[[], Collection[str]]) -> int:
+    """The index of an axis that is given by index or by name.
+
+    Args:
+        axis: what was given.
+        names: of the mesh's axes.
+        shape: of the mesh.
+        others: lists further names that are known, for the error.
+
+    Raises:
+        NoAxisError: no axis of that name (near misses are listed); a KeyError and a ValueError.
+        AxisRangeError: index out of range; an IndexError and a ValueError.
+        TypeError: neither index nor name.
+    """
+    if isinstance(axis, str):
+        if axis not in names:
+            known = (*names, *others())
+            near = difflib.get_close_matches(axis, known)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise NoAxisError(f"no axis {axis!r} in a mesh with axes {known}{hint}")
+        return names.index(axis)
+    if not isinstance(axis, int):
+        raise TypeError(f"an axis is named by a string or an index, got {axis!r}")
+    if not -len(shape) <= axis < len(shape):
+        raise AxisRangeError(f"axis {axis} of a mesh of {len(shape)} axes {shape}")
+    return axis % len(shape)
 
 
 def digits_of(shape: Sequence[int]) -> tuple[Digits, ...]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hp_dtensor.mesh_errors import MeshValueError
 from hp_platform import get_platform
 
 if TYPE_CHECKING:
     from hp_dtensor.mesh import DeviceMesh
 
-__all__ = ["adopt", "check_world", "start"]
+__all__ = ["adopt", "check_world", "read_options", "start"]
 
 
 def start() -> None:
@@ -28,9 +29,56 @@ def start() -> None:
 def check_world(mesh: DeviceMesh) -> None:
     """Raises ValueError where the world has not all the ranks."""
     world = get_platform().groups.size()
-    outside = [rank for rank in mesh.mesh.reshape(-1).tolist() if not 0 <= rank < world]
+    outside = [rank for rank in mesh.ranks.reshape(-1).tolist() if not 0 <= rank < world]
     if outside:
-        raise ValueError(f"DeviceMesh: ranks {outside} of {mesh.mesh.tolist()} are not in the world of {world} ranks")
+        raise MeshValueError(
+            f"DeviceMesh: ranks {outside} of {mesh.ranks.tolist()} are not in the world of {world} ranks"
+        )
+
+
+def read_options(override: Any, names: Sequence[str] | None, ndim: int) -> dict[int, Any]:
+    """The group options of each axis that ``backend_override`` has some for.
+
+    Args:
+        override: see ``DeviceMesh``.
+        names: of the axes.
+        ndim: how many axes there are.
+
+    Raises:
+        ValueError: an axis that there isn't, or one twice, or a number of values that is not the number of axes
+            (a RuntimeError, too); or a backend that is not the default group's.
+    """
+    if override is None:
+        return {}
+    if not isinstance(override, Mapping):
+        if isinstance(override, str) or len(override) != ndim:
+            raise MeshValueError(
+                f"DeviceMesh: backend_override needs one value for each of {ndim} axes, got {override!r}"
+            )
+        override = dict(enumerate(override))
+    options: dict[int, Any] = {}
+    for key, value in override.items():
+        axis = names.index(key) if names and key in names else key
+        if not isinstance(axis, int) or not 0 <= axis < ndim or axis in options:
+            known = f"indices from 0 to {ndim - 1}" + (f" or names of {tuple(names)}" if names else "")
+            raise MeshValueError(f"DeviceMesh: backend_override needs {known}, each axis once, got {list(override)}")
+        backend, chosen = (
+            value if isinstance(value, tuple) else (value, None) if isinstance(value, str) else (None, value)
+        )
+        if backend is not None:
+            _check_backend(key, str(backend))
+        options[axis] = chosen
+    return options
+
+
+def _check_backend(key: Any, backend: str) -> None:
+    start()
+    have = get_platform().groups.backend()
+    if backend.lower() != have:
+        raise ValueError(
+            f"DeviceMesh: backend_override has {backend!r} for axis {key!r}, and the groups of a mesh have the default "
+            f"group's backend, {have!r}: leave it out, or start the ranks with init_process_group({backend!r})"
+        )
 
 
 def adopt(mesh: DeviceMesh, given: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hp_dtensor.mesh_axes import cut, overlap, read_names, split
+from hp_dtensor.mesh_errors import MeshValueError, OverlapError
 
 if TYPE_CHECKING:
     from hp_dtensor.mesh import DeviceMesh
@@ -19,11 +20,11 @@ def join(mesh: DeviceMesh, names: Sequence[str], found: Sequence[tuple[DeviceMes
     """The mesh of these axes of meshes that were cut from ``mesh``'s root."""
     root, axes = mesh.root, tuple(each._axes[axis] for each, axis in found)
     if overlap(axes):
-        raise KeyError(f"axes {tuple(names)} of {root} overlap: no rank may lie on two of them")
+        raise OverlapError(f"axes {tuple(names)} of {root} overlap: no rank may lie on two of them")
     place = root.get_coordinate()
     if place is None:
         raise RuntimeError(f"rank {mesh.get_rank()} is not in {mesh}: it has no sub-mesh there")
-    made = mesh._derived(cut(root.mesh, int(np.ravel_multi_index(place, root.shape)), axes), names, axes)
+    made = mesh._derived(cut(root.ranks, int(np.ravel_multi_index(place, root.shape)), axes), names, axes)
     if all(each._groups is not None for each, _ in found):
         made._groups = tuple(each.get_group(axis) for each, axis in found)
     return made
@@ -36,14 +37,14 @@ def flatten(mesh: DeviceMesh, mesh_dim_name: str | None) -> DeviceMesh:
         raise RuntimeError("_flatten: give mesh_dim_name, this mesh has no mesh_dim_names to join")
     if mesh.mesh_dim_names == (name,):
         return mesh
-    root, ranks = mesh.root, mesh.mesh.reshape(-1)
+    root, ranks = mesh.root, mesh.ranks.reshape(-1)
     if name in (root.mesh_dim_names or ()):
         raise ValueError(f"_flatten: {name!r} is already an axis of the root mesh {root.mesh_dim_names}")
     axis, known = tuple(digit for each in mesh._axes for digit in each), root._flattened.get(name)
     if known is not None and known._axes != (axis,):
         raise ValueError(
-            f"_flatten: {name!r} is already the name of ranks {known.mesh.tolist()}, asked for {ranks.tolist()}; choose"
-            " another name"
+            f"_flatten: {name!r} is already the name of ranks {known.ranks.tolist()}, asked for {ranks.tolist()};"
+            " choose another name"
         )
     if known is None:
         known = root._flattened[name] = mesh._derived(ranks, (name,), (axis,), init_groups=mesh._groups is not None)
@@ -59,7 +60,9 @@ def unflatten(
         raise ValueError(f"_unflatten: mesh_dim_names {mesh_dim_names} for a mesh with names {mesh.mesh_dim_names}")
     if mesh.mesh_dim_names is not None and mesh_dim_names is not None:
         if len(mesh_dim_names) != len(sizes):
-            raise ValueError(f"_unflatten: {len(mesh_dim_names)} mesh_dim_names for {len(sizes)} mesh_sizes {sizes}")
+            raise MeshValueError(
+                f"_unflatten: {len(mesh_dim_names)} mesh_dim_names for {len(sizes)} mesh_sizes {sizes}"
+            )
         names = (*mesh.mesh_dim_names[:axis], *mesh_dim_names, *mesh.mesh_dim_names[axis + 1 :])
     made = split(mesh._axes[axis], sizes) if min(sizes, default=0) > 0 else None
     if made is None:
@@ -67,7 +70,7 @@ def unflatten(
             f"_unflatten: sizes {sizes} do not make axis {dim!r} of size {mesh.shape[axis]}: their product must be its"
             " size, and an axis that was flattened comes apart where it was joined"
         )
-    ranks = mesh.mesh.reshape(*mesh.shape[:axis], *sizes, *mesh.shape[axis + 1 :])
+    ranks = mesh.ranks.reshape(*mesh.shape[:axis], *sizes, *mesh.shape[axis + 1 :])
     axes = (*mesh._axes[:axis], *made, *mesh._axes[axis + 1 :])
     return mesh._derived(ranks, names, axes, init_groups=mesh._groups is not None)
 
@@ -75,7 +78,7 @@ def unflatten(
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """See ``DeviceMesh._concatenate``."""
     if not meshes or any(mesh.root != meshes[0].root or mesh.mesh_dim_names is None for mesh in meshes):
-        raise ValueError(f"_concatenate: meshes with names, cut from one mesh, are needed; got {list(meshes)}")
+        raise MeshValueError(f"_concatenate: meshes with names, cut from one mesh, are needed; got {list(meshes)}")
     found = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim)]
     names = read_names([name for mesh in meshes for name in mesh.mesh_dim_names or ()], (1,) * len(found))
     return join(meshes[0], names or (), found)

@@ -52,7 +52,7 @@ def relayout(
             f"redistribute: the tensor is on {have.mesh}, asked for {mesh}: a mesh of {mesh.device_type}; meshes of one"
             " kind of device are needed"
         )
-    if mesh.shape == have.mesh.shape and (mesh.mesh == have.mesh.mesh).all():  # the names alone differ
+    if mesh.shape == have.mesh.shape and (mesh.ranks == have.mesh.ranks).all():  # the names alone differ
         made = redistribute(x, have.with_placements(wanted))
         vars(made).pop("_moved_from", None)
         return wrap(made, TensorSpec.of(mesh, wanted, have.shape))

@@ -61,7 +61,7 @@ def global_grad_norm(
             size = ops.abs(local.astype(dtype)).reshape(-1)
             total = ops.maximum(total, size.max().reshape(1)) if largest else total + (size**norm_type).sum().reshape(1)
         if mesh is not None and mesh.size() > 1:
-            group = get_platform().groups.new_group(sorted(int(rank) for rank in mesh.mesh.reshape(-1)))
+            group = get_platform().groups.new_group(sorted(int(rank) for rank in mesh.ranks.reshape(-1)))
             get_platform().collectives.all_reduce(total, "max" if largest else "sum", group=group)
         return (total if largest else total ** (1.0 / norm_type)).reshape(())
 

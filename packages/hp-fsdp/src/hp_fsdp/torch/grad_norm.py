@@ -59,7 +59,7 @@ def global_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_typ
         else:
             total = torch.zeros((), dtype=dtype, device=reference.device)
         if mesh is not None and mesh.size() > 1:
-            group = get_platform().groups.new_group(sorted(int(rank) for rank in mesh.mesh.reshape(-1)))
+            group = get_platform().groups.new_group(sorted(int(rank) for rank in mesh.ranks.reshape(-1)))
             total = total.to(transport(mesh))  # shards may be on the host
             collectives.all_reduce(total, "max" if math.isinf(norm_type) else "sum", group=group)
             total = total.to(reference.device)

@@ -33,7 +33,7 @@ class SequenceGroup:
         self.mesh = mesh
         self.load_balance = load_balance
         self.style = style
-        self.ranks: list[int] = mesh.mesh.reshape(-1).tolist()
+        self.ranks: list[int] = mesh.ranks.reshape(-1).tolist()
         self.size = len(self.ranks)
         if self.ranks != sorted(self.ranks):
             raise ValueError(
