@@ -43,6 +43,21 @@ def left_out(package: str) -> list[str]:
     return sorted(files - {path.as_posix() for path in importlib.metadata.files(package) or ()})
 
 
+def check_metadata(package: str) -> None:
+    """Raises SystemExit where the wheel has no licence, or takes any later version of another package of ours."""
+    licences = [path for path in importlib.metadata.files(package) or () if path.name == "LICENSE"]
+    if not licences or licences[0].read_text() != Path("LICENSE").read_text():
+        raise SystemExit(f"{package}: the wheel has not this repository's LICENSE")
+    required = importlib.metadata.requires(package) or []
+    loose = [
+        text
+        for text in required
+        if text.startswith(("hp-", "hyper-parallel")) and "~=" not in text and "extra" not in text
+    ]
+    if loose:
+        raise SystemExit(f"{package}: inner versions need ~=, got {loose}")
+
+
 def refuse_frameworks(what: str) -> None:
     """Raises SystemExit where something has imported a framework."""
     imported = [name for name in ("torch", "mindspore") if name in sys.modules]
@@ -54,6 +69,7 @@ def check(package: str, mode: str) -> str:
     """Returns a line that says what holds; raises SystemExit with what does not."""
     if missing := left_out(package):
         raise SystemExit(f"{package}: the wheel lacks {missing}")
+    check_metadata(package)
     module = importlib.import_module(package.replace("-", "_"))
     refuse_frameworks(f"{package}: importing it")
     for command in importlib.metadata.distribution(package).entry_points.select(group="console_scripts"):

@@ -1,0 +1,85 @@
+"""What the READMEs show: programs run, plans have no faults, fragments are said to be fragments."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from hp_plan import lint
+from hp_platform.platform import platform_name
+from hp_platform.testing import run_ranks
+
+ROOT = Path(__file__).parents[3]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+_BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Snippet(NamedTuple):
+    place: str
+    kind: str
+    text: str
+    output: str | None  # the block after a program, where that is text
+
+
+def snippets() -> list[Snippet]:
+    found = []
+    for path in READMES:
+        content = path.read_text(encoding="utf-8")
+        blocks = list(_BLOCK.finditer(content))
+        for block, after in zip(blocks, [*blocks[1:], None]):
+            line = content.count("\n", 0, block.start()) + 1
+            output = after[2] if after is not None and after[1] == "text" else None
+            found.append(Snippet(f"{path.relative_to(ROOT).as_posix()}:{line}", block[1], block[2], output))
+    return found
+
+
+def of_kind(kind: str, framework: str | None = None) -> list[pytest.param]:
+    # A program that starts ranks of its own is run by hp-platform's test of its README.
+    chosen = [each for each in snippets() if each.kind == kind and "run_ranks" not in each.text]
+    if framework is not None:
+        chosen = [each for each in chosen if ("import mindspore" in each.text) == (framework == "mindspore")]
+    return [pytest.param(each, id=each.place) for each in chosen]
+
+
+def run_program(text: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(text, "README.md", "exec"), {"__name__": "readme"})
+    return out.getvalue()
+
+
+def test_every_block_says_what_it_is():
+    kinds = {each.place: each.kind for each in snippets()}
+    assert set(kinds.values()) == {"python", "python fragment", "toml", "text"}, kinds
+
+
+@pytest.mark.not_on("torch-npu-sim", reason="the programs ask for CPUs; nothing of the device in it")
+@pytest.mark.parametrize("snippet", of_kind("python", platform_name()))
+def test_a_program_runs_on_two_ranks(snippet):
+    printed = run_ranks(2, run_program, snippet.text, timeout=120.0)
+    if snippet.output is not None:
+        assert printed[0] == snippet.output
+
+
+@pytest.mark.parametrize("snippet", of_kind("python fragment"))
+def test_a_fragment_is_python(snippet):
+    ast.parse(snippet.text)
+
+
+@pytest.mark.framework("torch")
+@pytest.mark.parametrize("snippet", of_kind("toml"))
+def test_a_plan_has_no_faults(snippet):
+    assert lint(tomllib.loads(snippet.text)) == ()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("packages/*/README.md")), ids=lambda path: path.parent.name)
+def test_a_packages_readme_links_to_nothing_that_its_index_page_lacks(path):
+    """It is the page of the package on an index, where a path of this repository leads nowhere."""
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)", path.read_text(encoding="utf-8")) == []
