@@ -218,3 +218,11 @@ def sweep_mindspore(session: nox.Session) -> None:
     """MindSpore's operators on DTensors: how many are right, refused and wrong; what follows -- goes to the program."""
     install(session, "hp-dtensor", extras="[mindspore,test]", framework="mindspore")
     session.run("python", "packages/hp-dtensor/benchmarks/sweep_mindspore.py", *session.posargs)
+
+
+@nox.session
+def families(session: nox.Session) -> None:
+    """Model families of transformers under plans against one process; writes docs/models.md; `-- llama --again`."""
+    install(session, "hp-plan", extras="[torch,test]")
+    environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "packages/hp-plan/benchmarks/sweep_families.py", *session.posargs, env=environment)

@@ -105,9 +105,9 @@ def test_styles_that_do_not_fit_the_model():
         "'colwise_rep' or "
         "'rowwise'?",
         "styles.\"model.norm\": 'colwise' on model.norm, which is a Qwen3RMSNorm; it is for a Linear",
-        "styles.\"model.embed_tokens.weight\": 'model.embed_tokens.weight' matches a parameter, not a module; a "
-        "style is for "
-        "a module: leave the last part off, 'model.embed_tokens'",
+        "styles.\"model.embed_tokens.weight\": 'model.embed_tokens.weight' matches a parameter, and "
+        "'embedding_rowwise' is for a module; leave the last part off, or take a style for parameters: colwise, "
+        "rowwise, packed_colwise, packed_rowwise, grouped_gemm, replicate",
         "styles.\"model.layers.0.mlp.up_proj\": 2 styles on model.layers.0.mlp.up_proj: 'model.layers.*.mlp.*_proj' = "
         "'rowwise' and 'model.layers.0.mlp.up_proj' = 'colwise'; make the patterns exclude each other, or remove one",
         'styles."model.embed_tokens": model.embed_tokens.weight and lm_head.weight are one tensor with '
@@ -183,8 +183,8 @@ def test_no_code_of_a_plan_is_run_unless_asked_for(tmp_path, monkeypatch):
 
 def test_a_class_that_is_no_causal_language_model():
     assert texts({"model": {"config": "CLIPConfig"}}) == [
-        "model.config: transformers builds no causal language model from CLIPConfig; take a configuration of one that "
-        "predicts the next token, or write a [model] function that returns it"
+        "model.config: transformers builds no causal language model from CLIPConfig; write task in [model]: one of "
+        "'base', 'image-classification', 'zero-shot-image-classification', or a model class's name"
     ]
 
 
@@ -318,17 +318,40 @@ def test_a_model_without_a_table_needs_styles():
         "mesh": {"tp": 2},
     }
     assert texts(tables) == [
-        "styles: there is no tensor parallel table for Linear (model_type None); write [styles] with one "
-        "pattern = style a "
-        "line; built in are llama, mistral, qwen3"
+        "styles: there is no tensor parallel table for Linear (model_type None), and its structure shows none; write "
+        "[styles] with one pattern = style a line"
     ]
 
 
-def test_sequence_parallel_is_known_for_some_families():
-    (text,) = texts(plan_of("Gemma2Config", styles="auto-sequence", mesh={"tp": 2}))
-    assert text.startswith(
-        "styles: 'auto-sequence' knows llama, mistral, qwen3, not model_type 'gemma2'; write [styles]"
-    )
+@pytest.mark.parametrize("config", ["Gemma2Config", "StableLmConfig", "MixtralConfig"])
+def test_sequence_parallel_is_for_every_family_with_a_table(config):
+    assert texts(plan_of(config, styles="auto-sequence", mesh={"tp": 2})) == []
+
+
+def test_settings_that_a_model_asks_for_by_name_are_known():
+    known = {"head_dim": 8, "experts_implementation": "eager"}
+    assert texts(plan_of("MixtralConfig", known)) == []
+    assert texts(plan_of("MistralConfig", {"head_dm": 8})) == [
+        "model.overrides.head_dm: MistralConfig has no setting 'head_dm'; did you mean 'head_dim'?"
+    ]
+    part = {"config": "Qwen3VLConfig", "task": "image-text-to-text", "overrides": {"vision_config": {"num_head": 8}}}
+    assert texts({"model": part})[0].startswith("model.overrides.vision_config.num_head:")
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("seq2seq-lmm", "model.task: transformers has no task 'seq2seq-lmm'; did you mean 'seq2seq-lm'?"),
+        (
+            "masked-lm",
+            "model.task: transformers builds no masked-lm model from T5Config; write task in [model]: one of",
+        ),
+        ("T5Model2", "model.task: transformers has no model class 'T5Model2'; did you mean 'T5Model'"),
+    ],
+)
+def test_a_task_that_a_configuration_has_not(task, expected):
+    (text,) = texts({"model": {"config": "T5Config", "task": task}})
+    assert text.startswith(expected)
 
 
 def test_a_file_with_every_kind_of_fault_is_read_to_its_end(tmp_path):

@@ -104,3 +104,42 @@ def test_float32_becomes_float64_wherever_it_is_asked_for():
         ]
     assert {tensor.dtype for tensor in made} == {torch.float64}
     assert x.float().dtype is torch.float32
+
+
+def test_grouped_products_have_a_fallback_for_float64():
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(5, 4, dtype=torch.float64, generator=generator).requires_grad_()
+    b = torch.randn(3, 4, 2, dtype=torch.float64, generator=generator)
+    ends = torch.tensor([2, 2, 4], dtype=torch.int32)  # An empty group, and a row of no group.
+    function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    with Float64():
+        made = function(a, b, offs=ends)
+    torch.testing.assert_close(made[:2], a[:2] @ b[0])
+    torch.testing.assert_close(made[2:4], a[2:4] @ b[2])
+    assert made.shape == (5, 2)
+    made.sum().backward()
+    assert a.grad is not None and a.grad[4].abs().max() == 0
+
+
+def test_dropout_is_left_out_and_said():
+    x = torch.ones(4, 4, dtype=torch.float64)
+    with Float64() as mode:
+        assert torch.equal(torch.nn.Dropout(0.25)(x), x)
+        assert torch.equal(torch.nn.Dropout(0.25).eval()(x), x)
+        q = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        assert torch.equal(attention(q, q, q, dropout_p=0.5), attention(q, q, q))
+    assert mode.notes == [
+        "dropout of p = 0.25 was set to 0: two programs don't draw alike",
+        "scaled_dot_product_attention of p = 0.5 was set to 0: two programs don't draw alike",
+    ]
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_rounding_errors_alone_is_no_difference():
+    """The bias of keys changes nothing that a softmax sees."""
+    overrides = {"vocab_size": 16, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    overrides |= {"word_embed_proj_dim": 16, "max_position_embeddings": 16}
+    tables = {**PLAN.to_dict(), "model": {"config": "OPTConfig", "overrides": overrides}}
+    result = verify(ParallelPlan.from_dict(tables), steps=1, tolerance=1e-8)
+    assert result.passed, (result.first, result.largest)

@@ -9,7 +9,7 @@ from hp_plan.outline import ModelOutline, ModuleOutline
 from hp_plan.patterns import generalise, matching
 from hp_plan.plan import ParallelPlan
 from hp_plan.tables import resolve, style_table
-from hp_styles.names import ALIASES, STYLES
+from hp_styles.names import ALIASES, PARAMETER_STYLES, STYLES
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -33,10 +33,11 @@ def _style_faults(table: Mapping[str, str], model: ModelOutline) -> list[Finding
     for pattern, style in table.items():
         key = f'styles."{pattern}"'
         matched = matching(pattern, names)
+        parameters = [] if matched else matching(pattern, model.parameters)
         if style not in STYLES:
             found.append(Finding(key, f"there is no style '{style}'", near_misses(style, [*STYLES, *ALIASES])))
-        elif not matched:
-            found.append(_nothing_matches(key, pattern, names, model.parameters))
+        elif not matched and (not parameters or style not in PARAMETER_STYLES):
+            found.append(_nothing_matches(key, pattern, style, names, parameters))
         for shown, modules in _by_kind(matched if style in STYLES else [], model):
             problem = _unsuited(style, modules[0])
             if problem:
@@ -54,10 +55,10 @@ def _style_faults(table: Mapping[str, str], model: ModelOutline) -> list[Finding
     return found
 
 
-def _nothing_matches(key: str, pattern: str, names: list[str], parameters: Iterable[str]) -> Finding:
-    if matching(pattern, parameters):
-        fix = f"a style is for a module: leave the last part off, '{pattern.rpartition('.')[0]}'"
-        return Finding(key, f"'{pattern}' matches a parameter, not a module", fix)
+def _nothing_matches(key: str, pattern: str, style: str, names: list[str], parameters: Iterable[str]) -> Finding:
+    if parameters:
+        fix = f"leave the last part off, or take a style for parameters: {', '.join(PARAMETER_STYLES)}"
+        return Finding(key, f"'{pattern}' matches a parameter, and '{style}' is for a module", fix)
     return Finding(key, f"'{pattern}' matches no module", near_misses(pattern, generalise(names)))
 
 
@@ -75,10 +76,12 @@ def _some(names: list[str]) -> str:
 
 
 def _unsuited(style: str, module: ModuleOutline) -> str | None:
-    linear, embedding = module.kind == "linear", module.kind == "embedding"
+    linear, embedding = module.is_linear, module.kind == "embedding"
+    if style in ("packed_rowwise", "grouped_gemm"):
+        return "it is for a parameter: name it, as in 'mlp.experts.gate_up_proj'"
     if style.startswith("embedding_") and not embedding:
         return f"use '{style.removeprefix('embedding_')}' for a Linear" if linear else "it is for an Embedding"
-    if style.startswith(("colwise", "rowwise")) and not linear:
+    if style.startswith(("colwise", "rowwise", "packed_")) and not linear:
         return f"use 'embedding_{style}' for an Embedding" if embedding else "it is for a Linear"
     return None
 
@@ -88,6 +91,8 @@ def _head_faults(plan: ParallelPlan, table: Mapping[str, str], model: ModelOutli
     found: dict[str, Finding] = {}
     tp = plan.mesh.tp
     for name, patterns in resolve(table, model).items():
+        if name not in model.modules:
+            continue  # A parameter.
         module, size = model.modules[name], model.modules[name.rpartition(".")[0]].head_dim
         if table[patterns[0]] != "colwise" or module.out_features is None or size is None:
             continue
@@ -106,6 +111,8 @@ def _tied_faults(table: Mapping[str, str], model: ModelOutline) -> list[Finding]
     styled = {name: table[patterns[0]] for name, patterns in resolve(table, model).items()}
     for names in model.tied:
         modules = [name.rpartition(".")[0] for name in names]
+        # One without a style that only holds the parameter takes it as it becomes.
+        modules = [module for module in modules if module in styled or model.modules[module].kind != "other"]
         dims = {module: _sharded_dim(styled.get(module, "replicate")) for module in modules}
         if len(set(dims.values())) > 1:
             message = f"{' and '.join(names)} are one tensor with " + " and ".join(

@@ -8,20 +8,54 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
+class ExpertsOutline:
+    """How a module of experts holds its weights, as transformers' experts say.
+
+    Attributes:
+        transposed: a weight is `[experts, in, out]`, else `[experts, out, in]`.
+        interleaved: gate and up alternate in `gate_up_proj`, else one follows the other.
+        gated: there is a gate.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+    gated: bool = True
+
+
+@dataclass(frozen=True)
 class ModuleOutline:
     """One module of a model.
 
     Attributes:
         type_name: its class.
-        kind: what a style can be for; a container holds modules and is never called.
+        kind: what a style can be for; a container holds modules and is never called, a transposed one is a linear layer
+            whose weight is `[in, out]`.
         out_features: of a linear layer.
-        head_dim: its attribute of that name, where it is a number: of an attention.
+        head_dim: its attribute of that name, or of a like one, where it is a number: of an attention.
+        in_features: of a linear layer.
+        shapes: of the parameters that it holds itself.
+        experts: how it holds experts, None where it holds none.
+        own_forward: a linear layer whose class computes something of its own.
     """
 
     type_name: str
-    kind: Literal["linear", "embedding", "container", "other"] = "other"
+    kind: Literal["linear", "transposed", "embedding", "container", "other"] = "other"
     out_features: int | None = None
     head_dim: int | None = None
+    in_features: int | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    experts: ExpertsOutline | None = None
+    own_forward: bool = False
+
+    @property
+    def is_linear(self) -> bool:
+        """A matrix product with features in the last dim."""
+        return self.kind in ("linear", "transposed")
+
+    @property
+    def is_norm(self) -> bool:
+        """By its class's name."""
+        return "norm" in self.type_name.lower()
 
 
 @dataclass(frozen=True)
@@ -36,7 +70,9 @@ class ModelOutline:
         tied: names of parameters that are one tensor, each group in the order of the model.
         base: name of the base model inside the model (`model`), empty where it is the model.
         config: the model's configuration, None where it has none.
-        head_table: the model's own tensor parallel styles for what is outside the base model.
+        own_table: the tensor parallel styles that the model itself declares, parts' own among them.
+        embedding: name of the token embedding, empty where the model names none.
+        head: name of the layer that predicts tokens, empty where the model names none.
     """
 
     modules: Mapping[str, ModuleOutline]
@@ -46,7 +82,9 @@ class ModelOutline:
     tied: tuple[tuple[str, ...], ...] = ()
     base: str = ""
     config: Any = None
-    head_table: Mapping[str, str] = field(default_factory=dict)
+    own_table: Mapping[str, str] = field(default_factory=dict)
+    embedding: str = ""
+    head: str = ""
 
     @property
     def type_name(self) -> str:

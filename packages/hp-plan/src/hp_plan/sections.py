@@ -28,8 +28,9 @@ class ModelSection:
     """Which model: a transformers configuration class, or a function of the user's.
 
     Attributes:
-        config: name of a configuration class of transformers, such as `"Qwen3Config"`; the model is the
-            causal language model that transformers builds from it.
+        config: name of a configuration class of transformers, such as `"Qwen3Config"`.
+        task: what transformers builds from the configuration: a task, such as `"seq2seq-lm"`, `"masked-lm"` or
+            `"image-text-to-text"`, or the name of a model class, such as `"CLIPModel"`; none means `"causal-lm"`.
         function: `"module:function"`; called with the overrides, returns an `nn.Module` whose `forward(input_ids,
             labels)`, or an `nn.Cell` whose `construct(input_ids, labels)`, returns a mapping with `loss`, as the models
             of transformers do.
@@ -41,6 +42,7 @@ class ModelSection:
     """
 
     config: str | None = None
+    task: str | None = None
     function: str | None = None
     folder: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hp_plan.outline import ModelOutline
+from hp_plan.patterns import matching
 from hp_styles.names import sequence_parallel_plan
 
 _BLOCK = {
@@ -44,3 +46,26 @@ def with_sequence(table: Mapping[str, str], *, base: str) -> dict[str, str]:
     norms = [f"{prefix}{norm}" for norm in _SEQUENCE_NORMS]
     others = {pattern: style for pattern, style in table.items() if pattern not in norms}
     return sequence_parallel_plan(others, norms=norms, embedding=f"{prefix}embed_tokens")
+
+
+def scattered(table: Mapping[str, str], model: ModelOutline) -> dict[str, str]:
+    """A tensor parallel table whose sums are scattered along the sequence, where tokens are embedded and processed.
+
+    Norms need no style: they run on what they are given, and what reads one takes the whole sequence.
+
+    Args:
+        table: pattern -> style.
+        model: its token embedding, and those tied with it, tell which parts process tokens.
+    """
+    shared = {model.embedding}
+    for names in model.tied:
+        modules = [name.rpartition(".")[0] for name in names]
+        if model.embedding in modules:
+            shared.update(module for module in modules if model.modules[module].kind == "embedding")
+    inside = tuple({name.rpartition(".")[0] for name in shared if name})
+    tokens = {
+        pattern: style
+        for pattern, style in table.items()
+        if pattern.startswith(inside) and matching(pattern, model.names)
+    }
+    return {**table, **sequence_parallel_plan(tokens, norms=())}

@@ -1,76 +1,128 @@
-"""Which style each module of a model gets: `styles = "auto"` looked up, patterns resolved."""
+"""Which style each module of a model gets: `styles = "auto"` looked up or derived, patterns resolved."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from hp_plan.derived import derived_table
 from hp_plan.findings import Finding, PlanError
 from hp_plan.outline import ModelOutline
-from hp_plan.patterns import matching
+from hp_plan.patterns import generalise, matching
 from hp_plan.plan import ParallelPlan
-from hp_plan.style_names import SEQUENCE_FAMILIES, TABLES, with_sequence
+from hp_plan.style_names import SEQUENCE_FAMILIES, TABLES, scattered, with_sequence
 from hp_styles.names import canonical
+
+
+@dataclass(frozen=True)
+class StyleChoice:
+    """The styles that a plan gives a model, and where they are from.
+
+    Attributes:
+        table: pattern -> style.
+        origin: `"plan"`, `"model"` (its own table) or `"structure"` (derived); `"model and structure"` where parts that
+            the model's own table leaves out have styles by their structure.
+        whole: patterns of the linear layers and embeddings that stay whole on every rank.
+    """
+
+    table: Mapping[str, str]
+    origin: str
+    whole: tuple[str, ...]
+
+
+def style_notes(plan: ParallelPlan, model: ModelOutline) -> list[str]:
+    """In words, the styles that a model's structure gave where it has no table, and what they leave whole."""
+    if plan.mesh.tp == 1 or not isinstance(plan.styles, str):
+        return []
+    try:
+        choice = choose_styles(plan, model)
+    except PlanError:
+        return []  # A fault, and said as one.
+    if "structure" not in choice.origin:
+        return []
+    shown = ", ".join(f"{pattern} = {style}" for pattern, style in choice.table.items())
+    notes = [f"styles = {plan.styles!r} are of the {choice.origin}: {shown}"]
+    if choice.whole:
+        notes.append(f"whole on each of the {plan.mesh.tp} tensor parallel ranks: {', '.join(choice.whole)}")
+    return notes
 
 
 def style_table(plan: ParallelPlan, model: ModelOutline) -> dict[str, str]:
     """Pattern -> style of the plan for this model, `"auto"` and `"auto-sequence"` looked up.
 
-    Taken from the model's own `base_model_tp_plan` where it has one, as those of transformers do, else from the
-    built-in tables.
-
     Raises:
-        PlanError: there is no table for the model.
+        PlanError: there is no table for the model, and none can be derived.
     """
+    return _chosen(plan, model)[0]
+
+
+def choose_styles(plan: ParallelPlan, model: ModelOutline) -> StyleChoice:
+    """The styles of a plan for a model, and what they leave whole; raises as `style_table` does."""
+    table, origin = _chosen(plan, model)
+    styled = resolve(table, model)
+    regions = tuple(f"{name}." for name in styled if table[styled[name][0]] == "plain")
+    whole = [
+        name
+        for name, module in model.modules.items()
+        if (module.is_linear or module.kind == "embedding") and (name not in styled or name.startswith(regions))
+    ]
+    return StyleChoice(table, origin, tuple(generalise(whole)))
+
+
+def _chosen(plan: ParallelPlan, model: ModelOutline) -> tuple[dict[str, str], str]:
     if isinstance(plan.styles, Mapping):
-        return {pattern: canonical(style) for pattern, style in plan.styles.items()}
-    family = getattr(model.config, "model_type", None)
-    table = _own_table(model) or TABLES.get(str(family))
-    if table is None:
-        message = f"there is no tensor parallel table for {model.type_name} (model_type {family!r})"
-        fix = f"write [styles] with one pattern = style a line; built in are {', '.join(TABLES)}"
-        raise PlanError([Finding("styles", message, fix)])
+        return {pattern: canonical(style) for pattern, style in plan.styles.items()}, "plan"
+    family = str(getattr(model.config, "model_type", None))
+    own = _own_table(model) or TABLES.get(family) or {}
+    own = {pattern: canonical(style) for pattern, style in own.items()}
+    own = _with_tied_embedding(own, model)
+    everything = [*model.names, *model.parameters]
+    styled = [name for name in everything if any(matching(pattern, [name]) for pattern in own)]
+    more = derived_table(model, plan.mesh.tp, styled=styled)
+    if not any(style != "plain" for style in (*own.values(), *more.values())):
+        name = f"{model.type_name} (model_type {getattr(model.config, 'model_type', None)!r})"
+        message = f"there is no tensor parallel table for {name}, and its structure shows none"
+        raise PlanError([Finding("styles", message, "write [styles] with one pattern = style a line")])
+    table = _with_tied_embedding({**own, **more}, model)
     if plan.styles == "auto-sequence":
-        if family not in SEQUENCE_FAMILIES:
-            message = f"'auto-sequence' knows {', '.join(SEQUENCE_FAMILIES)}, not model_type {family!r}"
-            fix = "write [styles] with 'sequence_gather_output' for the norms and '..._scatter_output' before them"
-            raise PlanError([Finding("styles", message, fix)])
-        table = with_sequence(table, base=model.base)
-    table = {pattern: canonical(style) for pattern, style in table.items()}
-    return _with_tied_embedding(table, model)
+        table = with_sequence(table, base=model.base) if family in SEQUENCE_FAMILIES else scattered(table, model)
+    origin = " and ".join(name for name, part in (("model", own), ("structure", more)) if part)
+    return table, origin
 
 
 def resolve(table: Mapping[str, str], model: ModelOutline) -> dict[str, list[str]]:
-    """Module name -> the patterns of `table` that match it, in the order of the model."""
+    """Name of a module or parameter -> the patterns of `table` that match it, in the order of the model.
+
+    A pattern that matches a module is for modules alone.
+    """
     resolved: dict[str, list[str]] = {}
     for pattern in table:
-        for name in matching(pattern, model.names):
+        for name in matching(pattern, model.names) or matching(pattern, model.parameters):
             resolved.setdefault(name, []).append(pattern)
-    return {name: resolved[name] for name in model.names if name in resolved}
+    return {name: resolved[name] for name in (*model.names, *model.parameters) if name in resolved}
 
 
-def _own_table(model: ModelOutline) -> dict[str, str] | None:
-    inside = getattr(model.config, "base_model_tp_plan", None)
-    if not inside:
-        return None
+def _own_table(model: ModelOutline) -> dict[str, str]:
+    inside = getattr(model.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base}." if model.base else ""
-    own = {**{f"{prefix}{pattern}": style for pattern, style in inside.items()}, **model.head_table}
+    own = {**{f"{prefix}{pattern}": style for pattern, style in inside.items()}, **model.own_table}
     # One table serves several models of a family: what this one doesn't have is no fault.
     names = [*model.modules, *model.parameters]
     return {pattern: style for pattern, style in own.items() if matching(pattern, names)}
 
 
 def _with_tied_embedding(table: dict[str, str], model: ModelOutline) -> dict[str, str]:
-    """An embedding that shares its weight with a sharded head is sharded with it."""
+    """Embeddings that share their weight with a sharded head, or embedding, are sharded with it."""
     added = dict(table)
     styled = resolve(table, model)
     for names in model.tied:
         modules = [name.rpartition(".")[0] for name in names]
-        if any(table[styled[module][0]].startswith("colwise") for module in modules if module in styled):
-            added.update(
-                {
-                    module: "embedding_rowwise"
-                    for module in modules
-                    if module not in styled and model.modules[module].kind == "embedding"
-                }
-            )
+        sharded = ("colwise", "embedding_rowwise")
+        if not any(table[styled[module][0]].startswith(sharded) for module in modules if module in styled):
+            continue
+        for module in modules:
+            if module not in styled and model.modules[module].kind == "embedding":
+                added[module] = "embedding_rowwise"
+            elif module not in styled and model.modules[module].kind == "linear":
+                added[module] = "colwise_gather_output"
     return added

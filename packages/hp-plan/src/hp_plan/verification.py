@@ -43,12 +43,14 @@ class VerifyResult:
         losses: relative difference of the loss at each step.
         tolerance: the largest difference that passes.
         ranks: how many ranks the plan ran on.
+        notes: what was left out of the model's computation on both sides, such as dropout.
     """
 
     steps: tuple[tuple[ModuleDifference, ...], ...]
     losses: tuple[float, ...]
     tolerance: float
     ranks: int
+    notes: tuple[str, ...] = ()
 
     @property
     def rows(self) -> tuple[ModuleDifference, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor import DeviceMesh, get_current_mesh
-from hp_dtensor.sharding_plan import matching
+from hp_dtensor.sharding_plan import matches, matching
 from hp_styles.inputs import framework
 from hp_styles.names import named_style
 from hp_styles.styles import ParallelStyle, source_rank
@@ -31,9 +31,10 @@ def parallelize_module(
         device_mesh: a mesh of one axis, for ``TwoDimensionalParallel`` of two or three; default that of ``with mesh:``.
         parallelize_plan: a style for the module itself, or ``{name or fnmatch pattern: style}``; patterns match dotted
             names of submodules part by part: ``layers.*.mlp.up``; ``layers.*`` is the layers, not what is inside them.
-            ``""`` is the module itself. A style may be a name, such as ``"colwise"``, as in a transformers model's
-            ``base_model_tp_plan``: `hp_styles.names` lists them; named styles keep activations DTensors, so that what
-            else the model computes with is replicated (``"replicate"``).
+            ``""`` is the module itself. Where no submodule matches, a key may name parameters
+            (``mlp.experts.gate_up_proj``), which are sharded and nothing else. A style may be a name, such as
+            ``"colwise"``, as in a transformers model's ``base_model_tp_plan``: `hp_styles.names` lists them; named
+            styles keep activations DTensors, so that what else the model computes with is replicated.
         src_data_rank: the rank along the axis whose parameters count; None takes each rank's own.
 
     Returns:
@@ -71,7 +72,9 @@ def parallelize_module(
         )
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
     modules = dict(framework().named_modules(module))
+    parameters = framework().named_parameters(module)
     chosen: dict[int, tuple[str, str, ParallelStyle]] = {}
+    placed: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         style = _style(style, pattern)
         if mesh.ndim != style.mesh_axes:
@@ -80,11 +83,19 @@ def parallelize_module(
                 f" needed for {type(style).__name__}, got axes {mesh.mesh_dim_names or mesh.shape}; slice it, as in"
                 " mesh['tp'], and apply styles of other meshes in a call of their own"
             )
+        if pattern not in modules and not any(matches(pattern, name) for name in modules):
+            placed.update({name: style for name in parameters if matches(pattern, name)})
+            if any(matches(pattern, name) for name in parameters):
+                continue
         for name in matching(pattern, modules, "submodule", module, "parallelize_module"):
             _, other, _ = chosen.setdefault(id(modules[name]), (name, pattern, style))
             if other != pattern:
                 raise ValueError(f"parallelize_module: {name!r} is matched by {other!r} and by {pattern!r}; keep one")
     with framework().tied(module), source_rank(src_data_rank):
+        for name, style in placed.items():
+            owner, _, own = name.rpartition(".")
+            placement = style._parameter_placement(own, len(parameters[name].shape))
+            framework().place(modules[owner], own, mesh, placement, src_data_rank)
         for name, _, style in chosen.values():
             try:
                 style.apply(modules[name], mesh)

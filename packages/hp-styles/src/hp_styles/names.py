@@ -10,11 +10,13 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hp_dtensor import DeviceMesh, Replicate, Shard
+from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
 from hp_styles.inputs import framework
+from hp_styles.packed import PackedColwiseParallel, PackedRowwiseParallel, Reduced, Untouched, WholeExperts
+from hp_styles.regions import ExpertsParallel, IdentityExpert, PlainRegion, PointwiseRegion
 from hp_styles.styles import ColwiseParallel, ParallelStyle, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 
-__all__ = ["ALIASES", "STYLES", "canonical", "named_style", "sequence_parallel_plan"]
+__all__ = ["ALIASES", "PARAMETER_STYLES", "STYLES", "canonical", "named_style", "sequence_parallel_plan"]
 
 # What each name does to a module.
 STYLES = {
@@ -22,6 +24,7 @@ STYLES = {
     "colwise_gather_output": "output features sharded, output gathered",
     "rowwise": "input features sharded, output summed over the ranks",
     "rowwise_split_input": "input features sharded, a replicated input is split first, output summed",
+    "rowwise_split_input_scatter_output": "as rowwise_split_input, output summed and scattered along the sequence",
     "rowwise_scatter_output": "input features sharded, output summed and scattered along the sequence",
     "embedding_rowwise": "vocabulary sharded, output summed",
     "embedding_rowwise_scatter_output": "vocabulary sharded, output summed and scattered along the sequence",
@@ -29,17 +32,36 @@ STYLES = {
     "sequence": "runs on its part of the sequence, parameters replicated",
     "sequence_gather_output": "runs on its part of the sequence, output gathered",
     "replicate": "the same on every rank",
+    "plain": "runs on whole plain tensors, the same on every rank",
+    "pointwise": "computes element by element, on its part of any input",
+    "packed_colwise": "output features of each of two matrices in one sharded",
+    "packed_rowwise": "on a parameter: the last dim of each of two matrices in one sharded",
+    "moe_tp_experts": "experts run on their part of the weights, output summed over the ranks",
+    "grouped_gemm": "on a parameter: sharded by expert",
+    "moe_identity_expert": "an expert that returns its input, one of equal terms of the sum",
+    "all_reduce": "output summed, or gathered, on every rank",
+    "local_params": "computes with its own parameters as other keys have sharded them",
 }
+
+# The names that a key may have that names a parameter.
+PARAMETER_STYLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "grouped_gemm", "replicate")
 
 # transformers' names that mean the same here. Gradients need no word of their own: they are right by construction.
 ALIASES = {
     "replicated_with_grad_allreduce": "replicate",
+    "mla_kv_a_proj": "replicate",
+    "ep_router": "replicate",
+    "ep_dispatch_experts": "moe_tp_experts",
     "sequence_parallel": "sequence",
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
 }
 
-_SCATTERED = {"rowwise": "rowwise_scatter_output", "embedding_rowwise": "embedding_rowwise_scatter_output"}
+_SCATTERED = {
+    "rowwise": "rowwise_scatter_output",
+    "rowwise_split_input": "rowwise_split_input_scatter_output",
+    "embedding_rowwise": "embedding_rowwise_scatter_output",
+}
 
 
 class _Replicated(ParallelStyle):
@@ -48,6 +70,9 @@ class _Replicated(ParallelStyle):
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         framework().partition(module, device_mesh, {}, self.src_data_rank)
         return module
+
+    def _parameter_placement(self, name: str, ndim: int) -> Placement:
+        return Replicate()
 
 
 class _GatheredSequence(SequenceParallel):
@@ -70,6 +95,7 @@ _MADE: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: ColwiseParallel(**_WHOLE),
     "rowwise": lambda: RowwiseParallel(**_WHOLE),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate(), **_WHOLE),
+    "rowwise_split_input_scatter_output": lambda: RowwiseParallel(input_layouts=Replicate(), **_SEQUENCE),
     "rowwise_scatter_output": lambda: RowwiseParallel(**_SEQUENCE),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate(), **_WHOLE),
     "embedding_rowwise_scatter_output": lambda: RowwiseParallel(input_layouts=Replicate(), **_SEQUENCE),
@@ -77,6 +103,15 @@ _MADE: dict[str, Callable[[], ParallelStyle]] = {
     "sequence": lambda: SequenceParallel(use_local_output=False),
     "sequence_gather_output": lambda: _GatheredSequence(use_local_output=False),
     "replicate": _Replicated,
+    "plain": PlainRegion,
+    "pointwise": PointwiseRegion,
+    "packed_colwise": PackedColwiseParallel,
+    "packed_rowwise": PackedRowwiseParallel,
+    "moe_tp_experts": ExpertsParallel,
+    "grouped_gemm": WholeExperts,
+    "moe_identity_expert": IdentityExpert,
+    "all_reduce": Reduced,
+    "local_params": Untouched,
 }
 
 

@@ -101,6 +101,10 @@ class ParallelStyle(ABC):
         """
         return
 
+    def _parameter_placement(self, name: str, ndim: int) -> Placement:
+        """How a parameter of that name and number of dims lies, where a plan's key names the parameter itself."""
+        raise NotImplementedError(f"{type(self).__name__} is for a module, not for the parameter {name!r}")
+
 
 class ColwiseParallel(ParallelStyle):
     """Shards a Linear's output features (weight and bias dim 0), or an Embedding's columns (weight dim 1).
@@ -133,6 +137,8 @@ class ColwiseParallel(ParallelStyle):
         kind = f.kind(module)
         if kind == "linear":
             f.partition(module, device_mesh, {"weight": (Shard(0),), "bias": (Shard(0),)}, self.src_data_rank)
+        elif kind == "transposed":
+            f.partition(module, device_mesh, {"weight": (Shard(1),), "bias": (Shard(0),)}, self.src_data_rank)
         elif kind == "embedding":
             f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
         else:
@@ -141,6 +147,9 @@ class ColwiseParallel(ParallelStyle):
         on_input(module, device_mesh, self.input_layouts, Replicate())
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
+
+    def _parameter_placement(self, name: str, ndim: int) -> Placement:
+        return Shard(max(ndim - 2, 0))
 
     def __repr__(self) -> str:
         return _named(
@@ -178,8 +187,9 @@ class RowwiseParallel(ParallelStyle):
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = framework()
         kind = f.kind(module)
-        if kind == "linear":
-            f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
+        if kind in ("linear", "transposed"):
+            dim = 1 if kind == "linear" else 0
+            f.partition(module, device_mesh, {"weight": (Shard(dim),)}, self.src_data_rank)
             given, desired = self.input_layouts or Shard(-1), Shard(-1)
         elif kind == "embedding":
             f.partition(module, device_mesh, {"weight": (Shard(0),)}, self.src_data_rank)
@@ -190,6 +200,9 @@ class RowwiseParallel(ParallelStyle):
         on_input(module, device_mesh, given, desired)
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
+
+    def _parameter_placement(self, name: str, ndim: int) -> Placement:
+        return Replicate() if name == "bias" else Shard(ndim - 1)
 
     def __repr__(self) -> str:
         return _named(

@@ -19,6 +19,7 @@ from hp_plan.findings import near_misses
 from hp_plan.linting import UNREAD, Report, examine
 from hp_plan.memory import memory_shortage
 from hp_plan.plan import read_plan, read_toml
+from hp_plan.tables import style_notes
 from hp_plan.verification import TORCH_ONLY
 from hp_platform import get_platform
 from hp_platform.platform import platform_name
@@ -203,10 +204,11 @@ def _notes(report: Report, nproc: int | None) -> list[str]:
         return [UNREAD.format("--run-model-code")]
     if report.model is None:
         return []
+    notes = style_notes(report.plan, report.model)
     with suppress(SettingError):  # A device that is elsewhere is no fault of the plan.
         shortage = memory_shortage(report.plan, report.model, nproc or report.plan.mesh.world_size)
-        return [] if shortage is None else [f"too large to train here: {shortage}"]
-    return []
+        notes += [] if shortage is None else [f"too large to train here: {shortage}"]
+    return notes
 
 
 def _set_environment(tables: dict[str, Any], plan: Path, *, run_code: bool = True) -> None:
@@ -332,10 +334,13 @@ def _show_verified(result: VerifyResult, *, json_lines: bool) -> None:
     if json_lines:
         rows = [dataclasses.asdict(row) for row in result.rows]
         numbers = {"passed": result.passed, "first": result.first, "largest": result.largest, "ranks": result.ranks}
-        typer.echo(json.dumps({**numbers, "tolerance": result.tolerance, "losses": result.losses, "rows": rows}))
+        numbers = {**numbers, "tolerance": result.tolerance, "losses": result.losses, "rows": rows}
+        typer.echo(json.dumps({**numbers, "notes": result.notes}))
         return
     console = make_console()
     console.print(verify_table(result))
+    for note in result.notes:
+        console.print(f"note: {note}", markup=False)
     count = f"{len(result.steps)} steps on {result.ranks} rank{'s' if result.ranks != 1 else ''}"
     if result.passed:
         console.print(

@@ -39,6 +39,8 @@ def set_item(func: Any, args: Any, kwargs: Any) -> None:
         kwargs: none.
     """
     x, index, value = args
+    if type(x) is not DTensor:
+        return dispatch.write_into_plain(func, args, kwargs)
     items = tuple(map(indexing.without_tensors, index if type(index) is tuple else (index,)))
     if any(isinstance(t, T) and type(t) is not DTensor for t in (x, value, *items)):
         (x, value, *items), _ = dispatch._replicate_plain(func, (x, value, *items), {})

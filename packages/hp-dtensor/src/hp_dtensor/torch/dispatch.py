@@ -145,15 +145,21 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = (kwargs["tensors"],), {name: value for name, value in kwargs.items() if name != "tensors"}
     special = _SPECIAL.get(func)
     if special is not None:
+        if args and _writes_plain(func, args[0]):
+            return write_into_plain(func, args, kwargs or {})
         return special(func, args, kwargs or {})
     key = _key_of(func, args, kwargs)
     if key is None:
+        if args and _writes_plain(func, args[0]):
+            return write_into_plain(func, args, kwargs or {})
         return dispatch(func, types, *_replicate_plain(func, args, kwargs or {}))
     plan = _PLANS.get(key)
     if plan is None:
         by_name = _SPECIAL.get(("torch.nn.init", getattr(func, "__name__", "")))
         if by_name is not None:  # transformers puts functions of its own in torch.nn.init's place
             return by_name(func, args, kwargs or {})
+        if func is torch.where and len(args) + len(kwargs or {}) == 1:
+            return _SPECIAL["the places where", func](func, args, kwargs or {})
         plan = plan_of(key, func, args, kwargs or {})
         if plan.hot:
             short = [a._spec if type(a) is DTensor else float if type(a) is float else a for a in args]
@@ -200,9 +206,8 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """
     some = next(tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor)
     mesh = some._spec.mesh
-    in_place = _name(func).rstrip(")").endswith("_") and not _name(func).endswith("__")
 
-    def change(value: Any, first: bool = False) -> Any:
+    def change(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
             return [change(v) for v in value]
         if not isinstance(value, Tensor) or type(value) is DTensor:
@@ -215,17 +220,42 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
                 f" {tuple(some.shape)} placed {some._spec.placements}. Distribute it (distribute_tensor or"
                 " DTensor.from_local), or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
             )
-        if first and in_place:
-            raise ValueError(
-                f"{_name(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape"
-                f" {tuple(value.shape)}; gather it first: full_tensor()"
-            )
         if type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
             raise ValueError(f"{_name(func)}: {type(value).__name__} can't be mixed with DTensors")
         alias = _impl(Tensor.view_as, (), (value, value)) if value.requires_grad else _impl(Tensor.detach, (), (value,))
         return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
 
-    return tuple(change(a, i == 0) for i, a in enumerate(args)), {k: change(v) for k, v in kwargs.items()}
+    return tuple(change(a) for a in args), {k: change(v) for k, v in kwargs.items()}
+
+
+def _writes_plain(func: Any, first: Any) -> bool:
+    """Whether a function writes into its first operand, and that is a plain tensor."""
+    if type(first) is DTensor or not isinstance(first, Tensor):
+        return False
+    return _name(func).rstrip(")").endswith("_") and not _name(func).endswith("__")
+
+
+def write_into_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function that writes into its first operand, a plain tensor: what it writes is gathered.
+
+    The plain tensor goes on being one, taken as replicated, and its gradient reaches the DTensors.
+
+    Raises:
+        ValueError: plain tensors are not taken as replicated here.
+    """
+    if not replicates_plain():
+        some = next(tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor)
+        raise ValueError(
+            f"{_name(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape"
+            f" {tuple(args[0].shape)}; gather it first: full_tensor()"
+        )
+
+    def whole(value: Any) -> Any:
+        if type(value) is DTensor:
+            return value.full_tensor()
+        return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
+
+    return func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
 
 
 def plan_of(key: Any, func: Any, args: Any, kwargs: Any) -> Any:

@@ -142,6 +142,7 @@ def special() -> dict[Any, Any]:
     table.update(dict.fromkeys(functions_of(UNTOLD) + operators_of(UNTOLD), functools.partial(on_whole, untold=True)))
     table.update(dict.fromkeys(operators_of(OPERATORS), on_whole))
     table.update(dict.fromkeys(functions_of("bernoulli"), _bernoulli))
+    table["the places where", torch.where] = on_whole  # of one argument: what is found depends on values
     for dims in (2, 3):
         table[getattr(F, f"fractional_max_pool{dims}d_with_indices")] = _draw
     return table

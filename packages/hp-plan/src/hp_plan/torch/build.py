@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import importlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
-from hp_plan.findings import Finding, PlanError, near_misses
+from hp_plan.findings import Finding, PlanError
 from hp_plan.model_function import check_returned, failed, function_faults, model_function
 from hp_plan.plan import ParallelPlan
 from hp_plan.schedule import schedule_factor
+from hp_plan.torch import pretrained
 from hp_plan.weights import load_weights, weights_faults
-
-# Taken by every configuration of transformers without being a field of it.
-_CONFIG_KEYS = ("attn_implementation", "dtype", "layer_types", "name_or_path")
 
 
 def build_model(
@@ -47,8 +42,7 @@ def build_model(
             if section.function is not None:
                 model = model_function(section.function, section.folder)(**section.overrides)
             else:
-                config = config_class(str(section.config))(**section.overrides)
-                model = _transformers().AutoModelForCausalLM.from_config(config, dtype=chosen)
+                model = pretrained.build(str(section.config), section.overrides, task=section.task, dtype=chosen)
         except PlanError:
             raise
         except Exception as error:  # Whatever the user's own function or transformers' validation raises.
@@ -92,30 +86,11 @@ def model_section_faults(plan: ParallelPlan, *, run_code: bool = True) -> list[F
     if section.function is not None:
         return [*function_faults(section.function, section.folder, run_code=run_code), *weights_faults(section.weights)]
     try:
-        config = config_class(str(section.config))
+        config = pretrained.config_class(str(section.config))
+        pretrained.model_class(config, section.task)
     except PlanError as error:
         return list(error.findings)
-    if config not in _transformers().AutoModelForCausalLM._model_mapping:
-        message = f"transformers builds no causal language model from {section.config}"
-        fix = "take a configuration of one that predicts the next token, or write a [model] function that returns it"
-        return [Finding("model.config", message, fix)]
-    known = _config_keys(config)
-    unknown = [
-        Finding(f"model.overrides.{name}", f"{section.config} has no setting '{name}'", near_misses(name, known))
-        for name in section.overrides
-        if name not in known
-    ]
-    return [*unknown, *weights_faults(section.weights)]
-
-
-def config_class(name: str) -> type:
-    """The configuration class of transformers called `name`; `PlanError` with near misses where there is none."""
-    transformers = _transformers()
-    if not name.endswith("Config") or not hasattr(transformers, name):
-        known = [item for item in dir(transformers) if item.endswith("Config")]  # A second's work.
-        message = f"transformers has no configuration class '{name}'"
-        raise PlanError([Finding("model.config", message, near_misses(name, known))])
-    return getattr(transformers, name)
+    return [*pretrained.setting_faults(config, section.overrides), *weights_faults(section.weights)]
 
 
 def build_optimizer(plan: ParallelPlan, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -134,21 +109,6 @@ def build_schedule(plan: ParallelPlan, optimizer: torch.optim.Optimizer) -> torc
     """The learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
     section, steps = plan.schedule, plan.run.steps
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))
-
-
-def _config_keys(config: type) -> list[str]:
-    names = [item.name for item in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
-    settable = [name for name in dir(config) if isinstance(getattr(config, name, None), property)]
-    return [*names, *getattr(config, "attribute_map", {}), *settable, *_CONFIG_KEYS]
-
-
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError(
-            "a plan with [model] config = ... needs transformers: pip install 'hp-plan[torch]'"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implicit_replication
-from hp_plan.outline import ModelOutline, ModuleOutline
+from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
+from hp_styles.torch import modules as styles_modules
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -34,20 +35,52 @@ def outline(model: nn.Module) -> ModelOutline:
         tied=_tied_names(model),
         base=prefix if prefix and isinstance(getattr(model, prefix, None), nn.Module) else "",
         config=getattr(model, "config", None),
-        head_table=getattr(model, "_tp_plan", None) or {},
+        own_table=getattr(model, "_tp_plan", None) or {},
+        embedding=_asked(model, "get_input_embeddings"),
+        head=_asked(model, "get_output_embeddings"),
     )
 
 
 def _outline(module: nn.Module) -> ModuleOutline:
-    head_dim = getattr(module, "head_dim", None)
-    kind, out_features = "other", None
-    if isinstance(module, nn.Linear):
-        kind, out_features = "linear", module.out_features
-    elif isinstance(module, nn.Embedding):
-        kind = "embedding"
-    elif isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        kind = "container"
-    return ModuleOutline(type(module).__name__, kind, out_features, head_dim if isinstance(head_dim, int) else None)
+    parallel = styles_modules.kind(module)
+    kind = "container" if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else parallel
+    shapes = {name: tuple(value.shape) for name, value in module._parameters.items() if value is not None}
+    sides: tuple[int | None, int | None] = (None, None)
+    if kind in ("linear", "transposed"):
+        sides = shapes["weight"] if kind == "transposed" else shapes["weight"][::-1]  # type: ignore[assignment]
+    return ModuleOutline(
+        type(module).__name__,
+        kind,  # type: ignore[arg-type]
+        out_features=sides[1],
+        head_dim=_head_dim(module),
+        in_features=sides[0],
+        shapes=shapes,
+        experts=_experts(module),
+        own_forward=isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward,
+    )
+
+
+def _head_dim(module: nn.Module) -> int | None:
+    for name in ("head_dim", "attention_head_size", "key_value_proj_dim"):
+        size = getattr(module, name, None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def _experts(module: nn.Module) -> ExpertsOutline | None:
+    if not hasattr(module, "is_transposed") or not hasattr(module, "is_concatenated"):
+        return None
+    return ExpertsOutline(module.is_transposed, not module.is_concatenated, getattr(module, "has_gate", True))
+
+
+def _asked(model: nn.Module, method: str) -> str:
+    """The name of what a method of transformers' models returns, empty where it has none."""
+    try:
+        wanted = getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return ""
+    return next((name for name, module in model.named_modules() if module is wanted), "")
 
 
 def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:

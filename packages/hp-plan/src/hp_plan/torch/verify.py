@@ -21,8 +21,11 @@ from hp_plan.torch.float64 import Float64
 from hp_plan.torch.samples import forward_loss
 from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform import get_platform
+from hp_styles.regions import runs_on_parts
 
 _KINDS = ("output", "gradient", "weight")
+# Of the largest gradient, or weight: some have none but rounding errors, such as a key's bias under a softmax.
+_FLOOR = 1e-6
 
 
 def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> VerifyResult:
@@ -43,7 +46,7 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
         PlanError: the plan doesn't fit its model or the number of ranks.
     """
     plan = _in_float64(plan)
-    with Float64():
+    with Float64() as mode:
         device = get_platform().devices.current_device()
         single, parallel = build_model(plan).to(device), apply(build_model(plan).to(device), plan)
         runs = [_Run(plan, single), _Run(plan, parallel)]
@@ -61,7 +64,7 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
             runs[0].update(nn.utils.clip_grad_norm_)
             runs[1].update(clip_grad_norm_)
             compared.tensors("weight", lambda parameter: parameter.detach())
-    return compared.result(tolerance)
+    return dataclasses.replace(compared.result(tolerance), notes=tuple(mode.notes))
 
 
 class _Run:
@@ -92,6 +95,7 @@ class _Compared:
 
     def __init__(self, single: nn.Module, parallel: nn.Module) -> None:
         self._single, self._parallel = single, parallel
+        self._compared = _innermost(parallel)
         self._expected: dict[str, torch.Tensor] = {}
         self._steps: list[dict[str, dict[str, float]]] = []
         self._losses: list[float] = []
@@ -104,7 +108,7 @@ class _Compared:
     def expected_outputs(self) -> Iterator[None]:
         """Keeps what each module of the one-process model returns."""
         self._expected.clear()
-        with _after_forward(self._single, self._keep):
+        with _after_forward(self._single, self._compared, self._keep):
             yield
 
     @contextlib.contextmanager
@@ -121,7 +125,7 @@ class _Compared:
             mine = expected[rows] if expected.ndim and len(expected) == batch else expected
             self._note(name, "output", _difference(_whole(output), mine))
 
-        with _after_forward(self._parallel, compare):
+        with _after_forward(self._parallel, self._compared, compare):
             yield
 
     def _keep(self, name: str, output: torch.Tensor) -> None:
@@ -138,13 +142,14 @@ class _Compared:
     def tensors(self, kind: str, read: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Compares what `read` takes of every parameter."""
         singles = dict(self._single.named_parameters(remove_duplicate=False))
+        largest = max((_largest(read(parameter)) for parameter in singles.values()), default=0.0)
         for name, parameter in self._parallel.named_parameters(remove_duplicate=False):
             got, expected = read(parameter), read(singles[name])
             module = name.rpartition(".")[0]
             if (got is None) != (expected is None):
                 self._note(module, kind, math.inf)
             elif got is not None and expected is not None:
-                self._note(module, kind, _difference(_whole(got), expected))
+                self._note(module, kind, _difference(_whole(got), expected, floor=_FLOOR * largest))
 
     def result(self, tolerance: float) -> VerifyResult:
         """The largest differences of all ranks."""
@@ -165,9 +170,17 @@ class _Compared:
         found[kind] = max(found.get(kind, 0.0), difference)
 
 
+def _innermost(parallel: nn.Module) -> set[str]:
+    """The modules without others inside, but experts as a whole: inside of them a rank has a part of the features."""
+    regions = {name for name, module in parallel.named_modules() if runs_on_parts(module)}
+    inside = tuple(f"{name}." for name in regions)
+    leaves = {name for name, module in parallel.named_modules() if next(module.children(), None) is None}
+    return {name for name in leaves if not name.startswith(inside)} | regions
+
+
 @contextlib.contextmanager
-def _after_forward(model: nn.Module, seen: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Calls `seen` with the name and the first output tensor of every innermost module when it has run."""
+def _after_forward(model: nn.Module, names: set[str], seen: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Calls `seen` with the name and the first output tensor of each module of these names when it has run."""
 
     def hook(name: str) -> Any:
         def run(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -177,8 +190,8 @@ def _after_forward(model: nn.Module, seen: Callable[[str, torch.Tensor], None]) 
 
         return run
 
-    innermost = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
-    handles = [module.register_forward_hook(hook(name)) for name, module in innermost]
+    named = [(name, module) for name, module in model.named_modules() if name in names]
+    handles = [module.register_forward_hook(hook(name)) for name, module in named]
     try:
         yield
     finally:
@@ -186,13 +199,20 @@ def _after_forward(model: nn.Module, seen: Callable[[str, torch.Tensor], None]) 
             handle.remove()
 
 
-def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference over the largest expected element; infinite where shapes differ or a number isn't one."""
+def _largest(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None or not tensor.numel() else tensor.detach().abs().max().item()
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor, *, floor: float = 0.0) -> float:
+    """Largest difference over the largest expected element, or `floor` where that is more.
+
+    Infinite where shapes differ or a number isn't one.
+    """
     if got.shape != expected.shape:
         return math.inf
     if not expected.numel():
         return 0.0
-    scale = expected.abs().max().item() or 1.0
+    scale = max(expected.abs().max().item(), floor) or 1.0
     largest = (got - expected.to(got.device)).abs().max().item() / scale
     return largest if math.isfinite(largest) else math.inf
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Literal, NoReturn
 
-from mindspore import Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn
 
 from hp_dtensor import DeviceMesh, Placement, Replicate
 from hp_dtensor.mindspore.api import distribute_parameter, distribute_tensor
@@ -16,12 +16,18 @@ from hp_dtensor.spec import normalize
 __all__ = [
     "Tensor",
     "described",
+    "divide_inside",
     "kind",
     "named_modules",
+    "named_parameters",
     "partition",
+    "place",
     "redistribute",
     "redistribute_shared",
     "replicate",
+    "run_experts",
+    "run_pointwise",
+    "run_replicated",
     "sharded_loss",
     "tied",
 ]
@@ -111,3 +117,33 @@ def sharded_loss(*, z_loss: float) -> NoReturn:
         "loss_parallel is for PyTorch: on MindSpore a cross entropy gathers logits whose classes are sharded; call it"
         " without the context, on logits that are gathered or sharded over rows"
     )
+
+
+def named_parameters(module: nn.Cell) -> dict[str, Parameter]:
+    """The Parameters by name, as ``parallelize_module`` names Cells."""
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, child in named_modules(module)
+        for name, parameter in child._params.items()
+        if parameter is not None
+    }
+
+
+def place(module: nn.Cell, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:
+    """Distributes one Parameter that the Cell itself holds."""
+    distribute_parameter(module._params[name], mesh, (placement,), src_data_rank=src_data_rank)
+
+
+def _refuse_region(module: nn.Cell, *mesh: DeviceMesh) -> NoReturn:
+    """Not on MindSpore.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"experts and plain regions are styles for PyTorch, got the Cell {type(module).__name__}; write its construct"
+        " with operations of DTensors, and shard its Parameters by keys that name them"
+    )
+
+
+run_replicated = run_experts = run_pointwise = divide_inside = _refuse_region

@@ -13,16 +13,23 @@ from hp_dtensor.torch.api import replicate_parameters
 from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
 from hp_dtensor.torch.parallel_loss import sharded_loss
 from hp_styles.torch import compiling  # noqa: F401  (what torch.compile traces)
+from hp_styles.torch.regions import divide_inside, run_experts, run_pointwise, run_replicated
 
 __all__ = [
     "Tensor",
     "described",
+    "divide_inside",
     "kind",
     "named_modules",
+    "named_parameters",
     "partition",
+    "place",
     "redistribute",
     "redistribute_shared",
     "replicate",
+    "run_experts",
+    "run_pointwise",
+    "run_replicated",
     "sharded_loss",
     "tied",
 ]
@@ -35,10 +42,22 @@ def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
     return module.named_modules(remove_duplicate=False)
 
 
+def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """All parameters, each under every name that it has."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
 def kind(module: torch.nn.Module) -> str:
-    """``"linear"``, ``"embedding"`` or ``"other"``."""
+    """``"linear"``, ``"transposed"`` (a linear layer of weight ``[in, out]``), ``"embedding"`` or ``"other"``."""
     if isinstance(module, torch.nn.Linear):
         return "linear"
+    weight = getattr(module, "weight", None)
+    features = (
+        getattr(module, "nx", None),
+        getattr(module, "nf", None),
+    )  # transformers' Conv1D
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2 and tuple(weight.shape) == features:
+        return "transposed"
     return "embedding" if isinstance(module, torch.nn.Embedding) else "other"
 
 
@@ -82,6 +101,23 @@ def partition(
         new = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
         vars(new).update({k: v for k, v in parameter.__dict__.items() if k not in new.__dict__})
         module._parameters[name] = new
+
+
+def place(
+    module: torch.nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
+) -> None:
+    """Distributes one parameter that the module itself holds."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)} is placed {parameter.placements}"
+            f" already, this style wants {placement}: two keys for one parameter"
+        )
+    made = distribute_tensor(parameter.data, mesh, (placement,), src_data_rank=src_data_rank)
+    new = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
+    vars(new).update({k: v for k, v in parameter.__dict__.items() if k not in new.__dict__})
+    module._parameters[name] = new
 
 
 def replicate(module: torch.nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:

@@ -1,0 +1,154 @@
+"""Models of transformers by the names in a plan: a configuration class, its settings, and a task or a model class."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_plan.findings import Finding, PlanError, near_misses
+
+# Taken by every configuration of transformers without being a field of it.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_CONFIG_KEYS = ("attn_implementation", "experts_implementation", "dtype", "layer_types", "name_or_path", *_TOKENS)
+# Settings that a model's code reads: `config.x`, `getattr(config, "x", ...)`, and what a configuration pops.
+_READ = re.compile(
+    r"""config\.(\w+)|(?:getattr|hasattr)\([\w.]*config\w*,\s*["'](\w+)["']|\.(?:pop|get)\(["'](\w+)["']"""
+)
+DEFAULT_TASK = "causal-lm"
+
+
+def transformers() -> Any:
+    """The library, imported when a plan needs it."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(
+            "a plan with [model] config = ... needs transformers: pip install 'hp-plan[torch]'"
+        ) from error
+
+
+def config_class(name: str) -> type:
+    """The configuration class of transformers called `name`; `PlanError` with near misses where there is none."""
+    library = transformers()
+    if not name.endswith("Config") or not hasattr(library, name):
+        known = [item for item in dir(library) if item.endswith("Config")]  # A second's work.
+        message = f"transformers has no configuration class '{name}'"
+        raise PlanError([Finding("model.config", message, near_misses(name, known))])
+    return getattr(library, name)
+
+
+def build(name: str, overrides: Mapping[str, Any], *, task: str | None, dtype: torch.dtype) -> nn.Module:
+    """The model of a configuration for a task, its weights drawn by torch's generator.
+
+    Args:
+        name: the configuration class.
+        overrides: its arguments; a part's own (`text_config`) are a dictionary.
+        task: `"causal-lm"` (None), `"seq2seq-lm"`, ..., or the name of a model class.
+        dtype: of the weights.
+
+    Raises:
+        PlanError: there is no such task or class, or none for this configuration.
+    """
+    model = model_class(config_class(name), task)
+    config = config_class(name)(**overrides)
+    if hasattr(model, "from_config"):
+        return model.from_config(config, dtype=dtype)
+    return model._from_config(config, dtype=dtype)
+
+
+def model_class(config: type, task: str | None) -> Any:
+    """The class of models that a task, or a class's name, means for a configuration.
+
+    Raises:
+        PlanError: there is none; the tasks that the configuration has are named.
+    """
+    library = transformers()
+    if task is not None and task[:1].isupper():
+        if not hasattr(library, task):
+            known = [
+                item for item in dir(library) if item.startswith((config.__name__.removesuffix("Config"), "AutoModel"))
+            ]
+            message = f"transformers has no model class '{task}'"
+            raise PlanError([Finding("model.task", message, near_misses(task, known))])
+        return getattr(library, task)
+    causal = library.AutoModelForCausalLM
+    if task in (None, DEFAULT_TASK) and config in causal._model_mapping:
+        return causal
+    wanted, tasks = task or DEFAULT_TASK, _tasks()
+    if wanted not in tasks:
+        raise PlanError([Finding("model.task", f"transformers has no task '{task}'", near_misses(wanted, tasks))])
+    auto = getattr(library, tasks[wanted])
+    if config in auto._model_mapping:
+        return auto
+    own = [name for name, item in tasks.items() if config in getattr(library, item)._model_mapping]
+    fix = f"write task in [model]: one of {', '.join(map(repr, own))}, or a model class's name"
+    if task is None:
+        message = f"transformers builds no causal language model from {config.__name__}"
+        raise PlanError([Finding("model.config", message, fix)])
+    raise PlanError([Finding("model.task", f"transformers builds no {task} model from {config.__name__}", fix)])
+
+
+@functools.cache
+def _tasks() -> dict[str, str]:
+    """Task -> automatic class: `"seq2seq-lm": "AutoModelForSeq2SeqLM"`."""
+    library = transformers()
+    named = [item for item in dir(library) if item.startswith("AutoModelFor")]
+    usable = [item for item in named if hasattr(getattr(library, item), "_model_mapping")]
+    return {"base": "AutoModel", **{_dashed(item.removeprefix("AutoModelFor")): item for item in usable}}
+
+
+def _dashed(name: str) -> str:
+    """`"Seq2SeqLM"` as `"seq2seq-lm"`, `"CausalLM"` as `"causal-lm"`."""
+    parts = re.findall(r"Seq2Seq|[A-Z]+(?![a-z])|[A-Z][a-z0-9]+", name)
+    return "-".join(part.lower() for part in parts)
+
+
+def setting_faults(config: type, overrides: Mapping[str, Any], *, key: str = "model.overrides") -> list[Finding]:
+    """Overrides that neither the configuration nor its models' code knows, in it and in the parts' own.
+
+    Args:
+        config: the configuration class.
+        overrides: its arguments.
+        key: where they stand in the plan.
+    """
+    known = _settings(config)
+    found = []
+    for name, value in overrides.items():
+        part = getattr(config, "sub_configs", {}).get(name)
+        if isinstance(value, Mapping) and isinstance(part, type) and dataclasses.is_dataclass(part):
+            found += setting_faults(part, value, key=f"{key}.{name}")
+        elif name not in known and name not in _read_by_code(config):
+            message = f"{config.__name__} has no setting '{name}'"
+            found.append(Finding(f"{key}.{name}", message, near_misses(name, known)))
+    return found
+
+
+def _settings(config: type) -> list[str]:
+    names = [item.name for item in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
+    settable = [name for name in dir(config) if isinstance(getattr(config, name, None), property)]
+    parts = getattr(config, "sub_configs", {})
+    return [*names, *getattr(config, "attribute_map", {}), *parts, *settable, *_CONFIG_KEYS]
+
+
+@functools.cache
+def _read_by_code(config: type) -> frozenset[str]:
+    """Settings that are no field of the configuration, and that the code of its models reads.
+
+    A configuration keeps any argument it is given, and code asks for some with a default (`head_dim`). The sources are
+    read as text: importing the models of a large family takes seconds.
+    """
+    file = Path(inspect.getfile(config))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(file.parent.glob("*ing_*.py")) + [file]]
+    shared = Path(inspect.getfile(config.__mro__[1])) if len(config.__mro__) > 1 else file
+    if shared.name == "configuration_utils.py":
+        texts.append(shared.read_text(encoding="utf-8"))
+    return frozenset(name for text in texts for groups in _READ.findall(text) for name in groups if name)

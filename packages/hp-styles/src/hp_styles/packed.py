@@ -1,0 +1,104 @@
+"""Styles of weights that hold several matrices one after the other, and of parameters that no Linear owns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hp_dtensor import DeviceMesh, Placement, Replicate, Shard, StridedShard
+from hp_styles.inputs import framework, on_input, on_output
+from hp_styles.styles import ParallelStyle, claim
+
+__all__ = ["PackedColwiseParallel", "PackedRowwiseParallel", "WholeExperts"]
+
+
+class PackedColwiseParallel(ParallelStyle):
+    """Shards a Linear whose output features are several matrices' (gate and up): each rank has its part of each.
+
+    On a parameter ``[..., out, in]``, such as experts' ``gate_up_proj``, it shards the dim before the last.
+
+    Args:
+        count: number of matrices; default 2.
+
+    Raises:
+        NotImplementedError: applied to a module that is not Linear.
+    """
+
+    def __init__(self, *, count: int = 2) -> None:
+        self.count = count
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        f = framework()
+        if f.kind(module) != "linear":
+            raise NotImplementedError(f"PackedColwiseParallel shards Linear modules, got {f.described(module)}")
+        cut = (StridedShard(0, self.count),)
+        f.partition(module, device_mesh, {"weight": cut, "bias": cut}, self.src_data_rank)
+        claim(module, self)
+        on_input(module, device_mesh, Replicate(), Replicate())
+        return module
+
+    def _parameter_placement(self, name: str, ndim: int) -> Placement:
+        return StridedShard(max(ndim - 2, 0), self.count)
+
+    def __repr__(self) -> str:
+        return f"PackedColwiseParallel(count={self.count})"
+
+
+class PackedRowwiseParallel(ParallelStyle):
+    """Shards a parameter ``[..., in, out]`` whose last dim is several matrices': each rank has its part of each.
+
+    Args:
+        count: number of matrices; default 2.
+
+    Raises:
+        NotImplementedError: applied to a module.
+    """
+
+    def __init__(self, *, count: int = 2) -> None:
+        self.count = count
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        raise NotImplementedError(
+            f"PackedRowwiseParallel is for a parameter, got {framework().described(module)}; name the parameter, as in"
+            " 'mlp.experts.gate_up_proj'"
+        )
+
+    def _parameter_placement(self, name: str, ndim: int) -> Placement:
+        return Replicate() if name == "bias" else StridedShard(ndim - 1, self.count)
+
+    def __repr__(self) -> str:
+        return f"PackedRowwiseParallel(count={self.count})"
+
+
+class WholeExperts(ParallelStyle):
+    """Shards a parameter ``[experts, ...]`` by expert, for a module with ``ExpertsParallel``.
+
+    Raises:
+        NotImplementedError: applied to a module.
+    """
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        raise NotImplementedError(
+            f"WholeExperts is for a parameter, got {framework().described(module)}; name the parameter, as in"
+            " 'mlp.experts.gate_up_proj'"
+        )
+
+    def _parameter_placement(self, name: str, ndim: int) -> Placement:
+        return Shard(0)
+
+    def __repr__(self) -> str:
+        return "WholeExperts()"
+
+
+class Reduced(ParallelStyle):
+    """Brings a module's output to every rank, whole: summed where it is partial, gathered where it is sharded."""
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        on_output(module, device_mesh, Replicate(), False)
+        return module
+
+
+class Untouched(ParallelStyle):
+    """Does nothing: the module computes with its own parameters as other styles have sharded them."""
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        return module

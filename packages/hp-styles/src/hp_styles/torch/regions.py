@@ -1,0 +1,206 @@
+"""Modules that compute on plain local tensors; see Note [Plain regions] in `hp_styles.regions`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hp_dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, StridedShard
+from hp_dtensor.torch.random import compare_generators
+
+__all__ = ["divide_inside", "run_experts", "run_pointwise", "run_replicated"]
+
+SUMMED_ONCE = ("down_proj_bias",)
+Placements = list[Placement]
+
+
+def run_replicated(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """The module's forward on whole plain tensors; results are replicated DTensors."""
+    whole: Placements = [Replicate()] * mesh.ndim
+
+    def local(value: torch.Tensor) -> torch.Tensor:
+        return value.redistribute(mesh, whole).to_local() if isinstance(value, DTensor) else value
+
+    def forward(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if module.training:
+            some = next((value for value in _tensors((args, kwargs))), None)
+            if some is not None:
+                compare_generators(mesh, some.device)
+        with _plain_parameters(module, lambda name, parameter: parameter.to_local()):
+            output = original(*_mapped(local, args), **_mapped(local, kwargs))
+        return _mapped(lambda value: _placed(value, mesh, whole), output)
+
+    _around(module, forward)
+
+
+def run_pointwise(module: torch.nn.Module) -> None:
+    """The forward of a module of one input, element by element, on this rank's part of it; laid out as it is."""
+
+    def forward(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        (value,) = (*args, *kwargs.values())
+        if not isinstance(value, DTensor):
+            return original(*args, **kwargs)
+        value = value.reduce_partial() if value.is_partial() else value
+        output = original(value.to_local())
+        if output.shape != value.to_local().shape:
+            raise ValueError(
+                f"{type(module).__name__} made {tuple(output.shape)} of {tuple(value.to_local().shape)}: it isn't"
+                " element by element, give it the style 'plain'"
+            )
+        return DTensor.from_local(output, value.device_mesh, value.placements, shape=value.shape)
+
+    _around(module, forward)
+
+
+def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """The forward of experts on this rank's part of the weights; the results are summed over the ranks."""
+    _check_draws(module)
+    whole: Placements = [Replicate()]
+
+    def varying(value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, DTensor):
+            value = DTensor.from_local(value, mesh, whole)
+        value = value.redistribute(mesh, whole)
+        return value.to_local(grad_placements=[Partial()]) if value.is_floating_point() else value.to_local()
+
+    def parameter(name: str, value: DTensor) -> torch.Tensor:
+        if not value.placements[0].is_replicate():
+            return value.to_local()
+        if name.rpartition(".")[2] in SUMMED_ONCE:
+            return value.redistribute(mesh, [Partial()]).to_local()
+        return value.to_local(grad_placements=[Partial()])
+
+    def forward(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        cut = [p.placements[0] for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
+        if all(placement.is_replicate() for placement in cut):
+            raise ValueError(
+                f"the experts of {type(module).__name__} are whole on every rank, so that their results would be"
+                f" summed {mesh.size()} times; give their parameters styles: gate_up_proj 'packed_colwise', down_proj"
+                " 'rowwise'"
+            )
+        args, kwargs = _mapped(varying, args), _mapped(varying, kwargs)
+        with contextlib.ExitStack() as stack:
+            if _by_expert(module):
+                args = stack.enter_context(_own_experts(module, mesh, args, kwargs))
+                kwargs = {}
+            stack.enter_context(_plain_parameters(module, parameter))
+            output = original(*args, **kwargs)
+        made = DTensor.from_local(output, mesh, [Partial()])
+        return made.redistribute(mesh, whole)
+
+    _around(module, forward)
+
+
+def divide_inside(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Divides a plain input, one that each rank of a region has, by the number of ranks."""
+
+    def divide(mod: torch.nn.Module, args: Any) -> Any:
+        return tuple(
+            value / mesh.size() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
+            for value in args
+        )
+
+    module.register_forward_pre_hook(divide)
+
+
+def _around(module: torch.nn.Module, run: Callable[..., Any]) -> None:
+    # In place of forward: hooks of others, such as those that gather parameters, are then done.
+    original = module.forward
+    module.forward = lambda *args, **kwargs: run(original, args, kwargs)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The value with its tensors changed, in tuples, lists and dictionaries; other containers keep what they hold."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {key: _mapped(change, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(change, item) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(change, item) for item in value)
+    if isinstance(value, dict):  # transformers' outputs: dictionaries with attributes
+        for key in list(value):
+            value[key] = _mapped(change, value[key])
+    return value
+
+
+def _placed(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
+    return value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, placements)
+
+
+@contextlib.contextmanager
+def _plain_parameters(module: torch.nn.Module, plain: Callable[[str, DTensor], torch.Tensor]) -> Iterator[None]:
+    """Inside, the parameters and buffers of the module and of all inside it are plain."""
+    kept: list[tuple[dict[str, Any], str, DTensor]] = []
+    for prefix, child in module.named_modules():
+        for table in (child._parameters, child._buffers):
+            for name, value in table.items():
+                if isinstance(value, DTensor):
+                    kept.append((table, name, value))
+                    table[name] = plain(f"{prefix}.{name}", value)
+    try:
+        yield
+    finally:
+        for table, name, value in kept:
+            table[name] = value
+
+
+def _check_draws(module: torch.nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, torch.nn.modules.dropout._DropoutNd) and child.p:
+            raise ValueError(
+                f"the experts' {name or 'module'} drops with p = {child.p:g}: each rank would draw for its part of the"
+                " features alone; set it to 0, or leave the experts without styles"
+            )
+
+
+def _by_expert(module: torch.nn.Module) -> bool:
+    """Whether ranks hold whole experts: dim 0 of weights of three dims is cut."""
+    found = {
+        placement.dim == 0
+        for parameter in module.parameters(recurse=False)
+        if isinstance(parameter, DTensor) and parameter.dim() == 3
+        for placement in parameter.placements
+        if isinstance(placement, (Shard, StridedShard))
+    }
+    if len(found) > 1:
+        raise ValueError(
+            f"some weights of {type(module).__name__} are cut by expert and some by feature; give all of them"
+            " 'grouped_gemm', or none"
+        )
+    return found == {True}
+
+
+@contextlib.contextmanager
+def _own_experts(module: torch.nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -> Iterator[Any]:
+    """Inside, the module has this rank's experts; the inputs with others' choices set to none, of weight 0."""
+    count, size = module.num_experts, mesh.size()
+    if count % size:
+        raise ValueError(f"{type(module).__name__} has {count} experts, which {size} ranks do not divide")
+    tokens, chosen, weights = [*args, *kwargs.values()]
+    mine = count // size
+    others = chosen // mine != mesh.get_local_rank()
+    before = {name: getattr(module, name) for name in ("num_experts", "_is_expert_parallel") if hasattr(module, name)}
+    module.num_experts = mine  # type: ignore[assignment]
+    if "_is_expert_parallel" in before:
+        module._is_expert_parallel = True  # type: ignore[assignment]
+    try:
+        yield tokens, torch.where(others, mine, chosen % mine), weights.masked_fill(others, 0.0)
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)

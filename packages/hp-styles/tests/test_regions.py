@@ -1,0 +1,254 @@
+"""Styles of experts, of packed weights, of parameters, and of parts that run on plain tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hp_dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+)
+from hp_platform.testing import device_type, on_ranks
+from hp_styles import parallelize_module
+
+pytestmark = pytest.mark.framework("torch")
+TOKENS, HIDDEN, INNER, EXPERTS = 6, 8, 12, 4
+
+
+class Experts(nn.Module):
+    """As transformers' own: loops over experts, and leaves out those that are numbered beyond the last."""
+
+    def __init__(self, *, bias=False, drop=0.0):
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, HIDDEN))
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER))
+        self.down_proj_bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN)) if bias else None
+        self.scale = nn.Parameter(torch.randn(HIDDEN))
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, tokens, chosen, weights):
+        out = torch.zeros_like(tokens)
+        tokens = tokens * self.scale
+        for expert in range(self.num_experts):
+            rows, places = torch.where(chosen == expert)
+            gate, up = (tokens[rows] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            made = self.drop(torch.tanh(gate) * up) @ self.down_proj[expert].T
+            if self.down_proj_bias is not None:
+                made = made + self.down_proj_bias[expert]
+            out.index_add_(0, rows, made * weights[rows, places, None])
+        return out
+
+
+class Block(nn.Module):
+    """A router, experts, and a residual, so that gradients of all inputs matter."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS)
+        self.experts = Experts(**options)
+
+    def forward(self, tokens):
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2, -1)
+        return tokens + self.experts(tokens, chosen, weights)
+
+
+def gradients(model, tokens):
+    tokens = tokens.detach().requires_grad_()
+    with implicit_replication():
+        (model(tokens) ** 2).sum().backward()
+    made = {"tokens": tokens.grad, **{name: value.grad for name, value in model.named_parameters()}}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in made.items()}
+
+
+def compare(make, plan, *, shape=(TOKENS, HIDDEN)):
+    """The model under a plan has the gradients that it has without; returns it."""
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        one = make().to(device_type())
+        tokens = torch.randn(*shape, device=device_type())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = gradients(one, tokens)
+    one.zero_grad()
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
+    model = parallelize_module(one, mesh, plan)
+    placed = distribute_tensor(tokens, mesh, [Replicate()])
+    got = gradients(model, placed)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: name + text)
+    return model
+
+
+BY_FEATURE = {
+    "experts.gate_up_proj": "packed_colwise",
+    "experts.down_proj": "rowwise",
+    "experts.scale": "replicate",
+    "experts": "moe_tp_experts",
+    "gate": "replicate",
+}
+BY_EXPERT = {
+    "experts.*_proj": "grouped_gemm",
+    "experts.scale": "replicate",
+    "experts": "ep_dispatch_experts",
+    "gate": "ep_router",
+}
+
+
+@on_ranks(2)
+def test_experts_by_feature():
+    model = compare(Block, BY_FEATURE)
+    assert model.experts.gate_up_proj.placements == (StridedShard(1, 2),)
+    assert model.experts.down_proj.placements == (Shard(2),)
+
+
+@on_ranks(2)
+def test_a_bias_that_is_added_once():
+    compare(lambda: Block(bias=True), {**BY_FEATURE, "experts.down_proj_bias": "replicate"})
+
+
+@on_ranks(2)
+def test_experts_by_expert():
+    model = compare(Block, BY_EXPERT)
+    assert model.experts.gate_up_proj.to_local().shape == (EXPERTS // 2, 2 * INNER, HIDDEN)
+    assert model.experts.num_experts == EXPERTS, "outside of forward"
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(HIDDEN, 2 * INNER), nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(gate.sigmoid() * up)
+
+
+@on_ranks(2)
+def test_two_matrices_in_one_linear():
+    model = compare(Packed, {"gate_up": "packed_colwise", "down": "rowwise"})
+    assert model.gate_up.bias.placements == (StridedShard(0, 2),)
+
+
+class Conv1D(nn.Module):
+    """transformers' linear layer of weight [in, out]."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Conv1D(INNER, HIDDEN), Conv1D(HIDDEN, INNER)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+@on_ranks(2)
+def test_a_linear_layer_whose_weight_is_transposed():
+    model = compare(Transposed, {"up": "colwise", "down": "rowwise"}, shape=(2, 3, HIDDEN))
+    assert (model.up.weight.placements, model.down.weight.placements) == ((Shard(1),), (Shard(0),))
+
+
+class Recurrent(nn.Module):
+    """Nothing that a DTensor could do: a loop that writes into views."""
+
+    def __init__(self):
+        super().__init__()
+        self.decay, self.into, self.norm = (
+            nn.Parameter(torch.randn(HIDDEN)),
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.LayerNorm(HIDDEN),
+        )
+
+    def forward(self, x):
+        state, out = torch.zeros_like(x[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for step in range(len(x)):
+            state = state * self.decay.sigmoid() + self.into(x[step])
+            out.as_strided((HIDDEN,), (1,), step * HIDDEN).copy_(state)
+        return self.norm(out)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer, self.mlp = Recurrent(), Packed()
+
+    def forward(self, x):
+        return x + self.mlp(self.mixer(x))
+
+
+@on_ranks(2)
+def test_a_plain_part_between_sharded_ones():
+    model = compare(Mixed, {"mixer": "plain", "mlp.gate_up": "packed_colwise", "mlp.down": "rowwise"})
+    assert all(value.placements == (Replicate(),) for value in model.mixer.parameters())
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x**2
+
+
+class Cube(nn.Module):
+    def forward(self, x):
+        return Cubed.apply(x)
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.cube, self.down = nn.Linear(HIDDEN, INNER), Cube(), nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x):
+        return self.down(self.cube(self.up(x)))
+
+
+@on_ranks(2)
+def test_an_activation_that_is_an_autograd_function():
+    compare(Wide, {"up": "colwise", "cube": "pointwise", "down": "rowwise"})
+
+
+@on_ranks(2)
+def test_errors_name_what_to_change():
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
+    block = parallelize_module(Block().to(device_type()), mesh, {"experts": "moe_tp_experts", "gate": "replicate"})
+    x = distribute_tensor(torch.randn(TOKENS, HIDDEN, device=device_type()), mesh, [Replicate()])
+    with pytest.raises(ValueError, match="the experts of Experts are whole on every rank, .* gate_up_proj 'packed"):
+        block(x)
+    with pytest.raises(ValueError, match=r"the experts' drop drops with p = 0.5: each rank would draw for its part"):
+        parallelize_module(Block(drop=0.5), mesh, {"experts": "moe_tp_experts"})
+    with pytest.raises(NotImplementedError, match="WholeExperts is for a parameter, got Linear; name the parameter"):
+        parallelize_module(Block(), mesh, {"gate": "grouped_gemm"})
+    with pytest.raises(NotImplementedError, match="ExpertsParallel is for a module, not for the parameter 'scale'"):
+        parallelize_module(Block(), mesh, {"experts.scale": "moe_tp_experts"})
+    with pytest.raises(ValueError, match="Experts.scale of shape .* is placed .* already, this style wants"):
+        parallelize_module(
+            parallelize_module(Block(), mesh, {"experts.scale": "replicate"}), mesh, {"experts.scale": "replicate"}
+        )
+    both = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "rowwise", "experts": "moe_tp_experts"}
+    with pytest.raises(ValueError, match="some weights of Experts are cut by expert and some by feature"):
+        parallelize_module(Block().to(device_type()), mesh, {**both, "gate": "replicate"})(x)
+    with pytest.raises(ValueError, match=r"Linear made \(6, 12\) of \(6, 8\): it isn't element by element"):
+        parallelize_module(nn.Linear(HIDDEN, INNER), mesh, "pointwise")(x)
