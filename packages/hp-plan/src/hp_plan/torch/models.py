@@ -71,7 +71,8 @@ def _head_dim(module: nn.Module) -> int | None:
 def _experts(module: nn.Module) -> ExpertsOutline | None:
     if not hasattr(module, "is_transposed") or not hasattr(module, "is_concatenated"):
         return None
-    return ExpertsOutline(module.is_transposed, not module.is_concatenated, getattr(module, "has_gate", True))
+    said: Any = module
+    return ExpertsOutline(said.is_transposed, not said.is_concatenated, getattr(module, "has_gate", True))
 
 
 def _asked(model: nn.Module, method: str) -> str:

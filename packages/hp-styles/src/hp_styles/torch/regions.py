@@ -148,7 +148,8 @@ def _plain_parameters(module: torch.nn.Module, plain: Callable[[str, DTensor], t
     """Inside, the parameters and buffers of the module and of all inside it are plain."""
     kept: list[tuple[dict[str, Any], str, DTensor]] = []
     for prefix, child in module.named_modules():
-        for table in (child._parameters, child._buffers):
+        held: Any = child  # Its tables of parameters have plain tensors in between.
+        for table in (held._parameters, held._buffers):
             for name, value in table.items():
                 if isinstance(value, DTensor):
                     kept.append((table, name, value))
@@ -189,7 +190,8 @@ def _by_expert(module: torch.nn.Module) -> bool:
 @contextlib.contextmanager
 def _own_experts(module: torch.nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any) -> Iterator[Any]:
     """Inside, the module has this rank's experts; the inputs with others' choices set to none, of weight 0."""
-    count, size = module.num_experts, mesh.size()
+    count: Any = module.num_experts
+    size = mesh.size()
     if count % size:
         raise ValueError(f"{type(module).__name__} has {count} experts, which {size} ranks do not divide")
     tokens, chosen, weights = [*args, *kwargs.values()]
