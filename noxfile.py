@@ -124,11 +124,12 @@ def backends(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff (rules and format) and import-linter (who may import whom); `-- --fix` repairs what ruff can."""
+    """ruff (rules and format), import-linter, no failing row in docs/backends.md; `-- --fix` repairs what ruff can."""
     install(session, others=("ruff", "import-linter"))
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    session.run("python", "docs/make_backends.py", "--check")
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
 
 

@@ -26,6 +26,8 @@ HARDWARE = {
     "torch-npu": ("torch-cpu", "torch-npu-sim"),
     "mindspore-ascend": ("mindspore-cpu",),
 }
+ELSEWHERE = "no framework in it: run on torch-cpu"  # as the pytest plugin says
+FAILING = "FAILING"
 COMMAND = "nox -t torch-cpu torch-npu-sim mindspore-cpu && nox -s backends"
 INTRODUCTION = f"""\
 # Backends
@@ -83,7 +85,8 @@ class Results:
     """What one test run left.
 
     Args:
-        outcomes: how often each test (its parameters cut off) has "passed", "failed" or was "skipped".
+        outcomes: how often each test (its parameters cut off) has "passed", "failed", was "skipped", or is run
+            "elsewhere", where nothing of the backend is in it.
         skipped: how many tests were skipped, by the reason that they gave.
         left_out: the modules that weren't collected, as the plugin tells them.
     """
@@ -129,7 +132,9 @@ def read_results(text: str) -> Results:
             outcome = "failed"
         elif "skipped" in children:
             outcome = "skipped"
-            skipped[children["skipped"].get("message", "")] += 1
+            reason = children["skipped"].get("message", "")
+            skipped[reason] += 1
+            outcome = "elsewhere" if ELSEWHERE in reason else outcome
         outcomes[_test(case.get("classname", ""), case.get("name", "")), outcome] += 1
     properties = [entry for suite in suites for entry in suite.iter("property") if entry.get("name") == "left out"]
     return Results(outcomes, skipped, tuple(entry.get("value", "") for entry in properties))
@@ -153,12 +158,14 @@ def cells_of(feature: Feature, results: Mapping[str, Results]) -> dict[str, str]
     for backend in (*CI, *(name for name in HARDWARE if name in results)):
         passed, reason = results[backend].count("passed", feature), feature.reason(backend)
         if results[backend].count("failed", feature):
-            cells[backend] = "FAILING"
+            cells[backend] = FAILING
         elif passed and reason:
             faults.append(f"{feature.name!r} is declared missing on {backend} ({reason}), and {passed} tests pass")
         elif passed:
             where = "in CI" if backend in CI else "on hardware"
             cells[backend] = f"tested {where} ({passed} {'test' if passed == 1 else 'tests'})"
+        elif results[backend].count("elsewhere", feature):
+            cells[backend] = ELSEWHERE
         elif reason:
             cells[backend] = f"not supported: {reason}"
         else:
@@ -175,9 +182,9 @@ def _untested(reason: str | None, siblings: Mapping[str, str]) -> str:
     """The cell of a backend without results."""
     if reason:
         return f"not supported: {reason}"
-    failing = [name for name, cell in siblings.items() if cell == "FAILING"]
+    failing = [name for name, cell in siblings.items() if cell == FAILING]
     if failing:
-        return f"FAILING on {failing[0]}"
+        return f"{FAILING} on {failing[0]}"
     if any(cell.startswith("tested") for cell in siblings.values()):
         return "code present, untested on hardware"
     return next(iter(siblings.values()))
@@ -222,12 +229,24 @@ def _run(backend: str, results: Results) -> str:
     return f"\n{backend}: {counts}.\n" + ("\n" + "".join(f"- {line}\n" for line in lines) if lines else "")
 
 
+def failing_rows(page: str) -> list[str]:
+    """The features of a page, as "package: feature", of which a test failed."""
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| ")]
+    return [f"{row[0].removeprefix('| ')}: {row[1]}" for row in rows if any(FAILING in cell for cell in row[2:])]
+
+
 def main() -> int:
     """Writes the page, or tells what is wrong and returns 1."""
     parser = argparse.ArgumentParser(description="Write docs/backends.md from the results of test runs.")
     parser.add_argument("results", type=Path, nargs="?", default=ROOT / ".nox/results", help="folder of <backend>.xml")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/backends.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page has a failing row")
     options = parser.parse_args()
+    if options.check:
+        failing = failing_rows(options.output.read_text("utf-8"))
+        for row in failing:
+            print(f"{options.output}: {row} is FAILING: mend it, then {COMMAND}", file=sys.stderr)
+        return 1 if failing else 0
     files = {name: options.results / f"{name}.xml" for name in (*CI, *HARDWARE)}
     absent = [str(files[name]) for name in CI if not files[name].exists()]
     if absent:

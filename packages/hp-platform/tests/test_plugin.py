@@ -14,6 +14,7 @@ import pytest
 
 from hp_platform import get_platform
 from hp_platform.platform import platform_name
+from hp_platform.testing.frameworks import uses_none
 
 pytestmark = pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it")
 
@@ -26,7 +27,8 @@ def run_pytest(folder: Path, *arguments: str, text: str) -> str:
     (folder / "test_it.py").write_text("from hp_platform.testing import on_ranks, run_ranks\n" + text)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hp_platform.testing.plugin"]
     command += ["--import-mode=importlib", "-rs", "--backend", f"{platform_name()}-cpu", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300).stdout
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    return f"{done.stdout}exit status {done.returncode}\n"
 
 
 def test_failures_of_ranks_are_told_and_pytest_goes_on(tmp_path):
@@ -141,6 +143,59 @@ def test_runs():
     left_out = f"for {title} only: 6 test modules (5 in ., 1 in {other})"
     assert f"left out, {left_out}" in output
     assert f'<property name="left out" value="{left_out}" />' in (tmp_path / "results.xml").read_text()
+
+
+def test_an_expression_that_selects_nothing_fails(tmp_path):
+    other = {"torch": "mindspore", "mindspore": "torch"}[platform_name()]
+    text = f"import {other}\ndef test_something(): ..."
+    assert "exit status 0" in run_pytest(tmp_path, text=text), "a suite that is for another framework as a whole"
+    assert "exit status 5" in run_pytest(tmp_path, "-k", "no_such_test", text=text)
+    assert "exit status 5" in run_pytest(tmp_path, "-k", "no_such_test", text="def test_something(): ...")
+
+
+def test_ranks_end_once_the_last_test_of_their_number_is_done(tmp_path):
+    output = run_pytest(
+        tmp_path,
+        "-v",
+        text="""
+from hp_platform.testing import pool
+
+def test_last_in_the_file_is_not_the_last(): ...
+
+@on_ranks(2, 1)
+def test_sizes(): ...
+
+def check():
+    assert not pool._pools
+
+def teardown_module():
+    assert [*pool._pools] == [2], "that of the last test, which ends after this"
+
+def test_without_ranks(): check()
+""",
+    )
+    order = re.findall(r"::(test_\w+(?:\[\w+\])?) PASSED", output)
+    assert order == [
+        "test_last_in_the_file_is_not_the_last",
+        "test_without_ranks",
+        "test_sizes[ranks1]",
+        "test_sizes[ranks2]",
+    ], output
+    assert "4 passed" in output and "error" not in output
+
+
+def test_modules_without_a_framework_are_known(tmp_path):
+    for text, expected in (
+        ("import numpy\nfrom hp_dtensor.rules import library\n", True),
+        ("import json\ndef test_a():\n    import torch\n", True),
+        ("import torch\n", False),
+        ("from hp_platform.testing import on_ranks\n", False),
+        ("from hp_platform import get_platform\n", False),
+        ("from hp_dtensor.mindspore import api\n", False),
+        ("import pytest\npytestmark = pytest.mark.framework('torch')\n", False),
+    ):
+        (tmp_path / "test_it.py").write_text(text)
+        assert uses_none(tmp_path / "test_it.py") is expected, text
 
 
 def test_a_test_that_is_not_for_a_backend_is_skipped(tmp_path):

@@ -93,6 +93,26 @@ def test_a_skipped_test_fills_no_cell(script, results):
     ]
 
 
+def test_what_has_no_framework_in_it_is_run_once(script, results):
+    skipped = '<skipped message="no framework in it: run on torch-cpu" />'
+    case = f'<testcase classname="packages.p.tests.test_a" name="test_one">{skipped}</testcase>'
+    once = script.read_results(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
+    cells = row(
+        script, {**results, "torch-npu-sim": once}, feature(["p/tests/test_a.py::test_one"], mindspore="raises")
+    )
+    assert cells["torch-cpu"].startswith("tested") and cells["torch-npu-sim"] == "no framework in it: run on torch-cpu"
+
+
+def test_a_failing_row_is_told(script, results, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "backends.md"
+    page.write_text(script.make_page(script.read_features(FEATURES), results))
+    monkeypatch.setattr(sys, "argv", ["make_backends.py", "--check", "--output", str(page)])
+    assert script.main() == 1
+    assert f"{page}: p: second is FAILING: mend it, then nox -t torch-cpu" in capsys.readouterr().err
+    page.write_text("".join(line for line in page.read_text().splitlines(True) if "| second |" not in line))
+    assert script.main() == 0
+
+
 def test_declarations_that_are_not_so(script, results):
     with pytest.raises(script.DeclarationError, match=r"'it' is declared missing on mindspore-cpu \(old\), and 1 test"):
         row(script, results, feature(["p/tests/*test_a.py"], mindspore="old"))

@@ -34,6 +34,22 @@ def needed_framework(path: Path, selected: str) -> str | None:
     return None
 
 
+def uses_none(path: Path) -> bool:
+    """Tell whether a test module has to do with neither a framework nor a device: it plans, reads and writes text.
+
+    It has no mark of a framework, and imports none, no code under a `torch/` or `mindspore/` folder, and nothing of
+    hp_platform, through which everything else reaches a device.
+
+    Args:
+        path: a test module.
+    """
+    if path.parent.name in IMPORTS or "pytest.mark.framework" in _module_marks(path):
+        return False
+    roots = {"hp_platform"}.union(*IMPORTS.values())
+    imported = [module.split(".") for module in _top_level_imports(path, set())]
+    return not any(parts[0] in roots or not {*parts[1:]}.isdisjoint(IMPORTS) for parts in imported)
+
+
 def _module_marks(path: Path) -> str:
     for statement in ast.parse(path.read_bytes(), filename=str(path)).body:
         if isinstance(statement, ast.Assign) and [ast.unparse(name) for name in statement.targets] == ["pytestmark"]:

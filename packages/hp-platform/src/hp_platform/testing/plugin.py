@@ -12,8 +12,10 @@ import pytest
 
 from hp_platform.platform import platform_name
 from hp_platform.testing import pool, target
-from hp_platform.testing.frameworks import TITLES, needed_framework
+from hp_platform.testing.frameworks import TITLES, needed_framework, uses_none
+from hp_platform.testing.reference import BODY
 
+ELSEWHERE = "no framework in it: run on torch-cpu"
 # The test modules that were left out, by their framework and folder.
 _LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
 
@@ -29,7 +31,14 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config = cast(pytest.Config, pluginmanager.get_plugin("pytestconfig"))
     with contextlib.suppress(pytest.UsageError):  # pytest reports it when it parses all arguments
         known = parser.parse_known_args([str(argument) for argument in config.invocation_params.args])
-        target.select(known.backend)
+        with _terminal(pluginmanager):
+            target.select(known.backend)
+
+
+def _terminal(pluginmanager: pytest.PytestPluginManager) -> contextlib.AbstractContextManager[None]:
+    """Let what is written meanwhile reach the terminal: a device's stand-in may be compiled, which takes a while."""
+    capture = pluginmanager.get_plugin("capturemanager")
+    return contextlib.nullcontext() if capture is None else capture.global_and_fixture_disabled()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,10 +76,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests that are marked as another framework's, or as not for this backend."""
+    """Skip tests that are another framework's or not for this backend, and bring those of one world size together.
+
+    Sorted so, a pool's ranks end once its last test is done, and the largest pools don't wait beside the others.
+    """
     selected = platform_name()
     backend = config.getoption("--backend")
+    items.sort(key=_world_size)  # stable: in a size, the order is that of the files
+    neutral: dict[Path, bool] = {}
     for item in items:
+        if backend == "torch-npu-sim" and neutral.setdefault(item.path, uses_none(item.path)):
+            item.add_marker(pytest.mark.skip(reason=ELSEWHERE))
         wanted = [mark.args[0] for mark in item.iter_markers("framework")]
         if wanted and selected not in wanted:
             item.add_marker(pytest.mark.skip(reason=f"for {TITLES[wanted[0]]} only"))
@@ -79,6 +95,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid}: not_on names no backend with {sorted(unknown)}")
             if backend in mark.args:
                 item.add_marker(pytest.mark.skip(reason=f"not on {backend}: {mark.kwargs['reason']}"))
+
+
+def _world_size(item: pytest.Item) -> int:
+    """Get the number of ranks that a test of `on_ranks` runs on, 0 for others."""
+    callspec = getattr(item, "callspec", None)
+    ranks = callspec.params.get("ranks") if callspec is not None else None
+    return ranks if isinstance(ranks, int) and hasattr(getattr(item, "obj", None), BODY) else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks of a world size once its last test is done."""
+    size = _world_size(item)
+    if size and (nextitem is None or _world_size(nextitem) != size):
+        pool.close_pool(size)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -110,7 +141,8 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """End all ranks; a suite that is for another framework as a whole has not failed."""
     pool.close_pools()
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash[_LEFT_OUT]:
+    chosen = session.config.option.keyword or session.config.option.markexpr  # what selects nothing is a mistake
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash[_LEFT_OUT] and not chosen:
         session.exitstatus = pytest.ExitCode.OK
 
 

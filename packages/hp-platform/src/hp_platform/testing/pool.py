@@ -96,6 +96,12 @@ def run(
     return [pickle.loads(outcome.value) for outcome in outcomes]
 
 
+def close_pool(world_size: int) -> None:
+    """End the ranks of the pool of a world size, if there is one."""
+    if world_size in _pools:
+        _pools.pop(world_size).close()
+
+
 def close_pools() -> None:
     """End the ranks of every pool."""
     while _pools:

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,8 @@ def built() -> Path:
     folder = _cache() / _fingerprint()
     if folder.is_dir():
         return folder
+    sys.stderr.write(f"compiling the stand-in for CANN with {COMPILER}, once, for half a minute or more: {folder}\n")
+    sys.stderr.flush()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as temporary:
         target = Path(temporary, "libraries")
