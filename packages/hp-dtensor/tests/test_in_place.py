@@ -95,3 +95,16 @@ def test_what_is_asked_of_a_tensor():
         assert operands(Shard(0))[1][0].is_sparse is False
         assert not torch.is_complex(operands(Shard(0))[1][0])
         assert torch.is_complex(operands(Shard(0))[1][0] * 1j)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("target", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("source", [Shard(0), Shard(1), Partial(), Replicate()], ids=str)
+def test_what_was_redistributed_can_be_written(source: Any, target: Any):
+    (whole,), (x,) = operands(source)
+    x.requires_grad_()
+    made = (x * 1.0).redistribute(placements=[target])
+    assert made.mul_(2.0) is made
+    same(made.detach(), whole * 2)
+    made.sum().backward()
+    same(x.grad, torch.full_like(whole, 2.0))

@@ -54,7 +54,6 @@ def set_item(func: Any, args: Any, kwargs: Any) -> None:
         _fill(x, items[0], value)
     else:
         _write(x, tuple(_plain(item) for item in items), value)
-    indexing.write_through(x)
 
 
 def index_put_(func: Any, args: Any, kwargs: Any) -> DTensor:

@@ -87,7 +87,8 @@ class _Redistribute(torch.autograd.Function):
         ctx.source = weakref.ref(x)
         if value is not None:
             return value.view_as(value)
-        return x.view_as(x) if src is dst else execute(x, src, dst)
+        # detached: no view of a buffer, which autograd would let nobody write to
+        return x.view_as(x) if src is dst else execute(x, src, dst).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]

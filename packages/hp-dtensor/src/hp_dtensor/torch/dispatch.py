@@ -85,8 +85,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         out._spec = plan.spec
         return out
     if plan.plain:
-        out = _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
-        return plan.written(out) if plan.writes else out
+        return _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
     return plan.run(args, kwargs)
 
 

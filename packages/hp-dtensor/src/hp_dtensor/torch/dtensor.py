@@ -53,7 +53,7 @@ _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
 """What notes shapes: Note [What a checkpoint compares]."""
 _OWN = frozenset(  # not a copy's
-    "_spec _called_in _moved_from _outside_graphs _passed_by _reads _retired _shadows _taken_from".split()
+    "_spec _called_in _link _moved_from _outside_graphs _passed_by _reads _retired _shadows".split()
 )
 
 

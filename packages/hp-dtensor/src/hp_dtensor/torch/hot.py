@@ -73,7 +73,7 @@ def _writing(base: Any) -> Override:
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = self._spec
-        if type(self) is DTensor and not spec.partial and _enabled() and "_taken_from" not in self.__dict__:
+        if type(self) is DTensor and not spec.partial and _enabled():
             for value in args:
                 kind = type(value)
                 if value._spec is not spec if kind is DTensor else kind is not float:

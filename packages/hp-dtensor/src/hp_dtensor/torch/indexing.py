@@ -16,7 +16,7 @@ from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.functions import bind
 from hp_dtensor.torch.plans import Call
 
-__all__ = ["by_value", "get_item", "kept_dims", "without_tensors", "write_through"]
+__all__ = ["by_value", "get_item", "kept_dims", "without_tensors"]
 
 _impl = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -42,14 +42,6 @@ def get_item(func: Any, args: Any, gathered: Any) -> Any:
         return func(x, tuple(items))
     pattern = tuple(_HERE if isinstance(item, T) else item for item in items)
     return dispatch.planned(_index, (x, pattern, *(item for item in items if isinstance(item, T))), {})
-
-
-def write_through(x: DTensor) -> None:
-    """What was written to ``x`` goes to the tensor that it was taken from by an index, where it is no view of it."""
-    source, index = x.__dict__.get("_taken_from", (None, None))
-    whole = source() if source is not None else None
-    if whole is not None:
-        whole[index] = x
 
 
 def without_tensors(item: Any) -> Any:

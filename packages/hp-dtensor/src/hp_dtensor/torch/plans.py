@@ -83,9 +83,13 @@ class Plan:
         call: a function that is called on the first operand as it is, followed by ``tail``; None elsewhere.
         plain: the function itself is called, on the operands as they are, and gives no new tensor: it writes its first
             operand, or tells something.
+        copied: the function that is called, where it gives a view of what had to be moved; else None.
     """
 
-    __slots__ = ("call", "direct", "fixes", "func", "hot", "listed", "local", "outs", "plain", "spec", "tail", "writes")
+    __slots__ = (
+        *("call", "copied", "direct", "fixes", "func", "hot", "listed", "local", "outs", "plain", "spec", "tail"),
+        "writes",
+    )
 
     def __init__(self, func: Any, fixes: list[Any], outs: list[TensorSpec], single: bool, hot: bool) -> None:
         self.func = func
@@ -95,6 +99,7 @@ class Plan:
         self.local: Any = None
         self.tail: tuple[Any, ...] | None = None
         self.hot = hot
+        self.copied: Any = None
         self.direct = False
         self.call: Any = None
         self.listed = False
@@ -108,20 +113,18 @@ class Plan:
         if spec is not None:
             out.__class__ = DTensor
             out._spec = spec
-            return self.written(out) if self.writes else out
+            return out if self.copied is None else self._linked(out, args, kwargs)
         if self.outs:
             flat = [value for value in out if isinstance(value, Tensor)]
             for value, layout in zip(flat, self.outs, strict=True):
                 wrap(value, layout)
+            return out if self.copied is None else self._linked(out, args, kwargs)
         return out
 
-    def written(self, out: Any) -> Any:
-        """The operand that was written; what it was taken from by an index is written, too."""
-        if "_taken_from" in out.__dict__:
-            from hp_dtensor.torch.indexing import write_through
+    def _linked(self, out: Any, args: Any, kwargs: Any) -> Any:
+        from hp_dtensor.torch.moved_view import link
 
-            write_through(out)
-        return out
+        return link(out, self.copied, args, kwargs or {})
 
     def compute(self, args: Any, kwargs: Any) -> Any:
         """The results' local parts, as the framework gives them."""
@@ -294,6 +297,10 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
         plan.func, plan.tail = local
     else:
         plan.local = local
+    if fixes and not binding.in_place:
+        from hp_dtensor.torch.moved_view import VIEWS
+
+        plan.copied = func if func in VIEWS else None
     plan.writes = binding.in_place
     bare = not fixes and plan.tail is None and plan.local is None
     plan.direct = bare and single and not plan.writes

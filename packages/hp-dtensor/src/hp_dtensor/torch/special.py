@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -63,9 +62,11 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     """As ``_same``; of a leaf it may be the way to an array of numpy's on the same memory."""
-    if func is T.detach_ or _impl(_is_leaf, (), (args[0],)):
+    out = _same(func, args, kwargs)
+    if out is args[0] or _impl(_is_leaf, (), (args[0],)):
         hand_out(args[0])
-    return _same(func, args, kwargs)
+        hand_out(out)
+    return out
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
@@ -246,10 +247,7 @@ def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(part, T) for part in key):
             return indexing.get_item(func, args, on_whole)
         plan = dispatch.plan_of(tuple(key), func, args, kwargs)
-    out = plan.run(args, kwargs)
-    if plan.fixes:  # gathered: no view of x, so what is written to it is written to x as well
-        out._taken_from = weakref.ref(x), index
-    return out
+    return plan.run(args, kwargs)
 
 
 def _item(self: Any, index: Any) -> Any:

@@ -68,7 +68,7 @@ class _Transfer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
         ctx.layouts = src, dst
-        return execute_transfer(x, src, dst)
+        return execute_transfer(x, src, dst).detach()  # no view of a buffer: it may be written
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import dispatch, random
+from hp_dtensor.torch import dispatch, moved_view, random
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.functions import functions_of
 
@@ -75,7 +75,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
             found = next((full for x, full, _ in gathered if x is value), None)
             if found is None:
                 found = value.full_tensor()
-                gathered.append((value, found, _state(found, untold)))
+                gathered.append((value, found, _state(found, untold or found.is_inference())))
             return found
         return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
 
@@ -87,17 +87,20 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
 
     out = func(*whole(list(args)), **{name: whole(value) for name, value in kwargs.items()})
     for x, full, before in gathered:
-        written = not torch.equal(full, before) if untold else _state(full, untold) != before
+        written = not torch.equal(full, before) if isinstance(before, T) else _state(full, False) != before
         if written and not x._spec.replicated:
             x.copy_(_replicated(full.view_as(full), mesh))
-    return placed(out)
+    made = placed(out)
+    if func in moved_view.VIEWS and not gathered[0][0]._spec.replicated:
+        return moved_view.link(made, func, args, kwargs)
+    return made
 
 
 def _state(whole: T, untold: bool) -> Any:
     """What tells whether a tensor was written to: its version, or its value."""
     if untold:
         return whole.detach().clone()
-    return None if whole.is_inference() else whole._version
+    return whole._version
 
 
 def _replicated(value: T, mesh: Any) -> DTensor:
