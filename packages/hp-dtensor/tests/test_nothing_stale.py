@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -160,3 +162,36 @@ def test_a_source_written_after_it_was_redistributed() -> None:
     F.linear(whole, weight).square().sum().backward()
     F.linear(same, w).square().sum().backward()
     close(leaf.grad, plain.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", [Shard(0), R], ids=str)
+def test_what_is_kept_goes_with_its_value(place: Any) -> None:
+    """Without a backward, too."""
+    leaf, weight = placed(rand(4, 6), place).requires_grad_(), placed(rand(8, 6), Shard(0))
+    hidden = leaf * 1.0
+    F.linear(hidden, weight), F.linear(hidden, weight), hidden[1:3].mul_(2.0)
+    alive = weakref.ref(hidden)
+    del hidden
+    gc.collect()
+    assert alive() is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_readers_share_is_kept_for_a_few(plain: bool) -> None:
+    leaf = placed(rand(4, 6), Shard(0)).requires_grad_()
+    src, alive = leaf._spec, []
+    for _ in range(6):
+        hidden = leaf.to_local() * 1.0 if plain else leaf * 1.0
+        read = [redistribute_shared(hidden, src.with_placements([R]), src if plain else None) for _ in range(2)]
+        assert read[0] is read[1]
+        alive.append(weakref.ref(hidden))
+    made = read[0].sum()
+    del hidden, read
+    gc.collect()
+    assert [each() is None for each in alive] == [True, True, False, False, False, False]
+    made.backward()
+    del made
+    gc.collect()
+    assert all(each() is None for each in alive)

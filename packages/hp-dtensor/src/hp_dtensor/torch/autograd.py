@@ -35,6 +35,7 @@ from hp_dtensor.torch.kept import drop, recall, remember
 from hp_dtensor.torch.redistribute import execute
 
 __all__ = [
+    "AsView",
     "convert",
     "grad_spec",
     "move",
@@ -86,15 +87,13 @@ class _Redistribute(torch.autograd.Function):
         ctx.layouts = src, dst, vary
         ctx.source = weakref.ref(x)
         if value is not None:
-            return value.view_as(value)
-        # detached: no view of a buffer, which autograd would let nobody write to
-        return x.view_as(x) if src is dst else execute(x, src, dst).detach()
+            return value.detach()
+        # detached: a view of a buffer could not be written, one of x would hold x, which holds it (`kept`)
+        return x.detach() if src is dst else execute(x, src, dst).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        source = ctx.source()
-        if source is not None:
-            drop(source)
+        drop(ctx.source())
         src, dst, vary = ctx.layouts
         scale = backward_scale(src, dst)
         if torch.is_grad_enabled() and _requires_grad(grad):  # see Note [Gradients of gradients]
@@ -184,7 +183,7 @@ def refuse_late(x: Any, what: str) -> None:
     Raises:
         RuntimeError: an operation has.
     """
-    if isinstance(x, torch.Tensor) and "_passed_by" in x.__dict__:
+    if "_passed_by" in getattr(x, "__dict__", ()):
         raise RuntimeError(
             f"{what}: a DTensor of shape {x._spec.shape} placed {x._spec.placements} is the result of a redistribution,"
             " and an operation has read it since; that operation's gradient goes to what was redistributed and passes"
@@ -264,6 +263,18 @@ def read_in_parts(grad: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
         return grad
     return _Redistribute.apply(grad, grad_spec(spec), grad_spec(spec), parts, None)
+
+
+class AsView(torch.autograd.Function):
+    """A value as a view that autograd lets nobody write to: its memory is that of a value in another graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
 
 
 class _OfParts(torch.autograd.Function):

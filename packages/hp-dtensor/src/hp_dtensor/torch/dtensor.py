@@ -31,7 +31,7 @@ from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import autograd
 from hp_dtensor.torch.checkpoint import chunk_list, tensor_shard, write_items
-from hp_dtensor.torch.kept import HANDED_OUT, hand_out, recall, recorded, remember
+from hp_dtensor.torch.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
 from hp_dtensor.torch.overrides import compiler as _compiler
 from hp_dtensor.torch.overrides import overrides
 
@@ -197,7 +197,7 @@ class DTensor(torch.Tensor):
         if grad_placements is None:
             return _impl(T.view_as, (), (self, self))
         made = autograd.convert(self, spec, varying(spec, grad_placements))
-        return _impl(T.view_as, (), (made, made))
+        return _impl(autograd.AsView.apply, (), (made,))
 
     # ---- metadata: global, or the local tensor's where interception is off ----
     @property
@@ -390,13 +390,11 @@ def redistribute_shared(x: torch.Tensor, spec: TensorSpec, src: TensorSpec | Non
         spec: the wanted layout.
         src: the layout of a plain ``x``.
     """
-    shared = recorded(x)
-    found = recall(x, spec, ("shared", src)) if shared else None
+    found = recall_shared(x, spec, src)
     if found is not None:
         return found
     value = x if isinstance(x, DTensor) else wrap(x.view_as(x), src or spec)
-    made = value if value._spec is spec else redistribute(value, spec)
-    return remember(x, spec, ("shared", src), made) if shared else made
+    return remember_shared(x, spec, src, value if value._spec is spec else redistribute(value, spec))
 
 
 def _rebuild(local: torch.Tensor, spec: TensorSpec, requires_grad: bool, state: dict[str, Any]) -> DTensor:

@@ -98,7 +98,7 @@ class MovedView(DTensor):
 
     @_spec.setter
     def _spec(self, spec: Any) -> None:
-        self.__dict__["_spec"] = spec
+        vars(self)["_spec"] = spec
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -107,8 +107,8 @@ class MovedView(DTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.__class__ = DTensor  # it is a view of nothing any more
-        del self.__dict__["_link"]
+        del vars(self)["_link"]
+        self.__class__ = DTensor  # type: ignore[assignment]  # it is a view of nothing any more
         self.data = value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -283,7 +283,7 @@ def _follow(view: Any) -> None:
                 T.copy_(view, value)
             else:
                 _data(view).copy_(value.detach())
-    view.__dict__.pop("_reads", None)
+    vars(view).pop("_reads", None)
     found.version = version
 
 

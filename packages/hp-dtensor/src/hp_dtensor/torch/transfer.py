@@ -24,6 +24,7 @@ from hp_dtensor.redistribution.transfer import Box, Move, Transfer, plan_transfe
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import autograd, pending
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
+from hp_dtensor.torch.kept import drop
 from hp_dtensor.torch.redistribute import as_movable, execute
 from hp_platform import get_platform
 
@@ -72,6 +73,7 @@ class _Transfer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        drop(None)
         src, dst = ctx.layouts
         scale = _ranks_averaged(dst) / _ranks_averaged(src)
         moved = autograd.read_in_parts(_move(grad, autograd.grad_spec(dst), autograd.grad_spec(src)), src)
