@@ -194,7 +194,7 @@ def _run(truth: Truth, mesh: Any, placements: tuple[tuple[Placement, ...], ...])
             if not isinstance(value, torch.Tensor):
                 assert made == value and type(made) is type(value), what
                 continue
-            assert type(made) is DTensor and made.device_mesh == mesh, f"{what}: {type(made)}"
+            assert isinstance(made, DTensor) and made.device_mesh == mesh, f"{what}: {type(made)}"
             assert made.requires_grad == value.requires_grad, f"{what}: requires_grad {made.requires_grad}"
             _holds(made, value, what)
         for tensor, old in zip(given, before):
