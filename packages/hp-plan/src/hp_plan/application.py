@@ -65,7 +65,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if "tp" in axes:
         table = style_table(plan, outline)
         styled = {name: table[patterns[0]] for name, patterns in resolve(table, outline).items()}
-        parallelize_module(model, mesh["tp"], styled)
+        parallelize_module(models.base(model), mesh["tp"], styled)
         models.replicate_rest(model, mesh["tp"])
         models.keep_border_plain(model, mesh["tp"], plain)
     if "dp_shard" in axes:
@@ -102,8 +102,10 @@ def _shard_groups(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> None:
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
         "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
     }
-    for name, module in reversed(list(models.named_modules(model))):  # Inner groups before the ones around them.
-        if any(matches(pattern, name) for pattern in plan.fsdp.groups):
+    for name, module in reversed(
+        list(models.named_modules(models.base(model)))
+    ):  # Inner groups before the ones around them.
+        if name and any(matches(pattern, name) for pattern in plan.fsdp.groups):
             hp_fsdp.fully_shard(module, mesh, **options)
     hp_fsdp.fully_shard(model, mesh, **options)
 

@@ -132,9 +132,14 @@ def _sharded_dim(style: str) -> int | None:
 
 def _group_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
     found = []
+    blocks = _blocks(model)
+    if plan.mesh.dp_shard > 1 and not plan.fsdp.groups and blocks:
+        message = "no groups, so each rank would gather the whole model at once, as if nothing were sharded"
+        fix = f'write groups = ["{blocks}"] in [fsdp], or groups = [""] where the model is to be one group'
+        found.append(Finding("fsdp.groups", message, fix))
     for index, pattern in enumerate(plan.fsdp.groups):
         key, matched = f"fsdp.groups[{index}]", matching(pattern, model.names)
-        if not matched:
+        if not matched and pattern:  # "" is the model itself
             fix = near_misses(pattern, generalise(model.names))
             found.append(Finding(key, f"'{pattern}' matches no module", fix))
         for name in matched:
@@ -142,6 +147,14 @@ def _group_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
                 message = f"'{pattern}' matches {name}, a {model.modules[name].type_name}, which is never called"
                 found.append(Finding(key, message, f"group its members: '{name}.*'"))
     return found
+
+
+def _blocks(model: ModelOutline) -> str:
+    """The pattern of the first list of several modules, outermost first; empty where there is none."""
+    for name, module in model.modules.items():
+        if name and module.kind == "container" and f"{name}.1" in model.modules:
+            return f"{name}.*"
+    return ""
 
 
 def _expert_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:

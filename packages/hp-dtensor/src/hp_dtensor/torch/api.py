@@ -14,7 +14,7 @@ from hp_dtensor.mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.placements import Placement, RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import random
-from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import get_platform
 
@@ -218,15 +218,28 @@ def distribute_module(
     return module
 
 
+def become(parameter: torch.nn.Parameter, made: DTensor) -> None:
+    """Makes a parameter, the same object as before, the DTensor ``made``: optimizers and lists that hold it see that.
+
+    Args:
+        parameter: a leaf, plain or a DTensor of another layout.
+        made: of the same dtype; its memory is the parameter's afterwards.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = local_view(made)
+    for name in ("_moved_from", "_shadows"):  # they belong to the memory that it had
+        vars(parameter).pop(name, None)
+    wrap(parameter, made._spec)._is_param = True  # type: ignore[attr-defined]
+
+
 def replicate_parameters(
     module: torch.nn.Module, mesh: DeviceMesh, *, buffers: bool = True, src_data_rank: int | None = 0
 ) -> None:
     """Makes the plain parameters (and buffers) that ``module`` itself holds replicated DTensors."""
     replicated = [Replicate()] * mesh.ndim
-    for name, parameter in list(module._parameters.items()):
+    for parameter in module._parameters.values():
         if parameter is not None and not isinstance(parameter, DTensor):
-            made = distribute_tensor(parameter.data, mesh, replicated, src_data_rank=src_data_rank)
-            module._parameters[name] = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
+            become(parameter, distribute_tensor(parameter.data, mesh, replicated, src_data_rank=src_data_rank))
     if buffers:
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and not isinstance(buffer, DTensor):

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from hp_dtensor import distribute_tensor
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch.api import become
 from hp_dtensor.torch.autograd import grad_spec
 from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
 from hp_fsdp import finding
@@ -103,8 +105,7 @@ class ManagedParameter:
             del made._spec
             self.inner, self.shape, self.cls = None, whole.shape, nn.Parameter
         if self.inner is None and inner is not None:
-            placements = [Replicate()] * inner.ndim
-            wrap(made, TensorSpec.of(inner, placements, tuple(self.shape)))._is_param = True  # type: ignore[attr-defined]
+            become(made, distribute_tensor(made.detach(), inner, [Replicate()] * inner.ndim))
             self.inner = made._spec
 
     @property
@@ -133,14 +134,10 @@ class ManagedParameter:
         """
         made: Any = self.original
         self.sharded, self.original = made, None
-        with _plain():
-            _set_data(made, view.detach())
-            hooks = made._backward_hooks
+        hooks = made._backward_hooks
         for key in hooks or ():  # they are for gradients of this object, which are DTensors now
             hooks[key] = functools.partial(_run_hook, hooks[key], grad_spec(spec))
-        for name in ("_moved_from", "_shadows"):  # they belong to the memory that it had
-            made.__dict__.pop(name, None)
-        wrap(made, spec)._is_param = True  # type: ignore[attr-defined]
+        become(made, wrap(view.detach(), spec))
         made._outside_graphs = _OUTSIDE_GRAPHS
         finding.mark(made, owner)
 

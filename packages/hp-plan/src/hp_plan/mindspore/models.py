@@ -14,6 +14,11 @@ from hp_plan.outline import ModelOutline, ModuleOutline
 from hp_styles.mindspore.modules import kind as parallel_kind
 
 
+def base(model: nn.Cell) -> nn.Cell:
+    """The model that a plan's patterns name: ``model`` itself."""
+    return model
+
+
 def named_modules(model: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
     """Every Cell by its name, the model itself first, as `""`."""
     return model.cells_and_names()

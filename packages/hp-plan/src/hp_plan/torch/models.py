@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implicit_replication
+from hp_dtensor.torch.api import become
+from hp_fsdp.joining import Roster
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_styles.torch import modules as styles_modules
 
@@ -24,11 +26,18 @@ def dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
+def base(model: nn.Module) -> nn.Module:
+    """The model that a plan's patterns name: inside a ``PeftModel`` the one that it wraps, else ``model`` itself."""
+    wraps = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return model.get_base_model() if wraps else model  # type: ignore[operator]
+
+
 def outline(model: nn.Module) -> ModelOutline:
-    """The model's names, kinds and shapes."""
+    """The model's names, kinds and shapes; of a ``PeftModel`` those of the model that it wraps."""
+    model = base(model)
     prefix = getattr(model, "base_model_prefix", "")
     return ModelOutline(
-        modules={name: _outline(module) for name, module in model.named_modules()},
+        modules={name: _outline(styles_modules.base_layer(module)) for name, module in model.named_modules()},
         parameters=tuple(name for name, _ in model.named_parameters()),
         elements=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
@@ -92,16 +101,10 @@ def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes the parameters that no style has sharded replicated DTensors."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # What was one tensor stays one.
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor):
-                continue
-            if parameter not in made:
-                whole = distribute_tensor(parameter.detach(), mesh, [Replicate()])
-                made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            setattr(module, name, made[parameter])
+    """Makes the parameters that no style has sharded replicated DTensors; they stay the same objects."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            become(parameter, distribute_tensor(parameter.detach(), mesh, [Replicate()]))
 
 
 def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Callable[[Any], Any]) -> None:
@@ -112,7 +115,7 @@ def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Callable[[Any],
         mesh: of the tensor parallel ranks.
         plain: makes the model's output plain.
     """
-    _run_inside_replication(model)
+    _run_inside_replication(model, mesh)
     model.register_forward_hook(lambda module, inputs, output: plain(output))
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
@@ -120,10 +123,15 @@ def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Callable[[Any],
                 _take_distributed_inputs(block, mesh)
 
 
-def _run_inside_replication(module: nn.Module) -> None:
+def _run_inside_replication(module: nn.Module, mesh: DeviceMesh) -> None:
     entered: list[contextlib.ExitStack] = []
+    roster = _roster(module)
 
     def enter(module: nn.Module, inputs: Any) -> None:
+        nonlocal roster
+        if not roster.complete():  # adapters or a head that joined later: their gradients would be each rank's own
+            replicate_rest(module, mesh)
+            roster = _roster(module)
         stack = contextlib.ExitStack()
         stack.enter_context(implicit_replication())
         entered.append(stack)
@@ -134,6 +142,10 @@ def _run_inside_replication(module: nn.Module) -> None:
 
     module.register_forward_pre_hook(enter, prepend=True)
     module.register_forward_hook(leave, always_call=True)
+
+
+def _roster(model: nn.Module) -> Roster:
+    return Roster(model.modules(), model.parameters(), ("_parameters", "_modules"))
 
 
 def _take_distributed_inputs(block: nn.Module, mesh: DeviceMesh) -> None:

@@ -17,6 +17,7 @@ from hp_styles.torch.regions import divide_inside, run_experts, run_pointwise, r
 
 __all__ = [
     "Tensor",
+    "base_layer",
     "described",
     "divide_inside",
     "kind",
@@ -47,8 +48,19 @@ def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
 
 
+def base_layer(module: torch.nn.Module) -> torch.nn.Module:
+    """The layer that an adapter wraps, as those of peft do; the module itself where it is none.
+
+    To styles a wrapped Linear is a Linear: the layer inside gets the style's placements, what the adapter adds is
+    replicated, and inputs and outputs are converted around both.
+    """
+    inner = module._modules.get("base_layer")
+    return module if inner is None else base_layer(inner)
+
+
 def kind(module: torch.nn.Module) -> str:
     """``"linear"``, ``"transposed"`` (a linear layer of weight ``[in, out]``), ``"embedding"`` or ``"other"``."""
+    module = base_layer(module)
     if isinstance(module, torch.nn.Linear):
         return "linear"
     weight = getattr(module, "weight", None)
@@ -78,6 +90,13 @@ def partition(
         ValueError: a parameter is a DTensor already (two styles on one module, or weights tied to a module styled
             otherwise).
     """
+    inner = base_layer(module)
+    if inner is not module:
+        partition(inner, mesh, layouts, src_data_rank)
+        for child in module.modules():
+            if child is not module and not any(child is each for each in inner.modules()):
+                partition(child, mesh, {}, src_data_rank)
+        layouts = {}
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue

@@ -1,0 +1,132 @@
+"""Adapters of peft, added before a plan is applied or after it: trained as in one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hp_dtensor import DTensor, Shard, init_device_mesh
+from hp_plan import ParallelPlan, apply, build_model
+from hp_platform.testing import device_type, on_ranks
+from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+
+SMALL = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+}
+MESHES = {
+    "fsdp": {"dp_shard": 2},
+    "tp": {"tp": 2},
+    "fsdp x tp": {"dp_shard": 2, "tp": 2},
+}
+
+
+def plan_of(mesh: dict[str, int], styles: str = "auto") -> ParallelPlan:
+    sections: dict[str, Any] = {"fsdp": {"groups": ["model.layers.*"]}} if "dp_shard" in mesh else {}
+    model = {"config": "LlamaConfig", "overrides": SMALL}
+    return ParallelPlan.from_dict(
+        {"model": model, "mesh": mesh, "styles": styles, "run": {"dtype": "float64"}, **sections}
+    )
+
+
+def adapted(model: nn.Module, target: Any = "all-linear", **options: Any) -> nn.Module:
+    torch.manual_seed(1)
+    config = LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=target, init_lora_weights=False, **options)
+    with warnings.catch_warnings():  # peft 0.21 reads a name that transformers 5.23 calls deprecated
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def compare(reference: nn.Module, model: nn.Module, mesh: dict[str, int]) -> None:
+    """Three steps; each gradient after each of them."""
+    parts = mesh.get("dp_shard", 1)
+    part = torch.distributed.get_rank() // mesh.get("tp", 1) if parts > 1 else 0
+    trained = [[p for p in net.parameters() if p.requires_grad] for net in (reference, model)]
+    assert len(trained[0]) == len(trained[1]) > 0
+    optimizers = [torch.optim.SGD(parameters, lr=0.5) for parameters in trained]
+    for step in range(3):
+        tokens = torch.randint(24, (4, 6), generator=torch.Generator().manual_seed(step)).to(device_type())
+        expected = reference(input_ids=tokens, labels=tokens).loss
+        expected.backward()
+        own = tokens.chunk(parts)[part]
+        model(input_ids=own, labels=own).loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for name, parameter in reference.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(whole(gradients[name]), parameter.grad, atol=1e-10, rtol=1e-10, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def check(mesh: dict[str, int], styles: str = "auto", **options: Any) -> None:
+    plan = plan_of(mesh, styles)
+    for order in ("before", "after"):
+        reference = adapted(build_model(plan, device=device_type()), **options)
+        model = build_model(plan, device=device_type())
+        model = apply(adapted(model, **options), plan) if order == "before" else adapted(apply(model, plan), **options)
+        compare(reference, model, mesh)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mesh", ["fsdp", "tp"])
+def test_adapters_on_two_ranks(mesh: str):
+    check(MESHES[mesh])
+
+
+@on_ranks(2)
+def test_adapters_with_sequence_parallel():
+    check({"tp": 2}, "auto-sequence")
+
+
+@on_ranks(4)
+def test_adapters_on_both_axes():
+    check(MESHES["fsdp x tp"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mesh", ["fsdp"])
+def test_modules_trained_beside_adapters(mesh: str):
+    check(MESHES[mesh], target=["q_proj"], modules_to_save=["lm_head"])
+
+
+@on_ranks(2)
+def test_a_wrapped_linear_is_a_linear_to_styles():
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x).relu())
+
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+        nets.append(get_peft_model(Mlp().to(device_type(), torch.float64), config, autocast_adapter_dtype=False))
+    reference, model = nets
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
+    parallelize_module(model.get_base_model(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    assert model.get_base_model().up.base_layer.weight.placements == (Shard(0),)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device_type())
+    for net in nets:
+        net(x).square().sum().backward()
+    for (name, a), b in zip(reference.named_parameters(), model.parameters(), strict=True):
+        if a.requires_grad:
+            torch.testing.assert_close(whole(b.grad), a.grad, atol=1e-10, rtol=1e-10, msg=name)
