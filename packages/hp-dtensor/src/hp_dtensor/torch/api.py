@@ -14,6 +14,7 @@ from hp_dtensor.mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.placements import Placement, RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import random
+from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import get_platform
@@ -227,7 +228,7 @@ def become(parameter: torch.nn.Parameter, made: DTensor) -> None:
     """
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = local_view(made)
-    for name in ("_moved_from", "_shadows"):  # they belong to the memory that it had
+    for name in OWN:  # what belongs to the memory that it had
         vars(parameter).pop(name, None)
     wrap(parameter, made._spec)._is_param = True  # type: ignore[attr-defined]
 

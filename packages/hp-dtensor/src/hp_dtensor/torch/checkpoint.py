@@ -77,8 +77,9 @@ def set_(tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """
     if torch._C._is_torch_function_enabled():
         raise NotImplementedError(
-            "set_ of a DTensor, as torch.distributed.checkpoint.async_save copies with, is not supported: it knows no"
-            " local parts. Copy the state yourself, StateDictOptions(cpu_offload=True) does, and run save in a thread"
+            "set_ of a DTensor is not supported: it knows no local parts. torch.distributed.checkpoint.async_save"
+            " copies with it: copy the state yourself, StateDictOptions(cpu_offload=True) does, and save in a thread."
+            " Parametrizations (weight_norm) write with it: register them before fully_shard or distribute_tensor"
         )
     return torch.Tensor.set_(tensor, *args, **kwargs)
 

@@ -140,6 +140,8 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if kwargs and not _NAMES.keys().isdisjoint(kwargs) and func is not torch.segment_reduce:
         named: Any = {_NAMES.get(name, name): value for name, value in kwargs.items()}
         return func(*args, **named)
+    if kwargs and type(kwargs.get("alpha")) is DTensor:  # a number (LBFGS's step size), not an operand
+        kwargs = {**kwargs, "alpha": kwargs["alpha"].item()}
     if kwargs and not args and "tensors" in kwargs:
         args, kwargs = (kwargs["tensors"],), {name: value for name, value in kwargs.items() if name != "tensors"}
     special = _SPECIAL.get(func)

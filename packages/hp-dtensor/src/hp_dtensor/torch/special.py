@@ -24,6 +24,7 @@ from hp_dtensor.torch import (
     norms,
     parallel_loss,
     random,
+    scaling,
     transforms,
     whole,
 )
@@ -325,6 +326,7 @@ def install() -> None:
             name.startswith("_fused_") and name.endswith("_") and ("adam" in name or "sgd" in name or "adagrad" in name)
         ):
             table[getattr(torch, name)] = _lists
+    table[torch._amp_foreach_non_finite_check_and_unscale_] = scaling.unscale
     table[torch._foreach_norm] = norms.foreach_norm
     table.update(random.special())
     table.update(transforms.special())

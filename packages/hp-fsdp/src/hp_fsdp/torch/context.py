@@ -14,6 +14,7 @@ from hp_fsdp.micro_batches import check_modes
 from hp_fsdp.order import ExecutionOrder
 from hp_fsdp.torch.agreement import check_alike
 from hp_fsdp.torch.group import ParameterGroup, Started
+from hp_fsdp.torch.higher_order import LateGradients
 
 __all__ = ["RootContext", "hsdp_sync_stream"]
 
@@ -56,6 +57,8 @@ class RootContext:
         self.ahead: list[ParameterGroup] = []
         self.reductions: list[tuple[Started, ParameterGroup]] = []
         self.last_backward = True
+        self.differentiable = False
+        self.late = LateGradients()
         self.compared = False
         self.moments: list[Moment] = []
         self.last_moments: list[Moment] = []
@@ -158,6 +161,7 @@ class RootContext:
         if self.backward is not None:
             return
         self.backward = _backward_id()
+        self.differentiable = torch.is_grad_enabled()  # in hooks: the pass is run with create_graph=True
         self.moments.append(("backward", None, perf_counter_ns()))
         _engine.queue_callback(self.end_backward)
         if not self.backward_order.known:
@@ -175,6 +179,12 @@ class RootContext:
         if group.in_backward:
             self.finish_group(group)
 
+    def late_gradient(self, group: ParameterGroup, *_: Any) -> None:
+        """A parameter got a gradient through the graph of a pass before: Note [Gradients of gradients]."""
+        if not group.in_backward:
+            self.begin_backward()
+            group.in_backward = True
+
     def end_backward(self) -> None:
         """The backward pass is over: the groups whose inputs needed no gradient, and the last reductions."""
         for group in reversed(self.groups):
@@ -187,6 +197,8 @@ class RootContext:
             group.ended = False
         self.drop_ahead()
         self.backward = None
+        if not self.differentiable:
+            self.late.forget()
         self.backward_order.start()
         if self.last_backward:
             self.drain()
@@ -198,7 +210,9 @@ class RootContext:
         group.in_backward = False
         self.moments.append(("left", group, perf_counter_ns()))
         self.advance()
-        group.collect()
+        group.collect(differentiable=self.differentiable)
+        if self.differentiable:
+            self.late.watch(group, functools.partial(self.late_gradient, group))
         if group.deterministic:
             if not group.calls:
                 self.end_micro_batch(group)
@@ -250,6 +264,7 @@ class RootContext:
         """Back to the state between steps after an error."""
         self.outermost = None
         self.backward = None
+        self.late.forget()
         for reduction, _ in self.reductions:
             reduction.abandon()
         self.reductions.clear()

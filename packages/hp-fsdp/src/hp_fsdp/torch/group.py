@@ -18,6 +18,7 @@ from hp_fsdp.torch.adoption import restore
 from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer, check_counts
 from hp_fsdp.torch.gradients import Reduction
+from hp_fsdp.torch.higher_order import check_differentiable
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
 from hp_platform.observing import communicate_for
 
@@ -279,19 +280,30 @@ class ParameterGroup:
         return any(bucket.stale() for bucket in self.buckets)
 
     # ---- gradients ----
-    def collect(self) -> None:
-        """Takes the gradients of the unsharded parameters; frees the parameters if that is wanted."""
+    def collect(self, *, differentiable: bool = False) -> None:
+        """Takes the gradients of the unsharded parameters; frees the parameters if that is wanted.
+
+        Args:
+            differentiable: a graph of this backward pass is kept, which needs the parameters.
+
+        Raises:
+            NotImplementedError: a parameter got a gradient that is to be differentiated itself.
+        """
         if self.ended:
             raise RuntimeError(
                 f"fully_shard(deterministic=True): {self.name} got gradients after those of this backward pass were"
                 " complete. This happens where a graph that calls the module more than once is kept and run backward"
                 " again: run forward again instead"
             )
+        if differentiable:
+            check_differentiable(self)
         with torch.no_grad(), _plain():
             for bucket in self.buckets:
                 if bucket.prepared:
                     communicate_for(self.modules, bucket.gradients.collect)
-        if self.reshard_after_backward:
+        if differentiable:
+            self.keep()
+        elif self.reshard_after_backward:
             self.reshard()
 
     def end_micro_batch(self, last_backward: bool) -> list[Started]:

@@ -74,6 +74,7 @@ class HSDPModule(Controls):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """As every module's; outside forward and backward the sharded parameters, unless ``unshard`` was called."""
         self._settle()
+        _refuse_ddp(sys._getframe(1))
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,6 +135,20 @@ def _refuse_torchs_gather(caller: FrameType) -> None:
             "torch's get_model_state_dict cannot gather parameters of fully_shard. Take the function of the same name,"
             " with the same options: from hp_fsdp import get_model_state_dict, set_model_state_dict"
         )
+
+
+def _refuse_ddp(caller: FrameType | None) -> None:
+    """Raises where DistributedDataParallel asks for parameters, which it would take for each rank's replicas."""
+    for _ in range(3):  # it asks by way of Module.parameters
+        if caller is None:
+            return
+        if caller.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+            raise TypeError(
+                "DistributedDataParallel around modules of fully_shard: each rank has other parts of their parameters,"
+                " and fully_shard reduces their gradients already. Leave it out; to replicate over some ranks and shard"
+                " over others give fully_shard a mesh of two axes"
+            )
+        caller = caller.f_back
 
 
 def _refuse_in_a_graph(name: str) -> None:

@@ -1,0 +1,128 @@
+"""What else is done with gradients: penalties, gradients of chosen tensors, scaled losses, closures."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hp_fsdp import clip_grad_norm_, fully_shard
+from hp_platform.testing import device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_weights, seeded, train
+
+
+def penalized(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    output = net(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return loss_of(output) + gradient.pow(2).sum(-1).mean()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_gradient_penalty(reshard: bool):
+    reference, model = pair(reshard_after_forward=reshard)
+    train(reference, model, run=penalized, steps=2)
+
+
+@on_ranks(2)
+def test_saliency_leaves_no_gradients():
+    reference, model = pair()
+    whole, own = batch()
+    found = []
+    for net, x in ((reference, whole), (model, own)):
+        x = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(net(x).sum(), x)[0])
+    close(found[1], found[0].chunk(2)[torch.distributed.get_rank()], "saliency")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    train(reference, model, steps=1)
+
+
+@on_ranks(2)
+def test_gradients_of_sharded_parameters():
+    _, model = pair()
+    loss = loss_of(model(batch()[1]))
+    for options in ({}, {"allow_unused": True}):
+        with pytest.raises(RuntimeError, match="is a parameter of fully_shard"):
+            torch.autograd.grad(loss, list(model.parameters()), **options)
+
+
+@on_ranks(2)
+def test_a_scaled_loss():
+    reference, model = pair()
+    scalers = [torch.amp.GradScaler(device_type(), init_scale=2.0**4, growth_interval=2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (reference, model)]
+    for step in range(4):
+        for net, x, scaler, optimizer in zip((reference, model), batch(step), scalers, optimizers, strict=True):
+            loss = loss_of(net(x))
+            if step == 1:  # infinite on the last rank alone
+                loss = loss + net(x)[-1, -1] * (
+                    float("inf") if torch.distributed.get_rank() == 1 or net is reference else 1
+                )
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip = clip_grad_norm_ if net is model else torch.nn.utils.clip_grad_norm_
+            clip(net.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale(), step
+        same_weights(model, reference)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(1)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * self.scale
+
+
+@on_ranks(1, 2)
+def test_lbfgs_with_a_parameter_of_no_dims():
+    reference, model = seeded(Scaled), fully_shard(seeded(Scaled), data_mesh())
+    for net, x in zip((reference, model), batch(), strict=True):
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+
+        def closure(net: Any = net, x: Any = x, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(net(x))
+            loss.backward()
+            if net is model:
+                loss = loss.detach().clone()
+                torch.distributed.all_reduce(loss)
+                loss /= torch.distributed.get_world_size()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    same_weights(model, reference, 1e-8)
+
+
+@on_ranks(2)
+def test_ddp_around_sharded_modules():
+    _, model = pair()
+    for net in (model, nn.Sequential(model), nn.Sequential(nn.Linear(5, 5).double(), model)):
+        with pytest.raises(TypeError, match="DistributedDataParallel around"):
+            torch.nn.parallel.DistributedDataParallel(net)
+
+
+@on_ranks(2)
+def test_weight_norm_after_wrapping():
+    _, model = pair()
+    with pytest.raises(RuntimeError, match="before fully_shard"):
+        torch.nn.utils.parametrizations.weight_norm(model.first)
+        model(batch()[1])
+    reference = seeded(Net)
+    torch.nn.utils.parametrizations.weight_norm(reference.first)
+    model = fully_shard(copy.deepcopy(reference), data_mesh())
+    train(reference, model, steps=2)
