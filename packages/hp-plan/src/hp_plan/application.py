@@ -70,6 +70,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
         models.keep_border_plain(model, mesh["tp"], plain)
     if "dp_shard" in axes:
         _shard_groups(model, plan, mesh["dp_replicate", "dp_shard"] if "dp_replicate" in axes else mesh["dp_shard"])
+    models.adapt_library_methods(model, tensor_parallel="tp" in axes)
     return model
 
 

@@ -88,3 +88,7 @@ def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], A
             return plain(construct(*inputs, **keywords))
 
     model.construct = inside_replication  # A Cell has no hook that runs where its construct raised.
+
+
+def adapt_library_methods(model: nn.Cell, *, tensor_parallel: bool) -> None:
+    """Nothing: Cells have no methods of a library's."""

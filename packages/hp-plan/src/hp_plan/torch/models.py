@@ -13,6 +13,7 @@ from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implic
 from hp_dtensor.torch.api import become
 from hp_fsdp.joining import Roster
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
+from hp_plan.torch import library
 from hp_styles.torch import modules as styles_modules
 
 
@@ -162,3 +163,10 @@ def _take_distributed_inputs(block: nn.Module, mesh: DeviceMesh) -> None:
         return tuple(map(convert, inputs)), {name: convert(value) for name, value in keywords.items()}
 
     block.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:
+    """Makes what transformers' models do besides forward right under a plan."""
+    if tensor_parallel:
+        library.generate_inside(model)
+    library.save_whole(model)
