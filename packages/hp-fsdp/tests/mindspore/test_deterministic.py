@@ -131,7 +131,7 @@ def weights_after(
         for index in range(count):
             model.set_requires_gradient_sync(index == count - 1)
             _, gradients = run(*micro_batch(step, rank * count + index))
-        norms.append(clip_grad_norm_(parameters, gradients, 0.01).item())
+        norms.append(clip_grad_norm_(parameters, 0.01, gradients=gradients).item())
         with SkipDTensorDispatch():
             optimizer(gradients)
     digest = hashlib.sha256()
@@ -321,4 +321,4 @@ def test_norms():
         global_grad_norm(parameters, gradients, 3)
     other = fully_shard(seeded(Twice), data_mesh())
     with pytest.raises(ValueError, match="some parameters are sharded with deterministic=True, some are not"):
-        clip_grad_norm_([*parameters, *other.trainable_params()], [*gradients, *gradients], 1.0)
+        clip_grad_norm_([*parameters, *other.trainable_params()], 1.0, gradients=[*gradients, *gradients])

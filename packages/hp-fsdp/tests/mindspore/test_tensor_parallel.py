@@ -158,12 +158,12 @@ def test_clipping():
     for order in (1.0, 2.0, 3.0, math.inf):
         close(global_grad_norm(parameters, gradients, order).asnumpy(), np.linalg.norm(flat, order), f"norm {order}")
     norm = np.linalg.norm(flat)
-    close(clip_grad_norm_(parameters, gradients, 0.5).asnumpy(), norm, "norm before")
+    close(clip_grad_norm_(parameters, 0.5, gradients=gradients).asnumpy(), norm, "norm before")
     same_gradients(model, gradients, reference, [gradient * float(0.5 / (norm + 1e-6)) for gradient in expected])
-    clip_grad_norm_(parameters, gradients, 100.0)
+    clip_grad_norm_(parameters, 100.0, gradients=gradients)
     close(global_grad_norm(parameters, gradients).asnumpy(), 0.5, "norm after")
     with pytest.raises(ValueError, match=r"clip_grad_norm_: 13 parameters and 3 gradients"):
-        clip_grad_norm_(parameters, gradients[:3], 1.0)
+        clip_grad_norm_(parameters, 1.0, gradients=gradients[:3])
     gradients[0]._update_data(gradients[0].to_local() * float("nan"))
     with pytest.raises(RuntimeError, match=r"the gradients' norm of order 2.0 is nan"):
-        clip_grad_norm_(parameters, gradients, 1.0, error_if_nonfinite=True)
+        clip_grad_norm_(parameters, 1.0, gradients=gradients, error_if_nonfinite=True)

@@ -37,7 +37,8 @@ def loss_parallel(*, z_loss: float = 0.0) -> AbstractContextManager[None]:
         ValueError: ``z_loss`` is negative or not finite; inside: logits that are not sharded on the class dim, targets
             that are probabilities, or a plain target for logits of sharded rows.
         RuntimeError: on leaving, where ``z_loss`` was given and no loss was computed inside.
-        NotImplementedError: on MindSpore.
+        NotImplementedError: ``z_loss`` on MindSpore, where ``ops.cross_entropy`` of sharded classes gathers nothing
+            anyway, and where its logits are placed is not checked.
 
     Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3; the z-loss: Chowdhery et al., "PaLM",
     arXiv:2204.02311, section 5.

@@ -18,7 +18,6 @@ from hp_styles import (
     RowwiseParallel,
     SequenceParallel,
     TwoDimensionalParallel,
-    loss_parallel,
     parallelize_module,
     sequence_parallel_plan,
 )
@@ -266,11 +265,6 @@ def test_two_dimensional_with_a_depth():
     x = np.random.default_rng(2).standard_normal((5, 6)).astype(np.float32)
     given = DTensor.from_local(Tensor(x), mesh, [Replicate()] * 3)
     same_gradients(net, plain, given, Tensor(x))
-
-
-def test_loss_parallel_is_refused():
-    with pytest.raises(NotImplementedError, match="loss_parallel is for PyTorch: on MindSpore a cross entropy gathers"):
-        loss_parallel()
 
 
 @on_ranks(2)

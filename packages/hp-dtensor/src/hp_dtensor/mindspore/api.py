@@ -9,13 +9,14 @@ import mindspore
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_dtensor.border import refuse_second_call
+from hp_dtensor.from_local import check_part, check_ranks, layout_of, refuse_cut_graph
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh
-from hp_dtensor.mindspore.autograd import local_mode
+from hp_dtensor.mindspore.autograd import grad_enabled, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
 from hp_dtensor.mindspore.parameter import set_local
 from hp_dtensor.mindspore.redistribute import execute
-from hp_dtensor.placements import Placement, RaggedShard, Replicate
+from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_platform import get_platform
 
@@ -47,21 +48,10 @@ def from_local(
     mesh, wanted = as_placements(
         device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "from_local", _kind()
     )
-    if any(isinstance(p, RaggedShard) for p in wanted) and shape is None:
-        raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
-    wanted = normalize(wanted, mesh, len(shape) if shape is not None else local.ndim, "from_local")
-    if shape is None:
-        sizes = list(local.shape)
-        for axis, placement in enumerate(wanted):
-            if not (placement.is_replicate() or placement.is_partial()):
-                sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
-        shape = sizes
-    spec = TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
-    if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape:
-        raise ValueError(
-            f"from_local: a tensor of global shape {spec.shape} placed {wanted} on {mesh.shape} has {spec.local_shape}"
-            f" on rank {mesh.get_rank()} at {mesh.get_coordinate()}, got {tuple(local.shape)}"
-        )
+    recorded = grad_enabled() and bool(local._requires_grad)
+    spec = layout_of(tuple(local.shape), mesh, wanted, shape, recorded)
+    if mesh.get_coordinate() is not None:
+        check_part(tuple(local.shape), spec)
     if run_check:
         _check(local, spec)
     return wrap(local.reshape(local.shape), spec)
@@ -72,26 +62,17 @@ def _kind() -> str:
 
 
 def _check(local: Tensor, spec: TensorSpec) -> None:
-    """Compares shapes over all ranks, and replicated values over theirs. Communicates."""
+    """Compares shapes and dtypes over all ranks, and replicated values over theirs. Communicates."""
     collectives = get_platform().collectives
-    for axis in range(spec.mesh.ndim):
-        group = spec.mesh.get_group(axis)
 
-        def agree(value: Tensor, group: Any = group) -> bool:
-            low, high = value.copy(), value.copy()
-            collectives.all_reduce(low, "min", group=group)
-            collectives.all_reduce(high, "max", group=group)
-            return bool((low == high).all())
+    def agree(numbers: Sequence[int] | None, group: Any) -> bool:
+        value = ops.stop_gradient(local).contiguous() if numbers is None else Tensor(list(numbers), mindspore.int64)
+        low, high = value.copy(), value.copy()
+        collectives.all_reduce(low, "min", group=group)
+        collectives.all_reduce(high, "max", group=group)
+        return bool((low == high).all())
 
-        facts = Tensor([len(spec.shape), *spec.shape], mindspore.int64)
-        if not agree(facts):
-            raise ValueError(
-                f"from_local: ranks along axis {axis} disagree on the global shape; this one has {spec.shape}"
-            )
-        if spec.placements[axis].is_replicate() and not agree(ops.stop_gradient(local).contiguous()):
-            raise ValueError(
-                f"from_local: values differ between ranks along axis {axis}, where the placement is Replicate()"
-            )
+    check_ranks(spec, local.dtype, grad_enabled() and bool(local._requires_grad), agree)
 
 
 def distribute_tensor(
@@ -112,7 +93,7 @@ def distribute_tensor(
             own values are taken, nothing is communicated (they must agree).
 
     Raises:
-        ValueError: placements that do not fit.
+        ValueError: placements that do not fit, or a tensor in a graph, whose gradients would be lost.
     """
     mesh, wanted = as_placements(
         device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "distribute_tensor", _kind()
@@ -122,6 +103,8 @@ def distribute_tensor(
         if tensor._spec.mesh != mesh:
             raise ValueError(f"distribute_tensor: the DTensor is on {tensor._spec.mesh}, not on {mesh}")
         return tensor.redistribute(mesh, wanted)
+    if grad_enabled() and tensor._requires_grad and not tensor._is_leaf:
+        refuse_cut_graph(tuple(tensor.shape), "ops.stop_gradient()")
     spec = TensorSpec.of(mesh, wanted, tuple(tensor.shape))
     local = _local(tensor, spec, src_data_rank)
     if isinstance(tensor, Parameter):

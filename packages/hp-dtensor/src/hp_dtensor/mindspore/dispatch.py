@@ -15,8 +15,11 @@ from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard  # type: ignore[attr-defined]
 from mindspore.ops import Primitive, primitive
 
+from hp_dtensor.mindspore import compiled
 from hp_dtensor.mindspore.autograd import local_only
+from hp_dtensor.mindspore.drawing import DRAWING, draw
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
+from hp_dtensor.mindspore.extremes import EXTREMES, extreme
 from hp_dtensor.mindspore.plans import Call, Plan, make_plan
 from hp_dtensor.mindspore.whole import WHOLE, WRITING, on_whole
 from hp_dtensor.modes import replicates_plain
@@ -24,7 +27,7 @@ from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
 
-__all__ = ["dispatch", "run_kernel"]
+__all__ = ["dispatch", "forget_plans", "run_kernel"]
 
 _PLANS: dict[Any, Plan] = {}
 _LIMIT = 1 << 16
@@ -46,7 +49,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 def _attributes(prim: Primitive) -> tuple[tuple[str, Any], ...]:
     """What a primitive was made with, as far as a plan may depend on it."""
     kept = ((k, tuple(v) if isinstance(v, list) else v) for k, v in prim.attrs.items())
-    return tuple(sorted((k, v) for k, v in kept if isinstance(v, (bool, int, str, tuple))))
+    return tuple(sorted((k, v) for k, v in kept if isinstance(v, (bool, int, float, str, tuple))))
 
 
 def run_kernel(
@@ -77,6 +80,12 @@ def run_kernel(
             return found.run(run, args, kwargs)
     if name in WHOLE or name in WRITING:
         return on_whole(name, run, args, kwargs)
+    if name in EXTREMES:
+        found = extreme(name, run, args, kwargs)
+        if found is not None:
+            return found
+    if name in DRAWING:
+        return draw(run, args, kwargs)
     made = _make(Call(name, run, args, kwargs, dict(attributes)))
     if key is not None:
         if len(_PLANS) > _LIMIT:
@@ -105,7 +114,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Plain tensors as replicated DTensors: scalars always, others where the user said so."""
+    """Plain tensors as replicated DTensors: those of one element always, others where the user said so."""
     given = list(_tensors((*args, *kwargs.values())))
     some = next(tensor for tensor in given if isinstance(tensor, DTensor))
     if all(isinstance(tensor, DTensor) for tensor in given):
@@ -120,7 +129,7 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
         return alias(value)
 
     def alias(value: Any) -> Any:
-        if value.ndim and not replicates_plain():
+        if value.size != 1 and not replicates_plain():
             raise ValueError(
                 f"{name}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape {some._spec.shape}"
                 f" placed {some._spec.placements}. Distribute it (distribute_tensor or DTensor.from_local), or take"
@@ -149,7 +158,9 @@ def _make(call: Call) -> Plan:
     if binding is None:
         raise NotImplementedError(
             f"no sharding rule for MindSpore's kernel {call.name} (DTensors: {shown}). Bind it in"
-            " hp_dtensor.mindspore.functions (one line), or gather the operands first with full_tensor()"
+            " hp_dtensor.mindspore.functions (one line), gather the operands first with full_tensor(), or, where it is"
+            f" right on parts, say so: @hp_dtensor.register_sharding({call.name!r}) on a function of its arguments that"
+            " returns pairs of placements, such as [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(0)])]"
         )
     meshes = list(dict.fromkeys(t._spec.mesh for t in given))
     if len(meshes) > 1:
@@ -161,6 +172,11 @@ def _make(call: Call) -> Plan:
         return make_plan(call, binding)
     except NoLegalPlacement as error:
         raise RuntimeError(f"{call.name}: {error}") from None
+
+
+def forget_plans() -> None:
+    """Drops all plans: where a kernel gets another rule."""
+    _PLANS.clear()
 
 
 def install() -> None:
@@ -183,3 +199,4 @@ def install() -> None:
 
 
 install()
+compiled.install()

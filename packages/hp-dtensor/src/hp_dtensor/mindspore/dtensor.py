@@ -22,7 +22,7 @@ from hp_dtensor.mindspore.autograd import local_mode, local_only
 from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
 
-__all__ = ["DParameter", "DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "unwrap", "wrap"]
+__all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "unwrap", "wrap"]
 
 _shape = TensorPy.shape.__get__
 
@@ -36,7 +36,12 @@ def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
     """
     if not isinstance(local, DTensor):
         local._plain_class = type(local)  # of a Parameter a class that MindSpore makes
-    local.__class__ = DParameter if isinstance(local, Parameter) else DTensor
+    if isinstance(local, Parameter):
+        from hp_dtensor.mindspore.parameter import DParameter
+
+        local.__class__ = DParameter
+    else:
+        local.__class__ = DTensor
     local._spec = spec
     return local  # type: ignore[return-value]
 
@@ -44,7 +49,7 @@ def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
 def unwrap(tensor: DTensor) -> Tensor:
     """Makes a DTensor the plain tensor (or Parameter) that its local part is: `wrap` undone, in place."""
     # Parameter itself is no Tensor: MindSpore makes Parameters of a class that is both.
-    tensor.__class__ = Parameter._get_base_class(Tensor) if isinstance(tensor, DParameter) else Tensor
+    tensor.__class__ = Parameter._get_base_class(Tensor) if isinstance(tensor, Parameter) else Tensor
     return tensor
 
 
@@ -328,47 +333,6 @@ class DTensor(Tensor):
         )
 
     __str__ = __repr__
-
-
-class DParameter(DTensor, Parameter):
-    """A Parameter whose data is this rank's part of a distributed tensor."""
-
-    def set_data(self, data: Any, slice_shape: bool = False) -> Any:
-        """Takes the values of a DTensor of the same global shape.
-
-        Raises:
-            ValueError: a plain tensor, or another shape.
-        """
-        if not isinstance(data, DTensor) or data._spec.shape != self._spec.shape:
-            raise ValueError(
-                f"set_data of parameter {self.name!r}, a DTensor of shape {self._spec.shape}, got"
-                f" {type(data).__name__} of shape {tuple(getattr(data, 'shape', ()))}; distribute_tensor() it first"
-            )
-        made = data if data._spec is self._spec else redistribute(data, self._spec)
-        self._update_data(local_view(made))
-        autograd.forget()
-        return self
-
-    def clone(self, init: Any = "same") -> Any:
-        """A new Parameter of the same layout, as ``Parameter.clone``: what optimizers make their states of."""
-        spec = self._spec
-        plain = unwrap(self)
-        try:
-            # MindSpore's initializers refuse a shape without elements, which a rank's part may have.
-            made = plain.clone("same" if 0 in plain.shape else init)  # type: ignore[attr-defined]
-        finally:
-            wrap(plain, spec)
-        return made if local_only() else wrap(made, spec)
-
-    copy = clone
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            with local_mode():
-                data = ops.stop_gradient(self).copy()
-            made = Parameter(data, name=self.name, requires_grad=self.requires_grad)
-            memo[id(self)] = wrap(made, self._spec)
-        return memo[id(self)]
 
 
 def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:

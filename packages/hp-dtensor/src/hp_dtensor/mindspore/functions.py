@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hp_dtensor.mindspore import local, shapes
+from hp_dtensor.mindspore import extremes, local, shapes
 from hp_dtensor.mindspore.bindings import BINDINGS, bind
 from hp_dtensor.mindspore.plans import Call
 from hp_dtensor.placements import Shard
@@ -279,9 +279,9 @@ def _bind_moves() -> None:
         arguments=local.select_arguments,
         local=local.select,
     )
-    bind("gather", "GatherD", shapes.like_index, "input dim index", "input index")
+    names, found = "input dim index", local.over_nothing(extremes.looked_up)
+    bind("masked_gather", "GatherD", shapes.like_index, names, "input index", local=found)
     bind("whole", "OneHot OneHotExt", lambda call: [(*call.shape, int(call.args[1]))])
-    bind("pointwise", "Dropout DropoutExt", lambda call: [call.shape] * 2, local=local.refuse_dropout)
 
 
 def _stacked_by_axis(call: Call) -> Any:

@@ -5,18 +5,22 @@ Dims taken in full keep their cut; others are gathered first. Where a tensor is 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore import dtype as mstype
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
-from hp_dtensor.mindspore.autograd import local_mode, local_only
+from hp_dtensor.mindspore.autograd import convert, grad_enabled, local_mode, local_only
 from hp_dtensor.mindspore.bindings import bind
 from hp_dtensor.mindspore.dispatch import run_kernel
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, redistribute, unwrap, wrap
 from hp_dtensor.mindspore.plans import Call
+from hp_dtensor.mindspore.views import before_write
 from hp_dtensor.placements import Replicate, Shard
+from hp_dtensor.sharding import local_shape, take
 from hp_dtensor.spec import TensorSpec
 
 __all__ = ["get_item", "set_item"]
@@ -116,14 +120,16 @@ def get_item(x: DTensor, index: Any) -> Any:
 
 
 def set_item(x: DTensor, index: Any, value: Any) -> Any:
-    """``x[index] = value``, in place.
+    """``x[index] = value``, in place; differentiable by both. Each rank writes what it has of the slice.
 
     Raises:
-        NotImplementedError: an index that cuts a sharded dim, a partial ``x``, or a tensor among the indices of a
-            sharded ``x``.
+        ValueError: a plain tensor as the value.
+        NotImplementedError: a partial ``x``, or a value with a gradient where some rank has no part of ``x``.
+        RuntimeError: ``x`` is a view of another DTensor, or has such views, which would not see the write.
     """
     if local_only():
         return _write(x, index, value)
+    before_write(x, "x[index] = value")
     spec = x._spec
     items = _expanded(index, len(spec.shape)) if not isinstance(index, (Tensor, list)) else [index]
     touched, dim, simple = set(), 0, True
@@ -134,27 +140,22 @@ def set_item(x: DTensor, index: Any, value: Any) -> Any:
         if not (isinstance(item, slice) and item.indices(spec.shape[dim]) == (0, spec.shape[dim], 1)):
             touched.add(dim)
         dim += 1
-    for placement in spec.placements:
-        if placement.is_replicate():
-            continue
-        if (
-            not simple
-            or placement.is_partial()
-            or getattr(placement, "dim", None) in touched
-            or not hasattr(placement, "dim")
-        ):
-            raise NotImplementedError(
-                f"x[{index}] = value of a DTensor placed {spec.placements}: the written dims are not whole here;"
-                " redistribute to Replicate() first"
-            )
-    if isinstance(value, DTensor):
-        target = _value_spec(spec, items, value)
-        value = local_of(value if value._spec is target else redistribute(value, target))
-    elif isinstance(value, Tensor) and value.ndim:
+    if x.is_partial():
+        raise NotImplementedError(
+            f"x[{index}] = value of a DTensor placed {spec.placements}: of a Partial, what each rank is to write is not"
+            " known; call reduce_partial() first"
+        )
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
         raise ValueError(
             f"x[{index}] = value: a plain tensor of shape {tuple(value.shape)} is written into a DTensor placed"
             f" {spec.placements}; distribute it first"
         )
+    cut = [p for p in spec.placements if not p.is_replicate()]
+    if any(not simple or not isinstance(p, Shard) or p.dim in touched for p in cut):
+        return _write_parts(x, index, value)
+    if isinstance(value, DTensor):
+        target = _value_spec(spec, items, value)
+        value = local_of(value if value._spec is target else redistribute(value, target))
     if isinstance(index, tuple):
         index = tuple(local_of(item) if isinstance(item, DTensor) else item for item in index)
     return _write(x, local_of(index) if isinstance(index, DTensor) else index, value)
@@ -171,6 +172,46 @@ def _value_spec(spec: TensorSpec, items: list[Any], value: DTensor) -> TensorSpe
         shared = at >= 0 and value._spec.shape[at] == spec.shape[dim]  # type: ignore[index]
         placements.append(Shard(at) if shared and isinstance(placement, Shard) else Replicate())
     return value._spec.with_placements(placements)
+
+
+def _write_parts(x: DTensor, index: Any, value: Any) -> DTensor:
+    """Writes by positions: which element of the value belongs at each place of ``x``, cut as ``x`` is."""
+    spec, mesh = x._spec, x._spec.mesh
+    coordinate = mesh.get_coordinate()
+    where = np.full(spec.shape, -1, np.int64)
+    given = tuple(_as_numpy(item) for item in index) if isinstance(index, tuple) else _as_numpy(index)
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    where[given] = np.arange(math.prod(shape)).reshape(shape)
+    if isinstance(value, DTensor):
+        recorded = grad_enabled() and value._requires_grad
+        shards = [local_shape(spec.shape, spec.placements, mesh.shape, at) for at in np.ndindex(*mesh.shape)]
+        if recorded and any(0 in shard for shard in shards):
+            raise NotImplementedError(
+                f"x[{index}] = value, a value that has a gradient: a DTensor of shape {spec.shape} placed"
+                f" {spec.placements} leaves some rank without a part; redistribute x to Replicate() first"
+            )
+        target = value._spec.with_placements((Replicate(),) * mesh.ndim)
+        value = convert(value, target, tuple(not p.is_replicate() for p in spec.placements))
+    if coordinate is None or 0 in spec.local_shape:
+        return x
+    mine = take(where, spec.placements, mesh.shape, coordinate)
+    with local_mode():
+        at = Tensor(np.maximum(mine, 0).reshape(-1).astype(np.int32))
+        if isinstance(value, Tensor):
+            # plain tensors: MindSpore compares gradients with the shape that Python tells
+            flat = TensorPy.reshape(value, (math.prod(shape),)).astype(x.dtype)
+            picked = TensorPy.reshape(ops.gather(flat, at, 0), spec.local_shape)
+        else:
+            picked = ops.full(spec.local_shape, value, dtype=x.dtype)
+        local = TensorPy.reshape(x, spec.local_shape)
+        TensorPy.copy_(x, ops.where(Tensor(mine >= 0), picked, local))
+    return x
+
+
+def _as_numpy(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return (item.full_tensor() if isinstance(item, DTensor) else item).asnumpy()
+    return item
 
 
 def _write(x: DTensor, index: Any, value: Any) -> DTensor:

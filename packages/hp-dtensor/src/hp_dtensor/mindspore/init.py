@@ -9,10 +9,11 @@ from typing import Any
 from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 
-from hp_dtensor.mindspore.dtensor import DParameter, unwrap, wrap
-from hp_dtensor.mindspore.parameter import set_local
+from hp_dtensor.mindspore.dtensor import unwrap, wrap
+from hp_dtensor.mindspore.parameter import DParameter, set_local
 from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.placements import Replicate
+from hp_platform import get_platform
 
 __all__ = ["init_empty_weights", "init_on_device", "init_parameters"]
 
@@ -31,16 +32,24 @@ def init_empty_weights() -> Iterator[None]:
         yield
 
 
-def init_on_device(device: Any) -> Any:
-    """Not on MindSpore, where a process has one device.
+@contextlib.contextmanager
+def init_on_device(device: Any) -> Iterator[None]:
+    """Cells built inside have their parameters on ``device``: "meta" as in `init_empty_weights`, or the process's own.
 
     Raises:
-        NotImplementedError: always.
+        ValueError: another device; a MindSpore process has one.
     """
-    raise NotImplementedError(
-        f"init_on_device({device!r}): a MindSpore process has one device; use init_empty_weights() to build without"
-        " memory"
-    )
+    kind, own = str(device).lower().partition(":")[0], get_platform().devices.kind
+    if kind == "meta":
+        with init_empty_weights():
+            yield
+    elif {"ascend": "npu", "gpu": "cuda"}.get(kind, kind) == own:
+        yield
+    else:
+        raise ValueError(
+            f"init_on_device({device!r}): a MindSpore process has one device, this one's is {own!r}; say {own!r}, or"
+            " 'meta' to build without memory"
+        )
 
 
 def init_parameters(module: nn.Cell) -> nn.Cell:

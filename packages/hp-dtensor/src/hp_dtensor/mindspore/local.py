@@ -276,13 +276,3 @@ def gather_arguments(call: Call) -> dict[str, Any]:
     if call.bound["batch_dims"]:
         raise NotImplementedError(f"Gather of a DTensor with batch_dims={call.bound['batch_dims']}")
     return {}
-
-
-def refuse_dropout(call: Call) -> Any:
-    """Only replicated: a mask can't be drawn for a shard as one device draws it."""
-    if not call.results[0].replicated:
-        raise NotImplementedError(
-            f"{call.name} on {call.results[0].placements}: its mask can't be drawn for a shard; redistribute to"
-            " Replicate() first, or train without dropout"
-        )
-    return None

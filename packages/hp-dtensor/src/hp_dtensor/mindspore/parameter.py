@@ -1,4 +1,4 @@
-"""What a Parameter holds, exchanged in place.
+"""Distributed Parameters, and what a Parameter holds, exchanged in place.
 
 Note [The shape that a Parameter remembers]
 MindSpore keeps, with a Parameter that a kernel has read, the shape that it had then, and several kernels (``Gather``,
@@ -9,11 +9,19 @@ the Parameter is given one in between, on no elements.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore
-from mindspore import Parameter, Tensor, mint
+from mindspore import Parameter, Tensor, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
-__all__ = ["set_local"]
+from hp_dtensor.mindspore import autograd
+from hp_dtensor.mindspore.autograd import local_mode, local_only
+from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, unwrap, wrap
+from hp_dtensor.mindspore.redistribute import execute
+from hp_dtensor.placements import Replicate
+
+__all__ = ["DParameter", "set_local"]
 
 
 def set_local(parameter: Parameter, local: Tensor) -> None:
@@ -27,3 +35,91 @@ def set_local(parameter: Parameter, local: Tensor) -> None:
         parameter._update_data(mint.empty((0,), dtype=local.dtype))
         TensorPy.set_dtype(parameter, mindspore.bool_ if local.dtype != mindspore.bool_ else mindspore.int8)
     parameter._update_data(local)
+
+
+class DParameter(DTensor, Parameter):
+    """A Parameter whose data is this rank's part of a distributed tensor."""
+
+    # Of these a Parameter has its own; Tensor's would come first.
+    _offload = Parameter._offload
+    _remove_hook = Parameter._remove_hook
+
+    @property
+    def data(self) -> Any:
+        """The Parameter itself; in local mode as MindSpore has it."""
+        return TensorPy.data.__get__(self) if local_only() else self
+
+    def init_data(self, layout: Any = None, set_sliced: bool = False) -> Any:
+        """What a Cell calls before it is run or saved; a distributed Parameter has its values, or must get them first.
+
+        Raises:
+            RuntimeError: it has none: it was made by ``init_empty_weights``.
+        """
+        if self.has_init:
+            raise RuntimeError(
+                f"parameter {self.name!r}, a DTensor of shape {self._spec.shape}, has no values yet; call"
+                " init_parameters(cell) after it is sharded"
+            )
+        return self
+
+    def offload_file_path(self) -> Any:
+        """What ``mindspore.save_checkpoint`` asks of a Cell's parameters before it copies them.
+
+        Raises:
+            NotImplementedError: this rank has only a part, which would be saved as if it were the whole.
+        """
+        if local_only() or self._spec.replicated:
+            return TensorPy.offload_file_path(self)
+        raise NotImplementedError(
+            f"parameter {self.name!r} is a DTensor of shape {self._spec.shape} placed {self._spec.placements}, of which"
+            " save_checkpoint of a Cell would save this rank's part. Gather on all ranks, then save: state ="
+            " {p.name: p.full_tensor() for p in cell.get_parameters()} (of a model of fully_shard: state ="
+            " full_state_dict(model)); mindspore.save_checkpoint([{'name': k, 'data': v} for k, v in state.items()],"
+            " path)"
+        )
+
+    def set_data(self, data: Any, slice_shape: bool = False) -> Any:
+        """Takes the values of a DTensor of the same global shape, or this rank's part of a whole plain tensor.
+
+        A plain tensor must be the same on all ranks, as what they load from one file is; nothing is communicated.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if local_only():
+            return super().set_data(data, slice_shape)
+        spec = self._spec
+        if tuple(getattr(data, "shape", ())) != spec.shape or not isinstance(data, Tensor):
+            raise ValueError(
+                f"set_data of parameter {self.name!r}, a DTensor of shape {spec.shape}, got"
+                f" {type(data).__name__} of shape {tuple(getattr(data, 'shape', ()))}; give a DTensor or a whole tensor"
+                " of that shape"
+            )
+        if isinstance(data, DTensor):
+            local = local_view(data if data._spec is spec else redistribute(data, spec))
+        else:
+            local = execute(local_view(data), spec.with_placements([Replicate()] * spec.mesh.ndim), spec).copy()
+        self._update_data(local if local.dtype == self.dtype else local.astype(self.dtype))
+        autograd.forget()
+        return self
+
+    def clone(self, init: Any = "same") -> Any:
+        """A new Parameter of the same layout, as ``Parameter.clone``: what optimizers make their states of."""
+        spec = self._spec
+        plain = unwrap(self)
+        try:
+            # MindSpore's initializers refuse a shape without elements, which a rank's part may have.
+            made = plain.clone("same" if 0 in plain.shape else init)  # type: ignore[attr-defined]
+        finally:
+            wrap(plain, spec)
+        return made if local_only() else wrap(made, spec)
+
+    copy = clone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with local_mode():
+                data = ops.stop_gradient(self).copy()
+            made = Parameter(data, name=self.name, requires_grad=self.requires_grad)
+            memo[id(self)] = wrap(made, self._spec)
+        return memo[id(self)]

@@ -11,6 +11,7 @@ from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
 from hp_dtensor.mindspore.autograd import convert, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
+from hp_dtensor.mindspore.views import VIEWS, before_write, note_view
 from hp_dtensor.rules.equation import RULES
 from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
 from hp_dtensor.rules.views import view_placements
@@ -35,6 +36,7 @@ class Binding:
         local: makes the local function of a planned call: ``(positional values, keyword values) -> result``; None runs
             the kernel itself with its own arguments.
         in_place: the first operand is written to.
+        solve: finds the placements in the rule's place.
     """
 
     rule: str
@@ -44,6 +46,7 @@ class Binding:
     arguments: Callable[[Call], dict[str, Any]] | None = None
     local: Callable[[Call], Any] | None = None
     in_place: bool = False
+    solve: Callable[[Call, Sequence[Shape]], Solution] | None = None
 
 
 @dataclass(slots=True)
@@ -87,9 +90,13 @@ class Plan:
     outs: list[TensorSpec]
     local: Any
     in_place: bool
+    view: bool
+    name: str
 
     def run(self, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the call on operands whose layouts are those that the plan was made for."""
+        if self.in_place:
+            before_write(args[0], self.name)
         values, named = list(args), kwargs
         for path, target, vary in self.fixes:
             place = path[0]
@@ -110,10 +117,15 @@ class Plan:
         if self.in_place:
             return args[0]
         if isinstance(out, Tensor):
-            return wrap(out, self.outs[0])
+            made = wrap(out, self.outs[0])
+            if self.view:
+                note_view(args[0], (made,), self.name, copied=bool(self.fixes))
+            return made
         flat = [value for value in out if isinstance(value, Tensor)]
         for value, spec in zip(flat, self.outs, strict=True):
             wrap(value, spec)
+        if self.view:
+            note_view(args[0], flat, self.name, copied=bool(self.fixes))
         return out
 
 
@@ -160,7 +172,9 @@ def make_plan(call: Call, binding: Binding) -> Plan:
     mesh = given[0]._spec.mesh
     call.specs = [tensor._spec for tensor in given]
     shapes = [tuple(shape) for shape in binding.shapes(call)]
-    if binding.rule == "view":
+    if binding.solve is not None:
+        found = binding.solve(call, shapes)
+    elif binding.rule == "view":
         operand, result = view_placements(call.specs[0].shape, shapes[0], call.specs[0].placements, mesh.shape)
         found = Solution((operand,), ((False,) * mesh.ndim,), (result,))
     else:
@@ -187,4 +201,11 @@ def make_plan(call: Call, binding: Binding) -> Plan:
         varies = tuple(v and p.is_replicate() for v, p in zip(vary, target.placements, strict=True))
         if target is not spec or any(varies):
             fixes.append((path, target, varies if any(varies) else None))
-    return Plan(fixes, call.results, binding.local(call) if binding.local is not None else None, binding.in_place)
+    return Plan(
+        fixes,
+        call.results,
+        binding.local(call) if binding.local is not None else None,
+        binding.in_place,
+        call.name in VIEWS,
+        call.name,
+    )

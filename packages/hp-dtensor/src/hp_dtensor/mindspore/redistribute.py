@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspore import Tensor
 from mindspore import dtype as mstype
-from mindspore._c_expression import NoFallbackGuard  # type: ignore[attr-defined]
+from mindspore._c_expression import MixedPrecisionType, NoFallbackGuard  # type: ignore[attr-defined]
+from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
 from hp_dtensor.mindspore import exchange
 from hp_dtensor.mindspore.exchange import Run
@@ -17,11 +20,21 @@ from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, Redu
 if TYPE_CHECKING:
     from hp_dtensor.spec import TensorSpec
 
-__all__ = ["clear_cache", "execute"]
+__all__ = ["clear_cache", "execute", "own_dtypes"]
 
 _programs: dict[tuple[TensorSpec, TensorSpec], tuple[Run, ...]] = {}
 _MAX_PROGRAMS = 8192
 _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
+
+
+@contextlib.contextmanager
+def own_dtypes() -> Iterator[None]:
+    """Inside, operations keep their operands' dtypes: a Cell's ``to_float`` has no effect on them."""
+    _pynative_executor.set_mixed_precision_type(MixedPrecisionType.NOTSET)
+    try:
+        yield
+    finally:
+        _pynative_executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
 
 
 def execute(local: Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> Tensor:
@@ -48,9 +61,10 @@ def execute(local: Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> Tensor
             f"redistribute: the local tensor has shape {tuple(local.shape)}, {spec_from.placements} of shape "
             f"{spec_from.shape} on mesh {spec_from.mesh.shape} gives this rank {spec_from.local_shape}"
         )
-    with NoFallbackGuard():
-        for run in program:
-            local = run(local)
+    if program:
+        with NoFallbackGuard(), own_dtypes():
+            for run in program:
+                local = run(local)
     return local
 
 

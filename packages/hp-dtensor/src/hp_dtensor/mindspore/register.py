@@ -1,19 +1,118 @@
-"""register_sharding, which is for PyTorch."""
+"""register_sharding: a user's sharding rule for a kernel."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from mindspore import Tensor, ops
+from mindspore.ops import Primitive
+
+from hp_dtensor.mindspore import dispatch
+from hp_dtensor.mindspore.autograd import local_mode
+from hp_dtensor.mindspore.bindings import BINDINGS
+from hp_dtensor.mindspore.dtensor import DTensor
+from hp_dtensor.mindspore.plans import Binding, Call
+from hp_dtensor.rules.acceptable import choose
+from hp_dtensor.rules.factors import Solution
 
 __all__ = ["register_sharding"]
 
+Rule = TypeVar("Rule", bound=Callable[..., Any])
 
-def register_sharding(op: Any) -> NoReturn:
-    """Not on MindSpore.
+
+def register_sharding(op: Any) -> Callable[[Rule], Rule]:
+    """Registers a function as the sharding rule of a kernel; it replaces a rule that the kernel has.
+
+    Example:
+        >>> @register_sharding("Lgamma")
+        ... def _(x):
+        ...     kept = [Replicate(), *(Shard(dim) for dim in range(len(x.shape)))]
+        ...     return [([placement], [placement]) for placement in kept]
+
+    As on PyTorch, the function is called once for each combination of layouts and arguments, with the kernel's
+    arguments, a ``TensorSpec`` in place of a tensor and ``float`` in place of a float. It returns what is right on one
+    axis of the mesh, as pairs: placements of the results, and placements of the arguments, None for what is no tensor.
+    The results' shapes are those that the kernel gives for zeros of the whole shapes, which it is asked for once.
+
+    Args:
+        op: the kernel's name, as the error that there is no rule says it, a primitive or its class, or a list of these.
+
+    Returns:
+        A decorator that returns the function unchanged.
 
     Raises:
-        NotImplementedError: always.
+        TypeError: a function, which MindSpore runs kernel by kernel.
+        NotImplementedError: a kernel that writes to its arguments.
     """
-    raise NotImplementedError(
-        f"register_sharding({op!r}) is for PyTorch: on MindSpore bind the kernel in hp_dtensor.mindspore.functions (one"
-        " line), write a DFunction, or run the operation on local tensors with custom_shard"
-    )
+    names = [_name(each) for each in (op if isinstance(op, list) else [op])]
+
+    def decorate(rule: Rule) -> Rule:
+        def solve(call: Call, shapes: Sequence[tuple[int, ...]]) -> Solution:
+            values = [_described(value) for value in call.args]
+            named = {name: _described(value) for name, value in call.kwargs.items()}
+            sizes = [tensor.itemsize for tensor in call.tensors if tensor is not None]
+            return choose(call.name, rule(*values, **named), call.specs, sizes, shapes)
+
+        for name in names:
+            BINDINGS[name] = Binding("registered", _asked, local=_checked, solve=solve)
+        dispatch.forget_plans()
+        return rule
+
+    return decorate
+
+
+def _name(op: Any) -> str:
+    if isinstance(op, type) and issubclass(op, Primitive):
+        op = op.__name__
+    name = op.name if isinstance(op, Primitive) else op
+    if not isinstance(name, str):
+        raise TypeError(
+            f"register_sharding: {getattr(op, '__name__', op)!r} is no kernel: of a function MindSpore intercepts the"
+            ' kernels inside. Give the name that the error "no sharding rule" says, or run it with custom_shard'
+        )
+    if name.startswith("Inplace") or name in ("Assign", "AssignAdd", "AssignSub"):
+        raise NotImplementedError(
+            f"register_sharding: {name} writes to its arguments, which a registered rule can't express; run it on local"
+            " tensors with custom_shard"
+        )
+    return name
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._spec
+    if isinstance(value, (list, tuple)):
+        return [_described(item) for item in value]
+    return float if type(value) is float else value
+
+
+def _asked(call: Call) -> list[Any]:
+    def zeros(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(zeros(item) for item in value)
+        return ops.zeros(value._spec.shape, value.dtype) if isinstance(value, DTensor) else value
+
+    given = [zeros(value) for value in call.args], {name: zeros(value) for name, value in call.kwargs.items()}
+    with local_mode():
+        made = call.run(*given)
+    return [tuple(v.shape) for v in (made if isinstance(made, (list, tuple)) else [made]) if isinstance(v, Tensor)]
+
+
+def _checked(call: Call) -> Any:
+    """The kernel, with a look at the shapes of what it returns."""
+    run, layouts = call.run, call.results
+
+    def checked(args: Any, kwargs: Any) -> Any:
+        out = run(args, kwargs)
+        made = [v for v in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(v, Tensor)]
+        for index, (value, spec) in enumerate(zip(made, layouts, strict=True)):
+            if tuple(value.shape) != spec.local_shape:
+                raise RuntimeError(
+                    f"{call.name}: by the registered rule result {index} of global shape {spec.shape} is"
+                    f" {spec.placements}, which is {spec.local_shape} on this rank; the kernel returned"
+                    f" {tuple(value.shape)}. The rule accepts placements for which the kernel is not right"
+                )
+        return out
+
+    return checked

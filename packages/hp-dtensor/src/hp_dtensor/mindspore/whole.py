@@ -20,13 +20,13 @@ __all__ = ["WHOLE", "WRITING", "on_whole", "replicated"]
 
 WHOLE = frozenset(
     """Bincount Conv2DTranspose CountNonZero Diag Diagonal DiagonalExt DeprecatedTake Eye Gcd GatherNd Histogram
-    HistogramFixedWidth Im2Col IndexAddExt IndexFill InTopK IsIn KthValue L2Normalize Lcm LinSpace LpNorm
-    MaskedScatter MaskedSelect MatrixDiagV3 MatrixInverse Median MedianDim MedianExt Meshgrid Mode MultiMarginLoss
-    NonZero NonZeroExt Range ResizeBicubic ResizeBilinearV2 ResizeNearestNeighborV2 ReverseSequence Scatter
-    ScatterAddExt ScatterNd SearchSorted SegmentSum SpaceToBatchND TensorScatterAdd TensorScatterDiv
-    TensorScatterElements TensorScatterMax TensorScatterMin TensorScatterMul TensorScatterSub TensorScatterUpdate
-    Trace TraceExt TrilIndices TriuIndices Unique Unique2 UniqueConsecutive UniqueDim UnsortedSegmentMax
-    UnsortedSegmentMin UnsortedSegmentSum""".split()
+    HistogramFixedWidth Im2Col IndexAddExt IndexFill InTopK IsIn KthValue L2Normalize Lcm LinSpace LpNorm LSTM
+    MaskedScatter MaskedSelect MatrixDiagV3 MatrixInverse Median MedianDim MedianExt Meshgrid Mode
+    MultiMarginLoss NonZero NonZeroExt Range ResizeBicubic ResizeBilinearV2 ResizeNearestNeighborV2
+    ReverseSequence Scatter ScatterAddExt ScatterNd SearchSorted SegmentSum SpaceToBatchND TensorScatterAdd
+    TensorScatterDiv TensorScatterElements TensorScatterMax TensorScatterMin TensorScatterMul TensorScatterSub
+    TensorScatterUpdate Trace TraceExt TrilIndices TriuIndices Unique Unique2 UniqueConsecutive UniqueDim
+    UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentSum""".split()
 )
 """Names of kernels."""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
 
 from hp_dtensor.border import refuse_second_call
+from hp_dtensor.from_local import check_part, check_ranks, layout_of, refuse_cut_graph
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh
-from hp_dtensor.placements import Placement, RaggedShard, Replicate
+from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import random
 from hp_dtensor.torch.dtensor import _OWN as OWN
@@ -22,8 +22,6 @@ from hp_platform import get_platform
 __all__ = ["distribute_module", "distribute_tensor", "empty", "from_local", "full", "ones", "rand", "randn", "zeros"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
-_MOST_DIMS = 16
-"""Of what ranks compare."""
 
 
 def from_local(
@@ -49,46 +47,11 @@ def from_local(
         local = local.to(mesh.device_type)
     if mesh.get_coordinate() is None:
         local = _nothing_of(local, spec)
-    elif tuple(local.shape) != spec.local_shape:
-        raise ValueError(
-            f"from_local: a tensor of global shape {spec.shape} placed {wanted} on {mesh.shape} has {spec.local_shape}"
-            f" on rank {mesh.get_rank()} at {mesh.get_coordinate()}, got {tuple(local.shape)}"
-        )
+    else:
+        check_part(tuple(local.shape), spec)
     if run_check:
         _check(local, spec)
     return wrap(local.view_as(local), spec)
-
-
-def layout_of(
-    local: tuple[int, ...],
-    mesh: DeviceMesh,
-    wanted: Sequence[Placement],
-    shape: Sequence[int] | None,
-    requires_grad: bool,
-) -> TensorSpec:
-    """The layout of a DTensor whose local part has shape ``local``; see ``DTensor.from_local``."""
-    for placement in wanted if requires_grad else ():
-        if placement.is_partial() and not placement.is_partial("sum") and not placement.is_partial("avg"):
-            raise NotImplementedError(
-                f"from_local: a local tensor that requires gradients as {placement!r}: which rank's part counts is not"
-                " known in backward; detach() it, or reduce the whole (a max or prod of a DTensor has its gradient)"
-            )
-    ragged = any(isinstance(p, RaggedShard) for p in wanted)
-    if ragged and shape is None:
-        raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
-    wanted = normalize(wanted, mesh, len(shape) if shape is not None else len(local), "from_local")
-    if shape is None:
-        if mesh.get_coordinate() is None and not prod(local):
-            raise ValueError(
-                f"from_local: rank {mesh.get_rank()} is not in {mesh}, and a local tensor of shape {local}"
-                " doesn't tell the global shape; give shape="
-            )
-        sizes = list(local)
-        for axis, placement in enumerate(wanted):
-            if not (placement.is_replicate() or placement.is_partial()):
-                sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
-        shape = sizes
-    return TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
 
 
 def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -99,31 +62,17 @@ def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _check(local: torch.Tensor, spec: TensorSpec) -> None:
-    """Compares shapes over all ranks, and replicated values over theirs. Communicates."""
+    """Compares shapes and dtypes over all ranks, and replicated values over theirs. Communicates."""
     collectives = get_platform().collectives
-    shape = [len(spec.shape), *spec.shape, *(0,) * (_MOST_DIMS - len(spec.shape))]
-    kind = [*str(local.dtype).encode().ljust(_MOST_DIMS * 2, b" "), local.requires_grad]
-    for axis in range(spec.mesh.ndim):
-        group = spec.mesh.get_group(axis)
-        for what, mine in (("the global shape", shape), ("the dtype or requires_grad", kind)):
-            low = torch.tensor(mine, dtype=torch.int64, device=local.device)
-            high = low.clone()
-            collectives.all_reduce(low, "min", group=group)
-            collectives.all_reduce(high, "max", group=group)
-            if not torch.equal(low, high):
-                raise ValueError(
-                    f"from_local: ranks along axis {axis} disagree on {what}; this rank has shape {spec.shape},"
-                    f" {local.dtype}, requires_grad={local.requires_grad}"
-                )
-        if spec.placements[axis].is_replicate():
-            value = local.detach().contiguous()
-            low, high = value.clone(), value.clone()
-            collectives.all_reduce(low, "min", group=group)
-            collectives.all_reduce(high, "max", group=group)
-            if not torch.equal(low, high):
-                raise ValueError(
-                    f"from_local: values differ between ranks along axis {axis}, where the placement is Replicate()"
-                )
+
+    def agree(numbers: Sequence[int] | None, group: Any) -> bool:
+        value = local.detach() if numbers is None else torch.tensor(numbers, dtype=torch.int64, device=local.device)
+        low, high = value.contiguous().clone(), value.contiguous().clone()
+        collectives.all_reduce(low, "min", group=group)
+        collectives.all_reduce(high, "max", group=group)
+        return torch.equal(low, high)
+
+    check_ranks(spec, local.dtype, local.requires_grad, agree)
 
 
 def distribute_tensor(
@@ -160,11 +109,7 @@ def distribute_tensor(
             raise ValueError(f"distribute_tensor: the DTensor is on {tensor._spec.mesh}, not on {mesh}")
         return tensor.redistribute(mesh, wanted)
     if not tensor.is_leaf and torch.is_grad_enabled():
-        raise ValueError(
-            f"distribute_tensor: a tensor of shape {tuple(tensor.shape)} that was computed from others would be cut off"
-            " from their gradients; take each rank's own and redistribute that, DTensor.from_local(tensor, mesh),"
-            " or detach() it"
-        )
+        refuse_cut_graph(tuple(tensor.shape), "detach()")
     spec = TensorSpec.of(mesh, wanted, tuple(tensor.shape))
     if tensor.is_meta:
         return wrap(torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta"), spec).requires_grad_(

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hp_dtensor.from_local import layout_of
 from hp_dtensor.gradients import varying
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec import TensorSpec, meshes, named, normalize
-from hp_dtensor.torch import api, autograd, dispatch
+from hp_dtensor.torch import autograd, dispatch
 from hp_dtensor.torch.dtensor import wrap
 
 __all__ = [
@@ -203,7 +204,7 @@ def mesh_of(key: Any) -> DeviceMesh:
 @constant
 def laid_out(mesh: Any, written: Any, local: Any, shape: Any, watched: bool) -> TensorSpec:
     """The layout of ``DTensor.from_local``."""
-    return api.layout_of(local, mesh_of(mesh), placements_of(written), shape, watched)
+    return layout_of(local, mesh_of(mesh), placements_of(written), shape, watched)
 
 
 # ---- in the graph ----

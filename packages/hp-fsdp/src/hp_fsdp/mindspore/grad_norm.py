@@ -68,27 +68,36 @@ def global_grad_norm(
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
-    gradients: Tensor | Sequence[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     *,
+    gradients: Tensor | Sequence[Tensor] | None = None,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Scales gradients in place so that their global norm is at most ``max_norm``.
 
     Args:
         parameters: as for `global_grad_norm`.
-        gradients: as for `global_grad_norm`.
         max_norm: the largest norm to allow.
         norm_type: the p of the p-norm. Default 2.
+        gradients: as for `global_grad_norm`; needed, since MindSpore has no ``.grad``.
         error_if_nonfinite: raise where the norm is not finite, instead of scaling by it.
+        foreach: PyTorch's; it has no effect.
 
     Returns:
         The norm before scaling, a plain tensor of no dims.
 
     Raises:
+        TypeError: no ``gradients``.
         RuntimeError: with ``error_if_nonfinite``, a norm that is infinite or not a number.
     """
+    if gradients is None or not isinstance(max_norm, (int, float)):
+        raise TypeError(
+            f"clip_grad_norm_: max_norm is {type(max_norm).__name__}, gradients {type(gradients).__name__}; MindSpore"
+            " has no .grad, so write clip_grad_norm_(parameters, max_norm, gradients=gradients), with the gradients"
+            " that parallelize_value_and_grad returned"
+        )
     parameters, gradients = _pairs(parameters, gradients, "clip_grad_norm_")
     norm = global_grad_norm(parameters, gradients, norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):

@@ -20,6 +20,7 @@ from mindspore.common import dtype as mstype
 from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.mindspore.autograd import grad_enabled, local_mode
+from hp_dtensor.mindspore.redistribute import own_dtypes
 from hp_fsdp.mindspore.context import RootContext, in_backward
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.tree import map_tensors, tensors
@@ -64,11 +65,13 @@ def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any
         context.begin_forward(group, again)
     before = None
     try:
-        context.unshard(group, context.order, group.prefetch_in_forward)
+        with own_dtypes():  # buffers and collectives have those of the parameters
+            context.unshard(group, context.order, group.prefetch_in_forward)
         call = Call(group) if _recording() else None
         if call is not None and group.deterministic:
             group.calls.add(call)
-        before = group.show(unsharded_tensors(group, call))
+        with own_dtypes():
+            before = group.show(unsharded_tensors(group, call))
         output = forward(*args, **kwargs)
         context.note("left", group)
         group.show(before)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 from mindspore import nn
+from mindspore.common._register_for_recompute import recompute_registry
 
 from hp_fsdp.controls import Controls
 from hp_fsdp.mindspore.group import ParameterGroup
@@ -39,7 +41,8 @@ class HSDPModule(Controls):
 
         Not around ``__call__``: a Cell that is differentiated itself begins to record there.
         """
-        return run_forward(self._hsdp_group, group_of, super().construct, args, kwargs)  # type: ignore[misc]
+        inner = self.__dict__.get("_hsdp_construct") or super().construct  # type: ignore[misc]
+        return run_forward(self._hsdp_group, group_of, inner, args, kwargs)
 
     def zero_grads(self) -> None:
         """Drops the gradients that wait for a backward pass with gradient sync, here and in the sharded Cells inside.
@@ -82,10 +85,26 @@ class HSDPModule(Controls):
 
 
 def shard_class(cell: nn.Cell, group: ParameterGroup) -> None:
-    """Makes ``cell`` an ``HSDPModule`` that runs with ``group``: its class becomes a subclass of its own."""
+    """Makes ``cell`` an ``HSDPModule`` that runs with ``group``: its class becomes a subclass of its own.
+
+    What was put around the Cell's construct before runs inside of the gather, recomputation around it.
+    """
     cell.__dict__["_hsdp_group"] = group
+    if "construct" in cell.__dict__:  # ms.amp.auto_mixed_precision(..., "auto"), ms.jit, or a user's own
+        cell.__dict__["_hsdp_construct"] = cell.__dict__.pop("construct")
     cls = type(cell)
     made = _classes.get(cls)
     if made is None:
         made = _classes[cls] = type(f"HSDP{cls.__name__}", (HSDPModule, cls), {"__module__": cls.__module__})
     object.__setattr__(cell, "__class__", made)
+    if cell._recompute_cell is not None:
+        object.__setattr__(cell, "_recompute_cell", _recomputed(cell, cell._recompute_cell))
+
+
+def _recomputed(cell: nn.Cell, before: Any) -> Any:
+    """What ``Cell.recompute`` made of a construct, made of the sharded Cell's."""
+    if isinstance(before, nn.Cell):
+        return recompute_registry.get()(cell.construct, True)
+    options = inspect.getclosurevars(before).nonlocals
+    known = {name: options[name] for name in ("output_recompute", "early_stop", "context_fn")}
+    return recompute_registry.get()(cell.construct, use_reentrant=False, **known)

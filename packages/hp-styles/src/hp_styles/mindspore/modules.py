@@ -107,16 +107,19 @@ def tied(module: nn.Cell) -> Iterator[None]:
     yield
 
 
-def sharded_loss(*, z_loss: float) -> NoReturn:
-    """Not on MindSpore.
+@contextlib.contextmanager
+def sharded_loss(*, z_loss: float) -> Iterator[None]:
+    """See ``hp_styles.loss_parallel``: ``ops.cross_entropy`` of sharded classes gathers nothing inside and outside.
 
     Raises:
-        NotImplementedError: always.
+        NotImplementedError: a z-loss.
     """
-    raise NotImplementedError(
-        "loss_parallel is for PyTorch: on MindSpore a cross entropy gathers logits whose classes are sharded; call it"
-        " without the context, on logits that are gathered or sharded over rows"
-    )
+    if z_loss:
+        raise NotImplementedError(
+            f"loss_parallel(z_loss={z_loss}) is for PyTorch: on MindSpore add it to the loss, z_loss *"
+            " (ops.logsumexp(logits, 1) ** 2).mean()"
+        )
+    yield
 
 
 def named_parameters(module: nn.Cell) -> dict[str, Parameter]:

@@ -60,7 +60,7 @@ class Trainer:
         if clip is None:
             norm: Any = global_grad_norm(self._weights, gradients)
         else:
-            norm = clip_grad_norm_(self._weights, gradients, clip)
+            norm = clip_grad_norm_(self._weights, clip, gradients=gradients)
         with SkipDTensorDispatch():
             self._optimizer(gradients)
         self._schedule.step()

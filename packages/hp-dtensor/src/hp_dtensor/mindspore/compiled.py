@@ -1,0 +1,130 @@
+"""Refuses what takes a DTensor for its part: ``ms.jit``, graph mode, ``Tensor(x)``.
+
+A compiled graph takes a DTensor for the plain tensor of its part: it would compute on this rank's part and return that.
+It is not intercepted, so what goes into a graph is looked through before one is made or run.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from mindspore import Parameter, Tensor, nn
+from mindspore.graph import api, jit_trace
+from mindspore.graph._utils import pijit_context
+
+from hp_dtensor.mindspore.autograd import local_only
+from hp_dtensor.mindspore.dtensor import DTensor
+
+__all__ = ["install"]
+
+_DEEPEST = 4
+"""Of containers, closures and bound methods, how many inside one another are looked through."""
+
+
+def _reached(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Tensors that a compiled function reaches: its arguments, what it closes over, Cells' parameters; with a text."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif depth > _DEEPEST:
+        return
+    elif isinstance(value, nn.Cell):
+        for name, cell in value.cells_and_names():
+            for key, parameter in cell._params.items():
+                if parameter is not None:
+                    yield f"{f'{name}.{key}' if name else key} of {type(value).__name__}", parameter
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _reached(item, depth + 1)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _reached(item, depth + 1)
+    elif isinstance(value, (MethodType, functools.partial)):
+        parts = (value.__self__, value.__func__) if isinstance(value, MethodType) else (value.func, *value.args)
+        for part in parts:
+            yield from _reached(part, depth + 1)
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            yield from _reached(content, depth + 1)
+        for name in value.__code__.co_names:
+            content = value.__globals__.get(name)
+            if isinstance(content, (Tensor, nn.Cell)):
+                yield from _reached(content, depth + 1)
+
+
+def _refuse(what: str, *values: Any) -> None:
+    """Refuse to compile what reaches a DTensor, or a parameter that stands gathered in a Cell for a while.
+
+    Raises:
+        NotImplementedError: there is one.
+    """
+    if local_only():
+        return
+    for place, tensor in _reached(values, -1):
+        if isinstance(tensor, DTensor):
+            text = f"a DTensor of shape {tensor._spec.shape} placed {tensor._spec.placements}"
+        elif place and not isinstance(tensor, Parameter):
+            text = f"gathered by fully_shard for this forward only (shape {tuple(tensor.shape)})"
+        else:
+            continue
+        name = f"{place} is" if place else "it is called with, or closes over,"
+        raise NotImplementedError(
+            f"{what} is compiled (ms.jit or graph mode), and {name} {text}: a compiled graph would take each rank's"
+            " part for the whole. Run it in PyNative mode (no ms.jit around it, mindspore.set_context(mode="
+            "mindspore.PYNATIVE_MODE)), or compile a function of plain local tensors and call that in custom_shard"
+        )
+
+
+def _refuse_copy(input_data: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Refuse ``Tensor(x)`` of a DTensor.
+
+    Raises:
+        ValueError: this rank has only a part of it.
+    """
+    if isinstance(input_data, DTensor) and not local_only() and not input_data._spec.replicated:
+        raise ValueError(
+            f"mindspore.Tensor(x) of a DTensor of shape {input_data._spec.shape} placed {input_data._spec.placements}"
+            " would hold this rank's part; write x.full_tensor() for the whole, x.to_local() for the part"
+        )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def _before(owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Calls ``check`` with the arguments of ``owner.name`` before it, which is changed once a process."""
+    plain = getattr(owner, name)
+    if hasattr(plain, "_refuses_dtensors"):
+        return
+
+    @functools.wraps(plain)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return plain(*args, **kwargs)
+
+    checked._refuses_dtensors = True  # type: ignore[attr-defined]
+    setattr(owner, name, checked)
+
+
+def install() -> None:
+    """Looks through what is compiled, by each of MindSpore's ways, once a process."""
+    _before(sys.modules[Tensor.__module__], "_convert_numpy_array", _refuse_copy)  # Tensor's constructor calls it
+    _before(
+        api._JitExecutor,
+        "compile",
+        lambda self, method, *args, **kwargs: _refuse(_name(self.fn), self.obj, self.fn, args, kwargs),
+    )
+    _before(
+        api._CellGraphExecutor, "compile", lambda self, obj, *args, **kwargs: _refuse(_name(obj), obj, args, kwargs)
+    )
+    _before(pijit_context, "PreJit", lambda args, kwargs: _refuse("a function", args, kwargs))
+    _before(pijit_context.PIJitCaptureContext, "__enter__", lambda self: _refuse(_name(self.fn), self.fn))
+    _before(jit_trace, "_jit_trace_begin", lambda name, *args, **kwargs: _refuse(name.split("#")[0], args))

@@ -1,0 +1,163 @@
+"""What is checked where tensors become DTensors; where Cells are built; rules of the user's own; dropout."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn, ops
+
+from hp_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    init_on_device,
+    init_parameters,
+    parallelize_value_and_grad,
+    register_sharding,
+)
+from hp_dtensor.mindspore.api import distribute_parameter
+from hp_dtensor.mindspore.bindings import BINDINGS
+from hp_dtensor.mindspore.dispatch import forget_plans
+from hp_platform.testing import on_ranks
+
+X = np.arange(30, dtype=np.float32).reshape(5, 6) / 7
+
+
+@on_ranks(2)
+def test_parts_of_a_maximum_have_no_gradient():
+    mesh = init_device_mesh("cpu", (2,))
+
+    def loss(x):
+        return DTensor.from_local(x * 1.0, mesh, [Partial("max")]).full_tensor().sum()
+
+    with pytest.raises(NotImplementedError, match="which rank's part counts is not known in backward"):
+        parallelize_value_and_grad(loss)(Tensor(X))
+    assert loss(Tensor(X)).item() == pytest.approx(float(X.sum()), rel=1e-6)
+
+
+@on_ranks(2)
+def test_a_tensor_is_not_cut_off_from_its_gradients():
+    mesh = init_device_mesh("cpu", (2,))
+
+    def loss(x):
+        return distribute_tensor(x * 2.0, mesh, [Shard(0)]).sum()
+
+    with pytest.raises(ValueError, match=r"shape \(5, 6\) .* would be cut off from their gradients"):
+        parallelize_value_and_grad(loss)(Tensor(X))
+    assert loss(Tensor(X)).item() == pytest.approx(2 * float(X.sum()), rel=1e-6)
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_are_told():
+    mesh = init_device_mesh("cpu", (2,))
+    first = mesh.get_local_rank() == 0
+    for local, text in (
+        (ops.ones((3, 3), ms.float64 if first else ms.float32), "disagree on the dtype or requires_grad"),
+        (ops.ones((3, 4) if first else (4, 3)), "disagree on the global shape"),
+        (ops.ones((3,) if first else (3, 1)), "disagree on the global shape"),
+        (ops.ones((3,)) * (1 + int(first)), "values differ between ranks along axis 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            DTensor.from_local(local, mesh, [Replicate()], run_check=True)
+
+
+@on_ranks(2)
+def test_init_on_device():
+    mesh = init_device_mesh("cpu", (2,))
+    ms.set_seed(5)
+    whole = mint.nn.Linear(4, 6)
+    with init_on_device("cpu"):
+        assert not mint.nn.Linear(4, 6).weight.has_init
+    ms.set_seed(5)
+    with init_on_device("meta"):
+        made = mint.nn.Linear(4, 6)
+    assert made.weight.has_init
+    distribute_parameter(made.weight, mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"'weight', a DTensor of shape \(6, 4\), has no values yet"):
+        made.weight.init_data()
+    init_parameters(made)
+    np.testing.assert_array_equal(made.weight.full_tensor().asnumpy(), whole.weight.asnumpy())
+
+
+@on_ranks(2)
+def test_register_sharding():
+    mesh, before = init_device_mesh("cpu", (2,)), dict(BINDINGS)
+    x = distribute_tensor(Tensor(X + 1), mesh, [Shard(1)])
+    with pytest.raises(NotImplementedError, match=r"@hp_dtensor.register_sharding\('Lgamma'\)"):
+        ops.lgamma(x)
+    seen = []
+    try:
+
+        @register_sharding("Lgamma")
+        def _(given):
+            seen.append(given)
+            kept = [Replicate(), *(Shard(dim) for dim in range(len(given.shape)))]
+            return [([placement], [placement]) for placement in kept]
+
+        for _ in range(2):
+            made = ops.lgamma(x)
+            assert made.placements == (Shard(1),)
+            np.testing.assert_allclose(made.full_tensor().asnumpy(), ops.lgamma(Tensor(X + 1)).asnumpy(), rtol=1e-6)
+        assert len(seen) == 1
+        assert seen[0].shape == (5, 6)
+
+        @register_sharding(ops.operations.math_ops.Lgamma)
+        def _(given):
+            return [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(1)])]
+
+        with pytest.raises(RuntimeError, match="The rule accepts placements for which the kernel is not right"):
+            ops.lgamma(x)
+        with pytest.raises(TypeError, match="is no kernel"):
+            register_sharding(ops.lgamma)
+        with pytest.raises(NotImplementedError, match="writes to its arguments"):
+            register_sharding("InplaceMul")
+    finally:
+        BINDINGS.clear()
+        BINDINGS.update(before)
+        forget_plans()
+
+
+@on_ranks(2)
+def test_dropout_of_shards_is_one_devices():
+    mesh = init_device_mesh("cpu", (2,))
+    whole = np.random.default_rng(3).standard_normal((40, 6)).astype(np.float32)
+
+    def dropped(x):
+        ms.set_seed(11)
+        layer = nn.Dropout(p=0.3)
+        layer.set_train()
+        return layer(x), layer(x)
+
+    def loss(x):
+        first, second = dropped(x)
+        return (first * second).sum()
+
+    truth = [value.asnumpy() for value in dropped(Tensor(whole))]
+    assert (truth[0] == 0).any()
+    assert (truth[0] != truth[1]).any()
+    _, wanted = ms.value_and_grad(loss)(Tensor(whole))
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        x = distribute_tensor(Tensor(whole), mesh, [placement])
+        for value, expected in zip(dropped(x), truth, strict=True):
+            assert value.placements == (placement,)
+            np.testing.assert_allclose(value.full_tensor().asnumpy(), expected, rtol=1e-6)
+        _, gradient = parallelize_value_and_grad(loss)(x)
+        np.testing.assert_allclose(gradient.full_tensor().asnumpy(), wanted.asnumpy(), rtol=1e-5)
+
+
+class Gather(nn.Cell):
+    def construct(self, x):
+        return x.redistribute(placements=[Replicate()])
+
+
+@on_ranks(2)
+def test_redistribution_in_a_cell_of_mixed_precision():
+    mesh, cell = init_device_mesh("cpu", (2,)), Gather()
+    cell.to_float(ms.float16)
+    for placement in (Shard(0), Shard(1)):  # uneven, and even
+        made = cell(distribute_tensor(Tensor(X), mesh, [placement]))
+        np.testing.assert_array_equal(made.asnumpy().astype(np.float16), X.astype(np.float16))
