@@ -79,11 +79,10 @@ def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], A
         mesh: of the tensor parallel ranks.
         plain: makes the model's output plain.
     """
-    own = vars(model).get("construct")
+    # Of the class as it is: fully_shard, applied later, runs what is put on the Cell here inside of its gather.
+    construct = vars(model).get("construct") or type(model).construct.__get__(model)
 
     def inside_replication(*inputs: Any, **keywords: Any) -> Any:
-        # Looked up at the call: fully_shard, applied later, changes the class, whose construct gathers.
-        construct = own or type(model).construct.__get__(model)
         with implicit_replication():
             return plain(construct(*inputs, **keywords))
 
