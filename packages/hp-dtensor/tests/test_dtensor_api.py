@@ -350,7 +350,7 @@ def test_no_rule() -> None:
     x = _dt(4, 4)
     with pytest.raises(
         NotImplementedError,
-        match=r"no sharding rule for .*fft.* \(DTensors: \(4, 4\) \(Shard\(0\),\)\)\. Write one",
+        match=r"no sharding rule for .*fft.* \(DTensors: \(4, 4\) \(Shard\(0\),\)\)\. Give it one",
     ):
         torch.fft.fft(x)
     with pytest.raises(NotImplementedError, match="add: out= is not supported with DTensors; use the returned tensor"):

@@ -108,3 +108,30 @@ def test_what_was_redistributed_can_be_written(source: Any, target: Any):
     same(made.detach(), whole * 2)
     made.sum().backward()
     same(x.grad, torch.full_like(whole, 2.0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("name", ["tril_", "triu_", "cumsum_", "cumprod_", "fill_diagonal_", "renorm_"])
+def test_functions_that_write_a_gathered_value(name: str, watched: bool) -> None:
+    """torch sets hooks on the tensor that a written view is of; here that is a DTensor."""
+    arguments = {"cumsum_": (0,), "cumprod_": (1,), "fill_diagonal_": (2.0,), "renorm_": (2, 0, 1.0)}.get(name, ())
+    for placement in (Shard(0), Shard(1), Replicate()):
+        [whole], [given] = operands(placement)
+        made = (given.requires_grad_(watched) * 1).__getattribute__(name)(*arguments)
+        want = (whole.requires_grad_(watched) * 1).__getattribute__(name)(*arguments)
+        same(made.detach(), want.detach())
+        if watched:
+            made.square().sum().backward()
+            want.square().sum().backward()
+            same(given.grad, whole.grad)
+
+
+@on_ranks(2)
+def test_real_and_imaginary_parts_are_set() -> None:
+    mesh, whole = init_device_mesh(device_type(), (2,)), torch.rand(4, 4, dtype=torch.complex128, device=device_type())
+    made = distribute_tensor(whole, mesh, [Shard(0)])
+    made.real = distribute_tensor(whole.imag.clone(), mesh, [Shard(1)])
+    made.imag = made.real * 2
+    assert torch.equal(made.full_tensor(), torch.complex(whole.imag, whole.imag * 2))
+    assert made._backward_hooks is None and made.grad_fn is None

@@ -111,3 +111,8 @@ def test_a_layout_stands_for_mesh_and_placements() -> None:
         TypeError, match="device_mesh must be a DeviceMesh or a Layout of hp_dtensor, got a builtins.str"
     ):
         as_placements("cpu", None, None, "f")  # type: ignore[arg-type]
+
+
+def test_a_dim_that_is_no_name():
+    with pytest.raises(TypeError, match=r"layout: dim 1 of \('dp', None\) is None; name the mesh axis .* or 'None' wh"):
+        Layout((2, 2), ("dp", "tp"))("dp", None)

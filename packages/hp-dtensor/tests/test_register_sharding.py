@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -93,6 +94,43 @@ def test_values_and_gradients_of_one_device(ranks: int) -> None:
                 torch.testing.assert_close(ds.grad.full_tensor(), b.grad, rtol=1e-12, atol=1e-12)
     with pytest.raises(NotImplementedError, match="no sharding rule for"):
         scaled_rows(dx, ds, 0.5, 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "results"), [("fft.fft", 1), ("ops.aten.var_mean.correction", 2)])
+def test_the_lines_in_the_error_of_a_missing_rule(name: str, results: int) -> None:
+    """What the error says to copy is run, and the function is right."""
+    func: Any = torch
+    for part in name.split("."):
+        func = getattr(func, part)
+    mesh, x = init_device_mesh(device_type(), (2,)), torch.randn(4, 6, dtype=torch.float64, device=device_type())
+    given = distribute_tensor(x, mesh, [Shard(0)])
+    arguments: tuple[Any, ...] = () if results == 1 else ([1],)
+    BINDINGS.pop(func, None)
+    with pytest.raises(NotImplementedError, match=r"\[Replicate\(\)" + r", Replicate\(\)" * (results - 1)) as caught:
+        func(given, *arguments)
+    text = str(caught.value)
+    lines = text[text.index("    @register") : text.index("Or gather")]
+    assert len(lines.strip().splitlines()) == 3
+    kept = dict(BINDINGS)
+    try:
+        exec(textwrap.dedent(lines), {"torch": torch, "Replicate": Replicate, "register_sharding": register_sharding})
+        made, want = func(given, *arguments), func(x, *arguments)
+        for a, b in zip([made] if results == 1 else made, [want] if results == 1 else want, strict=True):
+            torch.testing.assert_close(a.full_tensor(), b)
+    finally:
+        BINDINGS.clear()
+        BINDINGS.update(kept)
+        dispatch._PLANS.clear()
+
+
+@on_ranks(1)
+def test_functions_that_write_get_no_such_rule() -> None:
+    given = distribute_tensor(torch.rand(3, 3), init_device_mesh(device_type(), (1,)), [Shard(0)])
+    with pytest.raises(NotImplementedError, match="no sharding rule for .*resize_as_sparse_ .*returns its result"):
+        given.resize_as_sparse_(given)
+    with pytest.raises(NotImplementedError, match="resize_as_sparse_ writes to its arguments"):
+        register_sharding(torch.Tensor.resize_as_sparse_)
 
 
 @on_ranks(4)

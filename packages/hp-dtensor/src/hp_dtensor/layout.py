@@ -76,6 +76,11 @@ class Layout:
         placements: list[Placement] = [Replicate()] * len(self.mesh_shape)
         used: set[str] = set()
         for dim, given in enumerate(dims):
+            if not isinstance(given, (str, list, tuple)):
+                raise TypeError(
+                    f"layout: dim {dim} of {dims} is {given!r}; name the mesh axis that cuts it, a tuple of axes, or"
+                    " 'None' where none does"
+                )
             names = [name for name in ((given,) if isinstance(given, str) else given) if name != "None"]
             axes = []
             for name in names:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
 
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.modes import replicates_plain
-from hp_dtensor.placements import Replicate
+from hp_dtensor.placements import Replicate, kind_of
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import transforms
+from hp_dtensor.torch import missing, transforms
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.overrides import compiler as _compiler
 
@@ -188,6 +189,9 @@ def _of_a_graph(func: Any, kwargs: Any) -> bool:
 
 
 def _name(func: Any) -> str:
+    owner = getattr(func, "__self__", None)
+    if isinstance(owner, GetSetDescriptorType):  # an attribute that is read or set
+        return f"Tensor.{owner.__name__}" + ("" if func.__name__ == "__get__" else f".{func.__name__}")
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
 
 
@@ -222,7 +226,7 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
                 " DTensor.from_local), or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
             )
         if type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
-            raise ValueError(f"{_name(func)}: {type(value).__name__} can't be mixed with DTensors")
+            raise ValueError(f"{_name(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
         alias = _impl(Tensor.view_as, (), (value, value)) if value.requires_grad else _impl(Tensor.detach, (), (value,))
         return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
 
@@ -292,9 +296,7 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
             f"{tuple(t.shape)} {t._spec.placements}" for t in _tensors(args, kwargs) if type(t) is DTensor
         )
         raise NotImplementedError(
-            f"no sharding rule for {_name(func)} (DTensors: {shown}). Write one (one line, see CONTRIBUTING, 'Add a"
-            " sharding rule'), gather the operands first with full_tensor(), or let it run on gathered values:"
-            " hp_dtensor.torch.functions.bind('whole', func)"
+            f"no sharding rule for {_name(func)} (DTensors: {shown}). {missing.advice(func, args, kwargs)}"
         )
     mesh_of(func, args, kwargs)
     try:

@@ -10,7 +10,7 @@ import torch
 
 from hp_dtensor.rules.acceptable import choose
 from hp_dtensor.rules.factors import Solution
-from hp_dtensor.torch import dispatch
+from hp_dtensor.torch import dispatch, missing
 from hp_dtensor.torch.dtensor import DTensor, local_of
 from hp_dtensor.torch.functions import BINDINGS
 from hp_dtensor.torch.plans import Binding, Call
@@ -79,10 +79,10 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
 def _forms(op: Any) -> list[Any]:
     """The operation in the forms in which it may be intercepted."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
-    if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
+    if missing.writes(op):
         raise NotImplementedError(
-            f"register_sharding: {op} writes to its arguments, which a registered rule can't express; run it on local"
-            " tensors with custom_shard"
+            f"register_sharding: {op if isinstance(op, torch._ops.OpOverload) else dispatch._name(op)} writes"
+            " to its arguments, which a registered rule can't express; run it on local tensors with custom_shard"
         )
     if isinstance(op, torch._ops.OpOverload):
         return [op, op.overloadpacket] if op.overloadpacket.overloads() == [op._overloadname] else [op]

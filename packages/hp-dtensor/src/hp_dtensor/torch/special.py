@@ -93,6 +93,11 @@ def _retain(func: Any, args: Any, kwargs: Any) -> Any:
     return _impl(func, (), args, kwargs)
 
 
+def _component(part: Any) -> property:
+    """``x.real`` and ``x.imag``, which torch sets without interception."""
+    return property(lambda x: part(x), lambda x, value: part(x).copy_(value))
+
+
 def _data(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].data
 
@@ -263,10 +268,15 @@ def install() -> None:
     table = dispatch._SPECIAL
     getters = """is_leaf grad_fn is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_mps is_xla is_xpu is_npu
         is_nested _version output_nr retains_grad names layout itemsize nbytes is_ipu is_maia is_vulkan is_mtia
-        is_sparse_csr volatile _backward_hooks _post_accumulate_grad_hooks _base _grad_fn _cdata"""
+        is_sparse_csr volatile grad_dtype name _backward_hooks _post_accumulate_grad_hooks _base _grad_fn _cdata"""
     for name in getters.split():
         if hasattr(T, name) and hasattr(getattr(T, name), "__get__"):
             table[_get(name)] = _local
+    for name in "_backward_hooks _post_accumulate_grad_hooks _grad grad_dtype name names retains_grad volatile".split():
+        if hasattr(T, name):  # torch itself sets hooks on the base of a view that is written
+            table[getattr(T, name).__set__] = _local
+    for part in (torch.real, torch.imag):
+        setattr(DTensor, part.__name__, _component(part))
     for name in """data_ptr element_size untyped_storage storage_offset is_floating_point is_complex is_signed
         is_contiguous get_device is_inference is_pinned is_shared share_memory_ __hash__
         _is_view is_conj is_neg storage _typed_storage is_set_to dim_order

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import dispatch, moved_view, random
+from hp_dtensor.torch import dispatch, missing, moved_view, random
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.functions import functions_of
 
@@ -68,27 +68,31 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
     if any(type(t) is not DTensor for t in dispatch._tensors(args, kwargs)):
         args, kwargs = dispatch._replicate_plain(func, args, kwargs)
     mesh = dispatch.mesh_of(func, args, kwargs)
-    gathered: list[tuple[DTensor, T, Any]] = []
+    gathered: list[tuple[DTensor, T, Any, bool]] = []
 
     def whole(value: Any) -> Any:
         if isinstance(value, DTensor):
-            found = next((full for x, full, _ in gathered if x is value), None)
+            found = next((full for x, full, *_ in gathered if x is value), None)
             if found is None:
                 found = value.full_tensor()
-                gathered.append((value, found, _state(found, untold or found.is_inference())))
+                own = missing.writes(func) and found.requires_grad and torch.is_grad_enabled()
+                found = found.clone() if own else found  # in a graph, no view of what a function made is written
+                gathered.append(
+                    (value, found, _state(found, untold or found.is_inference()), own or not value._spec.replicated)
+                )
             return found
         return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
 
     def placed(value: Any) -> Any:
         if isinstance(value, T):
-            source = next((x for x, full, _ in gathered if full is value), None)
+            source = next((x for x, full, *_ in gathered if full is value), None)
             return _replicated(value, mesh) if source is None else source
         return type(value)(map(placed, value)) if isinstance(value, (list, tuple)) else value
 
     out = func(*whole(list(args)), **{name: whole(value) for name, value in kwargs.items()})
-    for x, full, before in gathered:
+    for x, full, before, apart in gathered:
         written = not torch.equal(full, before) if isinstance(before, T) else _state(full, False) != before
-        if written and not x._spec.replicated:
+        if written and apart:
             x.copy_(_replicated(full.view_as(full), mesh))
     made = placed(out)
     if func in moved_view.VIEWS and not gathered[0][0]._spec.replicated:
