@@ -31,7 +31,7 @@ class Leaf:
     Attributes:
         name: its name in the lines.
         shape: its global shape.
-        placements: one letter group an axis, such as ``"S0"``, ``"R"`` or ``"P"``.
+        placements: a code for each axis: ``"S0"``, ``"R"``, ``"P"`` or ``"G"``, a RaggedShard of all dims.
         requires_grad: whether gradients with respect to it are compared.
     """
 
@@ -50,7 +50,7 @@ class Program:
         leaves: the inputs.
         lines: ``v7 = torch.tanh(v3)``, or statements that write in place.
         roots: names of the values that enter the loss.
-        mode: how gradients are taken: ``"backward"``, ``"grad"``, ``"double"`` or ``"none"``.
+        mode: how gradients are taken: ``"backward"``, ``"twice"``, ``"grad"``, ``"double"`` or ``"none"``.
     """
 
     seed: int
@@ -216,6 +216,19 @@ def _product(rng: random.Random, values: Values) -> str | None:
         lines += [f"{x} @ {y}", f"torch.matmul({x}, {y})"]
     if n is not None:
         lines += [f"F.layer_norm({x}, ({inner},), {n})", f"F.rms_norm({x}, ({inner},), {n}, 1e-5)", f"{x} @ {n}"]
+    if w is not None:
+        rows = [rng.randrange(values[w].shape[0]) for _ in range(3)]
+        lines += [f"F.embedding(torch.tensor({rows}), {w})", f"torch.outer({w}[:, 0], {w}[0])"]
+    if values[x].dim() == 2:
+        targets = [rng.randrange(inner) for _ in range(values[x].shape[0])]
+        lines += [
+            f"F.cross_entropy({x}, torch.tensor({targets}))",
+            f"F.cross_entropy({x}, torch.tensor({targets}), reduction='sum')",
+            f"torch.einsum('ij,ij->i', {x}, {x})",
+            f"torch.addmm({x} @ {x}.mT, {x}, {x}.mT, beta=0.5)",
+            f"F.conv1d({x}[None], {x}[None, :, :1])",
+            f"torch.linalg.matrix_norm({x})",
+        ]
     if values[x].dim() == 3:
         lines += [f"F.scaled_dot_product_attention({x}, {x}, {x})", f"torch.einsum('bij,bkj->bik', {x}, {x})"]
     return rng.choice(lines)
@@ -269,13 +282,16 @@ def moved(rng: random.Random, values: Values, axes: int = 1) -> str | None:
     """``move(x, ...)`` to random placements."""
     x = _some(rng, values)
     assert x is not None
-    placements = ", ".join(repr(placement(rng, values[x].dim())) for _ in range(axes))
-    return rng.choice((f"move({x}, {placements})",) * 3 + (f"through_local({x})",))
+    codes = ", ".join(map(repr, placements(rng, values[x].dim(), axes)))
+    return rng.choice((f"move({x}, {codes})",) * 3 + (f"through_local({x})",))
 
 
-def placement(rng: random.Random, ndim: int) -> str:
-    """A random placement of a tensor of ``ndim`` dims, as text."""
-    return rng.choice(["R", "R", "P", *[f"S{dim}" for dim in range(ndim)] * 2])
+def placements(rng: random.Random, ndim: int, axes: int) -> tuple[str, ...]:
+    """Random placements of a tensor of ``ndim`` dims: replicated, partial, sharded on a dim, a RaggedShard."""
+    if ndim and rng.random() < 0.08:
+        ragged = rng.randrange(axes)
+        return tuple("G" if axis == ragged else "R" for axis in range(axes))
+    return tuple(rng.choice(["R", "R", "P", *[f"S{dim}" for dim in range(ndim)] * 2]) for _ in range(axes))
 
 
 def _split(table: str) -> list[str]:
@@ -304,6 +320,11 @@ ALONG = _split("""
     {x}.tril() if {x}.dim() > 1 else {x}.cumprod(0) | {x}[{at}] if {x}.shape[0] == {x}.shape[{d}] else {x}[0]
     {x}[..., ::2] | {x}[{order}] if {d} == 0 else {x} * 1 | {x}.diagonal() if {x}.dim() > 1 else {x}.flip(0)
     {x}.unfold({d}, {k}, 1).sum(-1) | {x}.sum({d}, keepdim=True) * {x} | {x} - {x}.mean({d}, keepdim=True)
+    {x}.scatter_add({d}, torch.zeros({x}.shape, dtype=torch.int64), {x})
+    {x}.index_fill({d}, torch.tensor([{start}]), 0.5)
+    {x}.index_add({d}, torch.tensor([{start}]), {x}.narrow({d}, {start}, 1))
+    F.glu(torch.cat([{x}, {x}], {d}), {d}) | torch.take_along_dim({x}, untied({x}).argsort({d}), {d})
+    {x}.index_copy({d}, torch.tensor([{start}]), {x}.narrow({d}, 0, 1))
     {x}.prod({d}) | untied({x}).median({d})[0] | untied({x}).cummax({d})[0]
 """)
 BINARY = _split("""
@@ -383,8 +404,7 @@ def draw(seed: int, axes: int, steps: int = 14, calm: bool = False) -> Program:
         if index >= 3:  # shapes that fit those of earlier leaves
             last = rng.choice(leaves).shape[-1]
             shape = rng.choice(((last,), (rng.choice(SIZES), last), leaves[index % 3].shape))
-        places = tuple(placement(rng, len(shape)) for _ in range(axes))
-        leaves.append(Leaf(f"v{index}", shape, places, rng.random() < 0.75))
+        leaves.append(Leaf(f"v{index}", shape, placements(rng, len(shape), axes), rng.random() < 0.75))
     program = Program(seed, tuple(leaves), (), (), "none")
     values = inputs(program)
     names = namespace(lambda x, *to: x.view_as(x), lambda x: x.view_as(x))
@@ -407,7 +427,7 @@ def draw(seed: int, axes: int, steps: int = 14, calm: bool = False) -> Program:
     program = replace(program, lines=tuple(lines))
     made = [name for name in values if name not in {leaf.name for leaf in leaves} and values[name].requires_grad]
     roots = tuple(rng.sample(made, min(3, len(made))))
-    mode = rng.choice(("backward", "backward", "grad", "double")) if roots else "none"
+    mode = rng.choice(("backward", "twice", "grad", "double")) if roots else "none"
     return replace(program, roots=roots, mode=mode)
 
 

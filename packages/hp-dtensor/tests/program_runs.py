@@ -15,6 +15,7 @@ from hp_dtensor import (
     DTensor,
     Partial,
     Placement,
+    RaggedShard,
     Replicate,
     Shard,
     distribute_tensor,
@@ -65,9 +66,17 @@ class LineError(Exception):
         self.index, self.error = index, error
 
 
-def placements(codes: tuple[str, ...]) -> list[Placement]:
-    """``("S0", "R")`` as placements."""
-    return [Shard(int(code[1:])) if code[0] == "S" else Replicate() if code == "R" else Partial() for code in codes]
+def placements(codes: tuple[str, ...], shape: torch.Size, mesh_shape: tuple[int, ...]) -> list[Placement]:
+    """``("S0", "R")`` as placements; a RaggedShard leaves all ranks but the first and the last without elements."""
+    made: list[Placement] = []
+    for code, size in zip(codes, mesh_shape, strict=True):
+        if code == "G":
+            first = shape.numel() // 2 if size > 1 else 0
+            units = [first, *[0] * (size - 2), shape.numel() - first][-size:]
+            made.append(RaggedShard(tuple(range(len(shape))), tuple(units)))
+        else:
+            made.append(Shard(int(code[1:])) if code[0] == "S" else Replicate() if code == "R" else Partial())
+    return made
 
 
 def run_plain(program: Program) -> Tensors:
@@ -88,7 +97,7 @@ def run_distributed(program: Program, mesh: Any) -> Tensors:
     """
 
     def move(x: Any, *to: str) -> Any:
-        return x.redistribute(placements=placements(to))
+        return x.redistribute(placements=placements(to, x.shape, mesh.shape))
 
     def through_local(x: Any) -> Any:
         return DTensor.from_local(x.to_local(), mesh, x.placements, shape=x.shape)
@@ -97,9 +106,8 @@ def run_distributed(program: Program, mesh: Any) -> Tensors:
     space = namespace(move, through_local)
     for leaf in program.leaves:
         whole = plain[leaf.name].detach().to(mesh.device_type)
-        space[leaf.name] = distribute_tensor(whole, mesh, placements(leaf.placements)).requires_grad_(
-            leaf.requires_grad
-        )
+        placed = distribute_tensor(whole, mesh, placements(leaf.placements, whole.shape, mesh.shape))
+        space[leaf.name] = placed.requires_grad_(leaf.requires_grad)
     for index, line in enumerate(program.lines):
         try:
             exec(line, space)
@@ -127,8 +135,10 @@ def _results(program: Program, space: dict[str, Any]) -> Tensors:
         return found
     watched = [leaf.name for leaf in program.leaves if leaf.requires_grad]
     leaves = [space[name] for name in watched]
-    if program.mode == "backward":
-        loss.backward()
+    if program.mode in ("backward", "twice"):
+        loss.backward(retain_graph=program.mode == "twice")
+        if program.mode == "twice":
+            loss.backward()
         gradients = [value.grad for value in leaves]
         for name, value in values.items():
             if value.retains_grad and value.grad is not None:
