@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,27 +28,34 @@ from hp_platform.testing import close_pools, run_ranks  # noqa: E402
 from hp_platform.testing.pool import RankError  # noqa: E402
 
 MESHES = ((2,), (3,), (4,), (2, 2))
-CHUNK = 50
-SECONDS = 4.0
+CHUNK = 25
+SECONDS = 3.0
 """A program's share of a chunk's time limit."""
 
 
 def judge(seeds: list[int], mesh_shape: tuple[int, ...], counts: Counts, options: tuple[Any, ...]) -> None:
-    """Run programs on ranks; where a rank dies, hangs or raises alone, half by half, to find the one."""
-    ranks = functools.reduce(lambda a, b: a * b, mesh_shape)
-    try:
-        by_rank = run_ranks(
-            ranks, program_runs.judge_all, seeds, mesh_shape, *options, timeout=60 + SECONDS * len(seeds)
-        )
-    except RankError as error:
-        if len(seeds) > 1:
-            half = len(seeds) // 2
-            judge(seeds[:half], mesh_shape, counts, options)
-            judge(seeds[half:], mesh_shape, counts, options)
-            return
-        counts.programs += 1
-        counts.hung.append(f"program {seeds[0]} on {mesh_shape}: {error}")
+    """Run programs on ranks; one at which a rank dies, hangs or raises alone is counted, and the others run again."""
+    if not seeds:
         return
+    with tempfile.TemporaryDirectory() as folder:
+        progress = Path(folder) / "done"
+        try:
+            by_rank = run_ranks(
+                math.prod(mesh_shape),
+                program_runs.judge_all,
+                seeds,
+                mesh_shape,
+                *options,
+                str(progress),
+                timeout=60 + SECONDS * len(seeds),
+            )
+        except RankError as error:
+            done = int(progress.read_text()) if progress.exists() else 0
+            counts.programs += 1
+            counts.hung.append(f"program {seeds[done]}: {error}")
+            for others in (seeds[:done], seeds[done + 1 :]):
+                judge(others, mesh_shape, counts, options)
+            return
     for verdicts in zip(*by_rank, strict=True):
         counts.add(functools.reduce(_worse, verdicts))
 
@@ -62,12 +71,13 @@ def shortened(text: str, mesh_shape: tuple[int, ...], options: tuple[Any, ...]) 
     seed = re.search(r"^# seed (\d+)$", text, re.MULTILINE)
     if seed is None:
         return text
-    ranks = functools.reduce(lambda a, b: a * b, mesh_shape)
     try:
         return (
             text.splitlines()[0]
             + "\n"
-            + run_ranks(ranks, program_runs.shorten_seed, int(seed[1]), mesh_shape, *options, timeout=90.0)[0]
+            + run_ranks(
+                math.prod(mesh_shape), program_runs.shorten_seed, int(seed[1]), mesh_shape, *options, timeout=90.0
+            )[0]
         )
     except RankError:
         return text

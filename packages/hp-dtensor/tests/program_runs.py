@@ -6,6 +6,7 @@ import contextlib
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -228,11 +229,26 @@ def judge(program: Program, mesh: Any) -> Verdict:
     raise AssertionError(f"each line was refused:\n{program}")
 
 
-def judge_all(seeds: list[int], mesh_shape: tuple[int, ...], steps: int = 14, calm: bool = False) -> list[Verdict]:
-    """`judge` programs by their numbers: what a pool's rank runs."""
+def judge_all(
+    seeds: list[int], mesh_shape: tuple[int, ...], steps: int = 14, calm: bool = False, progress: str | None = None
+) -> list[Verdict]:
+    """`judge` programs by their numbers: what a pool's rank runs.
+
+    Args:
+        seeds: the numbers.
+        mesh_shape: the mesh of all ranks.
+        steps: lines of a program.
+        calm: nothing is written in place.
+        progress: a file to which rank 0 writes how many programs are done, for who ends a rank that hangs.
+    """
     torch.set_num_threads(1)
     mesh = init_device_mesh(device_type(), mesh_shape)
-    return [judge(drawn(seed, len(mesh_shape), steps, calm), mesh) for seed in seeds]
+    verdicts = []
+    for done, seed in enumerate(seeds):
+        if progress is not None and mesh.get_rank() == 0:
+            Path(progress).write_text(str(done))
+        verdicts.append(judge(drawn(seed, len(mesh_shape), steps, calm), mesh))
+    return verdicts
 
 
 def shorten(program: Program, mesh_shape: tuple[int, ...]) -> Program:

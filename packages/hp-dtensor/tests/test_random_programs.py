@@ -1,4 +1,4 @@
-"""Random programs on random layouts: values and gradients of the same program on one device; `nox -s fuzz` runs 5,200."""
+"""Random programs on random layouts: values and gradients are those of one device; `nox -s fuzz` runs 5,200."""
 
 from __future__ import annotations
 
