@@ -47,7 +47,7 @@ def judge(seeds: list[int], mesh_shape: tuple[int, ...], counts: Counts, options
                 mesh_shape,
                 *options,
                 str(progress),
-                timeout=60 + SECONDS * len(seeds),
+                timeout=30 + SECONDS * len(seeds),
             )
         except RankError as error:
             done = int(progress.read_text()) if progress.exists() else 0

@@ -164,3 +164,15 @@ def test_who_watches_a_redistributed_value_too_late_is_told() -> None:
         assert not counts
     loss.backward()
     close(x.grad, rand(8, 6).sum(0).expand(4, 6))
+
+
+@on_ranks(2)
+def test_a_hook_of_a_view_whose_base_was_written_through_another() -> None:
+    whole = rand(4)
+    x = placed(whole, Shard(0)).requires_grad_()
+    view = (x * 2).view_as(x)
+    view[0].mul_(0.5)
+    view.register_hook(lambda grad: grad * 3)  # on plain tensors torch itself dies of a segmentation fault here
+    view.square().sum().backward()
+    factors = torch.tensor([1.0, 2.0, 2.0, 2.0], dtype=whole.dtype, device=whole.device)
+    close(x.grad, 3 * 2 * factors.square() * whole)

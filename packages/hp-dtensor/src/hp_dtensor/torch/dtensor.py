@@ -46,6 +46,7 @@ _device = T.device.__get__  # type: ignore[attr-defined]
 _get_requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]
 _set_requires_grad = T.requires_grad.__set__  # type: ignore[attr-defined]
 _get_grad = T.grad.__get__  # type: ignore[attr-defined]
+_grad_fn = T.grad_fn.__get__  # type: ignore[attr-defined]
 _set_grad = T.grad.__set__  # type: ignore[attr-defined]
 _get_data = T.data.__get__  # type: ignore[attr-defined]
 _set_data = T.data.__set__  # type: ignore[attr-defined]
@@ -319,6 +320,7 @@ class DTensor(torch.Tensor):
         spec, owner = autograd.grad_spec(self._spec), weakref.ref(self)
         autograd.refuse_late(self, "register_hook")
         autograd.retire_shadows(self)  # their gradients would pass the hook by
+        _impl(_grad_fn, (), (self,))  # torch dies where it first makes this for a view whose base was written
 
         def on_local(grad: torch.Tensor) -> Any:
             autograd.note_call(owner())
