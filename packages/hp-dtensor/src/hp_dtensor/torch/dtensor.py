@@ -308,14 +308,6 @@ class DTensor(torch.Tensor):
         hand_out(self)
         _impl(_set_data, (), (self, value))
 
-    def backward(
-        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-    ) -> None:  # type: ignore[override]
-        """As torch's. Without ``gradient`` the tensor must have one element; parts of a sum each get a one."""
-        from hp_dtensor.torch.engine import backward
-
-        backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
-
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
         spec, owner = autograd.grad_spec(self._spec), weakref.ref(self)
         autograd.refuse_late(self, "register_hook")

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from hp_dtensor.torch import autograd
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
 
-__all__ = ["backward", "grad"]
+__all__ = ["backward", "backward_of", "grad"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -33,6 +33,35 @@ _GRAD = (
     "is_grads_batched",
     "materialize_grads",
 )
+
+
+def backward_of(
+    self: DTensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """``DTensor.backward``, as torch's.
+
+    Args:
+        self: where backward starts. A sum over ranks is started from on each of them.
+        gradient: of its shape, a DTensor or this rank's part; None (default) where it has one element.
+        retain_graph: keep the graph for another backward; default ``create_graph``.
+        create_graph: record backward, for gradients of gradients.
+        inputs: collect the gradients of these alone; default every leaf.
+
+    Raises:
+        RuntimeError: no gradient is given and there are more elements than one, or its shape is another.
+    """
+    if inputs is not None or self._spec.partial or torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
+        return
+    _engine_run_backward(
+        (self,),
+        (_start(0, self, gradient),),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def backward(func: Any, args: Any, kwargs: Any) -> None:
@@ -163,6 +192,8 @@ def _roots(tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ..
 def _start(index: int, tensor: DTensor, gradient: Any) -> Any:
     """The local part of the gradient that backward starts from."""
     spec = tensor._spec
+    if type(gradient) is DTensor and gradient._spec is spec and not spec.partial:
+        return _impl(T.view_as, (), (gradient, gradient))
     if gradient is None:
         if not tensor.requires_grad:
             return None

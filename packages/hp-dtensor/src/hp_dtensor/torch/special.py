@@ -315,6 +315,7 @@ def install() -> None:
         table[getattr(torch, name)] = table[getattr(T, name)] = handler
     for name in "t transpose swapaxes swapdims squeeze unsqueeze".split():
         table[getattr(T, f"{name}_")] = _reshaping(getattr(torch, name))
+    DTensor.backward = engine.backward_of  # type: ignore[method-assign,assignment]
     DTensor.set_ = checkpoint.set_  # type: ignore[method-assign,assignment]
     table[torch.autograd.backward] = engine.backward
     table[torch.autograd.grad] = engine.grad
