@@ -79,6 +79,9 @@ class _Link:
         put: writes the view to the source.
         version: the source's when the view was taken; None where none is counted.
         recorded: the view was taken with gradients on.
+        storage: the source's when the view was taken. Where ``source.data = other`` has replaced it, the view stays on
+            the old one, as on one device.
+        spec: the source's layout when the view was taken.
     """
 
     source: Any
@@ -86,6 +89,8 @@ class _Link:
     put: Callable[[Any, Any], None]
     version: int | None
     recorded: bool
+    storage: Any
+    spec: Any
 
 
 class MovedView(DTensor):
@@ -129,6 +134,7 @@ class MovedView(DTensor):
         if func is not T.__hash__:
             for view in views:
                 _follow(view)
+            views = [view for view in views if type(view) is MovedView]
         before = [_counted(view) for view in views]
         with _as_dtensors(views):
             out = func(*args, **kwargs)
@@ -164,7 +170,9 @@ def _linked(x: Any, source: Any, func: Any, args: Any, kwargs: Any, which: int |
     take, put = _ways(source, func, args, kwargs, which, out)
     x.__class__ = MovedView
     x.__dict__["_spec"] = spec
-    x.__dict__["_link"] = _Link(source, take, put, _counted(source), torch.is_grad_enabled())
+    x.__dict__["_link"] = _Link(
+        source, take, put, _counted(source), torch.is_grad_enabled(), _storage(source), source._spec
+    )
     return x
 
 
@@ -174,7 +182,7 @@ _EXPANDING = frozenset(functions_of("expand expand_as broadcast_to"))
 def _shares(x: Any, source: Any) -> Any:
     """``x``, which shares the memory of the view ``source``, as one that goes by it."""
     x.__class__ = MovedView
-    x.__dict__["_link"] = _Link(source, None, lambda source, _: None, None, torch.is_grad_enabled())
+    x.__dict__["_link"] = _Link(source, None, lambda source, _: None, None, torch.is_grad_enabled(), None, None)
     return x
 
 
@@ -182,10 +190,10 @@ def _views_of_views(func: Any, args: Any, kwargs: Any, out: Any, views: list[Any
     source = args[0] if args else kwargs.get("input")
     if type(source) is not MovedView or not _is_view(func, source, out):
         return out
-    memory = _memory(source)
+    memory = _storage(source)._cdata
     for n, x in enumerate(_listed(out)):
         if type(x) is DTensor:  # not moved: of a copy on one rank alone, all ranks go by the source in the same steps
-            if _memory(x) == memory:
+            if _storage(x)._cdata == memory:
                 _shares(x, source)
             else:
                 _linked(x, source, func, args, kwargs, n if isinstance(out, (list, tuple)) else None, out)
@@ -264,6 +272,17 @@ def _follow(view: Any) -> None:
     _follow(source)
     if found.take is None:
         return
+    if _storage(source)._cdata != found.storage._cdata:
+        del vars(view)["_link"]
+        view.__class__ = DTensor
+        return
+    if source._spec is not found.spec:
+        raise RuntimeError(
+            f"a DTensor of shape {tuple(view.__dict__['_spec'].shape)} is a view of one of shape"
+            f" {tuple(found.spec.shape)}, whose shape or layout was changed in place since: it is"
+            f" {source._spec.placements} of shape {tuple(source._spec.shape)} now; take the view again, or clone() it"
+            " before"
+        )
     version = _counted(source)
     seen = version != found.version
     if not seen and version is not None and not _is_handed_out(source):
@@ -272,11 +291,6 @@ def _follow(view: Any) -> None:
     with torch.set_grad_enabled(found.recorded), _may_write(view):
         made = found.take(source)
         made.__class__ = DTensor  # read once, now
-        if tuple(made.shape) != tuple(spec.shape):
-            raise RuntimeError(
-                f"a DTensor of shape {tuple(spec.shape)} is a view of one whose shape was changed in place since; take"
-                " it again, or clone() it before"
-            )
         value = made if made._spec is spec else redistribute(made, spec)
         with torch._C.DisableTorchFunctionSubclass():
             if seen and not (_is_leaf(view) and _requires_grad(view)):
@@ -355,6 +369,6 @@ def _listed(out: Any) -> list[Any]:
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
-def _memory(x: Any) -> int:
+def _storage(x: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        return int(x.untyped_storage()._cdata)
+        return x.untyped_storage()
