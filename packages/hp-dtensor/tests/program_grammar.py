@@ -121,7 +121,13 @@ def namespace(move: Callable[..., Any], through_local: Callable[..., Any]) -> di
 def _some(
     rng: random.Random, values: Values, accept: Callable[[torch.Tensor], bool] = lambda value: True
 ) -> str | None:
-    names = [name for name, value in values.items() if accept(value)]
+    def usable(value: torch.Tensor) -> bool:
+        try:
+            return accept(value)
+        except RuntimeError:  # a view that torch lets nobody read since its base was written
+            return False
+
+    names = [name for name, value in values.items() if usable(value)]
     if not names:
         return None
     return rng.choice(names[-6:] if rng.random() < 0.6 else names)
@@ -427,7 +433,8 @@ def draw(seed: int, axes: int, steps: int = 14, calm: bool = False) -> Program:
     program = replace(program, lines=tuple(lines))
     made = [name for name in values if name not in {leaf.name for leaf in leaves} and values[name].requires_grad]
     roots = tuple(rng.sample(made, min(3, len(made))))
-    mode = rng.choice(("backward", "twice", "grad", "double")) if roots else "none"
+    unseen = any(".data" in line for line in lines)  # autograd's own gradients are those of neither value then
+    mode = rng.choice(("backward", "twice", "grad", "double")) if roots and not unseen else "none"
     return replace(program, roots=roots, mode=mode)
 
 
