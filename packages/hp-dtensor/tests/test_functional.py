@@ -109,6 +109,10 @@ def test_a_function_on_local_parts():
     torch.testing.assert_close(out.full_tensor().detach(), x * 2)
     out.sum().backward()
     torch.testing.assert_close(d.grad.full_tensor(), torch.full_like(x, 2.0))
+    for one_result in ((Partial(),), ((Partial(),),), ([Partial()],)):
+        total = custom_shard(lambda local: local.sum(0), mesh, one_result)(d.detach())
+        assert total.placements == (Partial(),)
+        torch.testing.assert_close(total.full_tensor(), x.sum(0))
     both = custom_shard(lambda local: (local.sum(0), 3), mesh, ([Partial()], None))
     total, three = both(d.detach())
     torch.testing.assert_close(total.full_tensor(), x.sum(0))

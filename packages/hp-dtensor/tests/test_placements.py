@@ -49,3 +49,12 @@ def test_what_they_say_of_themselves() -> None:
 def test_unknown_reductions_are_errors() -> None:
     with pytest.raises(ValueError, match=r"op must be one of sum, avg, min, max, product, got 'mean'"):
         Partial("mean")
+
+
+def test_names_of_a_reduction():
+    for made in (Partial("max"), Partial(reduce_op="max"), Partial(op="max")):
+        assert made == Partial("max") and made.reduce_op == made.op == "max" and hash(made) == hash(Partial("max"))
+        assert repr(made) == "Partial('max')" and pickle.loads(pickle.dumps(made)) == made and copy.copy(made) == made
+    assert Partial().reduce_op == "sum"
+    with pytest.raises(TypeError, match="reduce_op='max' and op='sum' are two names of one argument"):
+        Partial("max", op="sum")

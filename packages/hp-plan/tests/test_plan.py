@@ -19,6 +19,7 @@ VALUES = st.recursive(
     max_leaves=4,
 )
 POSITIVE = st.floats(1e-12, 1e3)
+BETA = st.floats(0.0, 1.0, exclude_max=True)
 PLANS = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries(
@@ -34,7 +35,7 @@ PLANS = st.fixed_dictionaries(
             optional={"reshard_after_forward": st.booleans() | st.integers(1, 4), "param_dtype": st.just("bfloat16")},
         ),
         "optimizer": st.fixed_dictionaries(
-            {"lr": POSITIVE}, optional={"name": st.just("sgd"), "betas": st.tuples(POSITIVE, POSITIVE)}
+            {"lr": POSITIVE}, optional={"name": st.just("sgd"), "betas": st.tuples(BETA, BETA)}
         ),
         "schedule": st.fixed_dictionaries({}, optional={"kind": st.sampled_from(["constant", "linear", "cosine"])}),
         "data": st.fixed_dictionaries({"paths": st.lists(NAMES, max_size=2)}),

@@ -80,7 +80,7 @@ def custom_shard(
     Args:
         fn: works on this rank's parts.
         device_mesh: the mesh of the results.
-        out_placements: placements of the result, or a tuple of them for several results; None for a plain result.
+        out_placements: placements of the result, or a tuple of them with one entry a result; None for a plain result.
             Where a result is cut or partial, a replicated argument's gradient is a sum over the ranks.
         in_placements: placements that each positional argument must have, None for any and for what is no DTensor.
         redistribute_inputs: bring arguments to ``in_placements``; otherwise others are an error.
@@ -115,7 +115,7 @@ def custom_shard(
             given.append(value)
         out = fn(*given, **kwargs)
         several = isinstance(out, (tuple, list))
-        placements = out_placements if several else (out_placements,)
+        placements = out_placements if several or _is_tuple_of_one(out_placements) else (out_placements,)
         made = [
             value if wanted is None else hp_dtensor.DTensor.from_local(value, device_mesh, wanted)
             for value, wanted in zip(out if several else (out,), placements, strict=True)
@@ -123,6 +123,11 @@ def custom_shard(
         return tuple(made) if several else made[0]
 
     return run
+
+
+def _is_tuple_of_one(out_placements: Any) -> bool:
+    """Whether there is one entry, which are the placements of the one result (or None)."""
+    return bool(out_placements) and len(out_placements) == 1 and not isinstance(out_placements[0], Placement)
 
 
 def _varying(out_placements: Any) -> set[int]:

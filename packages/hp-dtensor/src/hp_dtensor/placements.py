@@ -102,28 +102,39 @@ class Replicate(Placement):
         return "Replicate()"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Partial(Placement):
-    """The value is the reduction by ``op`` of what the ranks of the axis hold.
+    """The value is the reduction by ``reduce_op`` of what the ranks of the axis hold.
 
     Args:
-        op: ``"sum"`` (default), ``"avg"``, ``"min"``, ``"max"`` or ``"product"``.
+        reduce_op: ``"sum"`` (default), ``"avg"``, ``"min"``, ``"max"`` or ``"product"``.
+        op: another name of ``reduce_op``.
 
     Raises:
-        ValueError: for another ``op``.
+        ValueError: for another ``reduce_op``.
+        TypeError: both names are given.
     """
 
-    op: str = "sum"
+    reduce_op: str
 
-    def __post_init__(self) -> None:
-        if self.op not in PARTIAL_OPS:
-            raise ValueError(f"Partial: op must be one of {', '.join(PARTIAL_OPS)}, got {self.op!r}")
+    def __init__(self, reduce_op: str | None = None, *, op: str | None = None) -> None:
+        if reduce_op is not None and op is not None:
+            raise TypeError(f"Partial: reduce_op={reduce_op!r} and op={op!r} are two names of one argument; give one")
+        chosen = reduce_op if reduce_op is not None else op if op is not None else "sum"
+        if chosen not in PARTIAL_OPS:
+            raise ValueError(f"Partial: op must be one of {', '.join(PARTIAL_OPS)}, got {chosen!r}")
+        object.__setattr__(self, "reduce_op", chosen)
+
+    @property
+    def op(self) -> str:
+        """Another name of ``reduce_op``."""
+        return self.reduce_op
 
     def is_partial(self, op: str | None = None) -> bool:
-        return op is None or self.op == op
+        return op is None or self.reduce_op == op
 
     def __repr__(self) -> str:
-        return f"Partial({self.op!r})" if self.op != "sum" else "Partial()"
+        return f"Partial({self.reduce_op!r})" if self.reduce_op != "sum" else "Partial()"
 
 
 def kind_of(value: Any) -> str:

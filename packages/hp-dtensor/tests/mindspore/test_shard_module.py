@@ -8,7 +8,6 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn
 
 from hp_dtensor import Layout, Replicate, Shard, parallelize_value_and_grad
-from hp_dtensor.mindspore.register import register_sharding
 from hp_dtensor.sharding_plan import shard_module
 from hp_platform.testing import on_ranks
 
@@ -45,8 +44,3 @@ def test_a_plan_equals_one_process() -> None:
         np.testing.assert_allclose(grad.full_tensor().asnumpy(), expected.asnumpy(), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="'up.wieght' matches no parameter of Net; near: up.weight"):
         shard_module(plain, {"parameter": {"up.wieght": layout("tp", "None")}})
-
-
-def test_register_sharding_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"register_sharding\('Mul'\) is for PyTorch: on MindSpore bind"):
-        register_sharding("Mul")

@@ -64,12 +64,14 @@ def test_memory_comes_and_goes():
 
 @on_ranks(2)
 def test_steps_leave_nothing_behind():
+    gc.collect()
+    before = [each for each in gc.get_objects() if type(each) is Call]  # of what an earlier test of these ranks left
     _, model = pair()
     step = differentiated(model)
     for _ in range(3):
         step(batch()[1])
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is Call]
+    assert not [each for each in gc.get_objects() if type(each) is Call and not any(each is old for old in before)]
 
 
 @on_ranks(2)
