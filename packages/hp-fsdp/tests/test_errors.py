@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh, init_device_mesh
-from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -102,3 +102,18 @@ def test_gradients_by_sharded_parameters_without_backward():
     assert all(parameter.grad is not None for parameter in parameters)
     alone = copy.deepcopy(parameters[0])
     _ = torch.autograd.grad(alone.square().sum(), alone)
+
+
+def test_clipping_takes_the_gradients_of_the_parameters() -> None:
+    clipped = []
+    for foreach in (None, True, False):
+        parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 2.0)
+        norm = clip_grad_norm_(parameters, 1.0, foreach=foreach)
+        torch.testing.assert_close(norm, torch.tensor(20.0).sqrt())
+        clipped.append(torch.cat([parameter.grad for parameter in parameters]))
+    torch.testing.assert_close(clipped[0].norm(), torch.tensor(1.0))
+    assert torch.equal(clipped[0], clipped[1]) and torch.equal(clipped[0], clipped[2])
+    with pytest.raises(TypeError, match="gradients= is for MindSpore; on PyTorch the gradients are"):
+        clip_grad_norm_(parameters, 1.0, gradients=clipped)  # type: ignore[arg-type]

@@ -37,7 +37,8 @@ def extreme(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     Returns:
         The result, cut as what is left of the tensor; None where the kernel's rule is to be used.
     """
-    x, dim, keep = (*args, None, False)[:3]
+    given: tuple[Any, ...] = (*args, None, False)
+    x, dim, keep = given[:3]
     spec = x._spec
     if kwargs or isinstance(dim, Tensor) or not x.is_floating_point():
         return None

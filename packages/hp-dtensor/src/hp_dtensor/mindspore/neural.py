@@ -81,8 +81,8 @@ def _asked(call: Call) -> list[Any]:
 
 
 def _reduction(call: Call) -> str:
-    value = call.bound.get("reduction", call.attributes.get("reduction", "mean"))
-    return _REDUCTIONS.get(value, value)
+    value: Any = call.bound.get("reduction", call.attributes.get("reduction", "mean"))
+    return str(_REDUCTIONS.get(value, value))
 
 
 def _loss_shape(call: Call) -> list[Any]:

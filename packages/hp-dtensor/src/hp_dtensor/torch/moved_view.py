@@ -274,7 +274,7 @@ def _follow(view: Any) -> None:
         return
     if _storage(source)._cdata != found.storage._cdata:
         del vars(view)["_link"]
-        view.__class__ = DTensor
+        view.__class__ = DTensor  # type: ignore[assignment]
         return
     if source._spec is not found.spec:
         raise RuntimeError(

@@ -71,7 +71,9 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     *,
+    gradients: None = None,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Scales gradients in place so that their global norm is at most ``max_norm``.
 
@@ -79,14 +81,22 @@ def clip_grad_norm_(
         parameters: as for `global_grad_norm`.
         max_norm: the largest norm to allow.
         norm_type: the p of the p-norm. Default 2.
+        gradients: MindSpore's, which has no ``.grad``; here the parameters have them.
         error_if_nonfinite: raise where the norm is not finite, instead of scaling by it.
+        foreach: False scales one gradient after the other; default all in one call.
 
     Returns:
         The norm before scaling, a plain tensor of no dims.
 
     Raises:
+        TypeError: ``gradients`` are given.
         RuntimeError: with ``error_if_nonfinite``, a norm that is infinite or not a number.
     """
+    if gradients is not None:
+        raise TypeError(
+            "clip_grad_norm_: gradients= is for MindSpore; on PyTorch the gradients are the parameters' .grad, so leave"
+            " it out"
+        )
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = global_grad_norm(parameters, norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
@@ -94,9 +104,9 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped to"
             f" {max_norm}. Look for the first parameter with a gradient that is not finite, or lower the learning rate"
         )
-    gradients = [local_view(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local_view(parameter.grad) for parameter in parameters if parameter.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
-        if gradients:
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        for together in ([grads] if foreach is not False else [[grad] for grad in grads]) if grads else []:
+            torch._foreach_mul_(together, scale.to(together[0].dtype))
     return norm
