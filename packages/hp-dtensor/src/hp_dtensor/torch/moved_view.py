@@ -66,6 +66,7 @@ VIEWS = frozenset(
 """Functions that give views of one tensor on one device."""
 _SEVERAL = frozenset(functions_of("broadcast_tensors atleast_1d atleast_2d atleast_3d"))
 """Functions that give views of several, each by one of ``VIEWS``."""
+_LISTS = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_"))
 _RESHAPING = frozenset(getattr(T, f"{name}_") for name in "t transpose swapaxes swapdims squeeze unsqueeze".split())
 
 
@@ -139,7 +140,8 @@ class MovedView(DTensor):
         with _as_dtensors(views):
             out = func(*args, **kwargs)
         for view, then in zip(views, before, strict=True):
-            if then != _counted(view) if then is not None else _writes(func, view, args, kwargs):
+            counted = then is not None and func not in _LISTS  # torch_npu's kernels for lists count no write
+            if then != _counted(view) if counted else _writes(func, view, args, kwargs):
                 _pass_on(view)
         return _views_of_views(func, args, kwargs, out, views) if func in VIEWS else out
 
