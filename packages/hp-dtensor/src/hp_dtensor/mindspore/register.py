@@ -13,7 +13,7 @@ from hp_dtensor.mindspore.autograd import local_mode
 from hp_dtensor.mindspore.bindings import BINDINGS
 from hp_dtensor.mindspore.dtensor import DTensor
 from hp_dtensor.mindspore.plans import Binding, Call
-from hp_dtensor.rules.acceptable import choose
+from hp_dtensor.rules.acceptable import check_results, choose
 from hp_dtensor.rules.factors import Solution
 
 __all__ = ["register_sharding"]
@@ -106,13 +106,7 @@ def _checked(call: Call) -> Any:
     def checked(args: Any, kwargs: Any) -> Any:
         out = run(args, kwargs)
         made = [v for v in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(v, Tensor)]
-        for index, (value, spec) in enumerate(zip(made, layouts, strict=True)):
-            if tuple(value.shape) != spec.local_shape:
-                raise RuntimeError(
-                    f"{call.name}: by the registered rule result {index} of global shape {spec.shape} is"
-                    f" {spec.placements}, which is {spec.local_shape} on this rank; the kernel returned"
-                    f" {tuple(value.shape)}. The rule accepts placements for which the kernel is not right"
-                )
+        check_results(call.name, "kernel", [value.shape for value in made], layouts)
         return out
 
     return checked

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hp_dtensor.placements import Placement
 from hp_dtensor.rules.factors import Solution, _move_bytes
 from hp_dtensor.spec import TensorSpec, normalize
 
-__all__ = ["choose"]
+__all__ = ["check_results", "choose"]
 
 Pair = tuple[Sequence[Any], Sequence[Any]]
 
@@ -93,3 +93,24 @@ def _pair(
         for placement, shape in zip([*out, *want], shapes, strict=True)
     ]
     return tuple(made[: len(out)]), tuple(made[len(out) :])
+
+
+def check_results(name: str, what: str, shapes: Iterable[tuple[int, ...]], layouts: Sequence[TensorSpec]) -> None:
+    """Refuses results whose local shapes are not those that a registered rule promised.
+
+    Args:
+        name: the operation's.
+        what: what computed them: ``"operation"`` or ``"kernel"``.
+        shapes: each result's on this rank.
+        layouts: each result's by the rule.
+
+    Raises:
+        RuntimeError: one differs.
+    """
+    for index, (shape, spec) in enumerate(zip(shapes, layouts, strict=True)):
+        if tuple(shape) != spec.local_shape:
+            raise RuntimeError(
+                f"{name}: by the registered rule result {index} of global shape {spec.shape} is {spec.placements},"
+                f" which is {spec.local_shape} on this rank; the {what} returned {tuple(shape)}. The rule accepts"
+                f" placements for which the {what} is not right"
+            )

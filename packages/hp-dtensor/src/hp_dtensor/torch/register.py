@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hp_dtensor.rules.acceptable import choose
+from hp_dtensor.rules.acceptable import check_results, choose
 from hp_dtensor.rules.factors import Solution
 from hp_dtensor.torch import dispatch, missing
 from hp_dtensor.torch.dtensor import DTensor, local_of
@@ -126,13 +126,7 @@ def _checked(call: Call) -> Any:
         made = [
             value for value in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(value, torch.Tensor)
         ]
-        for index, (value, spec) in enumerate(zip(made, layouts, strict=True)):
-            if tuple(value.shape) != spec.local_shape:
-                raise RuntimeError(
-                    f"{dispatch._name(func)}: by the registered rule result {index} of global shape {spec.shape} is"
-                    f" {spec.placements}, which is {spec.local_shape} on this rank; the operation returned"
-                    f" {tuple(value.shape)}. The rule accepts placements for which the operation is not right"
-                )
+        check_results(dispatch._name(func), "operation", [value.shape for value in made], layouts)
         return out
 
     return run
