@@ -80,6 +80,7 @@ class DeviceMesh:
         if _init_groups:
             self._make_groups()
         self._locate()
+        mesh_groups.note(self)
 
     def _locate(self) -> None:
         """Finds this rank's place; before there is a default group, that of rank 0, for the time being."""

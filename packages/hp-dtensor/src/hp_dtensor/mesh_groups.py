@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.mesh_errors import MeshValueError
 from hp_platform import get_platform
+from hp_platform.endings import when_groups_end
 
 if TYPE_CHECKING:
     from hp_dtensor.mesh import DeviceMesh
 
-__all__ = ["adopt", "check_world", "read_options", "start"]
+__all__ = ["adopt", "check_world", "note", "read_options", "start"]
+
+# By identity: each of several equal meshes has groups.
+_living: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def note(mesh: DeviceMesh) -> None:
+    """Takes note of a new mesh, whose groups may be destroyed while it lives."""
+    _living[id(mesh)] = mesh
+
+
+@when_groups_end
+def _forget_groups() -> None:
+    """Lets meshes, which as values outlive the groups, ask for new ones at their next use."""
+    for mesh in list(_living.values()):
+        mesh._groups = mesh._rank = None
 
 
 def start() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard, kind_of
 from hp_dtensor.sharding import local_shape
+from hp_platform.endings import when_groups_end
 
 __all__ = ["TensorSpec", "meshes", "named", "normalize"]
 
@@ -76,6 +77,17 @@ def _rebuild(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[
 
 _specs: weakref.WeakValueDictionary[Any, TensorSpec] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+
+
+@when_groups_end
+def _forget_specs() -> None:
+    """Under a new default group this rank may have another place, so another local shape."""
+    for key, spec in list(_specs.items()):
+        coordinate = spec.mesh.get_coordinate()
+        if coordinate is not None and spec.local_shape != tuple(
+            local_shape(spec.shape, spec.placements, spec.mesh.shape, coordinate)
+        ):
+            _specs.pop(key, None)
 
 
 def named(name: str) -> TensorSpec:

@@ -2,20 +2,80 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_platform import get_platform
+from hp_platform.endings import when_groups_end
 
-__all__ = ["DataAxes"]
+__all__ = ["DataAxes", "Near"]
 
 
-@dataclass(frozen=True, slots=True)
-class DataAxes:
+class _Grouped:
+    """Holds process groups, and asks for them again where they were destroyed.
+
+    They are then no longer attributes, so `__getattr__` is called for them; while they live, they are read at no cost.
+    """
+
+    __slots__ = ("__weakref__",)
+    _group_names: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        _living.add(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._group_names:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._find_groups()
+        return object.__getattribute__(self, name)
+
+    def _find_groups(self) -> None:
+        raise NotImplementedError
+
+
+_living: weakref.WeakSet[_Grouped] = weakref.WeakSet()
+
+
+@when_groups_end
+def _forget_groups() -> None:
+    for each in list(_living):
+        for name in each._group_names:
+            with contextlib.suppress(AttributeError):
+                delattr(each, name)
+
+
+@dataclass(eq=False, slots=True)
+class Near(_Grouped):
+    """A smaller group of consecutive ranks of the shard axis.
+
+    Attributes:
+        axes: the axes of data parallelism.
+        size: number of its ranks.
+        place: this rank's place in it.
+        group: its process group.
+    """
+
+    _group_names = ("group",)
+    axes: DataAxes
+    size: int
+    place: int
+    group: Any = None
+
+    def _find_groups(self) -> None:
+        groups = get_platform().groups
+        first = self.axes.shard_rank - self.place
+        line = groups.get_process_group_ranks(self.axes.shard_group)  # type: ignore[attr-defined]
+        self.group = groups.new_group(line[first : first + self.size])
+
+
+@dataclass(eq=False, slots=True)
+class DataAxes(_Grouped):
     """The one or two axes of data parallelism: parameters are sharded over the last, replicated over the first of two.
 
     Attributes:
@@ -27,12 +87,25 @@ class DataAxes:
         replicate_size: number of ranks on it; 1 where there is none.
     """
 
+    _group_names = ("shard_group", "replicate_group")
     mesh: DeviceMesh
     shard_group: Any
     shard_size: int
     shard_rank: int
     replicate_group: Any
     replicate_size: int
+
+    def _find_groups(self) -> None:
+        shard = self.mesh.ndim - 1
+        place = self.mesh.get_local_rank(shard)
+        if place != self.shard_rank:
+            raise RuntimeError(
+                f"fully_shard: this process had place {self.shard_rank} on the shard axis of {self.mesh} and has place"
+                f" {place} since the process groups were made anew: its shards are not those of that place. Build and"
+                " shard the model again"
+            )
+        self.shard_group = self.mesh.get_group(shard)
+        self.replicate_group = self.mesh.get_group(0) if self.replicate_size > 1 else None
 
     @staticmethod
     def of(mesh: DeviceMesh) -> DataAxes:
@@ -66,14 +139,14 @@ class DataAxes:
             replicate_size=replicas,
         )
 
-    def near(self, size: bool | int) -> tuple[Any, int, int] | None:
+    def near(self, size: bool | int) -> Near | None:
         """The smaller group of consecutive ranks that this rank is in, to keep shards in between forward and backward.
 
         Args:
             size: number of its ranks; a bool, 1 and the size of the shard axis ask for none.
 
         Returns:
-            The group, its size and this rank's place in it.
+            The group, with its size and this rank's place in it.
 
         Raises:
             ValueError: ``size`` does not divide the shard axis.
@@ -85,10 +158,9 @@ class DataAxes:
                 f"fully_shard: reshard_after_forward={size} must divide the {self.shard_size} ranks of the shard axis:"
                 f" {[n for n in range(1, self.shard_size + 1) if self.shard_size % n == 0]} do"
             )
-        groups = get_platform().groups
-        first = self.shard_rank // size * size
-        line = groups.get_process_group_ranks(self.shard_group)  # type: ignore[attr-defined]
-        return groups.new_group(line[first : first + size]), size, self.shard_rank - first
+        near = Near(self, size, self.shard_rank % size)
+        near._find_groups()
+        return near
 
     def sharded_spec(
         self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None

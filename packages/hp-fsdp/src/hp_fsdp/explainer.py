@@ -98,7 +98,7 @@ def _facts(group: Any, groups: Groups) -> GroupFacts:
     gathered = sum(size.gathered for size in sizes)
     is_root = group is groups.root
     frees = group.reshard_after_forward or (group.reshard_after_forward is None and not is_root)
-    ranks = group.near[1] if group.near is not None else 0
+    ranks = group.near.size if group.near is not None else 0
     return GroupFacts(
         name=groups.names[id(group.module)] or type(group.module).__name__,
         parameters=len(group.parameters),

@@ -26,10 +26,12 @@ from hp_dtensor.modes import replicates_plain
 from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
+from hp_platform.endings import when_groups_end
 
 __all__ = ["dispatch", "forget_plans", "run_kernel"]
 
 _PLANS: dict[Any, Plan] = {}
+when_groups_end(_PLANS.clear)
 _LIMIT = 1 << 16
 _TELLS = frozenset({"typeof", "DType"})  # these make no tensor
 

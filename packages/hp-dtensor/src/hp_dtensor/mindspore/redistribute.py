@@ -16,6 +16,7 @@ from hp_dtensor.mindspore.exchange import Run
 from hp_dtensor.redistribution.cuts import Cut, Place
 from hp_dtensor.redistribution.planner import plan
 from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
+from hp_platform.endings import when_groups_end
 
 if TYPE_CHECKING:
     from hp_dtensor.spec import TensorSpec
@@ -68,6 +69,7 @@ def execute(local: Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> Tensor
     return local
 
 
+@when_groups_end
 def clear_cache() -> None:
     """Forget all prepared plans, and with them the process groups that they hold."""
     _programs.clear()

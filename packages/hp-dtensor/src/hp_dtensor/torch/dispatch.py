@@ -24,12 +24,14 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import missing, transforms
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.overrides import compiler as _compiler
+from hp_platform.endings import when_groups_end
 
 __all__ = ["dispatch"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
 _PLANS: dict[Any, Any] = {}
+when_groups_end(_PLANS.clear)
 _LIMIT = 1 << 16
 _SPECIAL: dict[Any, Any] = {}
 _NAMES = {"axis": "dim", "keepdims": "keepdim"}

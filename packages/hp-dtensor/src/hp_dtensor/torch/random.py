@@ -21,6 +21,7 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import get_platform
+from hp_platform.endings import when_groups_end
 
 __all__ = ["compare_generators", "draw", "fill", "special"]
 
@@ -28,6 +29,7 @@ _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _replicate = Replicate()
 _compared: set[DeviceMesh] = set()
+when_groups_end(_compared.clear)
 
 
 def compare_generators(mesh: DeviceMesh, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from hp_dtensor.redistribution.planner import plan
 from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
 from hp_dtensor.torch import exchange
 from hp_dtensor.torch.exchange import Run
+from hp_platform.endings import when_groups_end
 
 if TYPE_CHECKING:
     from hp_dtensor.spec import TensorSpec
@@ -102,6 +103,7 @@ def _operator() -> Any:
 _kept: list[Any] = []  # a library that is collected takes its operators along
 
 
+@when_groups_end
 def clear_cache() -> None:
     """Forget all prepared plans, and with them the process groups that they hold."""
     _programs.clear()

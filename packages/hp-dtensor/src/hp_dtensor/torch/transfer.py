@@ -27,6 +27,7 @@ from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.kept import drop
 from hp_dtensor.torch.redistribute import as_movable, execute
 from hp_platform import get_platform
+from hp_platform.endings import when_groups_end
 
 __all__ = ["execute_transfer", "relayout"]
 
@@ -170,6 +171,9 @@ class _Program:
 @lru_cache(maxsize=1024)
 def _program(src: TensorSpec, dst: TensorSpec) -> _Program:
     return _Program(src, dst)
+
+
+when_groups_end(_program.cache_clear)
 
 
 # ---- copies ----

@@ -25,7 +25,7 @@ from hp_dtensor.mindspore import autograd
 from hp_dtensor.mindspore.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import local_view
 from hp_dtensor.mindspore.parameter import set_local
-from hp_fsdp.axes import DataAxes
+from hp_fsdp.axes import DataAxes, Near
 from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.mindspore.deterministic import MicroBatchSums
@@ -175,17 +175,17 @@ class Bucket:
             for parameter, offset in zip(self.parameters, self.layout.offsets)
         ]
 
-    def release(self, near: tuple[Any, int, int] | None = None) -> None:
+    def release(self, near: Near | None = None) -> None:
         """Frees the gathered buffer.
 
         Args:
-            near: group, size and place in it, of the ranks among which to keep a shard of what was gathered. Default:
+            near: the ranks among which to keep a shard of what was gathered. Default:
                 keep nothing.
         """
         self.source = self.near = None
         if self.full is not None:
             if near is not None:
-                self.near_group, size, place = near
+                self.near_group, size, place = near.group, near.size, near.place
                 length = self.layout.total // size
                 self.near = mint.narrow(self.target, 0, place * length, length).copy()
             self.storage.resize_(0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hp_fsdp.axes import DataAxes
+from hp_fsdp.axes import DataAxes, Near
 from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.options import GroupOptions
@@ -255,17 +255,17 @@ class Bucket:
         for module, name, tensor in self.sharded_attributes:
             setattr(module, name, tensor)
 
-    def release(self, near: tuple[Any, int, int] | None = None) -> None:
+    def release(self, near: Near | None = None) -> None:
         """Frees the gathered buffer.
 
         Args:
-            near: group, size and place in it, of the ranks among which to keep a shard of what was gathered. Default:
+            near: the ranks among which to keep a shard of what was gathered. Default:
                 keep nothing.
         """
         self.near = None
         if not self.aliased:
             if near is not None:
-                self.near_group, size, place = near
+                self.near_group, size, place = near.group, near.size, near.place
                 self.near = self.full_alias.chunk(size)[place].clone()
             self.full_storage.resize_(0)
 

@@ -22,6 +22,7 @@ from hp_platform.checks import (
     no_default_group,
     read_split_ranks,
 )
+from hp_platform.endings import groups_ended
 from hp_platform.mindspore.devices import devices
 from hp_platform.mindspore.options import own_options
 
@@ -133,6 +134,7 @@ def destroy_process_group(group: str | None = None) -> None:
         _ranks.clear()
         _made.clear()
         dist.destroy_process_group()
+        groups_ended()
         return
     for key in [key for key, cached in _by_ranks.items() if cached == group]:
         del _by_ranks[key]
@@ -140,6 +142,7 @@ def destroy_process_group(group: str | None = None) -> None:
     _ranks.pop(group, None)
     devices.synchronize()
     communication.destroy_group(group)
+    groups_ended()
 
 
 def known_groups() -> Mapping[tuple[int, ...], str]:
@@ -147,6 +150,7 @@ def known_groups() -> Mapping[tuple[int, ...], str]:
     world = default()
     if not _by_ranks:
         _by_ranks[_members(world)] = world
+        groups_ended()
     return _by_ranks
 
 

@@ -19,6 +19,7 @@ from hp_platform.checks import (
     no_default_group,
     read_split_ranks,
 )
+from hp_platform.endings import groups_ended
 from hp_platform.torch import peers
 from hp_platform.torch.creation import create, forget
 from hp_platform.torch.devices import devices
@@ -113,6 +114,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
             del _by_ranks[key]
             _options.pop(key, None)
     dist.destroy_process_group(group)
+    groups_ended()
 
 
 def _cache() -> dict[tuple[int, ...], ProcessGroup]:
@@ -125,6 +127,7 @@ def _cache() -> dict[tuple[int, ...], ProcessGroup]:
         peers.leave()
         _by_ranks[tuple(range(world.size()))] = world
         _world = world
+        groups_ended()
     return _by_ranks
 
 

@@ -1,0 +1,59 @@
+"""The process groups are destroyed and made anew under a sharded model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hp_platform
+from hp_fsdp import clip_grad_norm_
+from hp_platform.testing import device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_models import Net, batch, compared, groups_of, loss_of, pair
+
+from hp_dtensor import init_device_mesh
+
+
+def renew(name: str, rank: int) -> None:
+    backend, size = dist.get_backend(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    hp_platform.destroy_process_group()
+    hp_platform.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"replicas": True}])
+def test_a_model_trains_on_with_the_new_groups(options):
+    if options:
+        mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    reference, model = pair(Net, **({"mesh": mesh} if options else {}))
+    compared(model)
+    loss_of(model(batch()[1])).backward()
+    former = {id(group.axes.shard_group) for group in groups_of(model)}
+    renew(f"model {len(options)}", dist.get_rank())
+    model.zero_grad()
+    reference.zero_grad()
+    loss_of(model(batch()[1])).backward()
+    loss_of(reference(batch()[0])).backward()
+    assert former.isdisjoint(id(group.axes.shard_group) for group in groups_of(model))
+    assert torch.allclose(
+        clip_grad_norm_(model.parameters(), 1.0), torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    )
+
+
+@on_ranks(2)
+def test_shards_of_another_place_are_refused():
+    _, model = pair()
+    compared(model)
+    rank = dist.get_rank()
+    renew("model swapped", 1 - rank)
+    try:
+        with pytest.raises(RuntimeError, match=rf"had place {rank} on the shard axis .* has place {1 - rank} since"):
+            model(batch()[1])
+    finally:
+        renew("model back", rank)
