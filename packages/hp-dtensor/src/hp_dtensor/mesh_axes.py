@@ -18,7 +18,7 @@ import numpy as np
 
 from hp_dtensor.mesh_errors import AxisRangeError, MeshValueError, NoAxisError
 
-__all__ = ["Digits", "cut", "digits_of", "find_axis", "overlap", "read_names", "read_ranks", "split"]
+__all__ = ["Digits", "cut", "digits_of", "find_axis", "overlap", "read_names", "read_ranks", "split", "within"]
 
 Digits = tuple[tuple[int, int], ...]
 """The (size, stride) of each digit of one axis: Note [Axes are digits]."""
@@ -106,6 +106,23 @@ def overlap(axes: Iterable[Digits]) -> bool:
             return True
         below = size * stride
     return False
+
+
+def within(axis: Digits, others: Iterable[Digits]) -> bool:
+    """Whether ``others`` hold all places of an axis of more than one.
+
+    Example:
+        >>> within(((4, 2),), [((2, 4),), ((2, 2),)])      # an axis of 4 that was unflattened
+        True
+    """
+    digits = [digit for each in others for digit in each]
+    for size, stride in axis:
+        while size > 1:
+            found = next((n // (stride // s) for n, s in digits if s <= stride < n * s and stride % s == 0), 1)
+            if found == 1:
+                return False
+            size, stride = size // found, stride * found
+    return True
 
 
 def cut(ranks: np.ndarray, place: int, axes: Sequence[Digits]) -> np.ndarray:

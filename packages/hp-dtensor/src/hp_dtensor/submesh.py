@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hp_dtensor.mesh_axes import cut, overlap, read_names, split
+from hp_dtensor.mesh_axes import cut, overlap, read_names, split, within
 from hp_dtensor.mesh_errors import MeshValueError, OverlapError
 
 if TYPE_CHECKING:
     from hp_dtensor.mesh import DeviceMesh
 
-__all__ = ["concatenate", "flatten", "join", "unflatten"]
+__all__ = ["axes_within", "concatenate", "flatten", "join", "unflatten"]
 
 
 def join(mesh: DeviceMesh, names: Sequence[str], found: Sequence[tuple[DeviceMesh, int]]) -> DeviceMesh:
@@ -82,3 +82,23 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     found = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim)]
     names = read_names([name for mesh in meshes for name in mesh.mesh_dim_names or ()], (1,) * len(found))
     return join(meshes[0], names or (), found)
+
+
+def axes_within(mesh: DeviceMesh, outer: DeviceMesh) -> tuple[int, ...]:
+    """The axes of ``mesh`` that lie on those of ``outer``; both were cut from one root.
+
+    An axis of one rank lies on every mesh, so it is told by its name.
+
+    Example:
+        >>> axes_within(root, root["dp"])       # of a root ("dp", "tp")
+        (0,)
+    """
+    return tuple(
+        axis
+        for axis, digits in enumerate(mesh._axes)
+        if (
+            within(digits, outer._axes)
+            if mesh.shape[axis] > 1
+            else (mesh.mesh_dim_names or range(mesh.ndim))[axis] in (outer.mesh_dim_names or range(outer.ndim))
+        )
+    )

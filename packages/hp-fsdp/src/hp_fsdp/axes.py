@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mesh_axes import overlap
 from hp_dtensor.placements import Placement, RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.submesh import axes_within
 from hp_platform import get_platform
 from hp_platform.endings import when_groups_end
 
@@ -85,6 +87,7 @@ class DataAxes(_Grouped):
         shard_rank: this rank's place on it.
         replicate_group: process group along the replicate axis; None where there is none, or only one rank on it.
         replicate_size: number of ranks on it; 1 where there is none.
+        shards: False where parameters are replicated over all axes of ``mesh``; the shard axis is then one rank's.
     """
 
     _group_names = ("shard_group", "replicate_group")
@@ -94,6 +97,7 @@ class DataAxes(_Grouped):
     shard_rank: int
     replicate_group: Any
     replicate_size: int
+    shards: bool = True
 
     def _find_groups(self) -> None:
         shard = self.mesh.ndim - 1
@@ -162,6 +166,27 @@ class DataAxes(_Grouped):
         near._find_groups()
         return near
 
+    def whole(self) -> DataAxes:
+        """The same ranks, all of them replicas: for parameters that are not to be sharded."""
+        groups: Any = get_platform().groups
+        ranks = self.mesh.size()
+        group = groups.new_group(sorted(self.mesh.ranks.reshape(-1).tolist())) if ranks > 1 else None
+        return DataAxes(self.mesh, None, 1, 0, group, ranks, shards=False)
+
+    def axes_of(self, inner: DeviceMesh) -> tuple[int, ...]:
+        """The axes of a parameter's own mesh that are axes of data parallelism."""
+        if inner == self.mesh:
+            return tuple(range(inner.ndim))
+        cut = self._cut(inner)
+        return () if cut is None else axes_within(cut, self.mesh)
+
+    def divided(self, inner: TensorSpec | None) -> bool:
+        """Whether a parameter's own layout divides it over axes of data parallelism, so that no group has to."""
+        if inner is None:
+            return False
+        here = [inner.placements[axis] for axis in self.axes_of(inner.mesh)]
+        return any(not p.is_replicate() for p in here) and not any(isinstance(p, RaggedShard) for p in here)
+
     def sharded_spec(
         self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None
     ) -> TensorSpec:
@@ -171,26 +196,54 @@ class DataAxes(_Grouped):
             name: the parameter's name, for errors.
             units: how many elements each rank of the shard axis owns.
             shape: the parameter's global shape.
-            inner: its layout on other axes (tensor parallel), if it is a DTensor already.
+            inner: its own layout, if it is a DTensor already: on other axes (tensor parallel), or on a mesh that has
+                these axes, too.
 
         Raises:
             ValueError: ``inner`` is on a mesh that cannot be joined with this one.
         """
-        ragged = RaggedShard(tuple(range(len(shape))), tuple(units))
-        placements: list[Placement] = [Replicate(), ragged] if self.mesh.ndim == 2 else [ragged]
+        ours: list[Placement] = [Replicate()] * self.mesh.ndim
+        if self.shards:
+            ours[-1] = RaggedShard(tuple(range(len(shape))), tuple(units))
         if inner is None:
-            return TensorSpec.of(self.mesh, placements, shape)
-        return TensorSpec.of(self._joined(name, inner.mesh), [*placements, *inner.placements], shape)
-
-    def _joined(self, name: str, inner: DeviceMesh) -> DeviceMesh:
-        ours, theirs = self.mesh.mesh_dim_names, inner.mesh_dim_names
-        root = self.mesh.root
-        # Equal meshes are one value, whatever they were cut from: what counts is that this root has the inner axes.
-        named = ours is not None and theirs is not None and set(theirs) <= set(root.mesh_dim_names or ())
-        if not (named and ours and theirs) or set(ours) & set(theirs) or root[theirs] != inner:
+            return TensorSpec.of(self.mesh, ours, shape)
+        here = self.axes_of(inner.mesh)
+        if any(not inner.placements[axis].is_replicate() for axis in here):
             raise ValueError(
-                f"fully_shard: parameter {name!r} is a DTensor on {inner}, the group is to be sharded on {self.mesh}."
-                " Both must be slices of one mesh, of different axes, by name: mesh = init_device_mesh(...,"
-                ' mesh_dim_names=("dp", "tp")); parallelize on mesh["tp"], shard on mesh["dp"]'
+                f"fully_shard: parameter {name!r} is placed {inner.placements} on {inner.mesh}, as a copy of one that"
+                " is sharded. Copy a model before fully_shard, or build a second one and load its state"
             )
-        return root[(*ours, *theirs)]
+        others = [axis for axis in range(inner.mesh.ndim) if axis not in here]
+        if not others:
+            return TensorSpec.of(self.mesh, ours, shape)
+        mesh = self._joined(name, inner.mesh, others)
+        return TensorSpec.of(mesh, [*ours, *(inner.placements[axis] for axis in others)], shape)
+
+    def _cut(self, inner: DeviceMesh) -> DeviceMesh | None:
+        """A parameter's own mesh as a slice of this one's root; None where it is none."""
+        # Equal meshes are one value, whatever they were cut from: what counts is that this root has the inner axes.
+        root, names = self.mesh.root, inner.mesh_dim_names
+        if inner.root == root:
+            return inner
+        slices = names is not None and set(names) <= set(root.mesh_dim_names or ())
+        found = root[names] if slices and names else None
+        return found if found == inner else None
+
+    def _joined(self, name: str, inner: DeviceMesh, others: Sequence[int]) -> DeviceMesh:
+        cut = self._cut(inner)
+        ours, theirs = self.mesh.mesh_dim_names, inner.mesh_dim_names
+        if cut is not None and ours is not None and theirs is not None:
+            names = tuple(theirs[axis] for axis in others)
+            if not set(ours) & set(names) and not overlap((*self.mesh._axes, *(cut._axes[axis] for axis in others))):
+                both = (*ours, *names)
+                known = self.mesh.root.mesh_dim_names or ()
+                return (
+                    self.mesh.root[both]
+                    if set(both) <= set(known)
+                    else DeviceMesh._concatenate([self.mesh, cut[names]])
+                )
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is a DTensor on {inner}, the group is to be sharded on {self.mesh}."
+            " Both must be slices of one mesh, by name: mesh = init_device_mesh(..., mesh_dim_names=("
+            '"dp", "tp")); parallelize on mesh["tp"] or on the whole mesh, shard on mesh["dp"]'
+        )

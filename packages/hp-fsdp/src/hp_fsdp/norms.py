@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mesh_axes import within
 from hp_dtensor.spec import TensorSpec
 
 __all__ = ["BLOCK", "counts", "joint_mesh", "spec_of"]
@@ -27,33 +28,36 @@ def counts(spec: TensorSpec | None, mesh: DeviceMesh | None) -> bool:
     """
     if mesh is None:
         return True
-    sharded = set()
-    if spec is not None:
-        if spec.mesh == mesh:
-            sharded = {axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()}
-        else:
-            sharded = {
-                mesh.axis(spec.mesh.mesh_dim_names[axis])  # type: ignore[index]
-                for axis, placement in enumerate(spec.placements)
-                if not placement.is_replicate()
-            }
-    coordinate = mesh.get_coordinate() or ()
-    return all(place == 0 for axis, place in enumerate(coordinate) if axis not in sharded)
+    own = spec.mesh if spec is not None else mesh
+    replicated = [axis for axis in range(own.ndim) if spec is None or spec.placements[axis].is_replicate()]
+    first = not any((own.get_coordinate() or (0,) * own.ndim)[axis] for axis in replicated)
+    others = [axis for axis in range(mesh.ndim) if own != mesh and not within(mesh._axes[axis], own._axes)]
+    return first and not any((mesh.get_coordinate() or (0,) * mesh.ndim)[axis] for axis in others)
 
 
-def joint_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """The smallest mesh that has the axes of all."""
-    if not meshes:
-        return None
-    largest = max(meshes, key=lambda mesh: mesh.ndim)
-    names: list[str] = []
-    for mesh in dict.fromkeys(meshes):
-        if mesh == largest and len(set(meshes)) == 1:
-            return mesh
+def _joint(meshes: set[DeviceMesh]) -> DeviceMesh:
+    if len(meshes) == 1:
+        return next(iter(meshes))
+    ordered = sorted(meshes, key=lambda mesh: (-mesh.ndim, mesh.mesh_dim_names or ()))
+    largest, axes = ordered[0], [(mesh, axis) for mesh in ordered for axis in range(mesh.ndim)]
+    for mesh in ordered:
         if mesh.mesh_dim_names is None or mesh.root != largest.root:
             raise ValueError(
                 f"global_grad_norm: parameters are on {mesh} and on {largest}; both must be slices, by name, of one"
                 " mesh"
             )
-        names += [name for name in mesh.mesh_dim_names if name not in names]
-    return largest.root[tuple(names)]
+    # Axes that were made of others, or split: the larger ones have all ranks.
+    chosen: list[DeviceMesh] = []
+    for mesh, axis in sorted(axes, key=lambda each: -each[0].shape[each[1]]):
+        if not within(mesh._axes[axis], [one._axes[0] for one in chosen]):
+            chosen.append(mesh[mesh.mesh_dim_names[axis]])  # type: ignore[index]
+    if not chosen:
+        return largest
+    root = largest.root
+    whole = all(within(digits, [one._axes[0] for one in chosen]) for digits in root._axes)
+    return root if whole else DeviceMesh._concatenate(chosen)
+
+
+def joint_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
+    """The smallest mesh that has the ranks of all."""
+    return _joint(set(meshes)) if meshes else None

@@ -20,8 +20,9 @@ by shadows and one of its own, would call its hook twice, each time with a part:
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 
 from hp_dtensor.gradients import backward_scale, grad_spec
+from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.kept import drop, recall, remember
@@ -199,7 +201,9 @@ def _refuse_parts(leaf: Any) -> None:
     )
 
 
-def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> None:
+def reduce_partial_grads(
+    parameters: Iterable[torch.Tensor] | None = None, averaged: Mapping[DeviceMesh, tuple[int, ...]] = _NONE
+) -> None:
     """Sums the partial gradients that ``parameters`` (default: all that wait) collected, and adds them to ``.grad``.
 
     One all-reduce for each set of axes and dtype. Collective: every rank of those axes calls it at the same point.
@@ -207,6 +211,8 @@ def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> No
 
     Args:
         parameters: leaf parameters, in the same order on all ranks; those without a waiting gradient are passed over.
+        averaged: by mesh, the axes over which the caller averages ``.grad`` next: parts stay parts there, times the
+            number of ranks, so that their mean is the sum.
 
     Raises:
         RuntimeError: a hook was called with a part of its leaf's gradient; before anything is sent.
@@ -227,6 +233,13 @@ def reduce_partial_grads(parameters: Iterable[torch.Tensor] | None = None) -> No
         if grad is not None:
             if leaf.__dict__.get("_called_in") == task:
                 _refuse_parts(leaf)
+            apart = [axis for axis in averaged.get(leaf._spec.mesh, ()) if vary[axis]]
+            if apart:
+                grad = grad * math.prod(leaf._spec.mesh.shape[axis] for axis in apart)
+                vary = tuple(varies and axis not in apart for axis, varies in enumerate(vary))
+                if not any(vary):
+                    _add_grad(leaf, grad)
+                    continue
             buckets.setdefault((leaf._spec.mesh, vary, grad.dtype, grad.device), []).append((leaf, grad))
     with torch._C.DisableTorchFunctionSubclass():
         for (mesh, vary, _, _), entries in buckets.items():

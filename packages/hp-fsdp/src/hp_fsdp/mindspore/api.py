@@ -59,7 +59,9 @@ def fully_shard(
         module: changed in place: its parameters, the same objects as before, become DTensors with a `RaggedShard`
             placement, its class becomes a subclass of its own and of `HSDPModule`.
         mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
-            are DTensors on other axes of the same root mesh (tensor parallel) stay so. Default: all ranks.
+            are DTensors on other axes of the same root mesh (tensor parallel) stay so. Those whose own layout is on
+            these axes, too (``shard_module`` on the whole mesh), compute as that layout says, with DTensors on that
+            mesh, and the loss and its gradients are the whole batch's. Default: all ranks.
         reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
             True, which spares the outermost Cell, whose backward follows at once. A number: groups of that many
             consecutive ranks of the shard axis, which it must divide, keep shards of what was gathered between forward
@@ -106,7 +108,8 @@ def fully_shard(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
     axes = DataAxes.of(mesh)
-    parameters = find_parameters(module, ignored_params or (), lambda cell: group_of(cell) is not None)
+    found = find_parameters(module, ignored_params or (), lambda cell: group_of(cell) is not None)
+    parameters = [parameter for parameter in found if not axes.divided(parameter.inner)]
     group = ParameterGroup(module, parameters, axes, options)
     shard_class(module, group)
     return module

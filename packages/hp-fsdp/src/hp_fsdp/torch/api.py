@@ -1,4 +1,14 @@
-"""fully_shard."""
+"""fully_shard.
+
+Note [Layouts on axes of data parallelism]
+    A parameter that `shard_module` or `distribute_module` laid out on a mesh with the axes of data parallelism is one
+    parameter of one program: its module computes with DTensors on that mesh, inputs are divided over ``"dp"`` by their
+    layouts, and the loss is that of the whole batch. `fully_shard` changes where such a parameter is stored, not what
+    is computed. Where it is replicated over those axes it is sharded by pieces, gathered, and its gradient is the
+    program's: on each rank a part of a sum, or the whole. Parts are multiplied by the number of ranks, so that the mean
+    over the ranks that follows is the sum. A parameter that its own layout divides over those axes stays as it is: what
+    computes with it moves it, and its gradient.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +65,10 @@ def fully_shard(
         module: changed in place: its parameters become DTensors with a `RaggedShard` placement, its class becomes a
             subclass of its own and of `HSDPModule`.
         mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
-            are DTensors on other axes of the same root mesh (tensor parallel) stay so. Default: all ranks.
+            are DTensors on other axes of the same root mesh (tensor parallel) stay so. Those whose own layout is on
+            these axes, too (``shard_module`` on the whole mesh), compute as that layout says, with DTensors on that
+            mesh, and the loss and its gradients are the whole batch's: Note [Layouts on axes of data parallelism].
+            Default: all ranks.
         reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
             True, which spares the outermost module, whose backward follows at once. A number of ranks that divides the
             shard axis reshards to groups of that many consecutive ones: they gather again among themselves, and each
@@ -108,8 +121,10 @@ def fully_shard(
             " Make it with hp_dtensor.init_device_mesh(device_type, shape, mesh_dim_names=...)"
         )
     axes = DataAxes.of(mesh)
-    ignored = list(ignored_params or ())
-    parameters = find_parameters(module, ignored, lambda child: group_of(child) is not None)
+    ignored: list[Any] = list(ignored_params or ())
+    found = find_parameters(module, ignored, lambda child: group_of(child) is not None)
+    parameters = [parameter for parameter in found if not axes.divided(parameter.inner)]
+    ignored += [parameter.original for parameter in found if axes.divided(parameter.inner)]
     device = _device(module, parameters, mesh)
     watch_optimizers()
     for parameter in ignored:

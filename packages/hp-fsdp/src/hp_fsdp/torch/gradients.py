@@ -73,6 +73,8 @@ class GradientBuffer:
             for parameter in parameters
             if parameter.inner is not None and any(placement.is_replicate() for placement in parameter.inner.placements)
         ]
+        inner = {parameter.inner.mesh for parameter in parameters if parameter.inner is not None}
+        self.averaged = {mesh: axes.axes_of(mesh) for mesh in inner}
         self.filled: set[int] = set()
         self.pin: bool | None = None
         self.divisor: float | None = None
@@ -91,7 +93,7 @@ class GradientBuffer:
     def collect(self) -> None:
         """Takes the gradients that autograd left on the unsharded parameters into the buffer."""
         if self.replicated:
-            reduce_partial_grads(self.replicated)
+            reduce_partial_grads(self.replicated, self.averaged)
         if self.alone:
             return
         copied: list[torch.Tensor] = []

@@ -19,6 +19,7 @@ from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer, check_counts
 from hp_fsdp.torch.gradients import Reduction
 from hp_fsdp.torch.higher_order import check_differentiable
+from hp_fsdp.torch.optimizers import ignore
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
 from hp_platform.observing import communicate_for
 
@@ -75,7 +76,7 @@ class ParameterGroup:
         axes: DataAxes,
         device: torch.device,
         options: GroupOptions,
-        ignored: Sequence[nn.Parameter] = (),
+        ignored: Sequence[Any] = (),
     ) -> None:
         self.module = module
         self.modules: tuple[nn.Module, ...] = (module,)
@@ -107,7 +108,7 @@ class ParameterGroup:
         self.ended = False
         self.options = options
         self.device = device
-        self.ignored = ignored
+        self.ignored: list[Any] = list(ignored)
         self.class_name = type(module).__name__
         self.buckets: list[Bucket] = []
         self.add(parameters)
@@ -159,6 +160,11 @@ class ParameterGroup:
         found = find_parameters(
             self.module, ignored, stop, {id(tensor): parameter for tensor, parameter in self.stand_ins()}
         )
+        divided = [parameter for parameter in found if self.axes.divided(parameter.inner)]
+        for parameter in divided:
+            self.ignored.append(parameter.original)
+            ignore(parameter.original)
+        found = [parameter for parameter in found if parameter not in divided]
         moved = counts != [len(parameter.places) for parameter in self.parameters]
         if not (found or moved):
             return False

@@ -30,9 +30,9 @@ def watch_optimizers() -> None:
         _registered.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def ignore(parameter: torch.Tensor) -> None:
-    """Notes on a parameter that the user reduces its gradients themselves."""
-    parameter._hsdp_ignored = True  # type: ignore[attr-defined]
+def ignore(parameter: Any) -> None:
+    """Notes on a parameter that its gradients are reduced elsewhere: by the user, or as its own layout says."""
+    parameter._hsdp_ignored = True
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
