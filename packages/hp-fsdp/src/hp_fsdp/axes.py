@@ -100,6 +100,11 @@ class DataAxes(_Grouped):
     shards: bool = True
 
     def _find_groups(self) -> None:
+        if not self.shards:
+            ranks = sorted(self.mesh.ranks.reshape(-1).tolist())
+            groups: Any = get_platform().groups
+            self.shard_group, self.replicate_group = None, groups.new_group(ranks) if len(ranks) > 1 else None
+            return
         shard = self.mesh.ndim - 1
         place = self.mesh.get_local_rank(shard)
         if place != self.shard_rank:
@@ -168,10 +173,9 @@ class DataAxes(_Grouped):
 
     def whole(self) -> DataAxes:
         """The same ranks, all of them replicas: for parameters that are not to be sharded."""
-        groups: Any = get_platform().groups
-        ranks = self.mesh.size()
-        group = groups.new_group(sorted(self.mesh.ranks.reshape(-1).tolist())) if ranks > 1 else None
-        return DataAxes(self.mesh, None, 1, 0, group, ranks, shards=False)
+        axes = DataAxes(self.mesh, None, 1, 0, None, self.mesh.size(), shards=False)
+        axes._find_groups()
+        return axes
 
     def axes_of(self, inner: DeviceMesh) -> tuple[int, ...]:
         """The axes of a parameter's own mesh that are axes of data parallelism."""
