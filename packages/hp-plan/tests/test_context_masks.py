@@ -141,8 +141,10 @@ def test_position_ids_that_are_not_those_of_the_tokens() -> None:
         model, batch = _styled(ContextParallel(load_balance=balance)), batch_of("whole", 2)
         part = context_parallel_shard(batch, _mesh(), load_balance=balance)
         ids = part["input_ids"].clone()
-        with pytest.raises(ValueError, match="position_ids count from 0 to 7 on each of the 2 ranks. A model that is"):
+        with pytest.raises(ValueError, match="LlamaForCausalLM is called without position_ids and would count from 0"):
             model(input_ids=ids, use_cache=False)
+        with pytest.raises(ValueError, match="position_ids count from 0 to 7 on each of the 2 ranks. A model that is"):
+            model.model(input_ids=ids, use_cache=False)
         other = context_parallel_shard(batch, _mesh(), load_balance=not balance)["position_ids"].clone()
         text = f"cut with load_balance={not balance}, the style has load_balance={balance}"
         with pytest.raises(ValueError, match=text):

@@ -20,7 +20,7 @@ from hp_styles import (
     parallelize_module,
 )
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.framework("torch"), pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
 
 
 class Block(torch.nn.Module):

@@ -120,7 +120,7 @@ def test_what_is_not_alike() -> None:
 
 def test_rounds() -> None:
     rounds, root, inner = Rounds(), object(), object()
-    a, b = object(), object()
+    a, b = 1, 2
     rounds.enter(root)
     first = rounds.of(a, backward=False)
     rounds.enter(inner)

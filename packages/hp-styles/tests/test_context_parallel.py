@@ -20,6 +20,7 @@ from hp_styles import (
     ColwiseParallel,
     ContextParallel,
     RowwiseParallel,
+    context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
     parallelize_module,
@@ -371,6 +372,46 @@ def test_gradients_are_sent_before_the_first_projection_waits(monkeypatch: pytes
     events.clear()
     out.sum().backward()
     assert events == ["send"] * 3 + ["wait", "gradient"] * 3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recompute", ["", "not reentrant"])
+def test_everything_inside_a_block(recompute: str) -> None:
+    mesh, model, batch = _mesh(), Model(2), _batch()
+    reference = copy.deepcopy(model)
+    want = _loss(reference(batch["ids"], batch["places"]), batch["targets"])
+    want.backward()
+    model.recompute = recompute
+    ids, targets = batch["ids"].clone(), batch["targets"].clone()
+    places = batch["places"].clone()
+    before = ids.clone()
+    options = {"buffers": [ids, places, targets], "buffer_seq_dims": [1, 1, 1], "no_restore_buffers": {targets}}
+    with context_parallel(mesh, **options):  # type: ignore[arg-type]
+        assert ids.shape == (2, LENGTH // 2)
+        loss = _loss(model(ids, places), targets)
+        loss.backward()
+    assert torch.equal(ids, before) and targets.shape == (2, LENGTH // 2)
+    total = loss.detach().clone()
+    _sum(total)
+    torch.testing.assert_close(total, want.detach(), rtol=1e-12, atol=1e-12)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        _sum(p.grad)  # type: ignore[arg-type]
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+    with (
+        pytest.raises(ValueError, match="1 buffers, 2 buffer_seq_dims; give one dim"),
+        context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1, 1]),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="no_restore_buffers holds a tensor that is not among"),
+        context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1], no_restore_buffers={places}),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="length 6 .* does not divide over 2 ranks, with load_balance"),
+        context_parallel(mesh, buffers=[ids[:, :6]], buffer_seq_dims=[1]),
+    ):
+        pass
 
 
 @on_ranks(2)

@@ -59,7 +59,13 @@ class RMSNorm(nn.Module):
 COLLECTIVES: list[tuple[Any, Any, Any, dict[str, int], dict[str, int]]] = [
     # module, style, placement of the input, collectives of forward, of backward
     (_linear, ColwiseParallel(), R, {}, {"all_reduce": 1}),
-    (_linear, ColwiseParallel(input_layouts=Shard(0)), Shard(0), {"all_gather": 1}, {"reduce_scatter": 1}),
+    (
+        _linear,
+        ColwiseParallel(input_layouts=Shard(0)),
+        Shard(0),
+        {"all_gather": 2},
+        {"reduce_scatter": 1},
+    ),  # lengths too
     (_linear, ColwiseParallel(output_layouts=R), R, {"all_gather": 1}, {"all_reduce": 1}),
     (_linear, RowwiseParallel(), Shard(-1), {"all_reduce": 1}, {}),
     (_linear, RowwiseParallel(output_layouts=Shard(0)), Shard(-1), {"reduce_scatter": 1}, {"all_gather": 1}),
@@ -212,7 +218,7 @@ def test_keyword_inputs() -> None:
         with count_collectives() as counted:
             got = module(x=x, z=part.clone())
         torch.testing.assert_close(got.full_tensor(), want)
-        assert counted["all_gather"] == 2
+        assert counted["all_gather"] == 2 + 1, "the length of the first plain part is compared"
     torch.testing.assert_close(module(x=part, y=5, z=None).full_tensor(), want - whole + 3)
     with pytest.raises(TypeError, match=r"Shard\(0\) is for a tensor, got int"):
         module(x=part, z=3)
@@ -294,3 +300,85 @@ def test_calls_without_a_mesh_or_a_plan() -> None:
         hp_styles.ParallelStyle()  # type: ignore[abstract]
     with mesh:
         assert parallelize_module(module, parallelize_plan=ColwiseParallel()).weight.device_mesh == mesh
+
+
+@on_ranks(2)
+def test_parts_of_different_lengths_are_refused_in_any_step() -> None:
+    rank, mesh = torch.distributed.get_rank(), _mesh()
+    options: dict[str, Any] = {"dtype": torch.float64, "device": device_type()}
+    model = nn.Sequential(nn.LayerNorm(4, **options), nn.Sequential(nn.LayerNorm(4, **options)))
+    parallelize_module(model[1], mesh, {"0": SequenceParallel(use_local_output=True)})
+    parallelize_module(model, mesh, {"0": SequenceParallel(use_local_output=True)})
+    two = {"input_layouts": (None, Shard(0)), "desired_input_layouts": (None, Replicate())}
+    named = {"input_kwarg_layouts": {"z": Shard(0)}, "desired_input_kwarg_layouts": {"z": Replicate()}}
+    other = parallelize_module(Other(), mesh, PrepareModuleInput(**two, **named))
+    leaves = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
+    last = parallelize_module(nn.Sequential(nn.Identity()), mesh, {"0": leaves})
+    text = r"placed Shard\(%d\) over 2 ranks are of different shapes: rank 0: \[%s\]; rank 1: \[%s\]. .* pad them"
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(*shape, **options)
+
+    for _ in range(2):
+        with count_collectives() as counts:
+            model(ones(2, 3, 4))
+        assert dict(counts) == {"all_gather": 1}, "one for both norms, whose styles are of two calls"
+        with pytest.raises(ValueError, match=text % (1, "2, 3, 4", "2, 4, 4")):
+            model(ones(2, 3 + rank, 4))
+        with pytest.raises(ValueError, match=text % (1, "2, 3, 4", "2, 4, 4")):
+            model[1](ones(2, 3 + rank, 4))
+        with count_collectives() as counts:
+            other(ones(1, 4), ones(1, 4), z=ones(2, 4))
+        assert dict(counts) == {"all_gather": 3}, "one for both inputs that are compared, one to gather each"
+        with pytest.raises(ValueError, match=text % (0, "1, 4", "2, 4")):
+            other(ones(1, 4), ones(1 + rank, 4), z=ones(2, 4))
+        with pytest.raises(ValueError, match=text % (0, "1, 4", "2, 4")):
+            other(ones(1, 4), ones(1, 4), z=ones(1 + rank, 4))
+        with pytest.raises(ValueError, match=text % (0, "1, 4", "2, 4")):
+            last(ones(1 + rank, 4))
+
+
+class Other(nn.Module):
+    """Reads inputs of several lengths."""
+
+    def forward(self, x: torch.Tensor, y: Any, *, z: Any) -> Any:
+        return x.sum() + y.to_local().sum() + z.to_local().sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_replicated(training: bool) -> None:
+    mesh, x = _mesh(), torch.randn(4, 6, dtype=torch.float64)
+    reference = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double().train(training)
+    for placement in (Replicate(), Shard(0)):
+        model = copy.deepcopy(reference)
+        one = copy.deepcopy(reference)
+        parallelize_module(model, mesh, {"*": "replicate"})
+        got, want = model(distribute_tensor(x, mesh, [placement])), one(x)
+        got.square().sum().backward()
+        want.square().sum().backward()
+        torch.testing.assert_close(got.full_tensor(), want)
+        torch.testing.assert_close(model[1].running_mean.full_tensor(), one[1].running_mean)
+        torch.testing.assert_close(model[1].running_var.full_tensor(), one[1].running_var)
+        torch.testing.assert_close(model[0].weight.grad.full_tensor(), one[0].weight.grad, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_networks_stay_plain(kind: type[nn.Module]) -> None:
+    mesh, x = _mesh(), _rand(4, 3, 6)
+    options: dict[str, Any] = {"dtype": torch.float64, "device": device_type()}
+    model = nn.Sequential(nn.Linear(6, 6, **options), kind(6, 5, batch_first=True, **options))
+    reference = copy.deepcopy(model)
+    with pytest.raises(
+        NotImplementedError, match=rf"1: the style 'replicate' is not for {kind.__name__}: .*full_tensor"
+    ):
+        parallelize_module(model, mesh, {"1": "replicate"})
+    parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    got, want = model(x)[0], reference(x)[0]
+    got.square().sum().backward()
+    want.square().sum().backward()
+    torch.testing.assert_close(got, want)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(grad, q.grad, rtol=1e-10, atol=1e-12)

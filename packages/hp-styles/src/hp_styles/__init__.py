@@ -8,6 +8,7 @@ from hp_styles.api import parallelize_module
 from hp_styles.context import (
     AsyncContextParallel,
     ContextParallel,
+    context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "TwoDimensionalParallel",
+    "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
     "loss_parallel",

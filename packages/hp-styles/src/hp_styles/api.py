@@ -101,6 +101,7 @@ def parallelize_module(
                 style.apply(modules[name], mesh)
             except NotImplementedError as error:
                 raise NotImplementedError(f"parallelize_module: {name or 'the module itself'}: {error}") from None
+    framework().around_calls(module)
     inside = {id(style): style for name, _, style in chosen.values() if name}
     for style in inside.values():
         style.enclose(module, mesh)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,13 @@ from hp_styles.context_plan import Settings
 from hp_styles.context_rounds import Rounds
 from hp_styles.styles import ParallelStyle
 
-__all__ = ["AsyncContextParallel", "ContextParallel", "context_parallel_shard", "context_parallel_unshard"]
+__all__ = [
+    "AsyncContextParallel",
+    "ContextParallel",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
+]
 
 
 @functools.cache
@@ -198,6 +205,49 @@ class AsyncContextParallel(ContextParallel):
             f" ulysses_degree={s.ulysses_degree}, load_balance={s.load_balance},"
             f" use_local_output={s.use_local_output})"
         )
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[Any] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Iterable[Any] | None = None,
+) -> Iterator[None]:
+    """Attends over a cut sequence wherever attention is called inside of the block, with torch's arguments.
+
+    Every ``torch.nn.functional.scaled_dot_product_attention`` inside goes around the ring of the mesh, and the buffers
+    are cut, in place, as ``context_parallel_shard(load_balance=True)`` cuts. Backward belongs inside too, where layers
+    are recomputed. A style on the modules, ``ContextParallel``, also computes windows, packed documents and padding.
+
+    Example:
+        >>> with context_parallel(mesh["cp"], buffers=[ids, labels, places], buffer_seq_dims=[1, 1, 1]):
+        ...     F.cross_entropy(model(ids, places).flatten(0, 1), labels.flatten()).backward()
+
+    Args:
+        mesh: of one axis.
+        buffers: whole tensors, the same on every rank, that have the sequence; no parameters.
+        buffer_seq_dims: the sequence's dim in each of them.
+        no_restore_buffers: those of them that are not made whole again at the end.
+
+    Raises:
+        ValueError: not one dim a buffer, buffers that are not to be restored and are none, a length that does not
+            divide into two chunks a rank, a mesh of several axes.
+        NotImplementedError: on MindSpore.
+    """
+    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    if len(given) != len(dims):
+        raise ValueError(f"context_parallel: {len(given)} buffers, {len(dims)} buffer_seq_dims; give one dim a buffer")
+    kept = {id(x) for x in no_restore_buffers or ()}
+    if not kept <= {id(x) for x in given}:
+        raise ValueError("context_parallel: no_restore_buffers holds a tensor that is not among buffers")
+    parts = [
+        context_parallel_shard(x, mesh, seq_dim=dim, load_balance=True) for x, dim in zip(given, dims, strict=True)
+    ]
+    restored = [x for x in given if id(x) not in kept]
+    with _framework().cut_in_place(given, parts, restored), _framework().attention_over(mesh):
+        yield
 
 
 def context_parallel_shard(

@@ -54,16 +54,16 @@ class Rounds(threading.local):
             if not self.open:
                 self.current = Round()
 
-    def of(self, module: Any, *, backward: bool) -> Round:
+    def of(self, module: int, *, backward: bool) -> Round:
         """The round of a call of a module that the style is on.
 
         Args:
-            module: the module.
+            module: its number: alike on all ranks, which its id is not.
             backward: whether autograd runs it again.
         """
-        if not self.open and (not backward or id(module) in self.current.seen):
+        if not self.open and (not backward or module in self.current.seen):
             self.current = Round()
-        self.current.seen.add(id(module))
+        self.current.seen.add(module)
         return self.current
 
     def __deepcopy__(self, memo: Any) -> Rounds:

@@ -11,8 +11,9 @@ import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_platform import get_platform
+from hp_styles.context_rounds import Rounds
 
-__all__ = ["framework", "on_input", "on_inputs", "on_output", "on_outputs"]
+__all__ = ["begin_call", "compare_parts", "end_call", "framework", "on_input", "on_inputs", "on_output", "on_outputs"]
 
 
 @functools.cache
@@ -77,6 +78,66 @@ def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -
     return framework().redistribute_shared(value, _wanted(src, mesh, desired), src)
 
 
+_rounds = Rounds()
+
+
+def begin_call(module: Any) -> None:
+    """A call of what `parallelize_module` was given begins: plain parts are compared once in it."""
+    _rounds.enter(module)
+
+
+def end_call(module: Any) -> None:
+    """It ends."""
+    _rounds.leave(module)
+
+
+def compare_parts(mesh: DeviceMesh, inputs: Sequence[tuple[Any, Placed | None]]) -> None:
+    """Refuses plain parts of different shapes on all ranks; Note [Parts are compared].
+
+    Note [Parts are compared]
+        A plain tensor counts as this rank's part, and parts are equally long. A rank whose part alone is longer would
+        communicate other sizes than the others do, so all have to ask, at every step, whether or not its own shape is
+        new to it. Lengths come from the data, so it's enough to ask once a call of what `parallelize_module` was given,
+        at the first batch or sequence that is cut; features (the last dim) are the model's own. Outside of such a call
+        every input is asked about.
+
+    Args:
+        mesh: the style's.
+        inputs: values and their layouts, as many on every rank.
+
+    Raises:
+        ValueError: the ranks' parts are of different shapes.
+    """
+    if mesh.size() == 1 or not any(_is_part(value, layout) for value, layout in inputs):
+        return
+    settled = _rounds.of(0, backward=False).settled
+    if mesh in settled:
+        return
+    parts = [value if _is_tensor(value) and not isinstance(value, hp_dtensor.DTensor) else None for value, _ in inputs]
+    shapes = framework().shapes_of_ranks(parts, mesh)
+    if shapes is None:
+        return
+    settled[mesh] = shapes
+    for index, (_, layout) in enumerate(inputs):
+        if layout is not None and len({row[index] for row in shapes}) > 1:
+            ranks = mesh.ranks.reshape(-1).tolist()
+            each = "; ".join(f"rank {rank}: {list(row[index])}" for rank, row in zip(ranks, shapes, strict=True))
+            raise ValueError(
+                f"parallel style: the ranks' parts of an input placed {layout!r} over {mesh.size()} ranks are of"
+                f" different shapes: {each}. A plain tensor counts as a part, and parts are equally long: pad them, or"
+                " pass a DTensor (DTensor.from_local with shape=, or distribute_tensor)"
+            )
+
+
+def _is_part(value: Any, layout: Placed | None) -> bool:
+    """Whether a value is plain, and its batch or its sequence is cut."""
+    if layout is None or not _is_tensor(value) or isinstance(value, hp_dtensor.DTensor):
+        return False
+    last = len(value.shape) - 1
+    placements = (layout,) if isinstance(layout, Placement) else layout
+    return any(p.is_shard() and p.dim not in (-1, last) for p in placements)  # type: ignore[attr-defined]
+
+
 def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> None:
     """Converts the first positional input (or, where there is none, the first keyword tensor).
 
@@ -86,9 +147,11 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> 
 
     def convert(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and _is_tensor(args[0]):
+            compare_parts(mesh, ((args[0], layout),))
             return (_to_dtensor(args[0], mesh, layout, desired), *args[1:]), kwargs
         for name, value in kwargs.items():
             if _is_tensor(value):
+                compare_parts(mesh, ((value, layout),))
                 return args, {**kwargs, name: _to_dtensor(value, mesh, layout, desired)}
         given = [type(value).__name__ for value in (*args, *kwargs.values())]
         raise TypeError(
@@ -137,6 +200,9 @@ def on_inputs(
                     f"PrepareModuleInput on {type(mod).__name__}: {len(args)} positional inputs, {len(layouts)}"
                     " input_layouts"
                 )
+        named = [(kwargs.get(name), layout) for name, layout in kwarg_layouts.items()]
+        compare_parts(mesh, (*zip(args, layouts or (), strict=False), *named))
+        if layouts is not None and desired is not None:
             args = tuple(one(*given) for given in zip(args, layouts, desired, strict=True))
         return args, {k: one(v, kwarg_layouts.get(k), desired_kwargs.get(k)) for k, v in kwargs.items()}
 
@@ -158,6 +224,7 @@ def on_outputs(
             raise ValueError(
                 f"PrepareModuleOutput on {type(mod).__name__}: {len(values)} outputs, {len(layouts)} output_layouts"
             )
+        compare_parts(mesh, tuple(zip(values, layouts, strict=True)))
         made = []
         for value, layout, want in zip(values, layouts, desired, strict=True):
             if layout is not None and value is not None:

@@ -65,9 +65,10 @@ _SCATTERED = {
 
 
 class _Replicated(ParallelStyle):
-    """The parameters that the module itself holds are replicated."""
+    """The parameters that the module itself holds are replicated, and a batch norm's statistics."""
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        framework().replicate_statistics(module, device_mesh, self.src_data_rank)
         framework().partition(module, device_mesh, {}, self.src_data_rank)
         return module
 

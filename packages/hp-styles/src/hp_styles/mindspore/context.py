@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-__all__ = ["attach", "attach_sparse", "enclose", "shard", "unshard"]
+__all__ = ["attach", "attach_sparse", "attention_over", "cut_in_place", "enclose", "shard", "unshard"]
 
 
 def attach(*args: Any) -> NoReturn:
@@ -19,4 +19,4 @@ def attach(*args: Any) -> NoReturn:
     )
 
 
-attach_sparse = enclose = shard = unshard = attach
+attach_sparse = attention_over = cut_in_place = enclose = shard = unshard = attach

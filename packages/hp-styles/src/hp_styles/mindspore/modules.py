@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NoReturn
 
 from mindspore import Parameter, Tensor, mint, nn
@@ -15,6 +15,7 @@ from hp_dtensor.spec import normalize
 
 __all__ = [
     "Tensor",
+    "around_calls",
     "described",
     "divide_inside",
     "kind",
@@ -25,9 +26,11 @@ __all__ = [
     "redistribute",
     "redistribute_shared",
     "replicate",
+    "replicate_statistics",
     "run_experts",
     "run_pointwise",
     "run_replicated",
+    "shapes_of_ranks",
     "sharded_loss",
     "tied",
 ]
@@ -99,6 +102,18 @@ def replicate(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> N
             if buffer is not None and not isinstance(buffer, DTensor):
                 replicated = [Replicate()] * mesh.ndim
                 child._buffers[name] = distribute_tensor(buffer, mesh, replicated, src_data_rank=src_data_rank)
+
+
+def replicate_statistics(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Does nothing: a batch norm's statistics are parameters."""
+
+
+def around_calls(module: nn.Cell) -> None:
+    """Does nothing: nothing is compared in a call."""
+
+
+def shapes_of_ranks(values: Sequence[Tensor | None], mesh: DeviceMesh) -> None:
+    """Shapes are not compared: a collective would be part of what is differentiated."""
 
 
 @contextlib.contextmanager

@@ -54,3 +54,18 @@ def _output(value: Any, mesh: Any, desired: Any, local: Any) -> Any:
         value = redistribute(value, _wanted(value._spec.name, mesh._key, _texts(desired)))
         return value.to_local() if local else value
     return value
+
+
+@traces_as(inputs.compare_parts)
+def _compare_parts(mesh: Any, values: Any) -> None:
+    """Nothing: a compiled region communicates what its graph says."""
+
+
+@traces_as(inputs.begin_call)
+def _begin_call(module: Any) -> None:
+    """Nothing, as `_compare_parts`."""
+
+
+@traces_as(inputs.end_call)
+def _end_call(module: Any) -> None:
+    """Nothing, as `_compare_parts`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -12,11 +13,14 @@ from hp_dtensor.spec import normalize
 from hp_dtensor.torch.api import replicate_parameters
 from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
 from hp_dtensor.torch.parallel_loss import sharded_loss
+from hp_platform import get_platform
+from hp_styles.inputs import begin_call, end_call
 from hp_styles.torch import compiling  # noqa: F401  (what torch.compile traces)
 from hp_styles.torch.regions import divide_inside, run_experts, run_pointwise, run_replicated
 
 __all__ = [
     "Tensor",
+    "around_calls",
     "base_layer",
     "described",
     "divide_inside",
@@ -28,14 +32,17 @@ __all__ = [
     "redistribute",
     "redistribute_shared",
     "replicate",
+    "replicate_statistics",
     "run_experts",
     "run_pointwise",
     "run_replicated",
+    "shapes_of_ranks",
     "sharded_loss",
     "tied",
 ]
 
 Tensor = torch.Tensor
+_DIMS = 8  # of a shape, in the message by which ranks compare theirs
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -144,6 +151,53 @@ def replicate(module: torch.nn.Module, mesh: DeviceMesh, src_data_rank: int | No
     for child in module.modules():
         partition(child, mesh, {}, src_data_rank)
         replicate_parameters(child, mesh, src_data_rank=src_data_rank)  # now the buffers
+
+
+def replicate_statistics(module: torch.nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Replicates the running statistics of a batch norm, which are updated by those of a DTensor.
+
+    Raises:
+        NotImplementedError: a recurrent network, which no DTensor can go through.
+    """
+    if isinstance(module, torch.nn.RNNBase):
+        raise NotImplementedError(
+            f"the style 'replicate' is not for {type(module).__name__}: torch computes it in one function that has no"
+            " sharding rule. Leave it out of the plan, plain, and give it plain tensors (x.full_tensor()): every rank"
+            " then computes the same, its gradients are whole"
+        )
+    if isinstance(module, torch.nn.modules.batchnorm._NormBase):
+        replicate_parameters(module, mesh, src_data_rank=src_data_rank)
+
+
+def around_calls(module: torch.nn.Module) -> None:
+    """Hooks that begin and end a call of a module that styles are applied to or in, once however often they are."""
+    if _begin not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_begin, prepend=True)
+        module.register_forward_hook(_end, always_call=True)
+
+
+def _begin(module: torch.nn.Module, args: Any) -> None:
+    begin_call(module)
+
+
+def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
+    end_call(module)
+
+
+def shapes_of_ranks(values: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> list[list[tuple[int, ...]]] | None:
+    """Every rank's shapes, None where autograd runs a module again, with what has been compared."""
+    if torch._C._current_graph_task_id() != -1:
+        return None
+    shapes = [() if value is None else tuple(value.shape[:_DIMS]) for value in values]
+    numbers = [n for shape in shapes for n in (*shape, *[-1] * (_DIMS - len(shape)))]
+    device = next(value.device for value in values if value is not None)
+    rows = torch.tensor(numbers, device=device)
+    for axis in range(mesh.ndim - 1, -1, -1):
+        everyones = rows.new_empty(mesh.size(axis) * rows.numel())
+        get_platform().collectives.all_gather(everyones, rows, group=mesh.get_group(axis))
+        rows = everyones
+    found = rows.view(-1, len(values), _DIMS).tolist()
+    return [[tuple(n for n in shape if n >= 0) for shape in row] for row in found]
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ tensors, its position ids, its padding): `hp_styles.torch.context.settling`.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from hp_styles.torch.context.settling import Settling
 __all__ = ["ContextGroup", "attend", "attend_inside"]
 
 T = torch.Tensor
+_numbers = itertools.count()
 _HEADS, _SEQUENCE = 1, 2  # of scaled_dot_product_attention's tensors
 
 
@@ -45,6 +47,7 @@ class ContextGroup(SequenceGroup):
     def __init__(self, mesh: DeviceMesh, ulysses_degree: int | None, load_balance: bool, rounds: Rounds) -> None:
         super().__init__(mesh, load_balance, set(), "ContextParallel")
         self.rounds = rounds
+        self.number = next(_numbers)
         self.degrees = split_degrees(self.size, ulysses_degree)
         self._ulysses = self._group(self.degrees.ulysses_ranks(self.place))
         ring = self.degrees.ring

@@ -17,7 +17,7 @@ from torch import nn
 
 from hp_dtensor import DTensor
 
-__all__ = ["Call", "call_of"]
+__all__ = ["Call", "call_of", "left_out"]
 
 T = torch.Tensor
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -106,6 +106,19 @@ def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     call.window = _window(module)
     _find_cache(call, module, next((x for x in map(find, _CACHES) if x is not None), None))
     return call, args, kwargs
+
+
+def left_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """An error about position ids that a model takes and is not given: it would count from 0 on each rank."""
+    names = _parameters(type(module).forward)
+    place = names.get("position_ids")
+    if place is None or kwargs.get("position_ids") is not None or (0 <= place < len(args) and args[place] is not None):
+        return None
+    return ValueError(
+        f"ContextParallel: {type(module).__name__} is called without position_ids and would count from 0 on each rank;"
+        " pass those of this rank's tokens, context_parallel_shard(torch.arange(whole_length)[None], mesh), with the"
+        " style's load_balance"
+    )
 
 
 def _window(module: nn.Module) -> int | None:

@@ -23,7 +23,7 @@ from hp_styles.context_plan import Settings
 from hp_styles.context_rounds import Rounds
 from hp_styles.torch.context.arguments import mapped
 from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside
-from hp_styles.torch.context.call import Call, call_of
+from hp_styles.torch.context.call import Call, call_of, left_out
 from hp_styles.torch.context.exchange import Transfer
 from hp_styles.torch.context.group import like
 from hp_styles.torch.context.sequence import CUT
@@ -149,7 +149,8 @@ def enclose(root: nn.Module, rounds: Rounds, mesh: DeviceMesh, load_balance: boo
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         rounds.enter(module)
-        rounds.current.fault = rounds.current.fault or _cut_otherwise(mesh, load_balance, args, kwargs)
+        if mesh.size() > 1 and rounds.current.fault is None:
+            rounds.current.fault = _cut_otherwise(mesh, load_balance, args, kwargs) or left_out(module, args, kwargs)
 
     root.register_forward_pre_hook(enter, with_kwargs=True)
     root.register_forward_hook(lambda module, args, output: rounds.leave(module), always_call=True)
@@ -169,7 +170,7 @@ def _cut_otherwise(mesh: DeviceMesh, load_balance: bool, args: Any, kwargs: dict
 
 def _settling(module: nn.Module, group: ContextGroup, call: Call, args: Any, kwargs: Any, early: bool) -> Settling:
     backward = torch._C._current_graph_task_id() != -1
-    now = group.rounds.of(module, backward=backward)
+    now = group.rounds.of(group.number, backward=backward)
     now.fault = now.fault or _cut_otherwise(group.mesh, group.load_balance, args, kwargs)
     return Settling(group, group.degrees.ulysses, call, now, early)
 
