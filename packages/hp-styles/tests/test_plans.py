@@ -178,8 +178,57 @@ def test_what_is_torchs_own_is_refused_by_its_name() -> None:
         parallelize_module(_linear(4, 4), theirs, ColwiseParallel())  # type: ignore[arg-type]
     linear = _linear(4, 4)
     linear.weight = nn.Parameter(torchs_distribute(linear.weight.data, theirs))
-    with pytest.raises(TypeError, match="Linear.weight is a DTensor of torch's own"):
+    with pytest.raises(TypeError, match="Linear.weight: a DTensor of torch's own"):
         parallelize_module(linear, _mesh(), ColwiseParallel())
+    with pytest.raises(TypeError, match="distribute_tensor: a DTensor of torch's own"):
+        parallelize_module(nn.Sequential(linear), _mesh(), {"0.weight": "colwise"})
+
+
+@on_ranks(2)
+def test_torchs_meshes_placements_and_tensors_in_styles() -> None:
+    from torch.distributed import tensor as torchs
+    from torch.distributed.device_mesh import init_device_mesh as torchs_mesh
+
+    theirs, x = torchs_mesh(device_type(), (2,)), _rand(4, 4)
+    into = PrepareModuleInput(input_layouts=R, desired_input_layouts=R)
+    for do in (
+        lambda: into.apply(_linear(4, 4), theirs),
+        lambda: hp_styles.ContextParallel().apply(_linear(4, 4), theirs),
+        lambda: hp_styles.DSAIndexerContextParallel().apply(_linear(4, 4), theirs),
+        lambda: hp_styles.context_parallel_shard(x, theirs, seq_dim=0),
+        lambda: hp_styles.context_parallel_unshard(x, theirs, seq_dim=0),
+        lambda: hp_styles.context_parallel(theirs).__enter__(),
+    ):
+        with pytest.raises(
+            TypeError, match=r"a DeviceMesh of hp_dtensor, got torch\.distributed.* hp_dtensor\.init_device"
+        ):
+            do()
+    with pytest.raises(
+        TypeError, match=r"of hp_dtensor, got a torch\.distributed.*; make it with hp_dtensor\.init_device"
+    ):
+        hp_styles.SequenceParallel().apply(nn.LayerNorm(4), theirs)
+    cut, whole = torchs.Shard(0), torchs.Replicate()
+    for make in (
+        lambda: ColwiseParallel(output_layouts=whole),
+        lambda: RowwiseParallel(input_layouts=whole),
+        lambda: PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole),
+        lambda: PrepareModuleInput(input_layouts=(R, cut), desired_input_layouts=(R, R)),
+        lambda: PrepareModuleInput(input_kwarg_layouts={"x": cut}, desired_input_kwarg_layouts={"x": whole}),
+        lambda: hp_styles.PrepareModuleOutput(output_layouts=cut, desired_output_layouts=whole),
+    ):
+        with pytest.raises(
+            TypeError, match=r"_layouts has (Shard|Replicate)\(.*\), a torch\.\S*, .*from hp_dtensor import"
+        ):
+            make()
+    tensor = torchs.distribute_tensor(x, theirs, [cut])
+    model = parallelize_module(_linear(4, 4), _mesh(), ColwiseParallel())
+    for give in (model, lambda x: DTensor.from_local(x, _mesh(), [R]), lambda x: distribute_tensor(x, _mesh(), [R])):
+        with pytest.raises(TypeError, match=r"a DTensor of torch's own .* x.full_tensor\(\) is the whole of it"):
+            give(tensor)
+    with pytest.raises(
+        ValueError, match=r"add: a torch\.distributed\.tensor\.DTensor can't be mixed with DTensors of hp"
+    ):
+        distribute_tensor(x, _mesh(), [R]) + tensor
 
 
 @on_ranks(2)

@@ -155,7 +155,10 @@ def as_placements(
         return (default if default == mesh and default is not None else mesh), device_mesh.placements
     mesh = device_mesh if device_mesh is not None else default
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"{what}: device_mesh must be a DeviceMesh or a Layout of hp_dtensor, got a {kind_of(mesh)}")
+        raise TypeError(
+            f"{what}: device_mesh must be a DeviceMesh or a Layout of hp_dtensor, got a {kind_of(mesh)}; make it with"
+            " hp_dtensor.init_device_mesh"
+        )
     if placements is None:
         if what == "redistribute":
             raise ValueError("redistribute: say where to: placements=, or a Layout; [Replicate()] gathers")

@@ -8,6 +8,7 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh, get_current_mesh
 from hp_dtensor.sharding_plan import matches, matching
+from hp_styles.arguments import check_mesh
 from hp_styles.inputs import framework
 from hp_styles.names import named_style
 from hp_styles.styles import ParallelStyle, source_rank
@@ -52,11 +53,7 @@ def parallelize_module(
         UserWarning: without a plan nothing is done.
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"parallelize_module: device_mesh has to be a DeviceMesh of hp_dtensor, got {type(mesh).__module__}."
-            f"{type(mesh).__name__}; make it with hp_dtensor.init_device_mesh, whose arguments are those of torch's"
-        )
+    check_mesh(mesh, "parallelize_module")
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module: parallelize_plan is missing, the module stays as it is; pass a style or"

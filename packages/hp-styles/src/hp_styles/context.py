@@ -11,6 +11,7 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh
 from hp_platform import get_platform
+from hp_styles.arguments import check_mesh
 from hp_styles.context_plan import Settings
 from hp_styles.context_rounds import Rounds
 from hp_styles.styles import ParallelStyle
@@ -120,6 +121,7 @@ class ContextParallel(ParallelStyle):
         self._rounds = Rounds()
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        check_mesh(device_mesh, type(self).__name__)
         _framework().attach(module, device_mesh, self.settings, self._rounds)
         return module
 
@@ -236,6 +238,7 @@ def context_parallel(
             divide into two chunks a rank, a mesh of several axes.
         NotImplementedError: on MindSpore.
     """
+    check_mesh(mesh, "context_parallel")
     given, dims = list(buffers or ()), list(buffer_seq_dims or ())
     if len(given) != len(dims):
         raise ValueError(f"context_parallel: {len(given)} buffers, {len(dims)} buffer_seq_dims; give one dim a buffer")
@@ -299,6 +302,7 @@ def context_parallel_unshard(
 
 
 def _each(tensors: Any, mesh: DeviceMesh, do: Any) -> Any:
+    check_mesh(mesh, "context parallelism")
     if mesh.ndim != 1:
         raise ValueError(
             f"context parallelism: a mesh of one axis is needed, got axes {mesh.mesh_dim_names or mesh.shape};"

@@ -11,6 +11,7 @@ import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_platform import get_platform
+from hp_styles.arguments import check_mesh
 from hp_styles.context_rounds import Rounds
 
 __all__ = ["begin_call", "compare_parts", "end_call", "framework", "on_input", "on_inputs", "on_output", "on_outputs"]
@@ -74,6 +75,7 @@ def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -
         return value if value._spec is wanted else framework().redistribute_shared(value, wanted)
     if not _is_tensor(value):
         raise TypeError(f"parallel style: {layout!r} is for a tensor, got {type(value).__name__}")
+    framework().refuse_foreign(value, "parallel style")
     src = _spec(mesh, layout, tuple(value.shape))
     return framework().redistribute_shared(value, _wanted(src, mesh, desired), src)
 
@@ -144,6 +146,7 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> 
     Raises:
         TypeError: (in forward) there is no such input, or it is no tensor.
     """
+    check_mesh(mesh, "parallel style")
 
     def convert(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and _is_tensor(args[0]):
@@ -171,6 +174,7 @@ def _output(value: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> Any:
 
 def on_output(module: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> None:
     """Brings the output, a tensor, to ``desired``."""
+    check_mesh(mesh, "parallel style")
     module.register_forward_hook(lambda mod, args, output: _output(output, mesh, desired, local))
 
 
@@ -184,6 +188,7 @@ def on_inputs(
     local: bool,
 ) -> None:
     """Converts positional and keyword inputs by their layouts."""
+    check_mesh(mesh, "parallel style")
 
     def one(value: Any, layout: Placement | None, want: Placement | None) -> Any:
         if layout is None or value is None:
@@ -217,6 +222,7 @@ def on_outputs(
     local: bool,
 ) -> None:
     """Converts outputs by their layouts."""
+    check_mesh(mesh, "parallel style")
 
     def convert(mod: Any, args: Any, output: Any) -> Any:
         values = output if isinstance(output, (tuple, list)) else (output,)

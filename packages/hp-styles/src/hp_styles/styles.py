@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
+from hp_styles.arguments import check_placements
 from hp_styles.inputs import framework, on_input, on_inputs, on_output, on_outputs
 
 __all__ = [
@@ -128,6 +129,7 @@ class ColwiseParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
+        check_placements(self, input_layouts=input_layouts, output_layouts=output_layouts)
         self.input_layouts = input_layouts or Replicate()
         self.output_layouts = output_layouts or Shard(-1)
         self.use_local_output = use_local_output
@@ -180,6 +182,7 @@ class RowwiseParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
+        check_placements(self, input_layouts=input_layouts, output_layouts=output_layouts)
         self.input_layouts = input_layouts
         self.output_layouts = output_layouts or Replicate()
         self.use_local_output = use_local_output
@@ -266,6 +269,9 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
+        layouts = {"input_layouts": input_layouts, "desired_input_layouts": desired_input_layouts}
+        named = {"input_kwarg_layouts": input_kwarg_layouts, "desired_input_kwarg_layouts": desired_input_kwarg_layouts}
+        check_placements(self, **layouts, **named)
         self.input_layouts = _tuple(input_layouts)
         self.desired_input_layouts = _tuple(desired_input_layouts)
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
@@ -316,6 +322,7 @@ class PrepareModuleOutput(ParallelStyle):
     """
 
     def __init__(self, *, output_layouts: Any, desired_output_layouts: Any, use_local_output: bool = True) -> None:
+        check_placements(self, output_layouts=output_layouts, desired_output_layouts=desired_output_layouts)
         self.output_layouts = _tuple(output_layouts) or ()
         self.desired_output_layouts = _tuple(desired_output_layouts) or ()
         self.use_local_output = use_local_output

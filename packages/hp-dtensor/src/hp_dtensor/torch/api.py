@@ -16,6 +16,7 @@ from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import random
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
+from hp_dtensor.torch.foreign import refuse_foreign
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import get_platform
 
@@ -33,6 +34,7 @@ def from_local(
     shape: Sequence[int] | None = None,
 ) -> DTensor:
     """See ``DTensor.from_local``."""
+    refuse_foreign(local, "from_local")
     if isinstance(local, DTensor):
         raise TypeError("from_local takes a plain tensor, got a DTensor; use redistribute to change its layout")
     mesh, wanted = as_placements(
@@ -96,6 +98,7 @@ def distribute_tensor(
     Raises:
         ValueError: placements that do not fit, or a tensor in a graph, whose gradients would be lost.
     """
+    refuse_foreign(tensor, "distribute_tensor")
     mesh, wanted = as_placements(
         device_mesh,
         placements,

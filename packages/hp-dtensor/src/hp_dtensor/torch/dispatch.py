@@ -221,14 +221,14 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return value
         if transforms.is_wrapped(value):
             transforms.refuse("a transform of torch.func around an operation", some)
+        if type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
+            raise ValueError(f"{_name(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
         if value.dim() and not replicates_plain():
             raise ValueError(
                 f"{_name(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"
                 f" {tuple(some.shape)} placed {some._spec.placements}. Distribute it (distribute_tensor or"
                 " DTensor.from_local), or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
             )
-        if type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
-            raise ValueError(f"{_name(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
         alias = _impl(Tensor.view_as, (), (value, value)) if value.requires_grad else _impl(Tensor.detach, (), (value,))
         return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
 

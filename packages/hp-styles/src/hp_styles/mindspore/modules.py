@@ -25,6 +25,7 @@ __all__ = [
     "place",
     "redistribute",
     "redistribute_shared",
+    "refuse_foreign",
     "replicate",
     "replicate_statistics",
     "run_experts",
@@ -110,6 +111,10 @@ def replicate_statistics(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int |
 
 def around_calls(module: nn.Cell) -> None:
     """Does nothing: nothing is compared in a call."""
+
+
+def refuse_foreign(value: Tensor, what: str) -> None:
+    """Does nothing: there is no other DTensor on MindSpore."""
 
 
 def shapes_of_ranks(values: Sequence[Tensor | None], mesh: DeviceMesh) -> None:

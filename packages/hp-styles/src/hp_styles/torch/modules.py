@@ -12,6 +12,7 @@ from hp_dtensor import DeviceMesh, DTensor, Placement, Replicate, distribute_ten
 from hp_dtensor.spec import normalize
 from hp_dtensor.torch.api import replicate_parameters
 from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
+from hp_dtensor.torch.foreign import refuse_foreign
 from hp_dtensor.torch.parallel_loss import sharded_loss
 from hp_platform import get_platform
 from hp_styles.inputs import begin_call, end_call
@@ -31,6 +32,7 @@ __all__ = [
     "place",
     "redistribute",
     "redistribute_shared",
+    "refuse_foreign",
     "replicate",
     "replicate_statistics",
     "run_experts",
@@ -108,12 +110,7 @@ def partition(
         if parameter is None:
             continue
         placements = layouts.get(name, (Replicate(),) * mesh.ndim)
-        if not isinstance(parameter, DTensor) and type(parameter.data).__name__ == "DTensor":
-            raise TypeError(
-                f"{type(module).__name__}.{name} is a DTensor of torch's own ({type(parameter.data).__module__}),"
-                f" placed {parameter.placements}; styles here are for plain parameters and for hp_dtensor's: apply the"  # type: ignore[attr-defined]
-                " styles of one library to a model"
-            )
+        refuse_foreign(parameter, f"{type(module).__name__}.{name}")
         if isinstance(parameter, DTensor):
             wanted = normalize(placements, mesh, parameter.dim(), "parallelize_module")
             if parameter.device_mesh == mesh and parameter.placements == wanted:
