@@ -126,7 +126,25 @@ def test_a_plain_loss_of_dtensors() -> None:
         weight = _place(w, mesh, R)
         start((given * weight).square().sum().full_tensor(), weight)
         _close([weight.grad], want)
-    _close(torch.autograd.grad((given * weight).square().sum(), get_gradient_edge(weight)), want)
+    kept = (given * weight).square().sum().full_tensor()
+    with pytest.raises(RuntimeError, match=r"edge of a DTensor leaf of shape \(6,\) .* call get_gradient_edge before"):
+        get_gradient_edge(weight)  # a plain loss would find nothing there, and backward say nothing
+    kept.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_gradient_edge_of_a_replicated_leaf(plain: bool) -> None:
+    mesh, x, w = _mesh(), _rand(4, 6), _rand(6)
+    [want] = torch.autograd.grad((_leaf(x) * (w0 := _leaf(w))).square().sum(), w0)
+    given, weight = _place(x, mesh, Shard(0), grad=False), _place(w, mesh, R)
+    edge = get_gradient_edge(weight)
+    loss = (given * weight).square().sum()
+    loss = loss.full_tensor() if plain else loss
+    [got] = torch.autograd.grad(loss, [edge], retain_graph=True)
+    torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got, want)
+    loss.backward(inputs=[edge])
+    _close([weight.grad], [want])
 
 
 @on_ranks(2)

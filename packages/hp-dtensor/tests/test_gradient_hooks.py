@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
 
@@ -176,3 +176,17 @@ def test_a_hook_of_a_view_whose_base_was_written_through_another() -> None:
     view.square().sum().backward()
     factors = torch.tensor([1.0, 2.0, 2.0, 2.0], dtype=whole.dtype, device=whole.device)
     close(x.grad, 3 * 2 * factors.square() * whole)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("doubling", [True, False])
+def test_the_gradient_that_a_hook_of_a_partial_sees_has_a_gradient(doubling: bool) -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+    part = rand(4, 3) * (mesh.get_local_rank() + 1) / 3
+    mine, whole = part.requires_grad_(), rand(4, 3).requires_grad_()
+    for x in (DTensor.from_local(mine, mesh, [Partial()]), whole * 1):
+        seen: list[Any] = []
+        x.register_hook(lambda grad, seen=seen: seen.append(grad) or (grad * grad if doubling else None))
+        [grad] = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        (seen[0] * grad).sum().backward()
+    close(mine.grad, whole.grad)

@@ -140,3 +140,36 @@ def test_real_and_imaginary_parts_are_set() -> None:
     made.imag = made.real * 2
     assert torch.equal(made.full_tensor(), torch.complex(whole.imag, whole.imag * 2))
     assert made._backward_hooks is None and made.grad_fn is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_the_parts_of_a_reduction_are_filled(op: str) -> None:
+    mesh, value = init_device_mesh(device_type(), (2,)), -2.5
+    for fill in (lambda t: t.fill_(value), lambda t: torch.fill_(t, value), lambda t: t.mul(0).zero_()):
+        given = DTensor.from_local(torch.full((3,), 7.0, device=device_type()), mesh, [Partial(op)])
+        made = fill(given)
+        assert given.placements == (Partial(op),)
+        torch.testing.assert_close(made.full_tensor(), fill(torch.full((3,), 7.0, device=device_type())))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_filling_with_a_value_that_requires_gradients(op: str) -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+    value = distribute_tensor(torch.tensor(2.0, device=device_type()), mesh, [Replicate()]).requires_grad_()
+    part = torch.ones(3, device=device_type(), requires_grad=True)
+    given = DTensor.from_local(part, mesh, [Partial(op)]) * 1
+    given.fill_(value)
+    given.square().sum().backward()
+    assert value.grad is not None and part.grad is not None
+    torch.testing.assert_close(value.grad.full_tensor(), torch.tensor(12.0, device=device_type()))
+    torch.testing.assert_close(part.grad, torch.zeros_like(part))
+
+
+@on_ranks(2)
+def test_what_a_partial_written_in_place_would_need_is_said() -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+    given = DTensor.from_local(torch.ones(3, device=device_type()), mesh, [Partial()])
+    with pytest.raises(RuntimeError, match=r"add_: .* is Partial\(\) on axis 0 .*Partial: x = x\.reduce_partial\(\)"):
+        given.add_(1.0)

@@ -197,7 +197,8 @@ def _solve(
             raise NoLegalPlacement(
                 f"the operand that is written in place is {have[in_place or 0]!r} on axis {axis} of mesh"
                 f" {tuple(mesh_shape)}, the operands are {have} of shapes {[tuple(s) for s in shapes]}: it would have"
-                " to be redistributed first"
+                " to be redistributed first. Use the function that returns its result, or x = x.redistribute(...)"
+                " (of a Partial: x = x.reduce_partial()) before it is written"
             )
         _, want, varies, out, factor = best
         if factor is not None:

@@ -39,6 +39,7 @@ from hp_dtensor.torch.redistribute import execute
 __all__ = [
     "AsView",
     "convert",
+    "give_node",
     "grad_spec",
     "move",
     "moved_from",
@@ -122,7 +123,7 @@ def watched(x: Any) -> bool:
 
 def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
     """The leaf to read ``leaf`` through; None where its gradient is watched. See Note [Partial gradients of leaves]."""
-    if _impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,)):
+    if _impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,)) or "_node_taken" in leaf.__dict__:
         return None
     shadow = _impl(torch.Tensor.detach, (), (leaf,)).requires_grad_()
     key, owner = id(shadow), weakref.ref(leaf)
@@ -171,6 +172,22 @@ def retire_shadows(leaf: Any) -> None:
     if "_shadows" in leaf.__dict__:
         old = [(vary, weakref.ref(shadow)) for vary, shadow in leaf.__dict__.pop("_shadows").items()]
         leaf._retired = [*(each for each in leaf.__dict__.get("_retired", ()) if each[1]() is not None), *old]
+
+
+def give_node(leaf: Any) -> None:
+    """Somebody takes the graph node of ``leaf``: from now on its whole gradient comes there.
+
+    Raises:
+        RuntimeError: the graph of an earlier forward brings gradients of ``leaf`` past that node.
+    """
+    retire_shadows(leaf)
+    leaf._node_taken = True
+    if shadows(leaf):
+        raise RuntimeError(
+            f"the gradient edge of a DTensor leaf of shape {leaf._spec.shape} placed {leaf._spec.placements} was asked"
+            " for after an operation had read it, and that operation's gradient does not come by the edge; call"
+            " get_gradient_edge before the forward, or name the tensor itself: torch.autograd.grad(loss, [leaf])"
+        )
 
 
 def note_call(leaf: Any) -> None:

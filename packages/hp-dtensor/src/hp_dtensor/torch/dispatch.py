@@ -21,9 +21,12 @@ from hp_dtensor.modes import replicates_plain
 from hp_dtensor.placements import Replicate, kind_of
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import missing, transforms
+from hp_dtensor.torch import aten, missing, transforms
+from hp_dtensor.torch.asking import in_a_mode
 from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.functions import BINDINGS
 from hp_dtensor.torch.overrides import compiler as _compiler
+from hp_dtensor.torch.plans import make_plan
 from hp_platform.endings import when_groups_end
 
 __all__ = ["dispatch"]
@@ -138,8 +141,16 @@ def _key_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
 
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Runs ``func`` on DTensors: special functions by their handler, others by their plan."""
-    if _compiler._is_compiling_flag or _of_a_graph(func, kwargs):
+    if _compiler._is_compiling_flag or _is_local(func, kwargs):
         return _impl(func, types, args, kwargs or {})
+    if aten.is_operator(func) and func not in _SPECIAL and func not in BINDINGS:
+        public = aten.call(func, lambda function: function in _SPECIAL or function in BINDINGS)
+        if public is not None:
+            return public(*args, **(kwargs or {}))
+    if kwargs and kwargs.get("out") is not None:
+        from hp_dtensor.torch.results import write_out
+
+        return write_out(func, args, kwargs)
     if kwargs and not _NAMES.keys().isdisjoint(kwargs) and func is not torch.segment_reduce:
         named: Any = {_NAMES.get(name, name): value for name, value in kwargs.items()}
         return func(*args, **named)
@@ -175,25 +186,29 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return plan.run(args, kwargs)
 
 
-def _of_a_graph(func: Any, kwargs: Any) -> bool:
-    """Whether a compiled graph asks: it saw DTensors as their local parts when it was made.
+def _is_local(func: Any, kwargs: Any) -> bool:
+    """Whether an operator is called on what are local parts already.
 
-    torch turns interception off while it runs some graphs forward, and none backward.
+    That is so in a compiled graph, which saw DTensors as their local parts when it was made (torch turns interception
+    off while it runs some graphs forward, and none backward), and in ``__torch_dispatch__`` of a mode: it is handed the
+    local operations of DTensors, in backward with tensors that were saved as DTensors.
     """
-    if not (isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or (kwargs and "out" in kwargs)):
+    if not (aten.is_operator(func) or (kwargs and "out" in kwargs)):
         return False
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.endswith("_aot_autograd/runtime_wrappers.py"):
             return True
         frame = frame.f_back
-    return False
+    return in_a_mode(sys._getframe(2))
 
 
 def _name(func: Any) -> str:
     owner = getattr(func, "__self__", None)
     if isinstance(owner, GetSetDescriptorType):  # an attribute that is read or set
         return f"Tensor.{owner.__name__}" + ("" if func.__name__ == "__get__" else f".{func.__name__}")
+    if aten.is_operator(func):
+        return aten.name_of(func)
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
 
 
@@ -288,11 +303,7 @@ def remember_plain(func: Any, spec: TensorSpec) -> None:
 
 
 def _make(func: Any, args: Any, kwargs: Any) -> Any:
-    from hp_dtensor.torch.functions import BINDINGS
-    from hp_dtensor.torch.plans import make_plan
-
     binding = BINDINGS.get(func)
-    refuse_out(func, kwargs)
     if binding is None:
         shown = ", ".join(
             f"{tuple(t.shape)} {t._spec.placements}" for t in _tensors(args, kwargs) if type(t) is DTensor
@@ -305,14 +316,6 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
         return make_plan(func, binding, args, kwargs)
     except NoLegalPlacement as error:
         raise RuntimeError(f"{_name(func)}: {error}") from None
-
-
-def refuse_out(func: Any, kwargs: Any) -> None:
-    """Refuses results that are written into a tensor."""
-    if kwargs.get("out") is not None:
-        raise NotImplementedError(
-            f"{_name(func)}: out= is not supported with DTensors; use the returned tensor, or copy_ it"
-        )
 
 
 def mesh_of(func: Any, args: Any, kwargs: Any) -> DeviceMesh:

@@ -5,12 +5,6 @@ The class of the local result is set to DTensor and the layout hangs on it. Func
 ``__torch_function__``; the local operation runs with interception off, so autograd records plain local operations and
 backward runs with no dispatch at all. With interception off a DTensor is its local tensor in every respect, ``shape``
 too.
-
-Note [What a checkpoint compares]
-torch's checkpoints without reentrance note the shape of each tensor that an operation saves, and compare it with the
-shape of the tensor that is saved when the operation runs again. The first is noted inside of the local operation, the
-second is read during backward, where a DTensor that needs no gradient, and so was saved as it is, would tell its global
-shape.
 """
 
 from __future__ import annotations
@@ -22,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from hp_dtensor.gradients import varying
 from hp_dtensor.layout import Layout
@@ -30,6 +23,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import autograd
+from hp_dtensor.torch.asking import local_asked
 from hp_dtensor.torch.checkpoint import chunk_list, tensor_shard, write_items
 from hp_dtensor.torch.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
 from hp_dtensor.torch.overrides import compiler as _compiler
@@ -51,10 +45,8 @@ _set_grad = T.grad.__set__  # type: ignore[attr-defined]
 _get_data = T.data.__get__  # type: ignore[attr-defined]
 _set_data = T.data.__set__  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-_NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
-"""What notes shapes: Note [What a checkpoint compares]."""
 _OWN = frozenset(  # not a copy's
-    "_spec _called_in _link _moved_from _outside_graphs _passed_by _reads _retired _shadows".split()
+    "_spec _called_in _link _moved_from _node_taken _outside_graphs _passed_by _reads _retired _shadows".split()
 )
 
 
@@ -204,7 +196,7 @@ class DTensor(torch.Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         whole = _enabled() and not _compiler._is_compiling_flag
-        if not whole or (_graph_task() != -1 and sys._getframe(1).f_code is _NOTED):
+        if not whole or (_graph_task() != -1 and local_asked(sys._getframe(1))):
             return _impl(_shape, (), (self,))
         return torch.Size(self._spec.shape)
 
@@ -309,15 +301,16 @@ class DTensor(torch.Tensor):
         _impl(_set_data, (), (self, value))
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
-        spec, owner = autograd.grad_spec(self._spec), weakref.ref(self)
+        own, owner = self._spec, weakref.ref(self)
+        spec, parts = autograd.grad_spec(own), tuple(placement.is_partial() for placement in own.placements)
         autograd.refuse_late(self, "register_hook")
         autograd.retire_shadows(self)  # their gradients would pass the hook by
         _impl(_grad_fn, (), (self,))  # torch dies where it first makes this for a view whose base was written
 
         def on_local(grad: torch.Tensor) -> Any:
             autograd.note_call(owner())
-            made = hook(wrap(grad.view_as(grad), spec))
-            return local_of(made) if isinstance(made, DTensor) else made
+            made = hook(wrap(autograd.of_parts(grad, spec, parts).view_as(grad), spec))
+            return autograd.read_in_parts(local_of(made), own) if isinstance(made, DTensor) else made
 
         return _impl(T.register_hook, (), (self, on_local))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import hp_dtensor.rules.moving
 import hp_dtensor.rules.neural  # noqa: F401  (they define the rules)
 from hp_dtensor.rules.equation import RULES
-from hp_dtensor.torch import local, result_shapes
+from hp_dtensor.torch import filling, local, result_shapes
 from hp_dtensor.torch.plans import Binding
 
 __all__ = ["BINDINGS", "bind", "functions_of"]
@@ -133,7 +133,8 @@ def _bind_pointwise() -> None:
         "neg negative conj conj_physical resolve_conj resolve_neg __neg__ real imag",
     )
     bind("copy", "clone contiguous positive alias __pos__")
-    bind("linear_unary", "neg_ negative_ zero_ conj_physical_", in_place=True)
+    bind("linear_unary", "neg_ negative_ conj_physical_", in_place=True)
+    bind("pointwise", "fill_ zero_", in_place=True, solve=filling.solve, local=filling.fill)
     internal: Any = torch._C
     for wrapper, kernel in ((F.silu, internal._nn.silu), (F.relu, torch.relu)):
         bind("pointwise", wrapper, local=local.unwrapped(kernel))

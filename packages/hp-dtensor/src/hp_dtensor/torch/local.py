@@ -206,10 +206,10 @@ def biased(call: Call) -> Any:
     if coordinate is None or all(coordinate[axis] == 0 for axis in partial):
         return None
     func = call.func
-    return lambda input, weight, bias, *rest, **named: func(input, weight, _Elsewhere.apply(bias), *rest, **named)
+    return lambda input, weight, bias, *rest, **named: func(input, weight, Elsewhere.apply(bias), *rest, **named)
 
 
-class _Elsewhere(torch.autograd.Function):
+class Elsewhere(torch.autograd.Function):
     """Zeros for a value that another rank adds to a sum. The sum's gradient is the same on all ranks, and so is its."""
 
     @staticmethod

@@ -16,10 +16,10 @@ from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.whole import on_whole
 from hp_platform import get_platform
 
-__all__ = ["foreach_norm", "linalg_norm", "norm", "vector_norm"]
+__all__ = ["linalg_norm", "norm", "of_each", "vector_norm"]
 
 
-def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
+def of_each(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
     """Norms of whole tensors: local norms in one pass, one reduction for each set of axes."""
     order = float(order)
     tensors = [t.reduce_partial() if isinstance(t, DTensor) and t.is_partial() else t for t in tensors]
@@ -64,12 +64,6 @@ def _norms(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
     ]
 
 
-def foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch._foreach_norm``, which clipping calls: one reduction for all tensors of equal axes."""
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return _norms(list(args[0]), order, kwargs.get("dtype"))
-
-
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """The norm of all elements without gradients is a reduction; of others the normed dims are gathered first."""
     bound = {
@@ -84,7 +78,7 @@ def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     dims = () if bound["dim"] is None else dims_argument(bound["dim"], x.dim())
     whole = len(set(dims)) in (0, x.dim()) and not (bound["keepdim"] and x.dim())
     if whole and not (torch.is_grad_enabled() and x.requires_grad):
-        return _norms([x], bound["ord"], bound["dtype"])[0]
+        return of_each([x], bound["ord"], bound["dtype"])[0]
     return dispatch.planned(func, args, kwargs)
 
 
@@ -94,7 +88,6 @@ def norm(func: Any, args: Any, kwargs: Any) -> Any:
     order = bound.get("p", "fro")
     if order == "nuc":
         return on_whole(func, args, kwargs)
-    dispatch.refuse_out(func, kwargs)
     order = 2 if order in ("fro", None) else order
     named = {name: bound[name] for name in ("dim", "keepdim", "dtype") if bound.get(name) is not None}
     return torch.linalg.vector_norm(bound["input" if "input" in bound else "self"], order, **named)
@@ -107,6 +100,5 @@ def linalg_norm(func: Any, args: Any, kwargs: Any) -> Any:
     one = isinstance(dim, int) or (dim is not None and len(dim) == 1) or (dim is None and x.dim() == 1)
     if isinstance(order, str) or not (order is None or one):
         return on_whole(func, args, kwargs)
-    dispatch.refuse_out(func, kwargs)
     named = {name: bound[name] for name in ("dim", "keepdim", "dtype") if bound.get(name) is not None}
     return torch.linalg.vector_norm(x, 2 if order is None else order, **named)

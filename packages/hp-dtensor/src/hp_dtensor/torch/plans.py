@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hp_dtensor.rules.equation import RULES
 from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
@@ -205,7 +206,7 @@ def _on_meta(call: Call, binding: Binding) -> Any:
             return [change(v) for v in value]
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():  # a counter of operations must not count this one
         return call.func(*[change(a) for a in call.args], **{k: change(v) for k, v in call.kwargs.items()})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from hp_dtensor.torch import (
     dispatch,
     engine,
     indexing,
+    lists,
     norms,
     parallel_loss,
     random,
@@ -42,6 +44,7 @@ _enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor
 _is_leaf = T.is_leaf.__get__  # type: ignore[attr-defined]
 Handler = Callable[[Any, Any, Any], Any]
+_EDGE = torch.autograd.graph.get_gradient_edge.__code__
 
 
 def _get(name: str) -> Any:
@@ -132,14 +135,11 @@ def _smaller(input: Any, other: Any) -> Any:
 
 
 def _elementwise(complete: Any) -> Handler:
-    """The larger or the smaller of two. Torch's own optimizers (amsgrad, Adamax) write it into ``out=``."""
+    """The larger or the smaller of two."""
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
-        out = kwargs.get("out")
-        given = {name: value for name, value in kwargs.items() if name != "out"}
-        watched = torch.is_grad_enabled() and any(t.requires_grad for t in dispatch._tensors(args, given))
-        made = dispatch.planned(complete if watched else func, args, given)
-        return made if out is None else out.copy_(made)
+        watched = torch.is_grad_enabled() and any(t.requires_grad for t in dispatch._tensors(args, kwargs))
+        return dispatch.planned(complete if watched else func, args, kwargs)
 
     return handle
 
@@ -168,7 +168,23 @@ def _extreme(by_dim: Any, elementwise: Any, complete: Any, parts: Any) -> Handle
 
 # ---- shapes taken from another tensor ----
 def _shaped_as(func: Any) -> Handler:
-    return lambda _, args, kwargs: func(args[0], (args[1] if len(args) > 1 else kwargs["other"]).shape)
+    def handle(_: Any, args: Any, kwargs: Any) -> Any:
+        x, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
+        if x is other and x.requires_grad and x.is_leaf and _takes_node():
+            autograd.give_node(x)
+        return func(x, other.shape)
+
+    return handle
+
+
+def _takes_node() -> bool:
+    """Whether ``get_gradient_edge`` asks: it finds a leaf's node behind a view of the leaf's own shape."""
+    frame = sys._getframe(4)
+    for _ in range(2):
+        if frame is None or frame.f_code is _EDGE:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _EDGE
 
 
 def _reshaping(base: Any) -> Handler:
@@ -195,40 +211,6 @@ def _reshaping(base: Any) -> Handler:
 # ---- metadata ----
 def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
     return args[0].shape == (args[1] if len(args) > 1 else kwargs["other"]).shape
-
-
-# ---- lists: what optimizers and clipping call ----
-def _lists(func: Any, args: Any, kwargs: Any) -> Any:
-    """``_foreach_`` and fused functions: element by element on equal layouts, on the local tensors directly."""
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], T)]
-    first = lists[0]
-    for index, tensor in enumerate(first):
-        spec = getattr(tensor, "_spec", None)
-        for other in lists[1:]:
-            if len(other) != len(first):
-                continue
-            have = getattr(other[index], "_spec", None)
-            if have is not spec and other[index].dim() and tensor.dim():
-                raise ValueError(
-                    f"{func.__name__}: element {index} of the lists is {_place(tensor)} in one and"
-                    f" {_place(other[index])} in the other; redistribute them to one layout first"
-                )
-        if spec is not None and any(p.is_partial() for p in spec.placements):
-            raise ValueError(f"{func.__name__}: element {index} is {spec.placements}; reduce_partial() first")
-    out = _impl(func, (), args, kwargs)
-    if isinstance(out, (list, tuple)):
-        for made, tensor in zip(out, first, strict=True):
-            if type(made) is T and isinstance(tensor, DTensor):
-                wrap(made, tensor._spec)
-    return out
-
-
-def _place(tensor: Any) -> str:
-    return (
-        f"DTensor {tensor._spec.placements} of shape {tuple(tensor.shape)}"
-        if isinstance(tensor, DTensor)
-        else f"a plain tensor of shape {tuple(tensor.shape)}"
-    )
 
 
 def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
@@ -336,9 +318,12 @@ def install() -> None:
         if name.startswith("_foreach_") or (
             name.startswith("_fused_") and name.endswith("_") and ("adam" in name or "sgd" in name or "adagrad" in name)
         ):
-            table[getattr(torch, name)] = _lists
+            table[getattr(torch, name)] = lists.each
     table[torch._amp_foreach_non_finite_check_and_unscale_] = scaling.unscale
-    table[torch._foreach_norm] = norms.foreach_norm
+    table[torch._foreach_norm], table[torch._foreach_max] = lists.norm, lists.largest
+    for name in ("_foreach_mm", "_foreach_powsum"):  # not element by element
+        if hasattr(torch, name):
+            table[getattr(torch, name)] = lists.one_by_one
     table.update(random.special())
     table.update(transforms.special())
     transforms.watch()
