@@ -113,13 +113,8 @@ def test_a_write_to_a_view_reaches_its_source(name: str) -> None:
     alike(lambda x: program(x, WRITES["mul_"]), rand(5, 6), Partial())
 
 
-UNCOUNTED = pytest.mark.not_on(
-    "torch-npu-sim", "torch-npu", reason="torch_npu's kernels for lists of tensors count no write, so no view sees it"
-)
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=UNCOUNTED) if n == "foreach" else n for n in WRITES])
+@pytest.mark.parametrize("name", WRITES)
 def test_each_way_to_write(name: str) -> None:
     def program(x: Any) -> Any:
         rows, columns, row = x[1:4], x.chunk(2, 1)[1], x[2]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hp_fsdp import clip_grad_norm_, fully_shard
+from hp_platform import get_platform
 from hp_platform.testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -25,7 +26,6 @@ def penalized(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss_of(output) + gradient.pow(2).sum(-1).mean()
 
 
-@pytest.mark.not_on("torch-npu-sim", "torch-npu", reason="torch_npu makes views of gathered weights that are freed")
 @on_ranks(1, 2)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_gradient_penalty(reshard: bool):
@@ -88,7 +88,6 @@ class Scaled(nn.Module):
         return self.net(x) * self.scale
 
 
-@pytest.mark.not_on("torch-npu-sim", "torch-npu", reason="reduces float64 over ranks, which HCCL does not")
 @on_ranks(1, 2)
 def test_lbfgs_with_a_parameter_of_no_dims():
     reference, model = seeded(Scaled), fully_shard(seeded(Scaled), data_mesh())
@@ -101,7 +100,7 @@ def test_lbfgs_with_a_parameter_of_no_dims():
             loss.backward()
             if net is model:
                 loss = loss.detach().clone()
-                torch.distributed.all_reduce(loss)
+                get_platform().collectives.all_reduce(loss, group=data_mesh().get_group(0))
                 loss /= torch.distributed.get_world_size()
             return loss
 
@@ -110,11 +109,10 @@ def test_lbfgs_with_a_parameter_of_no_dims():
     same_weights(model, reference, 1e-8)
 
 
-@pytest.mark.not_on("torch-npu-sim", "torch-npu", reason="torch's own check of the modules' devices comes first")
 @on_ranks(2)
 def test_ddp_around_sharded_modules():
     _, model = pair()
-    for net in (model, nn.Sequential(model), nn.Sequential(nn.Linear(5, 5).double(), model)):
+    for net in (model, nn.Sequential(model), nn.Sequential(nn.Linear(5, 5).to(device_type(), torch.float64), model)):
         with pytest.raises(TypeError, match="DistributedDataParallel around"):
             torch.nn.parallel.DistributedDataParallel(net)
 

@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-__all__ = ["Roster"]
+from hp_dtensor.mesh import DeviceMesh
+
+__all__ = ["Roster", "inner_mesh"]
 
 
 class Roster:
@@ -35,3 +37,13 @@ class Roster:
     def complete(self) -> bool:
         """True while nothing else stands in the modules."""
         return self._known.issuperset(map(id, chain.from_iterable(map(dict.values, self._stores))))
+
+
+def inner_mesh(groups: Iterable[Any]) -> DeviceMesh | None:
+    """The mesh that all parameters are on besides the axes of data parallelism; None where some are on none.
+
+    Args:
+        groups: of a model.
+    """
+    inner = {None if p.inner is None else p.inner.mesh for group in groups for p in group.parameters}
+    return inner.pop() if len(inner) == 1 else None

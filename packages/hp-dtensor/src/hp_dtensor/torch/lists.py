@@ -17,6 +17,7 @@ from hp_dtensor.torch.dtensor import DTensor, wrap
 __all__ = ["each", "largest", "norm", "one_by_one"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
+_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _PREFIX = "_foreach_"
 T = torch.Tensor
 
@@ -36,7 +37,12 @@ def each(func: Any, args: Any, kwargs: Any) -> Any:
         if not func.__name__.startswith(_PREFIX):
             raise ValueError(f"{func.__name__}: {wrong}; redistribute them to one layout first, without a Partial")
         return one_by_one(func, args, kwargs)
+    writes = func.__name__.endswith("_") and first and not _impl(T.is_inference, (), (first[0],))
+    before = _impl(_version, (), (first[0],)) if writes else None
     out = _impl(func, (), args, kwargs)
+    if writes and before == _impl(_version, (), (first[0],)):  # torch_npu's kernels for lists don't count it
+        for written in lists[:1] if func.__name__.startswith(_PREFIX) else lists:
+            torch.autograd.graph.increment_version(written)
     if isinstance(out, (list, tuple)):
         for made, tensor in zip(out, first, strict=True):
             if type(made) is T and isinstance(tensor, DTensor):

@@ -12,7 +12,9 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.module import group_of, shard_class
+from hp_fsdp.mindspore.optimizers import watch_optimizers
 from hp_fsdp.mindspore.parameter import find_parameters
+from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from hp_platform import get_platform
@@ -108,9 +110,14 @@ def fully_shard(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
     axes = DataAxes.of(mesh)
-    found = find_parameters(module, ignored_params or (), lambda cell: group_of(cell) is not None)
+    ignored = list(ignored_params or ())
+    found = find_parameters(module, ignored, lambda cell: group_of(cell) is not None)
     parameters = [parameter for parameter in found if not axes.divided(parameter.inner)]
-    group = ParameterGroup(module, parameters, axes, options)
+    ignored += [parameter.parameter for parameter in found if axes.divided(parameter.inner)]
+    watch_optimizers()
+    for parameter in ignored:
+        ignore(parameter)
+    group = ParameterGroup(module, parameters, axes, options, ignored)
     shard_class(module, group)
     return module
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from time import perf_counter_ns
 from typing import Any
 
+from mindspore import _no_grad
 from mindspore.graph.api import _pynative_executor
 
+from hp_dtensor.mindspore.redistribute import own_dtypes
+from hp_fsdp.agreement import check_alike
+from hp_fsdp.joining import Roster, inner_mesh
 from hp_fsdp.micro_batches import check_modes
+from hp_fsdp.mindspore.agreement import largest
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.unsharding import Call
 from hp_fsdp.order import ExecutionOrder
@@ -30,16 +35,21 @@ class RootContext:
 
     Args:
         root: the outermost group.
-        groups: all groups, the root too, outer before inner.
+        group_of: gives a Cell's group, or None.
 
     Attributes:
+        groups: all groups, the root too, outer before inner.
+        roster: notices what joined the model since the last forward.
+        compared: all ranks were seen to have sharded the same model.
         moments: what happened in the pass under way, see `hp_fsdp.timeline`: kind, group, nanoseconds of a clock.
         last_moments: the same of the last forward and backward that came to their end.
     """
 
-    def __init__(self, root: ParameterGroup, groups: list[ParameterGroup]) -> None:
+    def __init__(self, root: ParameterGroup, group_of: Any) -> None:
         self.root = root
-        self.groups = groups
+        self.group_of = group_of
+        self.groups: list[ParameterGroup] = []
+        self.compared = False
         self.order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
         self.backward_order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
         self.finished: list[ParameterGroup] = []
@@ -61,22 +71,38 @@ class RootContext:
             root: the outermost group.
             group_of: gives a Cell's group, or None.
         """
-        groups: list[ParameterGroup] = []
-        for name, cell in root.module.cells_and_names():
+        context = RootContext(root, group_of)
+        context.enrol()
+        return context
+
+    def enrol(self) -> None:
+        """Finds the groups of the model, and shards parameters that no group has: Note [What joins later].
+
+        Raises:
+            ValueError, TypeError, RuntimeError: a parameter that can't be taken in.
+        """
+        cells = {id(cell): cell for _, cell in self.root.module.cells_and_names()}
+        groups = [group for cell in cells.values() if (group := self.group_of(cell)) is not None]
+        check_modes(groups)
+        ignored = [parameter for group in groups for parameter in group.ignored]
+        inner = inner_mesh(groups)
+        with _no_grad(), own_dtypes():
+            joined = [g.take_in(ignored, lambda cell: self.group_of(cell) is not None, inner) for g in groups]
+        if any(joined) or groups != self.groups:
+            self.compared = False
+        self.groups = groups
+        for name, cell in self.root.module.cells_and_names():
             # Done by a Cell's first call otherwise, which finds unsharded tensors where it expects Parameters.
             if not (cell._init_flag or cell._is_check_and_refresh):
                 cell._self_check()
                 cell._init_flag = True
-            group = group_of(cell)
+            group = self.group_of(cell)
             if group is not None:
-                group.name = name or group.name
-                groups.append(group)
-        check_modes(groups)
-        context = RootContext(root, groups)
-        for group in groups:
-            group.context = context
-            group.modules = (group.module, root.module)
-        return context
+                group.name = name or group.class_name
+                group.context = self
+                group.modules = (group.module, self.root.module)
+        known = [each for g in groups for each in (*g.standing, *(p.parameter for p in g.parameters))]
+        self.roster = Roster(cells.values(), [*known, *ignored], ("_params", "_cells"))
 
     # ---- forward ----
     def begin_forward(self, group: ParameterGroup, again: bool) -> None:
@@ -91,7 +117,13 @@ class RootContext:
             return
         if self.backward:  # a backward pass that raised never came to its end
             self.abandon()
-            self.outermost = group
+        self.outermost = None
+        if not self.roster.complete():
+            self.enrol()
+        if not self.compared:
+            check_alike(self.groups, self.root.axes, largest)
+            self.compared = True
+        self.outermost = group
         for each in self.groups:
             each.drop_near()
             # Parameters have no version that tells of an optimizer's step, so what was kept is gathered anew.

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor, mint
-from mindspore.common import dtype as mstype
 
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.micro_batches import OwnMicroBatches, TreeSum, subtrees
 from hp_platform import get_platform
 
-__all__ = ["MicroBatchSums", "check_counts"]
+__all__ = ["MicroBatchSums"]
 
 
 class MicroBatchSums:
@@ -129,28 +128,6 @@ class MicroBatchSums:
             for slot, (start, number) in enumerate(each):
                 tree.push(start, number, mint.narrow(received[slot], 0, replica * piece, piece))
         return tree
-
-
-def check_counts(axes: DataAxes, count: int) -> None:
-    """Raises on all ranks alike where they ran different numbers of micro-batches.
-
-    Args:
-        axes: of whose ranks.
-        count: this rank's number.
-
-    Raises:
-        ValueError: the numbers differ.
-    """
-    extremes = Tensor([count, -count], mstype.int64)
-    for group, size in ((axes.shard_group, axes.shard_size), (axes.replicate_group, axes.replicate_size)):
-        if size > 1:
-            get_platform().collectives.all_reduce(extremes, "max", group=group)
-    most, least = int(extremes[0].item()), -int(extremes[1].item())
-    if most != least:
-        raise ValueError(
-            f"fully_shard(deterministic=True): this rank ran {count} micro-batches since the last step, others from"
-            f" {least} to {most}. Their order is global, so give each rank as many (consecutive ones)"
-        )
 
 
 def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:

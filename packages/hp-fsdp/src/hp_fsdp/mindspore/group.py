@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspore import Tensor, _no_grad, nn
 
+from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.mindspore.autograd import local_mode
+from hp_fsdp.agreement import check_counts
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.mindspore.agreement import largest
 from hp_fsdp.mindspore.bucket import Bucket
-from hp_fsdp.mindspore.deterministic import check_counts
-from hp_fsdp.mindspore.parameter import ManagedParameter
+from hp_fsdp.mindspore.parameter import ManagedParameter, find_parameters
 from hp_fsdp.mindspore.unsharding import Call, unsharded_tensors
+from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions
 from hp_platform import get_platform
 from hp_platform.observing import communicate_for
@@ -32,8 +35,10 @@ class ParameterGroup:
         parameters: those that are this group's.
         axes: the axes of data parallelism.
         options: what `fully_shard` was told.
+        ignored: the Cell's parameters that stay as they are.
 
     Attributes:
+        standing: what is registered in the Cells for the parameters now.
         modules: the Cell and, from the first forward on, the root: what `communicate_for` tells observers.
         context: what the groups of one model share; None before the first forward.
         unsharded: the parameters are gathered.
@@ -55,8 +60,11 @@ class ParameterGroup:
         parameters: Sequence[ManagedParameter],
         axes: DataAxes,
         options: GroupOptions,
+        ignored: Sequence[Any] = (),
     ) -> None:
         self.module = module
+        self.options = options
+        self.ignored: list[Any] = list(ignored)
         self.modules: tuple[nn.Cell, ...] = (module,)
         self.axes = axes
         self.policy = options.policy
@@ -83,17 +91,61 @@ class ParameterGroup:
         self.micro_batches = 0
         self.agreed: int | None = None
         self.ended = False
+        self.name = self.class_name = type(module).__name__
+        self.buckets: list[Bucket] = []
+        self.parameters: list[ManagedParameter] = []
+        self.standing: list[Any] = []
+        self.add(parameters)
+
+    def add(self, parameters: Sequence[ManagedParameter]) -> None:
+        """Shards parameters and makes them the group's."""
         # What differs in dtype or takes part in no reduction is communicated apart.
         kinds: dict[Any, list[ManagedParameter]] = {}
+        options = self.options
         for parameter in parameters:
             # What is to keep whole rows is cut by itself.
             unit = options.unit_of(parameter.name, parameter.parameter, parameter.shape)
             alone = parameter.name if options.by_parameter or unit > 1 else ""
             key = (parameter.parameter.dtype, parameter.parameter.requires_grad, alone, unit)
             kinds.setdefault(key, []).append(parameter)
-        self.name = type(module).__name__
-        self.buckets = [Bucket(members, axes, options, self.name, key[-1]) for key, members in kinds.items()]
+        self.buckets += [Bucket(each, self.axes, options, self.class_name, key[-1]) for key, each in kinds.items()]
         self.parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        self.standing = [parameter.parameter for parameter in self.parameters]
+
+    def take_in(self, ignored: Sequence[Any], stop: Callable[[Any], bool], inner: DeviceMesh | None) -> bool:
+        """Shards parameters that joined the Cell after it was sharded.
+
+        Args:
+            ignored: parameters to leave as they are.
+            stop: says which Cells inside have groups of their own.
+            inner: where all parameters of the model are distributed on other axes (tensor parallel), their mesh: plain
+                ones are replicated on it.
+
+        Returns:
+            True where there were some.
+
+        Raises:
+            RuntimeError: a parameter was replaced or removed, has no values, or is a copy of one that is sharded over
+                other axes, too.
+            ValueError: see `fully_shard`.
+        """
+        for parameter, standing in zip(self.parameters, self.standing):
+            parameter.check_place(standing, self.class_name)
+        own = {id(each): p for p, standing in zip(self.parameters, self.standing) for each in (p.parameter, standing)}
+        found = find_parameters(self.module, ignored, stop, own)
+        divided = [parameter for parameter in found if self.axes.divided(parameter.inner)]
+        for parameter in divided:
+            self.ignored.append(parameter.parameter)
+            ignore(parameter.parameter)
+        found = [parameter for parameter in found if parameter not in divided]
+        if not found:
+            return False
+        self.reshard()
+        for parameter in found:
+            parameter.join(self.axes.mesh, inner, self.class_name)
+        self.add(found)
+        self.has_values = False
+        return True
 
     def __repr__(self) -> str:
         return f"ParameterGroup({self.name!r}, {len(self.parameters)} parameters in {len(self.buckets)} buckets)"
@@ -169,7 +221,7 @@ class ParameterGroup:
 
     def show(self, tensors: Sequence[Any]) -> list[Any]:
         """Registers ``tensors`` in the Cells; returns what was registered before."""
-        before = [cell._params[name] for parameter in self.parameters for cell, name in parameter.places[:1]]
+        before, self.standing = self.standing, list(tensors)
         for parameter, tensor in zip(self.parameters, tensors):
             for cell, name in parameter.places:
                 cell._params[name] = tensor
@@ -244,7 +296,7 @@ class ParameterGroup:
             return [zeros for bucket in trained for zeros in bucket.zeros()]
         number, self.micro_batches, self.ended = self.micro_batches, 0, True
         if number + 1 != self.agreed:  # seldom, for it waits
-            communicate_for(self.modules, check_counts, self.axes, number + 1)
+            communicate_for(self.modules, check_counts, self.axes, number + 1, largest)
             self.agreed = number + 1
         shards: list[Any] = []
         self._note("reduce")

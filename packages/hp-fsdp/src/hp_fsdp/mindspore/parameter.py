@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mindspore import Parameter, Tensor, mint, nn
 
-from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
+from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.mindspore.api import distribute_parameter
+from hp_dtensor.mindspore.dtensor import DTensor, local_view, unwrap, wrap
 from hp_dtensor.mindspore.parameter import set_local
+from hp_dtensor.placements import RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_fsdp import finding
 
@@ -60,6 +63,61 @@ class ManagedParameter:
         wrap(self.parameter, spec)
         finding.mark(self.parameter, owner)
 
+    def check_place(self, standing: Any, owner: str) -> None:
+        """Looks whether the Cells still hold what the group registered.
+
+        Args:
+            standing: what it registered last.
+            owner: the Cell's class, for errors.
+
+        Raises:
+            RuntimeError: something else stands there, or nothing.
+        """
+        for cell, name in self.places:
+            found = cell._params.get(name)
+            if found is standing:
+                continue
+            where = f"fully_shard: parameter {self.name!r} of {owner}"
+            if found is None:
+                raise RuntimeError(
+                    f"{where} is no longer in {type(cell).__name__}: remove or move parameters before fully_shard"
+                )
+            raise RuntimeError(
+                f"{where} was replaced by {type(found).__name__} of shape {tuple(found.shape)}. Change a sharded"
+                " parameter in place (set_data), or load values with load_full_state_dict(model, ...)"
+            )
+
+    def join(self, mesh: DeviceMesh, inner: DeviceMesh | None, owner: str) -> None:
+        """Prepares a parameter that joined a sharded Cell: one that `fully_shard` could have found.
+
+        A copy of a sharded parameter (``copy.deepcopy`` of a Cell) is gathered first, so all ranks have to call it.
+
+        Args:
+            mesh: of data parallelism.
+            inner: what to replicate a plain parameter on, if anything.
+            owner: the Cell's class, for errors.
+
+        Raises:
+            RuntimeError: it has no values, or is a copy of a parameter that is sharded over other axes, too.
+        """
+        where = f"fully_shard: parameter {self.name!r} joined {owner} after it was sharded, and"
+        if self.parameter.has_init:
+            raise RuntimeError(f"{where} has no values. Give it values before the next forward")
+        if self.inner is not None and any(isinstance(p, RaggedShard) for p in self.inner.placements):
+            if self.inner.mesh != mesh:
+                raise RuntimeError(
+                    f"{where} is a copy of one that is placed {self.inner.placements} on {self.inner.mesh}. Add the"
+                    " Cell before fully_shard, or build a new one instead of a copy"
+                )
+            whole = self.parameter.full_tensor()
+            set_local(unwrap(self.parameter), whole)
+            self.inner = None
+        elif self.inner is None and inner is not None:
+            distribute_parameter(self.parameter, inner, [Replicate()] * inner.ndim)
+            self.inner = self.parameter._spec
+        self.shape = tuple(self.parameter.shape) if self.inner is None else self.inner.local_shape
+        self.numel = math.prod(self.shape)
+
     def dress(self, unsharded: Tensor) -> Any:
         """Gives an unsharded tensor its layout, and what Cells ask of a parameter."""
         unsharded.name = self.parameter.name
@@ -75,7 +133,12 @@ def run_of(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def find_parameters(
-    cell: nn.Cell, ignored: Collection[Parameter], stop: Callable[[Any], bool]
+    cell: nn.Cell,
+    ignored: Collection[Parameter],
+    stop: Callable[[Any], bool],
+    own: Mapping[int, ManagedParameter] | None = None,
 ) -> list[ManagedParameter]:
-    """The parameters of ``cell`` that no inner group has; see `hp_fsdp.finding`."""
-    return finding.find_parameters(cell, ignored, stop, ManagedParameter, parameters="_params", children="_cells")
+    """The parameters of ``cell`` that no group has; see `hp_fsdp.finding`."""
+    return finding.find_parameters(
+        cell, ignored, stop, ManagedParameter, parameters="_params", children="_cells", own=own
+    )

@@ -21,11 +21,12 @@ from torch import nn
 from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.module import group_of, shard_class
-from hp_fsdp.torch.optimizers import ignore, watch_optimizers
+from hp_fsdp.torch.optimizers import watch_optimizers
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
 from hp_platform import get_platform
 

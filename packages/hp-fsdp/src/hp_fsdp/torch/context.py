@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_fsdp.joining import Roster
+from hp_fsdp.agreement import check_alike
+from hp_fsdp.joining import Roster, inner_mesh
 from hp_fsdp.micro_batches import check_modes
 from hp_fsdp.order import ExecutionOrder
-from hp_fsdp.torch.agreement import check_alike
+from hp_fsdp.torch.agreement import largest
 from hp_fsdp.torch.group import ParameterGroup, Started
 from hp_fsdp.torch.higher_order import LateGradients
 
@@ -88,7 +88,7 @@ class RootContext:
         for group in groups:
             group.check()
         ignored = [parameter for group in groups for parameter in group.ignored]
-        inner = _inner_mesh(groups)
+        inner = inner_mesh(groups)
         joined = [g.take_in(ignored, lambda module: self.group_of(module) is not None, inner) for g in groups]
         if any(joined) or groups != self.groups:
             self.compared = False
@@ -110,7 +110,7 @@ class RootContext:
         if not self.roster.complete():
             self.enrol()
         if not self.compared:
-            check_alike(self.groups, self.root.axes)
+            check_alike(self.groups, self.root.axes, largest)
             self.compared = True
         for each in self.groups:
             each.drop_near()
@@ -176,7 +176,7 @@ class RootContext:
 
     def leave_backward(self, group: ParameterGroup, *_: Any) -> None:
         """The gradient has left ``group`` through one of its inputs."""
-        if group.in_backward:
+        if group.in_backward and not self.late.watching:  # else a kept graph may need its parameters yet
             self.finish_group(group)
 
     def late_gradient(self, group: ParameterGroup, *_: Any) -> None:
@@ -273,12 +273,6 @@ class RootContext:
         for group in self.groups:
             group.abandon()
         self.backward_order.start()
-
-
-def _inner_mesh(groups: list[ParameterGroup]) -> DeviceMesh | None:
-    """The mesh that all parameters are on besides the axes of data parallelism; None where some are on none."""
-    inner = {None if p.inner is None else p.inner.mesh for group in groups for p in group.parameters}
-    return inner.pop() if len(inner) == 1 else None
 
 
 def hsdp_sync_stream() -> None:

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.dtensor import local_view
-from hp_fsdp.axes import DataAxes
 from hp_fsdp.micro_batches import OwnMicroBatches, TreeSum, subtrees
-from hp_fsdp.torch.agreement import extremes
 from hp_fsdp.torch.gradients import GradientBuffer
 from hp_platform.observing import communicate_for
 from hp_platform.torch import collectives
 
-__all__ = ["Exchange", "MicroBatchBuffer", "check_counts"]
+__all__ = ["Exchange", "MicroBatchBuffer"]
 
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
@@ -126,24 +124,6 @@ class MicroBatchBuffer(GradientBuffer):
                     " over micro-batches, call model.set_requires_gradient_sync(False) before all backward passes but"
                     " the last of a step and (True) before that one; else call optimizer.zero_grad() after each step"
                 )
-
-
-def check_counts(axes: DataAxes, count: int) -> None:
-    """Raises on all ranks alike where they ran different numbers of micro-batches.
-
-    Args:
-        axes: of whose ranks.
-        count: this rank's number.
-
-    Raises:
-        ValueError: the numbers differ.
-    """
-    most, least = extremes(count, axes)
-    if most != least:
-        raise ValueError(
-            f"fully_shard(deterministic=True): this rank ran {count} micro-batches since the last step, others from"
-            f" {least} to {most}. Their order is global, so give each rank as many (consecutive ones)"
-        )
 
 
 class Exchange:

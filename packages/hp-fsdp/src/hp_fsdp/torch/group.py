@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 from hp_dtensor.mesh import DeviceMesh
+from hp_fsdp.agreement import check_counts
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.order import ExecutionOrder
 from hp_fsdp.torch.adoption import restore
+from hp_fsdp.torch.agreement import largest
 from hp_fsdp.torch.bucket import Bucket
-from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer, check_counts
+from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer
 from hp_fsdp.torch.gradients import Reduction
 from hp_fsdp.torch.higher_order import check_differentiable
-from hp_fsdp.torch.optimizers import ignore
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
 from hp_platform.observing import communicate_for
 
@@ -327,7 +329,7 @@ class ParameterGroup:
         self.micro_batches = 0 if op else number + 1
         with self._reduce_range, torch.no_grad(), _plain():
             if op is not None and number + 1 != self.agreed:  # seldom, for it waits
-                check_counts(self.axes, number + 1)
+                check_counts(self.axes, number + 1, largest)
                 self.agreed = number + 1
             return communicate_for(self.modules, self._end_micro_batch, number, op)
 

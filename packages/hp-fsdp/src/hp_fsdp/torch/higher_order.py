@@ -3,7 +3,9 @@
 Note [Gradients of gradients]
     The graph of such a pass holds the unsharded parameters, so they stay gathered until the backward pass through it.
     That one may reach a parameter by the kept graph alone, past the hooks on the module's outputs. So each parameter
-    gets a hook for its gradient, too, until the group is freed.
+    gets a hook for its gradient, too, until the group is freed. And it may go on with the kept graph of a group whose
+    own nodes have run: nodes are ordered by numbers that each of autograd's threads gives out by itself, and there is
+    one for each device. So groups are freed at the end of that pass.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ class LateGradients:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
+
+    @property
+    def watching(self) -> bool:
+        """True from a pass that kept its graph until one that doesn't is over."""
+        return bool(self._handles)
 
     def watch(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
         """Calls ``arrived`` when one of the group's parameters gets a gradient."""
