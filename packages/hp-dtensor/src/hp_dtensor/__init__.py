@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hp_dtensor.border import custom_shard
 from hp_dtensor.layout import Layout
+from hp_dtensor.local_map import local_map
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hp_dtensor.modes import SkipDTensorDispatch, implicit_replication
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
@@ -45,6 +46,7 @@ __all__ = [
     "init_empty_weights",
     "init_on_device",
     "init_parameters",
+    "local_map",
     "ones",
     "parallelize_value_and_grad",
     "rand",

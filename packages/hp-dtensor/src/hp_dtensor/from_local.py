@@ -6,14 +6,60 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+from hp_dtensor.errors import GraphError, NotLocalError
+from hp_dtensor.gradients import grad_spec
 from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, RaggedShard
+from hp_dtensor.placements import Partial, Placement, RaggedShard, kind_of
 from hp_dtensor.spec import TensorSpec, normalize
 
-__all__ = ["check_part", "check_ranks", "layout_of", "refuse_cut_graph"]
+__all__ = [
+    "check_inside",
+    "check_local",
+    "check_part",
+    "check_ranks",
+    "gradient_layout",
+    "layout_of",
+    "refuse_cut_graph",
+]
 
 _MOST_DIMS = 16
 """Of what ranks compare."""
+
+
+def check_local(local: Any, dtensor: type, tensor: type) -> None:
+    """Check that ``from_local`` is handed a plain tensor.
+
+    Raises:
+        NotLocalError: it is a DTensor, or no tensor.
+    """
+    if isinstance(local, dtensor):
+        raise NotLocalError("from_local takes a plain tensor, got a DTensor; use redistribute to change its layout")
+    if not isinstance(local, tensor):
+        raise NotLocalError(f"from_local takes a plain tensor, this rank's part, got a {kind_of(local)}")
+
+
+def gradient_layout(spec: TensorSpec, grad_placements: Sequence[Placement] | None) -> TensorSpec | None:
+    """The layout in which a local part gets its gradient, where that is not the one that it comes in.
+
+    Args:
+        spec: of the DTensor that the part becomes.
+        grad_placements: as the user says; None: as it comes.
+
+    Raises:
+        ValueError: the part's gradient has another shape in that layout.
+    """
+    if grad_placements is None:
+        return None
+    have, what = grad_spec(spec), "from_local: grad_placements"
+    wanted = normalize(grad_placements, spec.mesh, len(spec.shape), what)
+    for axis, (comes, given) in enumerate(zip(have.placements, wanted, strict=True)):
+        if comes != given and not (comes.is_replicate() and given.is_partial("sum")):
+            allowed = "Replicate() or Partial()" if comes.is_replicate() else repr(comes)
+            raise ValueError(
+                f"{what}[{axis}] is {given!r} for a part placed {spec.placements[axis]!r}; its gradient may be"
+                f" {allowed}"
+            )
+    return None if wanted == have.placements else have.with_placements(wanted)
 
 
 def layout_of(
@@ -35,6 +81,12 @@ def layout_of(
                 f"from_local: a local tensor that requires gradients as {placement!r}: which rank's part counts is not"
                 " known in backward; detach() it, or reduce the whole (a max or prod of a DTensor has its gradient)"
             )
+    ops = {placement.reduce_op for placement in wanted if isinstance(placement, Partial)}
+    if len(ops) > 1 and ops != {"sum", "avg"}:
+        raise ValueError(
+            f"from_local: placements {tuple(wanted)} hold parts of {' and '.join(sorted(ops))}, and which is reduced"
+            " first makes a difference; reduce one of them, and take the result"
+        )
     ragged = any(isinstance(p, RaggedShard) for p in wanted)
     if ragged and shape is None:
         raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
@@ -51,6 +103,19 @@ def layout_of(
                 sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
         shape = sizes
     return TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
+
+
+def check_inside(mesh: DeviceMesh, what: str) -> None:
+    """Check that this rank is in the mesh, for a framework without empty parts on ranks outside.
+
+    Raises:
+        NotImplementedError: it is not.
+    """
+    if mesh.get_coordinate() is None:
+        raise NotImplementedError(
+            f"{what}: rank {mesh.get_rank()} is not in {mesh}, and a rank outside a mesh can't hold an empty part of"
+            " its tensors on this framework; call it on the ranks of the mesh alone"
+        )
 
 
 def check_part(local: tuple[int, ...], spec: TensorSpec) -> None:
@@ -105,9 +170,9 @@ def refuse_cut_graph(shape: tuple[int, ...], detach: str) -> None:
         detach: the framework's call that leaves the graph.
 
     Raises:
-        ValueError: always.
+        GraphError: always.
     """
-    raise ValueError(
+    raise GraphError(
         f"distribute_tensor: a tensor of shape {shape} that was computed from others would be cut off from their"
         f" gradients; take each rank's own and redistribute that, DTensor.from_local(tensor, mesh), or {detach} it"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hp_dtensor.errors import NoPlacementsError
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate, Shard, StridedShard, kind_of
 
@@ -161,6 +162,6 @@ def as_placements(
         )
     if placements is None:
         if what == "redistribute":
-            raise ValueError("redistribute: say where to: placements=, or a Layout; [Replicate()] gathers")
+            raise NoPlacementsError("redistribute: say where to: placements=, or a Layout; [Replicate()] gathers")
         return mesh, (Replicate(),) * mesh.ndim
     return mesh, tuple(placements) if not isinstance(placements, Placement) else placements  # type: ignore[return-value]

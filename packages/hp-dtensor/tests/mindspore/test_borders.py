@@ -16,6 +16,7 @@ from hp_dtensor import (
     init_device_mesh,
     init_on_device,
     init_parameters,
+    local_map,
     parallelize_value_and_grad,
     register_sharding,
 )
@@ -37,6 +38,51 @@ def test_parts_of_a_maximum_have_no_gradient():
     with pytest.raises(NotImplementedError, match="which rank's part counts is not known in backward"):
         parallelize_value_and_grad(loss)(Tensor(X))
     assert loss(Tensor(X)).item() == pytest.approx(float(X.sum()), rel=1e-6)
+
+
+@on_ranks(2)
+def test_a_local_map_and_the_layout_of_its_gradients():
+    mesh = init_device_mesh("cpu", (2,))
+    rows = local_map(lambda a, b: a * b, [Shard(0)], ([Shard(0)], [Replicate()]), redistribute_inputs=True)
+
+    def loss(x, w):
+        return rows(x, w).square().sum()
+
+    w = np.arange(6, dtype=np.float32) / 3
+    given = [distribute_tensor(Tensor(value), mesh, [Replicate()]) for value in (X, w)]
+    _, (dx, dw) = parallelize_value_and_grad(loss, grad_position=(0, 1))(*given)
+    np.testing.assert_allclose(dx.full_tensor().asnumpy(), 2 * X * w * w, rtol=1e-5)
+    np.testing.assert_allclose(dw.full_tensor().asnumpy(), (2 * X * X * w).sum(0), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"argument 0 is placed \(Replicate\(\),\), in_placements says"):
+        local_map(lambda a: a, [Shard(0)], ([Shard(0)],))(given[0])
+
+
+@on_ranks(2)
+def test_a_local_tensor_gets_its_gradient_in_parts():
+    mesh = init_device_mesh("cpu", (2,))
+
+    def loss(x):
+        return DTensor.from_local(x * 1.0, mesh, [Replicate()], grad_placements=[Partial()]).square().sum()
+
+    _, part = parallelize_value_and_grad(loss)(Tensor(X))
+    whole = DTensor.from_local(part, mesh, [Partial()]).full_tensor()
+    np.testing.assert_allclose(whole.asnumpy(), 2 * X, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"grad_placements\[0\] is Replicate\(\) for a part placed Shard\(0\)"):
+        DTensor.from_local(Tensor(X), mesh, [Shard(0)], grad_placements=[Replicate()])
+
+
+@on_ranks(2)
+def test_a_rank_outside_of_a_mesh_is_told():
+    mesh = init_device_mesh("cpu", (1,))
+    if mesh.get_coordinate() is None:
+        for call in (
+            lambda: distribute_tensor(Tensor(X), mesh, [Shard(0)]),
+            lambda: DTensor.from_local(Tensor(X), mesh),
+        ):
+            with pytest.raises(
+                NotImplementedError, match=r"rank 1 is not in .* call it on the ranks of the mesh alone"
+            ):
+                call()
 
 
 @on_ranks(2)

@@ -46,6 +46,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "init_empty_weights",
         "init_on_device",
         "init_parameters",
+        "local_map",
         "ones",
         "parallelize_value_and_grad",
         "rand",

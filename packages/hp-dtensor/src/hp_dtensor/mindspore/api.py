@@ -9,10 +9,18 @@ import mindspore
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_dtensor.border import refuse_second_call
-from hp_dtensor.from_local import check_part, check_ranks, layout_of, refuse_cut_graph
+from hp_dtensor.from_local import (
+    check_inside,
+    check_local,
+    check_part,
+    check_ranks,
+    gradient_layout,
+    layout_of,
+    refuse_cut_graph,
+)
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh
-from hp_dtensor.mindspore.autograd import grad_enabled, local_mode
+from hp_dtensor.mindspore.autograd import grad_enabled, gradient_as, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
 from hp_dtensor.mindspore.parameter import set_local
 from hp_dtensor.mindspore.redistribute import execute
@@ -41,20 +49,21 @@ def from_local(
     *,
     run_check: bool = False,
     shape: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """See ``DTensor.from_local``."""
-    if isinstance(local, DTensor):
-        raise TypeError("from_local takes a plain tensor, got a DTensor; use redistribute to change its layout")
+    check_local(local, DTensor, Tensor)
     mesh, wanted = as_placements(
         device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "from_local", _kind()
     )
     recorded = grad_enabled() and bool(local._requires_grad)
     spec = layout_of(tuple(local.shape), mesh, wanted, shape, recorded)
-    if mesh.get_coordinate() is not None:
-        check_part(tuple(local.shape), spec)
+    check_inside(mesh, "from_local")
+    check_part(tuple(local.shape), spec)
     if run_check:
         _check(local, spec)
-    return wrap(local.reshape(local.shape), spec)
+    gradient = gradient_layout(spec, grad_placements)
+    return wrap(local.reshape(local.shape) if gradient is None else gradient_as(local, spec, gradient), spec)
 
 
 def _kind() -> str:
@@ -99,6 +108,7 @@ def distribute_tensor(
         device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "distribute_tensor", _kind()
     )
     wanted = normalize(wanted, mesh, tensor.ndim, "distribute_tensor")
+    check_inside(mesh, "distribute_tensor")
     if isinstance(tensor, DTensor):
         if tensor._spec.mesh != mesh:
             raise ValueError(f"distribute_tensor: the DTensor is on {tensor._spec.mesh}, not on {mesh}")

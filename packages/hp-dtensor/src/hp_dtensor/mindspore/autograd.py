@@ -22,7 +22,7 @@ from hp_dtensor.gradients import backward_scale, grad_spec
 from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.spec import TensorSpec
 
-__all__ = ["convert", "forget", "grad_enabled", "local_mode", "local_only", "move", "recall", "remember"]
+__all__ = ["convert", "forget", "grad_enabled", "gradient_as", "local_mode", "local_only", "move", "recall", "remember"]
 
 _local_depth: contextvars.ContextVar[int] = contextvars.ContextVar("local_depth", default=0)
 _memo: list[tuple[Any, ...]] = []
@@ -69,6 +69,27 @@ class _Redistribute(_Function):
         with local_mode():
             moved = execute(grad, grad_spec(dst, vary), grad_spec(src))
             return (moved if scale == 1.0 else moved * scale), None, None, None
+
+
+class _GradientAs(_Function):
+    """A value as it is, whose gradient is moved to another layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, have: TensorSpec, wanted: TensorSpec) -> Tensor:  # type: ignore[override]
+        ctx.layouts = have, wanted
+        return TensorPy.reshape(x, have.local_shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        with local_mode():
+            return execute(grad, *ctx.layouts), None, None
+
+
+def gradient_as(local: Tensor, spec: TensorSpec, gradient: TensorSpec) -> Tensor:
+    """A local part of layout ``spec``, whose gradient leaves in the layout ``gradient``."""
+    if grad_enabled() and local._requires_grad:
+        return _GradientAs.apply(local, grad_spec(spec), gradient)
+    return local.reshape(local.shape)
 
 
 def move(local: Tensor, src: TensorSpec, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:

@@ -98,6 +98,7 @@ class DTensor(Tensor):
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """A DTensor from each rank's part. Differentiable: the local tensor gets its part of the gradient.
 
@@ -107,6 +108,8 @@ class DTensor(Tensor):
             placements: one an axis; default ``Replicate()`` on all.
             run_check: compare shapes and replicated values over the ranks first; communicates.
             shape: global shape; needed where shards are uneven.
+            grad_placements: layout in which the local tensor gets its gradient, where not the one that it comes in:
+                ``Partial()`` on an axis where the part is replicated or partial gives each rank a share of it.
 
         Raises:
             ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not
@@ -114,7 +117,9 @@ class DTensor(Tensor):
         """
         from hp_dtensor.mindspore.api import from_local
 
-        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
+        return from_local(
+            local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
+        )
 
     # ---- layout ----
     @property

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from hp_dtensor.border import refuse_second_call
-from hp_dtensor.from_local import check_part, check_ranks, layout_of, refuse_cut_graph
+from hp_dtensor.from_local import check_local, check_part, check_ranks, gradient_layout, layout_of, refuse_cut_graph
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import random
+from hp_dtensor.torch.borders import gradient_as
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.foreign import refuse_foreign
@@ -32,11 +33,11 @@ def from_local(
     *,
     run_check: bool = False,
     shape: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """See ``DTensor.from_local``."""
     refuse_foreign(local, "from_local")
-    if isinstance(local, DTensor):
-        raise TypeError("from_local takes a plain tensor, got a DTensor; use redistribute to change its layout")
+    check_local(local, DTensor, torch.Tensor)
     mesh, wanted = as_placements(
         device_mesh,
         placements,
@@ -53,7 +54,8 @@ def from_local(
         check_part(tuple(local.shape), spec)
     if run_check:
         _check(local, spec)
-    return wrap(local.view_as(local), spec)
+    gradient = gradient_layout(spec, grad_placements)
+    return wrap(local.view_as(local) if gradient is None else gradient_as(local, spec, gradient), spec)
 
 
 def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

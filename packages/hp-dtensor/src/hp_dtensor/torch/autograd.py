@@ -42,6 +42,7 @@ __all__ = [
     "give_node",
     "grad_spec",
     "move",
+    "moved_back",
     "moved_from",
     "note_call",
     "of_parts",
@@ -97,16 +98,20 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         drop(ctx.source())
-        src, dst, vary = ctx.layouts
-        scale = backward_scale(src, dst)
-        if torch.is_grad_enabled() and _requires_grad(grad):  # see Note [Gradients of gradients]
-            axes = [(a.is_partial(), b.is_partial()) for a, b in zip(src.placements, dst.placements, strict=True)]
-            read = tuple(a and not b for a, b in axes)
-            grad = of_parts(grad, grad_spec(dst, vary), tuple(b and not a for a, b in axes))
-            moved = _Redistribute.apply(grad, grad_spec(dst, vary), grad_spec(src), read, None)
-        else:
-            moved = move(grad, grad_spec(dst, vary), grad_spec(src))
-        return (moved if scale == 1.0 else moved * scale), None, None, None, None
+        return moved_back(grad, *ctx.layouts), None, None, None, None
+
+
+def moved_back(grad: torch.Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> torch.Tensor:
+    """The gradient of a value that was moved from ``src`` to ``dst``."""
+    scale = backward_scale(src, dst)
+    if torch.is_grad_enabled() and _requires_grad(grad):  # see Note [Gradients of gradients]
+        axes = [(a.is_partial(), b.is_partial()) for a, b in zip(src.placements, dst.placements, strict=True)]
+        read = tuple(a and not b for a, b in axes)
+        grad = of_parts(grad, grad_spec(dst, vary), tuple(b and not a for a, b in axes))
+        moved = _Redistribute.apply(grad, grad_spec(dst, vary), grad_spec(src), read, None)
+    else:
+        moved = move(grad, grad_spec(dst, vary), grad_spec(src))
+    return moved if scale == 1.0 else moved * scale
 
 
 def _drop_stale() -> None:

@@ -94,6 +94,7 @@ class DTensor(torch.Tensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """A DTensor from each rank's part. Differentiable: the local tensor gets its part of the gradient.
 
@@ -105,6 +106,8 @@ class DTensor(torch.Tensor):
             shape: global shape; needed where shards are uneven (without it, every rank is taken to hold as much as this
                 one).
             stride: accepted for torch's signature; strides follow from the local tensor.
+            grad_placements: layout in which the local tensor gets its gradient, where not the one that it comes in:
+                ``Partial()`` on an axis where the part is replicated or partial gives each rank a share of it.
 
         Raises:
             ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not
@@ -113,7 +116,9 @@ class DTensor(torch.Tensor):
         """
         from hp_dtensor.torch.api import from_local
 
-        return from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape)
+        return from_local(
+            local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
+        )
 
     # ---- layout ----
     @property
@@ -150,6 +155,8 @@ class DTensor(torch.Tensor):
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same value in another layout, on this mesh or another; differentiable.
 
@@ -161,14 +168,17 @@ class DTensor(torch.Tensor):
             placements: one an axis.
             async_op: on a device with streams, run beside what follows until the result is used; elsewhere (CPU) the
                 result is ready when the call returns.
+            forward_dtype: what the value is cast to before it is sent, the dtype of the result; default the tensor's.
+            backward_dtype: what the gradient is cast to before it is sent; default the tensor's, which it is in after.
 
         Raises:
             ValueError: placements that do not fit, or a mesh of another kind of device; on every rank, before anything
                 is sent.
+            NotImplementedError: a dtype together with another mesh.
         """
         from hp_dtensor.torch.transfer import relayout
 
-        return relayout(self, device_mesh, placements, async_op=async_op)
+        return relayout(self, device_mesh, placements, async_op, forward_dtype, backward_dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, plain, on every rank; differentiable."""

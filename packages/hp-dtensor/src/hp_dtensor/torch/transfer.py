@@ -23,6 +23,7 @@ from hp_dtensor.placements import Placement
 from hp_dtensor.redistribution.transfer import Box, Move, Transfer, plan_transfer
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_dtensor.torch import autograd, pending
+from hp_dtensor.torch.borders import redistribute_in
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.kept import drop
 from hp_dtensor.torch.redistribute import as_movable, execute
@@ -37,12 +38,26 @@ _MAX_BOXES = 64
 
 
 def relayout(
-    x: DTensor, device_mesh: DeviceMesh | Layout | None, placements: Sequence[Placement] | None, *, async_op: bool
+    x: DTensor,
+    device_mesh: DeviceMesh | Layout | None,
+    placements: Sequence[Placement] | None,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
     """See ``DTensor.redistribute``."""
     if async_op and pending.possible(x):
-        return pending.aside(x, lambda: relayout(x, device_mesh, placements, async_op=False))
+        return pending.aside(x, lambda: relayout(x, device_mesh, placements, False, forward_dtype, backward_dtype))
     have = x._spec
+    if forward_dtype is not None or backward_dtype is not None:
+        mesh, wanted = as_placements(device_mesh, placements, have.mesh, "redistribute")
+        if mesh != have.mesh:
+            raise NotImplementedError(
+                f"redistribute: forward_dtype and backward_dtype together with another mesh, {mesh} for {have.mesh},"
+                " are not supported; cast first: x.to(dtype).redistribute(mesh, placements)"
+            )
+        spec = have.with_placements(normalize(wanted, mesh, len(have.shape), "redistribute"))
+        return redistribute_in(x, spec, forward_dtype, backward_dtype)
     if device_mesh is have.mesh and isinstance(placements, (list, tuple)) and tuple(placements) == have.placements:
         return redistribute(x, have)
     mesh, wanted = as_placements(device_mesh, placements, have.mesh, "redistribute")

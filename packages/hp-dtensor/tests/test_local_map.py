@@ -1,0 +1,167 @@
+"""``local_map``, ``from_local(grad_placements=)`` and ``redistribute(forward_dtype=, backward_dtype=)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hp_dtensor import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, local_map
+from hp_platform.testing import device_type, on_ranks
+
+pytestmark = pytest.mark.framework("torch")
+R = Replicate()
+
+
+def rand(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device_type())
+
+
+def place(whole: torch.Tensor, placement: Any) -> DTensor:
+    return distribute_tensor(whole, init_device_mesh(device_type(), (2,)), [placement]).requires_grad_()
+
+
+def close(got: Any, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got, expected, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [False, True])
+def test_a_local_product(layout: bool) -> None:
+    def said(placement: Any, *axes: str) -> Any:
+        return Layout((2,), ("tp",))(*axes) if layout else [placement]
+
+    columns, rows = said(Shard(1), "None", "tp"), said(Shard(0), "tp", "None")
+
+    @local_map(out_placements=[Partial()], in_placements=(columns, rows), redistribute_inputs=True)
+    def product(x: Any, w: Any) -> Any:
+        assert type(x) is torch.Tensor and x.shape == (4, 3)
+        return x @ w
+
+    wholes = [t.requires_grad_() for t in (rand(4, 6), rand(6, 5))]
+    given = [place(t.detach(), R) for t in wholes]
+    made = product(*given)
+    assert made.placements == (Partial(),)
+    close(made, wholes[0] @ wholes[1])
+    made.square().sum().backward()
+    (wholes[0] @ wholes[1]).square().sum().backward()
+    for x, want in zip(given, wholes):
+        close(x.grad, want.grad)
+    assert type(product(wholes[0][:, :3], wholes[1][:3])) is torch.Tensor
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("gradients", [None, ([Shard(0)], [Partial()])])
+def test_the_gradient_of_a_replicated_argument_is_whole(gradients: Any) -> None:
+    x, w = rand(4, 6).requires_grad_(), rand(6).requires_grad_()
+    dx, dw = place(x.detach(), Shard(0)), place(w.detach(), R)
+    scaled = local_map(lambda a, b: a * b, [Shard(0)], in_grad_placements=gradients)
+    scaled(dx, dw).square().sum().backward()
+    (x * w).square().sum().backward()
+    close(dx.grad, x.grad)
+    close(dw.grad, w.grad)
+
+
+@on_ranks(2)
+def test_nested_arguments_and_several_results() -> None:
+    x, w = rand(4, 6), rand(6)
+
+    def both(pair: Any, scale: float, *, more: int) -> Any:
+        return {"product": pair["x"] * pair["w"] * scale + more, "rows": pair["x"].shape[0]}
+
+    made = local_map(both, ([Shard(0)], None), ([Shard(0)], [R], None))(
+        {"x": place(x, Shard(0)), "w": place(w, R)}, 2.0, more=1
+    )
+    close(made["product"], x * w * 2 + 1)
+    assert made["rows"] == 2
+
+
+@on_ranks(2)
+def test_what_does_not_fit_a_local_map_is_said() -> None:
+    x = place(rand(4, 6), Shard(0))
+    for kwargs, text in (
+        (
+            {"in_placements": ([R],)},
+            r"argument 0 is placed \(Shard\(0\),\), in_placements says \(Replicate\(\),\); pass red",
+        ),
+        ({"in_placements": ([R], [R])}, r"in_placements has 2 entries for 1 positional arguments"),
+        ({"in_placements": (None,)}, r"in_placements\[0\] is None, the argument is a DTensor placed"),
+        ({"out_placements": ([Shard(0)], [Shard(0)])}, r"out_placements has 2 entries for 1 results"),
+        ({"out_placements": None}, r"out_placements\[0\] is None, the result is a Tensor: a tensor needs placements"),
+    ):
+        for kind in (ValueError, AssertionError):
+            with pytest.raises(kind, match=text):
+                local_map(lambda a: a, **{"out_placements": [Shard(0)], **kwargs})(x)
+    with pytest.raises(ValueError, match=r"result 0 is a DTensor; func works on local tensors"):
+        local_map(lambda a: x, [Shard(0)])(x)
+
+
+# ---- the gradient's layout and dtypes ----
+@on_ranks(2)
+@pytest.mark.parametrize("placement", [R, Partial()], ids=repr)
+def test_a_local_tensor_gets_its_gradient_in_parts(placement: Any) -> None:
+    mesh, local = init_device_mesh(device_type(), (2,)), rand(4, 6).requires_grad_()
+    x = DTensor.from_local(local, mesh, [placement], grad_placements=[Partial()])
+    x.square().sum().backward()
+    assert local.grad is not None
+    whole = local.detach() * (2 if placement.is_partial() else 1)
+    close(DTensor.from_local(local.grad, mesh, [Partial()]), 2 * whole)
+    plain = rand(4, 6).requires_grad_()
+    DTensor.from_local(plain, mesh, [placement], grad_placements=[R]).square().sum().backward()
+    assert plain.grad is not None
+    close(plain.grad, 2 * whole)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, None), (torch.float32, torch.float32), (None, torch.float32)], ids=str
+)
+@pytest.mark.parametrize("way", [(Shard(0), R), (Shard(0), Shard(1)), (R, Shard(0)), (Partial(), R)], ids=repr)
+def test_values_and_gradients_are_sent_in_dtypes_of_their_own(dtypes: Any, way: Any) -> None:
+    forward, backward = dtypes
+    mesh, part = init_device_mesh(device_type(), (2,)), rand(4, 6).requires_grad_()
+    x = DTensor.from_local(part, mesh, [way[0]])
+    with pytest.MonkeyPatch.context() as patch:
+        sent: list[Any] = []
+        from hp_dtensor.torch import autograd, borders
+
+        for place_ in (autograd, borders):
+            run = place_.execute
+            patch.setattr(place_, "execute", lambda t, *rest, run=run: sent.append(t.dtype) or run(t, *rest))
+        made = x.redistribute(placements=[way[1]], forward_dtype=forward, backward_dtype=backward, async_op=True)
+        assert made.dtype == (forward or torch.float64) and made.placements == (way[1],)
+        (made.double() ** 2).sum().full_tensor().backward()
+        gradients = set() if way[0].is_partial() else {backward or torch.float64}  # a sum's is on all ranks already
+        assert sent[0] == made.dtype and gradients <= set(sent[1:])
+    want = DTensor.from_local(other := rand(4, 6).requires_grad_(), mesh, [way[0]])
+    (want.redistribute(placements=[way[1]]) ** 2).sum().backward()
+    assert part.grad is not None and part.grad.dtype == torch.float64
+    torch.testing.assert_close(part.grad, other.grad, rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_errors_of_torchs_types() -> None:
+    mesh, x = init_device_mesh(device_type(), (2,)), place(rand(4, 6), Shard(0))
+    for kinds, call, text in (
+        ((ValueError, RuntimeError), lambda: x.redistribute(), "redistribute: say where to"),
+        ((TypeError, RuntimeError), lambda: DTensor.from_local(x, mesh, [R]), "takes a plain tensor, got a DTensor"),
+        ((TypeError,), lambda: DTensor.from_local([1.0], mesh, [R]), "takes a plain tensor, .* got a builtins.list"),
+        ((ValueError, RuntimeError), lambda: distribute_tensor((rand(4).requires_grad_() * 2), mesh, [R]), "cut off"),
+        ((TypeError,), lambda: x.redistribute(placements=[0]), "is not a placement"),
+        (
+            (ValueError,),
+            lambda: DTensor.from_local(rand(4, 6), mesh, [Shard(0)], grad_placements=[R]),
+            r"may be Shard\(0\)",
+        ),
+        ((ValueError,), lambda: x.full_tensor(grad_placements=[Shard(0)]), r"it may be Replicate\(\) or Partial\(\)"),
+    ):
+        for kind in kinds:
+            with pytest.raises(kind, match=text):
+                call()
+    square = init_device_mesh(device_type(), (2, 1))
+    with pytest.raises(ValueError, match=r"hold parts of max and sum, and which is reduced first makes a difference"):
+        DTensor.from_local(rand(4), square, [Partial(), Partial("max")])
+    with pytest.raises(NotImplementedError, match=r"with another mesh, .* cast first: x\.to\(dtype\)"):
+        x.redistribute(square, [R, R], forward_dtype=torch.float32)
