@@ -127,6 +127,43 @@ def test_lengths_that_differ_in_a_later_step(style: str) -> None:
     assert model(x).shape == (1, HEADS, 4, SIZE)
 
 
+class Decoder(Attention):
+    """Attention of another class than the encoder's."""
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.ModuleList([Attention(), Attention()]), Decoder()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.encoder[0](x), self.encoder[1](x), self.decoder(y)
+
+
+@on_ranks(2)
+def test_what_only_one_rank_sees_at_a_later_kind_of_attention() -> None:
+    """Lengths that the first kind has on one rank, and not on the other; what one rank refuses there."""
+    mesh, rank = _mesh(), dist.get_rank()
+    model = parallelize_module(Two(), mesh, {"encoder.*": ContextParallel(), "decoder": ContextParallel()})
+    one = parallelize_module(Two(), mesh, dict.fromkeys(["encoder.*", "decoder"], ContextParallel()))
+    options: dict[str, Any] = {"dtype": torch.float64, "device": device_type()}
+    x, longer = torch.randn(2, 4, DIM, **options), torch.randn(2, 4 + 2 * rank, DIM, **options)
+    for _ in range(2):
+        for each in (model, one):
+            with pytest.raises(ValueError, match=r"rank 1"):
+                each(x, longer)
+            each(x, x)
+    heads = parallelize_module(nn.ModuleList([Given(), Other()]), mesh, {"*": ContextParallel()})
+    heads.forward = lambda q, k: (heads[0](q, q, q), heads[1](q, k, k))  # type: ignore[method-assign]
+    q = torch.randn(1, 4, 6, 2, device=device_type())
+    with pytest.raises(ValueError, match="fewer key than query heads need enable_gqa" if rank else "rank"):
+        heads(q, q[:, :2] if rank else q)
+
+
+class Other(Given):
+    """Of another class."""
+
+
 @on_ranks(2)
 def test_load_balance_that_is_not_the_same_everywhere() -> None:
     mesh = _mesh()

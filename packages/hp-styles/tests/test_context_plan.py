@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_styles.context_plan import chunk_order, chunks_of, divided, kv_copies, ring_blocks, split_degrees
@@ -30,6 +30,7 @@ def _seen(size: int, rank: int, *, causal: bool, load_balance: bool, length: int
     return seen
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 9), chunk=st.integers(1, 3), causal=st.booleans(), load_balance=st.booleans())
 def test_the_blocks_of_all_ranks_are_the_mask(size: int, chunk: int, causal: bool, load_balance: bool) -> None:
     length = 2 * size * chunk

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from hp_platform.testing import device_type, on_ranks
 from hp_styles import parallelize_module
 
 pytestmark = pytest.mark.framework("torch")
+R = Replicate()
 TOKENS, HIDDEN, INNER, EXPERTS = 6, 8, 12, 4
 
 
@@ -120,6 +124,94 @@ def test_experts_by_expert():
     model = compare(Block, BY_EXPERT)
     assert model.experts.gate_up_proj.to_local().shape == (EXPERTS // 2, 2 * INNER, HIDDEN)
     assert model.experts.num_experts == EXPERTS, "outside of forward"
+
+
+class WithIdentity(Block):
+    """The last expert returns its input, as some of LongCat-Flash's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts.identity = nn.Identity()
+        self.experts.forward = types.MethodType(_with_identity, self.experts)
+
+
+def _with_identity(self, tokens, chosen, weights):
+    out = torch.zeros_like(tokens)
+    for expert in range(self.num_experts):
+        rows, places = torch.where(chosen == expert)
+        made = self.identity(tokens[rows] * self.scale)
+        if expert < self.num_experts - 1:
+            gate, up = (tokens[rows] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            made = (torch.tanh(gate) * up) @ self.down_proj[expert].T
+        out.index_add_(0, rows, made * weights[rows, places, None])
+    return out
+
+
+@on_ranks(2)
+def test_an_expert_that_returns_its_input():
+    model = compare(WithIdentity, {**BY_FEATURE, "experts.identity": "moe_identity_expert"})
+    with pytest.raises(RuntimeError, match="called outside of experts that have the style 'moe_tp_experts'.* by 2"):
+        model.experts.identity(torch.ones(2, HIDDEN))
+    with pytest.raises(RuntimeError, match=r"Identity has the style IdentityExpert\(\) already"):
+        parallelize_module(model.experts.identity, model.gate.weight.device_mesh, "moe_identity_expert")
+
+
+class Summed(nn.Module):
+    """A product over the sharded dim, with no style that would sum it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, INNER), nn.Parameter(torch.randn(INNER, HIDDEN))
+
+    def forward(self, x):
+        return self.up(x).tanh() @ self.down
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("down", "placement"), [("rowwise", Shard(1)), ("grouped_gemm", Shard(0)), ("replicate", R)])
+def test_an_output_that_is_brought_to_all_ranks(down, placement):
+    plan = {"0.up": "colwise", "0.down": down, "0": "all_reduce", "1": "replicate"}
+    model = compare(lambda: nn.Sequential(Summed(), nn.Linear(HIDDEN, HIDDEN)), plan)
+    assert model[0].down.placements == (placement,)
+    x = distribute_tensor(torch.ones(TOKENS, HIDDEN, dtype=torch.float64), model[0].down.device_mesh, [R])
+    assert model[0](x).placements == (R,)
+
+
+class Sinks(nn.Module):
+    """Attention over heads with a logit of its own for each, as granitemoe's: a parameter that no Linear owns."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3)), nn.Linear(HIDDEN, HIDDEN)
+        self.sinks = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (4, -1)).transpose(0, 1) for part in self.qkv)
+        logits = q @ k.transpose(-1, -2)
+        sinks = self.sinks.view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+        weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+        return self.out((weights @ v).transpose(0, 1).flatten(1))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sinks", ["colwise", "replicate"])
+def test_parameters_that_the_module_itself_computes_with(sinks):
+    plan = {"0.qkv.*": "colwise", "0.out": "rowwise", "0.sinks": sinks, "0": "local_params"}
+    model = compare(lambda: nn.Sequential(Sinks()), plan)
+    assert model[0].sinks.placements == ((Shard(0),) if sinks == "colwise" else (R,))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plan", [BY_FEATURE, {"experts": "plain", "gate": "replicate"}], ids=["experts", "plain"])
+def test_a_copy_computes_with_its_own_parameters(plan):
+    model = compare(Block, plan)
+    other = copy.deepcopy(model)
+    tokens = distribute_tensor(torch.ones(TOKENS, HIDDEN, dtype=torch.float64), model.gate.weight.device_mesh, [R])
+    before = model(tokens)
+    with torch.no_grad():
+        other.experts.down_proj.zero_()
+    assert torch.equal(other(tokens).full_tensor(), tokens.full_tensor())
+    assert torch.equal(model(tokens).full_tensor(), before.full_tensor())
 
 
 class Packed(nn.Module):

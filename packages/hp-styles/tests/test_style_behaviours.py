@@ -348,8 +348,8 @@ class Other(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_replicated(training: bool) -> None:
-    mesh, x = _mesh(), torch.randn(4, 6, dtype=torch.float64)
-    reference = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double().train(training)
+    mesh, x = _mesh(), _rand(4, 6)
+    reference = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double().train(training).to(device_type())
     for placement in (Replicate(), Shard(0)):
         model = copy.deepcopy(reference)
         one = copy.deepcopy(reference)

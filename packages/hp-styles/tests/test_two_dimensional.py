@@ -105,9 +105,10 @@ def test_activations_move_and_weights_do_not() -> None:
     torch.testing.assert_close(got, reference(x).chunk(2, 1)[row].chunk(2, 0)[column])
     with count_collectives() as backward:
         got.square().sum().backward()
-    assert dict(forward) == {"all_gather": 1, "reduce_scatter": 1}
+    assert dict(forward) == {"all_gather": 1 + 2, "reduce_scatter": 1}, "the shapes of parts, over each axis"
     assert dict(backward) == {"all_gather": 1, "reduce_scatter": 1}
-    assert forward.bytes == backward.bytes == 8 * (tokens * into // 2 + tokens * out // 2)
+    assert backward.bytes == 8 * (tokens * into // 2 + tokens * out // 2)
+    assert forward.bytes == backward.bytes + 8 * 8 * (2 + 4), "a shape is 8 numbers"
 
 
 @on_ranks(8)
@@ -131,8 +132,12 @@ def test_of_a_depth_only_the_weights_gradients_are_summed_over_it() -> None:
         ("reduce_scatter", "x"): (1, narrow),  # its output
     }
     parameters = dim * hidden // 4 * 2 + hidden // 2 + dim // 2
+    shapes = {("all_gather", "y"): 2, ("all_gather", "x"): 4, ("all_gather", "depth"): 8}  # as many are told each rank
+    forward = {key: moved.get(key, (0, 0)) for key in moved | shapes}
+    told = {key: (1, 8 * 8 * count) for key, count in shapes.items()}
+    forward |= {key: (forward[key][0] + calls, forward[key][1] + size) for key, (calls, size) in told.items()}
     assert found == {
-        **{("forward", *key): total for key, total in moved.items()},
+        **{("forward", *key): total for key, total in forward.items()},
         **{("backward", *key): total for key, total in moved.items()},
         ("backward", "all_reduce", "depth"): (1, 8 * parameters),
     }

@@ -9,7 +9,7 @@ from typing import Any
 from hp_dtensor import DeviceMesh, get_current_mesh
 from hp_dtensor.sharding_plan import matches, matching
 from hp_styles.arguments import check_mesh
-from hp_styles.inputs import framework
+from hp_styles.inputs import comparing_in_calls_of, framework
 from hp_styles.names import named_style
 from hp_styles.styles import ParallelStyle, source_rank
 
@@ -88,7 +88,7 @@ def parallelize_module(
             _, other, _ = chosen.setdefault(id(modules[name]), (name, pattern, style))
             if other != pattern:
                 raise ValueError(f"parallelize_module: {name!r} is matched by {other!r} and by {pattern!r}; keep one")
-    with framework().tied(module), source_rank(src_data_rank):
+    with framework().tied(module), source_rank(src_data_rank), comparing_in_calls_of(module):
         for name, style in placed.items():
             owner, _, own = name.rpartition(".")
             placement = style._parameter_placement(own, len(parameters[name].shape))
@@ -98,7 +98,6 @@ def parallelize_module(
                 style.apply(modules[name], mesh)
             except NotImplementedError as error:
                 raise NotImplementedError(f"parallelize_module: {name or 'the module itself'}: {error}") from None
-    framework().around_calls(module)
     inside = {id(style): style for name, _, style in chosen.values() if name}
     for style in inside.values():
         style.enclose(module, mesh)

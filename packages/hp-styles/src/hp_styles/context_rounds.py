@@ -2,10 +2,10 @@
 
 Note [Rounds]
     A rank that alone sees something new (a length, a mask) must not be the only one to ask the others. So they compare
-    at the first attention of each call of the module that `parallelize_module` was given, whatever that call's data is,
-    and what comes later in the call is held against it on each rank alone. A module that is called outside of such a
-    call is one itself. In backward, where checkpoints run modules again, a round ends where a module comes for the
-    second time.
+    at the first attention of each kind (a class of modules, causal or not: an encoder's, a decoder's) in each call of
+    the module that `parallelize_module` was given, whatever that call's data is, and what comes later in the call is
+    held against it on each rank alone. A module that is called outside of such a call is one itself. In backward, where
+    checkpoints run modules again, a round ends where a module comes for the second time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ class Round:
     Attributes:
         settled: by what is alike in calls, what the ranks found out about them.
         kept: what is computed once for all, by what it is computed from, which stays alive with it.
+        kinds: of modules whose ranks have compared what they compute.
         seen: modules that were called.
         fault: what this rank refuses all of them with.
     """
 
     settled: dict[Any, Any] = field(default_factory=dict)
     kept: dict[Any, Any] = field(default_factory=dict)
+    kinds: frozenset[Any] = frozenset()
     seen: set[int] = field(default_factory=set)
     fault: Exception | None = None
 

@@ -10,7 +10,7 @@ Note [Whole keys]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh
@@ -44,7 +44,6 @@ class SparseStyle(ParallelStyle):
     seq_dim: int = 1
     load_balance: bool = False
     use_local_output: bool = False
-    _agreed: set[Any] = field(default_factory=set, init=False, repr=False)  # the shapes that the ranks have compared
 
     sharded_heads = False
 
@@ -103,8 +102,8 @@ class DSASparseAttentionContextParallel(SparseStyle):
 
     Raises:
         ValueError: arguments that forward does not have, or do not fit each other; ranks that do not ascend; (in
-            forward) parts of unequal length, or layouts of DTensors that do not fit. Ranks compare the shapes of their
-            parts where they are new to each of them; a single rank that deviates later is not found out.
+            forward) parts of unequal length, or layouts of DTensors that do not fit. Ranks compare their parts once
+            in each call of what ``parallelize_module`` was given, and all of them raise.
         TypeError: (in forward) a missing input, or one that is no tensor; queries and keys of which some are DTensors.
         RuntimeError: a second context parallel style on a module; (in backward) second derivatives.
         NotImplementedError: on MindSpore; (in forward) under torch.compile.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import hp_dtensor
@@ -12,9 +14,21 @@ from hp_dtensor import DeviceMesh, Placement
 from hp_dtensor.spec import TensorSpec, normalize
 from hp_platform import get_platform
 from hp_styles.arguments import check_mesh
-from hp_styles.context_rounds import Rounds
+from hp_styles.context_rounds import Round, Rounds
 
-__all__ = ["begin_call", "compare_parts", "end_call", "framework", "on_input", "on_inputs", "on_output", "on_outputs"]
+__all__ = [
+    "begin_call",
+    "compare_parts",
+    "comparing_in_calls_of",
+    "current_round",
+    "end_call",
+    "framework",
+    "note_comparing",
+    "on_input",
+    "on_inputs",
+    "on_output",
+    "on_outputs",
+]
 
 
 @functools.cache
@@ -81,6 +95,32 @@ def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -
 
 
 _rounds = Rounds()
+_comparing: ContextVar[list[Any] | None] = ContextVar("comparing", default=None)
+
+
+@contextlib.contextmanager
+def comparing_in_calls_of(module: Any) -> Iterator[None]:
+    """Styles that are applied inside compare parts once in a call of ``module``, where they compare any."""
+    noted: list[Any] = []
+    token = _comparing.set(noted)
+    try:
+        yield
+    finally:
+        _comparing.reset(token)
+    if noted:
+        framework().around_calls(module)
+
+
+def note_comparing(module: Any) -> None:
+    """Says that parts are compared before ``module`` runs."""
+    noted = _comparing.get()
+    if noted is not None:
+        noted.append(module)
+
+
+def current_round() -> Round:
+    """What belongs to this call of what `parallelize_module` was given; a new one outside of such a call."""
+    return _rounds.of(0, backward=False)
 
 
 def begin_call(module: Any) -> None:
@@ -112,7 +152,7 @@ def compare_parts(mesh: DeviceMesh, inputs: Sequence[tuple[Any, Placed | None]])
     """
     if mesh.size() == 1 or not any(_is_part(value, layout) for value, layout in inputs):
         return
-    settled = _rounds.of(0, backward=False).settled
+    settled = current_round().settled
     if mesh in settled:
         return
     parts = [value if _is_tensor(value) and not isinstance(value, hp_dtensor.DTensor) else None for value, _ in inputs]
@@ -136,8 +176,39 @@ def _is_part(value: Any, layout: Placed | None) -> bool:
     if layout is None or not _is_tensor(value) or isinstance(value, hp_dtensor.DTensor):
         return False
     last = len(value.shape) - 1
-    placements = (layout,) if isinstance(layout, Placement) else layout
-    return any(p.is_shard() and p.dim not in (-1, last) for p in placements)  # type: ignore[attr-defined]
+    return any(p.is_shard() and p.dim not in (-1, last) for p in _each(layout))  # type: ignore[attr-defined]
+
+
+def _cuts(module: Any, layouts: Iterable[Placed | None]) -> bool:
+    """Whether one of the layouts may cut a batch or a sequence, which is noted then."""
+    placements = [placement for layout in layouts if layout is not None for placement in _each(layout)]
+    cuts = any(p.is_shard() and p.dim != -1 for p in placements)  # type: ignore[attr-defined]
+    if cuts:
+        note_comparing(module)
+    return cuts
+
+
+def _each(layout: Placed) -> tuple[Placement, ...]:
+    return (layout,) if isinstance(layout, Placement) else layout
+
+
+def _convert_once(module: Any, mesh: DeviceMesh, kind: str, names: Iterable[Any]) -> None:
+    """Notes which inputs or outputs of a module a hook converts.
+
+    Raises:
+        RuntimeError: one of them is converted already, so that its parts would be taken for parts of parts.
+    """
+    names = set(names)
+    taken = {key: set(value) for key, value in getattr(module, "_converted", {}).items()}
+    before = taken.setdefault((kind, mesh._key), set())
+    if names & before:
+        raise RuntimeError(
+            f"{type(module).__name__}: a style converts its {kind}s {sorted(map(repr, names & before))} over"
+            f" {mesh.mesh_dim_names or mesh.shape} already and would a second time; apply PrepareModuleInput and"
+            " PrepareModuleOutput to a module once"
+        )
+    before |= names
+    module._converted = taken
 
 
 def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> None:
@@ -147,14 +218,17 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> 
         TypeError: (in forward) there is no such input, or it is no tensor.
     """
     check_mesh(mesh, "parallel style")
+    cuts = _cuts(module, [layout])
 
     def convert(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and _is_tensor(args[0]):
-            compare_parts(mesh, ((args[0], layout),))
+            if cuts:
+                compare_parts(mesh, ((args[0], layout),))
             return (_to_dtensor(args[0], mesh, layout, desired), *args[1:]), kwargs
         for name, value in kwargs.items():
             if _is_tensor(value):
-                compare_parts(mesh, ((value, layout),))
+                if cuts:
+                    compare_parts(mesh, ((value, layout),))
                 return args, {**kwargs, name: _to_dtensor(value, mesh, layout, desired)}
         given = [type(value).__name__ for value in (*args, *kwargs.values())]
         raise TypeError(
@@ -189,6 +263,8 @@ def on_inputs(
 ) -> None:
     """Converts positional and keyword inputs by their layouts."""
     check_mesh(mesh, "parallel style")
+    placed = [index for index, layout in enumerate(layouts or ()) if layout is not None]
+    _convert_once(module, mesh, "input", [*placed, *kwarg_layouts])
 
     def one(value: Any, layout: Placement | None, want: Placement | None) -> Any:
         if layout is None or value is None:
@@ -198,6 +274,8 @@ def on_inputs(
         made = _to_dtensor(value, mesh, layout, want if want is not None else layout)
         return made.to_local() if local and isinstance(made, hp_dtensor.DTensor) else made
 
+    cuts = _cuts(module, [*(layouts or ()), *kwarg_layouts.values()])
+
     def convert(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if layouts is not None and desired is not None:
             if len(args) != len(layouts):
@@ -205,8 +283,9 @@ def on_inputs(
                     f"PrepareModuleInput on {type(mod).__name__}: {len(args)} positional inputs, {len(layouts)}"
                     " input_layouts"
                 )
-        named = [(kwargs.get(name), layout) for name, layout in kwarg_layouts.items()]
-        compare_parts(mesh, (*zip(args, layouts or (), strict=False), *named))
+        if cuts:
+            named = [(kwargs.get(name), layout) for name, layout in kwarg_layouts.items()]
+            compare_parts(mesh, (*zip(args, layouts or (), strict=False), *named))
         if layouts is not None and desired is not None:
             args = tuple(one(*given) for given in zip(args, layouts, desired, strict=True))
         return args, {k: one(v, kwarg_layouts.get(k), desired_kwargs.get(k)) for k, v in kwargs.items()}
@@ -223,6 +302,8 @@ def on_outputs(
 ) -> None:
     """Converts outputs by their layouts."""
     check_mesh(mesh, "parallel style")
+    _convert_once(module, mesh, "output", [index for index, layout in enumerate(layouts) if layout is not None])
+    cuts = _cuts(module, layouts)
 
     def convert(mod: Any, args: Any, output: Any) -> Any:
         values = output if isinstance(output, (tuple, list)) else (output,)
@@ -230,7 +311,8 @@ def on_outputs(
             raise ValueError(
                 f"PrepareModuleOutput on {type(mod).__name__}: {len(values)} outputs, {len(layouts)} output_layouts"
             )
-        compare_parts(mesh, tuple(zip(values, layouts, strict=True)))
+        if cuts:
+            compare_parts(mesh, tuple(zip(values, layouts, strict=True)))
         made = []
         for value, layout, want in zip(values, layouts, desired, strict=True):
             if layout is not None and value is not None:

@@ -81,5 +81,9 @@ class IdentityExpert(ParallelStyle):
     """An expert that returns its input, inside of ``ExpertsParallel``: each rank's is one of equal terms of the sum."""
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        claim(module, self)
         framework().divide_inside(module, device_mesh)
         return module
+
+    def __repr__(self) -> str:
+        return "IdentityExpert()"

@@ -260,13 +260,14 @@ def _writes_plain(func: Any, first: Any) -> bool:
 def write_into_plain(func: Any, args: Any, kwargs: Any) -> Any:
     """A function that writes into its first operand, a plain tensor: what it writes is gathered.
 
-    The plain tensor goes on being one, taken as replicated, and its gradient reaches the DTensors.
+    The plain tensor goes on being one, taken as replicated, and its gradient reaches the DTensors. A number goes into
+    any: ``torch.nn.utils.clip_grad_norm_`` scales all gradients by one, of plain parameters too.
 
     Raises:
         ValueError: plain tensors are not taken as replicated here.
     """
-    if not replicates_plain():
-        some = next(tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor)
+    some = next((tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor and tensor.dim()), None)
+    if some is not None and not replicates_plain():
         raise ValueError(
             f"{_name(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape"
             f" {tuple(args[0].shape)}; gather it first: full_tensor()"

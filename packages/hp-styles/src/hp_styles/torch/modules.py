@@ -106,6 +106,12 @@ def partition(
             if child is not module and not any(child is each for each in inner.modules()):
                 partition(child, mesh, {}, src_data_rank)
         layouts = {}
+    if "weight" in layouts and module._parameters.get("weight") is None:
+        raise NotImplementedError(
+            f"the weight of {type(module).__name__} is no parameter of it, but computed of {sorted(_names(module))}"
+            " (weight_norm, spectral_norm, another parametrization), which no style shards: leave the module out of the"
+            " plan, or make the weight a parameter first (torch.nn.utils.parametrize.remove_parametrizations)"
+        )
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
@@ -118,7 +124,7 @@ def partition(
             raise ValueError(
                 f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)} is placed {parameter.placements} on"
                 f" {parameter.device_mesh} already, this style wants {wanted}: two styles on one module, or on two"
-                " modules that share the parameter"
+                " modules that share the parameter, or fully_shard before styles, which come first"
             )
         made = distribute_tensor(parameter.data, mesh, placements, src_data_rank=src_data_rank)
         new = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
@@ -141,6 +147,10 @@ def place(
     new = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
     vars(new).update({k: v for k, v in parameter.__dict__.items() if k not in new.__dict__})
     module._parameters[name] = new
+
+
+def _names(module: torch.nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters()]
 
 
 def replicate(module: torch.nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +26,7 @@ def run_replicated(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     def local(value: torch.Tensor) -> torch.Tensor:
         return value.redistribute(mesh, whole).to_local() if isinstance(value, DTensor) else value
 
-    def forward(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def forward(module: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if module.training:
             some = next((value for value in _tensors((args, kwargs))), None)
             if some is not None:
@@ -39,7 +41,7 @@ def run_replicated(module: torch.nn.Module, mesh: DeviceMesh) -> None:
 def run_pointwise(module: torch.nn.Module) -> None:
     """The forward of a module of one input, element by element, on this rank's part of it; laid out as it is."""
 
-    def forward(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def forward(module: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         (value,) = (*args, *kwargs.values())
         if not isinstance(value, DTensor):
             return original(*args, **kwargs)
@@ -73,7 +75,7 @@ def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
             return value.redistribute(mesh, [Partial()]).to_local()
         return value.to_local(grad_placements=[Partial()])
 
-    def forward(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def forward(module: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         cut = [p.placements[0] for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
         if all(placement.is_replicate() for placement in cut):
             raise ValueError(
@@ -87,6 +89,8 @@ def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
                 args = stack.enter_context(_own_experts(module, mesh, args, kwargs))
                 kwargs = {}
             stack.enter_context(_plain_parameters(module, parameter))
+            stack.callback(setattr, _depth, "inside", _depth.inside)
+            _depth.inside += 1
             output = original(*args, **kwargs)
         made = DTensor.from_local(output, mesh, [Partial()])
         return made.redistribute(mesh, whole)
@@ -94,10 +98,25 @@ def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     _around(module, forward)
 
 
+class _Depth(threading.local):
+    """How many modules of experts run on this thread, one in another."""
+
+    inside = 0
+
+
+_depth = _Depth()
+
+
 def divide_inside(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Divides a plain input, one that each rank of a region has, by the number of ranks."""
 
     def divide(mod: torch.nn.Module, args: Any) -> Any:
+        if not _depth.inside:
+            raise RuntimeError(
+                f"{type(mod).__name__} has the style 'moe_identity_expert' and is called outside of experts that have"
+                " the style 'moe_tp_experts', which sums the ranks' results: its input would be divided by"
+                f" {mesh.size()}, and stay so. Give the module that holds it 'moe_tp_experts'"
+            )
         return tuple(
             value / mesh.size() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
             for value in args
@@ -107,9 +126,13 @@ def divide_inside(module: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _around(module: torch.nn.Module, run: Callable[..., Any]) -> None:
-    # In place of forward: hooks of others, such as those that gather parameters, are then done.
-    original = module.forward
-    module.forward = lambda *args, **kwargs: run(original, args, kwargs)
+    # In place of forward: hooks of others, such as those that gather parameters, are then done. Methods, as a copy of
+    # the module binds them to itself.
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(module, module._forward_inside, args, kwargs)
+
+    module._forward_inside = module.forward  # type: ignore[assignment]
+    module.forward = types.MethodType(forward, module)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -45,7 +45,7 @@ class ContextGroup(SequenceGroup):
     """
 
     def __init__(self, mesh: DeviceMesh, ulysses_degree: int | None, load_balance: bool, rounds: Rounds) -> None:
-        super().__init__(mesh, load_balance, set(), "ContextParallel")
+        super().__init__(mesh, load_balance, "ContextParallel")
         self.rounds = rounds
         self.number = next(_numbers)
         self.degrees = split_degrees(self.size, ulysses_degree)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 
@@ -22,14 +21,13 @@ class SequenceGroup:
     Args:
         mesh: of one axis.
         load_balance: each rank holds a chunk of the head and one of the tail.
-        agreed: what the ranks were found to have alike; modules of one style share it.
         style: the name of the style, for errors.
 
     Raises:
         ValueError: the ranks do not ascend along the axis, or this one is not among them.
     """
 
-    def __init__(self, mesh: DeviceMesh, load_balance: bool, agreed: set[Any], style: str) -> None:
+    def __init__(self, mesh: DeviceMesh, load_balance: bool, style: str) -> None:
         self.mesh = mesh
         self.load_balance = load_balance
         self.style = style
@@ -44,7 +42,6 @@ class SequenceGroup:
         if coordinate is None:
             raise ValueError(f"{style}: this rank is not in the mesh of ranks {self.ranks}")
         self.place = coordinate[0]
-        self._agreed = agreed
 
     def cuts(self, x: DTensor) -> list[bool]:
         """Of each axis of a DTensor's mesh, whether it is the one that the sequence is cut over."""
@@ -100,18 +97,12 @@ class SequenceGroup:
                 f" {x.shape[seq_dim]} (dim {seq_dim}); cut the sequence with context_parallel_shard"
             )
 
-    def compared(self, key: Any, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """The numbers of every rank, where ``key`` is not among what was `found_alike`; else nothing."""
-        if self.size == 1 or key in self._agreed:
-            return []
+    def gathered(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """The numbers of every rank."""
         mine = torch.tensor(numbers, device=device)
         found = mine.new_empty(self.size * len(numbers))
         get_platform().collectives.all_gather(found, mine, group=self.mesh.get_group())
         return found.view(self.size, -1).tolist()
-
-    def found_alike(self, key: Any) -> None:
-        """Not to be compared again."""
-        self._agreed.add(key)
 
 
 def like(out: T, q: T) -> T:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from hp_platform import get_platform
 from hp_styles.context_documents import Part, joined_parts
 from hp_styles.context_header import ERRORS, Header, check_alike
 from hp_styles.context_rounds import Round
@@ -106,7 +105,9 @@ class Settling:
         group, settled = self.group, self.round.settled
         lengths = (tuple(parts[0].shape[:1]), tuple(x.shape[_SEQUENCE : _SEQUENCE + 1] for x in (parts[0], parts[-1])))
         key = (lengths, id(self.call.positions), self.call.causal)
-        if key in settled or (fault is not None and settled):
+        kind = self.call.name, self.call.causal  # alike on all ranks, as no length is
+        known, self.round.kinds = kind in self.round.kinds, self.round.kinds | {kind}
+        if known and (key in settled or fault is not None):
             if fault is not None:
                 raise fault
             before, rows, _ = settled[key]
@@ -133,16 +134,10 @@ class Settling:
 
     def _exchanged(self, header: Header, device: torch.device) -> list[Header]:
         """What each rank says, from one message, or from two where a rank's part has too many runs for one."""
-        messages = self._gathered(header.numbers(), device)
+        messages = self.group.gathered(header.numbers(), device)
         longest = Header.longest(messages)
         if not longest:
             return [Header.read(numbers) for numbers in messages]
         mine = header.runs()
-        runs = self._gathered([*mine, *[0] * (longest - len(mine))], device)
+        runs = self.group.gathered([*mine, *[0] * (longest - len(mine))], device)
         return [Header.read(numbers, more) for numbers, more in zip(messages, runs, strict=True)]
-
-    def _gathered(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        mine = torch.tensor(numbers, device=device)
-        everyones = mine.new_empty(self.group.size * len(numbers))
-        get_platform().collectives.all_gather(everyones, mine, group=self.group.mesh.get_group())
-        return everyones.view(self.group.size, -1).tolist()

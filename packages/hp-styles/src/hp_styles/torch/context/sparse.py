@@ -6,7 +6,7 @@ Everything that is refused is refused by what all ranks know alike, or is compar
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from hp_platform import get_platform
 from hp_styles.context_sparse import DSAIndexerLossContextParallel, EarlySparseStyle, SparseStyle
+from hp_styles.inputs import current_round, note_comparing
 from hp_styles.torch.context.arguments import Arguments, mapped, refuse_compiled
 from hp_styles.torch.context.early import Blocks, register
 from hp_styles.torch.context.gather import Whole, gather
@@ -25,6 +26,7 @@ __all__ = ["attach_sparse"]
 T = torch.Tensor
 Key = str | int
 _DIMS = 8  # of a tensor, for what the ranks compare
+_WIDTH = 4 + _DIMS  # of what they compare of one
 
 
 class _Queries(threading.local):
@@ -54,10 +56,11 @@ def attach_sparse(module: nn.Module, mesh: DeviceMesh, style: SparseStyle) -> No
     if getattr(core, "_context_parallel", False):
         raise RuntimeError(f"{what}: {type(core).__name__} has a context parallel style already; apply one, once")
     arguments = Arguments(core, what, (style.query, *style.keys), style.positions)
-    group = SequenceGroup(mesh, style.load_balance, style._agreed, what)
+    group = SequenceGroup(mesh, style.load_balance, what)
     plan = Whole(mesh.get_group(), group.size, style.seq_dim, style.load_balance)
     blocks, queries = Blocks(plan, what, early), _Queries()
     core._context_parallel = True  # type: ignore[assignment]
+    note_comparing(core)
     if projections and group.size > 1:
         register(module, projections, blocks, lambda path, output: _check_early(group, style, path, output))
     receive = _receiver(group, style, plan, arguments, blocks, queries)
@@ -89,18 +92,24 @@ def _receiver(
         query = arguments.find(style.query, given, named)[1]
         found = {key: arguments.find(key, given, named) for key in style.keys}
         keys = {key: x for key, (_, x) in found.items()}
-        _check(group, style, {style.query: query, **keys})
-        parts = {key: _local(x, query) for key, x in keys.items()}
-        mine = _local(query, query)
-        _check_lengths(group, style, mine, parts)
+        parts: dict[Key, T] = {}
+
+        def checked() -> dict[Key, T]:
+            _check(group, style, {style.query: query, **keys})
+            parts.update({key: _local(x, query) for key, x in keys.items()})
+            mine = _local(query, query)
+            _check_lengths(group, style, mine, parts)
+            return {style.query: mine, **parts}
+
+        _agree(group, checked, (style.query, *style.keys), query, style.seq_dim)
         places = {place for place, _ in found.values()}
         for place, x in [*enumerate(given), *named.items()]:
             if isinstance(x, DTensor) and place not in places:
                 _put(given, named, place, _cut(group, x, f"the input {place!r}", query))
-        _agree(group, {style.query: mine, **parts}, style.seq_dim)
         for key, x in _whole(group, style, plan, blocks, keys, parts, query).items():
             _put(given, named, found[key][0], x)
         if style.positions is not None:
+            mine = _local(query, query)
             places = group.places(mine.shape[style.seq_dim], mine.device)
             arguments.hand(style.positions, places, given, named)
         queries.stack.append(query)
@@ -191,29 +200,60 @@ def _check_lengths(group: SequenceGroup, style: SparseStyle, query: T, parts: Ma
     group.check_halves(query, f"the query {style.query!r}", dim)
 
 
-def _agree(group: SequenceGroup, tensors: Mapping[Key, T], dim: int) -> None:
-    """Compares over the ranks what each alone knows, where it is new here.
+def _agree(
+    group: SequenceGroup, checked: Callable[[], Mapping[Key, T]], names: Sequence[Key], like: Any, dim: int
+) -> None:
+    """Compares over the ranks what each alone knows, and refuses on all of them what one refuses.
+
+    Once a call of what `parallelize_module` was given, whatever its data is: Note [Parts are compared] in
+    `hp_styles.inputs`. What comes later in the call is of the same data, and is checked on each rank alone.
+
+    Args:
+        group: the ranks.
+        checked: this rank's parts by name, or an error.
+        names: of the parts.
+        like: an input; what is compared goes by its device.
+        dim: the sequence's.
 
     Raises:
-        ValueError: they differ, on every rank that found its own to be new.
+        TypeError, ValueError: that of ``checked``.
+        ValueError: the parts differ, or another rank refuses its own.
     """
-    key = (group.mesh, *((name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors.items()))
-    facts = [(x.itemsize, x.is_floating_point(), x.requires_grad, x.dim(), *x.shape) for x in tensors.values()]
-    width = 4 + _DIMS
-    numbers = [int(n) for fact in facts for n in (*fact, *[0] * (width - len(fact)))]
-    rows = group.compared(key, numbers, next(iter(tensors.values())).device)
-    if any(row != numbers for row in rows):
+    fault: Exception | None = None
+    numbers = [0] * (len(names) * _WIDTH)
+    try:
+        numbers = [number for x in checked().values() for number in _facts(x)]
+    except (TypeError, ValueError) as error:
+        fault = error
+    settled = current_round().settled
+    key = "sparse", group.mesh
+    if group.size == 1 or key in settled or torch._C._current_graph_task_id() != -1:
+        if fault is not None:
+            raise fault
+        return
+    rows = group.gathered([int(fault is not None), *numbers], like.device)
+    if fault is not None:
+        raise fault
+    refused = [rank for rank, row in zip(group.ranks, rows, strict=True) if row[0]]
+    if refused:
+        raise ValueError(f"{group.style}: ranks {refused} refuse their parts of the sequence, see the error there")
+    if any(row[1:] != numbers for row in rows):
 
         def shapes(row: list[int]) -> list[list[int]]:
-            return [row[i + 4 : i + 4 + row[i + 3]] for i in range(0, len(row), width)]
+            return [row[i + 4 : i + 4 + row[i + 3]] for i in range(1, len(row), _WIDTH)]
 
         found = "; ".join(f"rank {rank}: {shapes(row)}" for rank, row in zip(group.ranks, rows, strict=True))
         raise ValueError(
             f"{group.style}: the ranks of the context axis hold parts of different shapes or dtypes, or differ in which"
-            f" of them need a gradient. The shapes of {', '.join(map(repr, tensors))} are {found}. Cut the sequence,"
+            f" of them need a gradient. The shapes of {', '.join(map(repr, names))} are {found}. Cut the sequence,"
             f" dim {dim}, with context_parallel_shard, which refuses lengths that do not divide"
         )
-    group.found_alike(key)
+    settled[key] = True
+
+
+def _facts(x: T) -> list[int]:
+    facts = [x.itemsize, int(x.is_floating_point()), int(x.requires_grad), x.dim(), *x.shape]
+    return [*facts, *[0] * (_WIDTH - len(facts))]
 
 
 def _whole(
@@ -251,10 +291,14 @@ def _check_early(group: SequenceGroup, style: SparseStyle, path: str, output: An
     """
     if not isinstance(output, T):
         raise TypeError(f"{group.style}: the output of {path} has to be a tensor, got {type(output).__name__}")
-    _check(group, style, {path: output})
-    local = _local(output, output)
-    group.check_halves(local, f"the output of {path}", style.seq_dim)
-    _agree(group, {path: local}, style.seq_dim)
+
+    def checked() -> dict[Key, T]:
+        _check(group, style, {path: output})
+        local = _local(output, output)
+        group.check_halves(local, f"the output of {path}", style.seq_dim)
+        return {path: local}
+
+    _agree(group, checked, (path,), output, style.seq_dim)
 
 
 # ---- what comes out ----
