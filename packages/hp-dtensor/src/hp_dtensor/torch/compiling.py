@@ -24,9 +24,11 @@ import torch
 
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.torch import dispatch, graph
+from hp_dtensor.torch import copied_view, dispatch, graph
 from hp_dtensor.torch import dtensor as eager
+from hp_dtensor.torch.copied_view import CopiedView
 from hp_dtensor.torch.dtensor import DTensor
+from hp_dtensor.torch.moved_view import MovedView
 from hp_dtensor.torch.overrides import Override
 
 __all__ = ["install", "texts", "traces_as"]
@@ -62,9 +64,42 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     name = graph.planned(func, tuple(template), tuple(kwargs), tuple(values), tuple(layouts), tuple(dtypes))
     out = graph.execute(name, *operands)
     results = graph.results(name)
+    graph.note_write(func, operands[0]._spec.shape, dtypes[0])
+    taken = graph.taken(name, dtypes[0])
     if graph.is_single(name):
-        return _wrap(out, results[0])
-    return type(out)([_wrap(local, spec) for local, spec in zip(out, results, strict=True)])
+        return _wrap(out, results[0]) if taken is None else _copy(out, results[0], taken)
+    made = [_wrap(x, spec) if taken is None else _copy(x, spec, taken) for x, spec in zip(out, results, strict=True)]
+    return type(out)(made)
+
+
+def _copy(local: Any, spec: Any, taken: Any) -> Any:
+    made = local.as_subclass(CopiedView)
+    made._spec = spec
+    made._taken = taken
+    return made
+
+
+@traces_as(copied_view._torch_function)
+def _torch_function_of_copy(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    func = func.name if isinstance(func, Override) else func
+    operands: list[Any] = []
+    for value in (*args, *(kwargs or {}).values()):
+        _hollow(value, operands)
+    taken = None
+    for index, x in enumerate(operands):
+        if isinstance(x, CopiedView) and graph.check_copy(func, index == 0, x._taken):
+            taken = x._taken
+    out = _torch_function(cls, func, types, args, kwargs)
+    if taken is None:
+        return out
+    if isinstance(out, (list, tuple)):
+        return type(out)([_copy(_local(x), x._spec, taken) for x in out])
+    return _copy(_local(out), out._spec, taken)
+
+
+@traces_as(MovedView.__torch_function__.__func__)  # type: ignore[attr-defined]
+def _torch_function_of_moved(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    graph.refuse_moved(func.name if isinstance(func, Override) else func)
 
 
 def _hollow(value: Any, operands: list[Any]) -> Any:

@@ -5,6 +5,7 @@ See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compiling`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,9 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec import TensorSpec, meshes, named, normalize
 from hp_dtensor.torch import autograd, dispatch
+from hp_dtensor.torch.copied_view import REFUSED, writes_first
 from hp_dtensor.torch.dtensor import wrap
+from hp_dtensor.torch.moved_view import VIEWS
 
 __all__ = [
     "HOLE",
@@ -55,6 +58,7 @@ class _Call:
         operands: the layouts of the tensors.
         results: the layouts of the results.
         single: there is one result, and it is no list.
+    copied: the results are views on one device, and copies here.
     """
 
     compute: Callable[[Any, Any], Any]
@@ -63,6 +67,7 @@ class _Call:
     operands: tuple[TensorSpec, ...]
     results: tuple[TensorSpec, ...]
     single: bool
+    copied: bool
 
 
 _calls: dict[str, _Call] = {}
@@ -142,7 +147,9 @@ def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes:
         plan = dispatch.plan_for(func, _fill(args, given), {k: _fill(v, given) for k, v in kwargs.items()})
     name = f"{_shown(func)} {len(_calls)}"
     results = tuple(plan.outs) if plan.spec is None else (plan.spec,)
-    _calls[name] = _Call(plan.compute, args, kwargs, tuple(specs), results, plan.spec is not None)
+    _calls[name] = _Call(
+        plan.compute, args, kwargs, tuple(specs), results, plan.spec is not None, plan.copied is not None
+    )
     return name
 
 
@@ -150,6 +157,64 @@ def _fill(template: Any, tensors: Any) -> Any:
     if type(template) in (list, tuple):
         return type(template)([_fill(item, tensors) for item in template])
     return next(tensors) if type(template) is str and template == HOLE else template
+
+
+_written: list[tuple[int, torch.dtype]] = []
+"""The numbers of elements and dtypes of the DTensors that were written in place, in the order of tracing."""
+
+
+@constant
+def note_write(func: Any, shape: Any, dtype: Any) -> None:
+    """A call was traced, perhaps one that writes to its first operand."""
+    if writes_first(getattr(T, func) if type(func) is str else func):
+        _written.append((math.prod(shape), dtype))
+
+
+@constant
+def taken(name: str, dtype: Any) -> Any:
+    """When a planned call gave a view that moved, and of how many elements; None where it gave something else."""
+    call = _calls[name]
+    return (len(_written), math.prod(call.operands[0].shape), dtype) if call.copied else None
+
+
+@constant
+def check_copy(func: Any, first: bool, taken: Any) -> bool:
+    """Refuses a call on a view that moved; whether its results are views of that.
+
+    Args:
+        func: what is called.
+        first: the view is its first argument.
+        taken: see `taken`.
+
+    Raises:
+        NotImplementedError: it would write the view, or would read it after a write that may have been to its source.
+    """
+    func = getattr(T, func) if type(func) is str else func
+    if first and writes_first(func):
+        raise NotImplementedError(
+            f"{REFUSED}: {_shown(func)} would not reach its source. Write to the source by index or mask outside of the"
+            " region, or clone() the view first"
+        )
+    since, numel, dtype = taken
+    if any(count <= numel and kind == dtype for count, kind in _written[since:]):
+        raise NotImplementedError(
+            f"{REFUSED}, and a DTensor that may be what it is a view of was written in place since: {_shown(func)}"
+            " would read the old value. Take the view after the write, or clone() it before"
+        )
+    return first and func in VIEWS
+
+
+@constant
+def refuse_moved(func: Any) -> None:
+    """Refuses a view that moved outside of the region.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"torch.compile: {_shown(func)} of a DTensor that is a view of another one and had to be moved: it follows its"
+        " source, which a graph can't; clone() it before the compiled region"
+    )
 
 
 @constant
