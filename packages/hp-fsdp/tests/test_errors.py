@@ -117,3 +117,16 @@ def test_clipping_takes_the_gradients_of_the_parameters() -> None:
     assert torch.equal(clipped[0], clipped[1]) and torch.equal(clipped[0], clipped[2])
     with pytest.raises(TypeError, match="gradients= is for MindSpore; on PyTorch the gradients are"):
         clip_grad_norm_(parameters, 1.0, gradients=clipped)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_what_is_torchs_own() -> None:
+    from torch.distributed.device_mesh import init_device_mesh as torchs_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    theirs, linear = torchs_mesh(device_type(), (2,)), nn.Linear(4, 4, device=device_type())
+    with pytest.raises(TypeError, match=r"hp_dtensor.DeviceMesh, got torch\.distributed.* Make it with hp_dtensor"):
+        fully_shard(linear, mesh=theirs)  # type: ignore[arg-type]
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.data, theirs, [Shard(0)]))
+    with pytest.raises(TypeError, match="parameter 'weight' is a DTensor of torch's. Lay it out with hp_dtensor"):
+        fully_shard(linear, mesh=data_mesh())
