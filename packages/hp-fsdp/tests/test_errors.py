@@ -48,13 +48,13 @@ def test_arguments(index: int):
 
 @on_ranks(1)
 def test_modules():
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got list"):
-        fully_shard([nn.Linear(1, 1)])  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module or a list of them, got dict"):
+        fully_shard({"a": nn.Linear(1, 1)})
     with pytest.raises(
         ValueError, match=r"ModuleList has no forward of its own. Call fully_shard on each of its modules"
     ):
         fully_shard(nn.ModuleList([nn.Linear(1, 1)]))
-    _, model = pair()
+    model: Any = pair()[1]
     with pytest.raises(ValueError, match=r"this HSDPNet is sharded already"):
         fully_shard(model, data_mesh())
     with pytest.raises(TypeError, match=r"expected modules that fully_shard was called on, got Linear"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hp_fsdp.controls import UnshardHandle
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.state_options import StateDictOptions
 from hp_platform import lazy_exports
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from hp_fsdp.torch.api import fully_shard
     from hp_fsdp.torch.context import hsdp_sync_stream
     from hp_fsdp.torch.explain import explain
+    from hp_fsdp.torch.forward_methods import register_fsdp_forward_method
     from hp_fsdp.torch.grad_norm import clip_grad_norm_, global_grad_norm
-    from hp_fsdp.torch.module import HSDPModule
+    from hp_fsdp.torch.module import FSDPModule, HSDPModule
     from hp_fsdp.torch.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
     from hp_fsdp.torch.short import hsdp, modules_by_size
     from hp_fsdp.torch.state_dict import (
@@ -29,10 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPUOffloadPolicy",
+    "FSDPModule",
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "StateDictOptions",
+    "UnshardHandle",
     "clip_grad_norm_",
     "explain",
     "full_state_dict",
@@ -44,6 +48,7 @@ __all__ = [
     "hsdp_sync_stream",
     "load_full_state_dict",
     "modules_by_size",
+    "register_fsdp_forward_method",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "watch_activations",
@@ -52,6 +57,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "FSDPModule": "module",
         "HSDPModule": "module",
         "clip_grad_norm_": "grad_norm",
         "explain": "explain",
@@ -64,6 +70,7 @@ __getattr__, __dir__ = lazy_exports(
         "hsdp_sync_stream": "context",
         "load_full_state_dict": "state_dict",
         "modules_by_size": "short",
+        "register_fsdp_forward_method": "forward_methods",
         "set_model_state_dict": "state_dict",
         "set_optimizer_state_dict": "optimizer_state",
         "watch_activations": "activations",

@@ -77,6 +77,36 @@ class Near(_Grouped):
 
 
 @dataclass(eq=False, slots=True)
+class Separate(_Grouped):
+    """A second process group of the ranks of a shard axis; one for one set of ranks.
+
+    Attributes:
+        ranks: of the group.
+        group: the group.
+    """
+
+    _group_names = ("group",)
+    ranks: tuple[int, ...]
+    group: Any = None
+
+    @staticmethod
+    def of(axes: DataAxes) -> Separate:
+        """That of these axes, made at the first call, which all ranks of the axis make alike."""
+        ranks = tuple(get_platform().groups.get_process_group_ranks(axes.shard_group))  # type: ignore[attr-defined]
+        found = _separate.get(ranks)
+        if found is None:
+            found = _separate[ranks] = Separate(ranks)
+            found._find_groups()
+        return found
+
+    def _find_groups(self) -> None:
+        self.group = get_platform().groups.second_group(self.ranks)  # type: ignore[attr-defined]
+
+
+_separate: dict[tuple[int, ...], Separate] = {}
+
+
+@dataclass(eq=False, slots=True)
 class DataAxes(_Grouped):
     """The one or two axes of data parallelism: parameters are sharded over the last, replicated over the first of two.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 __all__ = ["find_parameters", "mark", "owner_of"]
@@ -27,7 +27,7 @@ def owner_of(parameter: Any) -> str | None:
 
 
 def find_parameters(
-    module: Any,
+    modules: Sequence[Any],
     ignored: Collection[Any],
     stop: Callable[[Any], bool],
     make: Callable[[str, Any], P],
@@ -36,10 +36,10 @@ def find_parameters(
     children: str,
     own: Mapping[int, P] | None = None,
 ) -> list[P]:
-    """The parameters of ``module`` that no group has, each once, in the order of registration.
+    """The parameters of ``modules`` that no group has, each once, in the order of registration.
 
     Args:
-        module: the group's module.
+        modules: the group's; names begin with their numbers where there are several.
         ignored: parameters to leave as they are.
         stop: says which submodules are groups themselves and are not entered.
         make: makes a managed parameter of a name and a parameter; its ``places`` list is filled here.
@@ -68,10 +68,10 @@ def find_parameters(
                 owner = owner_of(parameter)
                 if owner is not None:
                     raise ValueError(
-                        f"fully_shard: parameter {prefix + name!r} of {type(module).__name__} is that of a group"
+                        f"fully_shard: parameter {prefix + name!r} of {type(root).__name__} is that of a group"
                         f" already: {owner}. Call fully_shard on inner modules before outer ones; where it is tied,"
                         " don't call it on either of the modules that share it, so that both fall to the group of a"
-                        " module around them"
+                        " module around them; on PyTorch fully_shard([one, other]) also takes both"
                     )
                 managed = found[id(parameter)] = make(prefix + name, parameter)
             if not any(place is current and key == name for place, key in managed.places):
@@ -80,5 +80,6 @@ def find_parameters(
             if child is not None and not stop(child):
                 visit(child, f"{prefix}{name}.")
 
-    visit(module, "")
+    for index, root in enumerate(modules):
+        visit(root, "" if len(modules) == 1 else f"{index}.")
     return list(found.values())

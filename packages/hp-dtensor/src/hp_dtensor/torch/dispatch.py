@@ -225,6 +225,7 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     Raises:
         ValueError: others (a TypeError would be taken for an operator that is not supported).
+        RuntimeError: others, where the DTensor says of itself (``_meets_plain``) why it meets none.
     """
     some = next(tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor)
     mesh = some._spec.mesh
@@ -239,6 +240,8 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
             raise ValueError(f"{_name(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
         if value.dim() and not replicates_plain():
+            if why := some.__dict__.get("_meets_plain"):
+                raise RuntimeError(f"{_name(func)}: {why}")
             raise ValueError(
                 f"{_name(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"
                 f" {tuple(some.shape)} placed {some._spec.placements}. Distribute it (distribute_tensor or"

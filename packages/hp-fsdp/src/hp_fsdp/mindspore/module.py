@@ -9,11 +9,11 @@ from typing import Any
 from mindspore import nn
 from mindspore.common._register_for_recompute import recompute_registry
 
-from hp_fsdp.controls import Controls
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.hooks import run_forward
+from hp_fsdp.tuning import Tuning
 
-__all__ = ["HSDPModule", "group_of", "shard_class"]
+__all__ = ["FSDPModule", "HSDPModule", "group_of", "shard_class"]
 
 _classes: dict[type, type] = {}
 
@@ -23,7 +23,7 @@ def group_of(cell: nn.Cell) -> ParameterGroup | None:
     return cell.__dict__.get("_hsdp_group")
 
 
-class HSDPModule(Controls):
+class HSDPModule(Tuning):
     """A sharded Cell: its own class, and these methods. Not made by hand: `fully_shard` changes a Cell's class.
 
     Setters with ``recurse=True``, which most have by default, act on all sharded Cells inside, too.
@@ -63,6 +63,12 @@ class HSDPModule(Controls):
             " reductions are over when it is; to put them off use set_requires_gradient_sync(False)"
         )
 
+    def _tuned(self, setter: str, recurse: bool = False, *, one_mesh: bool = False) -> Iterator[Any]:
+        raise NotImplementedError(
+            f"{setter}: not on MindSpore, where a group's gradients are reduced inside of value_and_grad; there are"
+            " set_requires_gradient_sync, set_requires_all_reduce, set_reduce_op_type and set_gradient_divide_factor"
+        )
+
     def _groups(self, recurse: bool) -> Iterator[ParameterGroup]:
         if not recurse:
             yield self._hsdp_group
@@ -82,6 +88,10 @@ class HSDPModule(Controls):
         raise NotImplementedError(
             f"{type(self).__name__} cannot be pickled: its parameters are parts of groups. Save full_state_dict(model)"
         )
+
+
+FSDPModule = HSDPModule
+"""torch's name of the class."""
 
 
 def shard_class(cell: nn.Cell, group: ParameterGroup) -> None:

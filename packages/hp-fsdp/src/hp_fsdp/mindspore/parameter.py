@@ -140,5 +140,5 @@ def find_parameters(
 ) -> list[ManagedParameter]:
     """The parameters of ``cell`` that no group has; see `hp_fsdp.finding`."""
     return finding.find_parameters(
-        cell, ignored, stop, ManagedParameter, parameters="_params", children="_cells", own=own
+        [cell], ignored, stop, ManagedParameter, parameters="_params", children="_cells", own=own
     )

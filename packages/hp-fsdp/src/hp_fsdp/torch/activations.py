@@ -175,7 +175,7 @@ def storages_of(tensors: Sequence[Any]) -> set[int]:
 
 def groups_of(model: nn.Module) -> list[ParameterGroup]:
     """The groups of a model's modules, in their order."""
-    return [group for module in model.modules() if (group := group_of(module)) is not None]
+    return list(dict.fromkeys(group for module in model.modules() if (group := group_of(module)) is not None))
 
 
 def _storages(model: nn.Module) -> set[int]:

@@ -12,7 +12,8 @@ Note [Layouts on axes of data parallelism]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from hp_fsdp.axes import DataAxes
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.several import roots_of
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.module import group_of, shard_class
 from hp_fsdp.torch.optimizers import watch_optimizers
@@ -32,7 +34,7 @@ from hp_platform import get_platform
 
 __all__ = ["fully_shard"]
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M")
 
 
 def fully_shard(
@@ -63,8 +65,9 @@ def fully_shard(
         >>> optimizer = torch.optim.AdamW(model.parameters())       # or before: the parameters are the same objects
 
     Args:
-        module: changed in place: its parameters become DTensors with a `RaggedShard` placement, its class becomes a
-            subclass of its own and of `HSDPModule`.
+        module: a module, or a list of modules whose parameters are to be one group: gathered before the first of them
+            that is called, freed after the last. Changed in place: parameters become DTensors with a `RaggedShard`
+            placement, a module's class becomes a subclass of its own and of `HSDPModule`.
         mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
             are DTensors on other axes of the same root mesh (tensor parallel) stay so. Those whose own layout is on
             these axes, too (``shard_module`` on the whole mesh), compute as that layout says, with DTensors on that
@@ -91,7 +94,7 @@ def fully_shard(
             micro-batches; in the last one their sums are exchanged, see `hp_fsdp.micro_batches`.
 
     Returns:
-        ``module``.
+        ``module``, a list where it is one.
 
     Raises:
         ValueError: arguments that contradict each other, a mesh of more than two axes, a module that is sharded
@@ -99,7 +102,9 @@ def fully_shard(
         TypeError: something that is not a module, a mesh or a policy.
         NotImplementedError: ``comm_fusion_zero_copy=False``, or a placement other than ``Shard(0)``.
     """
-    _check_module(module)
+    modules = roots_of(module, nn.Module, lambda each: each.modules())
+    for each in modules:
+        _check_module(each)
     options = check_options(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
@@ -123,21 +128,20 @@ def fully_shard(
         )
     axes = DataAxes.of(mesh)
     ignored: list[Any] = list(ignored_params or ())
-    found = find_parameters(module, ignored, lambda child: group_of(child) is not None)
+    found = find_parameters(modules, ignored, lambda child: group_of(child) is not None)
     parameters = [parameter for parameter in found if not axes.divided(parameter.inner)]
     ignored += [parameter.original for parameter in found if axes.divided(parameter.inner)]
-    device = _device(module, parameters, mesh)
+    device = _device(modules, parameters, mesh)
     watch_optimizers()
     for parameter in ignored:
         ignore(parameter)
-    group = ParameterGroup(module, parameters, axes, device, options, ignored)
-    shard_class(module, group)
+    group = ParameterGroup(modules, parameters, axes, device, options, ignored)
+    for each in modules:
+        shard_class(each, group)
     return module
 
 
 def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
     name = type(module).__name__
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard: {name} has no forward of its own. Call fully_shard on each of its modules")
@@ -145,20 +149,20 @@ def _check_module(module: Any) -> None:
         raise ValueError(f"fully_shard: this {name} is sharded already")
 
 
-def _device(module: nn.Module, parameters: list[ManagedParameter], mesh: DeviceMesh) -> torch.device:
+def _device(modules: Sequence[nn.Module], parameters: list[ManagedParameter], mesh: DeviceMesh) -> torch.device:
     """Where the shards live: meta with parameters on meta, else this process's device, where buffers are moved, too."""
     on_meta = [p.name for p in parameters if p.original is not None and p.original.is_meta]
     if on_meta and len(on_meta) < len(parameters):
         raise ValueError(
-            f"fully_shard: {len(on_meta)} of {len(parameters)} parameters of {type(module).__name__} are on the meta"
-            f" device ({', '.join(on_meta[:3])}, ...): all or none of a group may be"
+            f"fully_shard: {len(on_meta)} of {len(parameters)} parameters of {type(modules[0]).__name__} are on the"
+            f" meta device ({', '.join(on_meta[:3])}, ...): all or none of a group may be"
         )
     if on_meta:
         return torch.device("meta")
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     device = get_platform().devices.current_device()
-    for each in module.modules():
+    for each in itertools.chain.from_iterable(module.modules() for module in modules):
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.device.type not in ("meta", device.type):
                 each._buffers[name] = buffer.to(device)

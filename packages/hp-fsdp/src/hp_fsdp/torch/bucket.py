@@ -21,6 +21,7 @@ from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.torch.adoption import adopt
+from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.gradients import GradientBuffer
 from hp_fsdp.torch.host import aside, empty_on_host, transport
@@ -75,6 +76,7 @@ class Bucket:
             align=options.alignment(unit, smallest),
         )
         self.near: torch.Tensor | None = None
+        self.communication: Communication | None = None
         self.prepared = False
         # Layouts first: what can't be laid out raises before any parameter is changed.
         self.specs = [
@@ -171,6 +173,7 @@ class Bucket:
                 self.full_storage.resize_(0)
             kind = MicroBatchBuffer if self.deterministic else GradientBuffer
             self.gradients = kind(self.parameters, layout, self.axes, self.dtype, self.reduce_dtype, device)
+            self.gradients.communication = self.communication
             if self.offload is not None and self.home != device:
                 self.gradients.pin = self.offload.pin_memory
         self.source: torch.Tensor | None = None
@@ -223,7 +226,7 @@ class Bucket:
             return None
         self.full_storage.resize_(self.full_bytes)
         if self.near is not None:
-            return collectives.all_gather(self.full_alias, self.near, group=self.near_group, async_op=True)
+            return self._all_gather(self.near, self.near_group)
         if self.home == self.device:
             return self._gather_from(self.shard)
         with aside(self.device):
@@ -238,7 +241,12 @@ class Bucket:
             return _Copied()
         # A cast piece, or one that came from the host, must live until the gather is done.
         self.source = shard if self.compute_dtype is self.dtype else shard.to(self.compute_dtype)
-        return collectives.all_gather(self.full_alias, self.source, group=self.axes.shard_group, async_op=True)
+        return self._all_gather(self.source, self.axes.shard_group)
+
+    def _all_gather(self, piece: torch.Tensor, group: Any) -> Any:
+        if self.communication is not None:
+            return self.communication.all_gather(self.full_alias, piece, group)
+        return collectives.all_gather(self.full_alias, piece, group=group, async_op=True)
 
     def show_unsharded(self) -> None:
         """Registers the unsharded parameters in the modules."""

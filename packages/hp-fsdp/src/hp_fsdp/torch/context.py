@@ -12,6 +12,7 @@ from hp_fsdp.agreement import check_alike
 from hp_fsdp.joining import Roster, inner_mesh
 from hp_fsdp.micro_batches import check_modes
 from hp_fsdp.order import ExecutionOrder
+from hp_fsdp.several import check_inside, several_outermost
 from hp_fsdp.torch.agreement import largest
 from hp_fsdp.torch.group import ParameterGroup, Started
 from hp_fsdp.torch.higher_order import LateGradients
@@ -40,7 +41,10 @@ class RootContext:
 
     Attributes:
         groups: all groups, the root too, outer before inner.
+        several: those of several modules.
         roster: notices what joined the model since the last forward.
+        spare: how many reductions may be under way besides the one that starts.
+        events: of the user's, to be waited for before the next forward gathers.
         moments: what happened in the pass under way, see `hp_fsdp.timeline`: kind, group, nanoseconds of a clock.
         last_moments: the same of the last forward and backward that came to their end.
     """
@@ -49,6 +53,7 @@ class RootContext:
         self.root = root
         self.group_of = group_of
         self.groups: list[ParameterGroup] = []
+        self.several: list[ParameterGroup] = []
         self.order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
         self.backward_order: ExecutionOrder[ParameterGroup] = ExecutionOrder()
         self.finished: list[ParameterGroup] = []
@@ -57,6 +62,8 @@ class RootContext:
         self.ahead: list[ParameterGroup] = []
         self.reductions: list[tuple[Started, ParameterGroup]] = []
         self.last_backward = True
+        self.spare = 0
+        self.events: list[Any] = []
         self.differentiable = False
         self.late = LateGradients()
         self.compared = False
@@ -81,9 +88,13 @@ class RootContext:
         Raises:
             ValueError, TypeError, RuntimeError: a parameter that can't be taken in.
         """
+        if len(self.root.members) > 1:
+            raise RuntimeError(several_outermost([type(module).__name__ for module in self.root.members]))
         names = {id(module): name for name, module in self.root.module.named_modules()}
         modules = list(self.root.module.modules())
-        groups = [group for module in modules if (group := self.group_of(module)) is not None]
+        groups = list(dict.fromkeys(group for each in modules if (group := self.group_of(each)) is not None))
+        for group in groups:
+            check_inside(group.members, names, type(self.root.module).__name__)
         check_modes(groups)
         for group in groups:
             group.check()
@@ -93,14 +104,20 @@ class RootContext:
         if any(joined) or groups != self.groups:
             self.compared = False
         self.groups = groups
+        self.several = [group for group in groups if len(group.members) > 1]
         for group in groups:
-            group.rename(names[id(group.module)])
+            group.rename(", ".join(names[id(module)] for module in group.members))
             group.context = self
-            group.modules = (group.module, self.root.module)
+            group.modules = (*group.members, self.root.module)
             group.enter_backward = functools.partial(self.enter_backward, group)
             group.leave_backward = functools.partial(self.leave_backward, group)
         tensors = [tensor for group in groups for tensor, _ in group.stand_ins()]
         self.roster = Roster(modules, [*tensors, *ignored], ("_parameters", "_modules"))
+        self.count_reductions()
+
+    def count_reductions(self) -> None:
+        """Follows how many reductions may be under way besides the one that starts."""
+        self.spare = max(group.most_reductions for group in self.groups) - 1
 
     # ---- forward ----
     def begin_forward(self, group: ParameterGroup) -> None:
@@ -117,6 +134,8 @@ class RootContext:
             each.check()
             if (each.unsharded or each.gathering is not None) and each.stale():
                 each.reshard()
+        while self.events:
+            self.events.pop().wait()
         self.outermost = group
         self.moments = []
         self.order = group.order
@@ -126,6 +145,11 @@ class RootContext:
     def end_forward(self) -> None:
         """The outermost forward is over."""
         self.outermost = None
+        for group in self.several:
+            if group.span is not None and group.span.open:  # some of its modules did not run
+                group.span.close()
+                if group.reshard_after_forward is not False:
+                    group.reshard(before_backward=True)
         self.drop_ahead()
 
     def unshard(
@@ -165,14 +189,15 @@ class RootContext:
         self.moments.append(("backward", None, perf_counter_ns()))
         _engine.queue_callback(self.end_backward)
         if not self.backward_order.known:
-            self.backward_order.start(list(reversed(self.finished)))
+            self.backward_order.start([group for group in reversed(self.finished) if group.unshard_in_backward])
 
     def enter_backward(self, group: ParameterGroup, *_: Any) -> None:
         """The backward of ``group`` is about to begin."""
         if not group.in_backward:
             self.begin_backward()
             group.in_backward = True
-            self.unshard(group, self.backward_order, group.prefetch_in_backward)
+            if group.unshard_in_backward:
+                self.unshard(group, self.backward_order, group.prefetch_in_backward)
 
     def leave_backward(self, group: ParameterGroup, *_: Any) -> None:
         """The gradient has left ``group`` through one of its inputs."""
@@ -195,6 +220,12 @@ class RootContext:
                 self.advance()
                 self.end_micro_batch(group)
             group.ended = False
+        for group in reversed(self.groups):
+            if group.reduces_at_end:
+                if group.reshard_after_backward:
+                    group.reshard()
+                if group.reduces:
+                    self.started(group, group.reduce())
         self.drop_ahead()
         self.backward = None
         if not self.differentiable:
@@ -209,14 +240,15 @@ class RootContext:
         """The gradients of ``group`` are there: takes them, frees its parameters, starts the reduction."""
         group.in_backward = False
         self.moments.append(("left", group, perf_counter_ns()))
-        self.advance()
+        if not group.reduces_at_end:  # not on all ranks at this moment
+            self.advance(self.spare)
         group.collect(differentiable=self.differentiable)
         if self.differentiable:
             self.late.watch(group, functools.partial(self.late_gradient, group))
         if group.deterministic:
             if not group.calls:
                 self.end_micro_batch(group)
-        elif group.reduces:
+        elif group.reduces and not group.reduces_at_end:
             self.started(group, group.reduce())
 
     def end_micro_batch(self, group: ParameterGroup) -> None:
@@ -230,15 +262,20 @@ class RootContext:
             self.reductions += [(reduction, group) for reduction in reductions]
             _under_way[self] = None
 
-    def advance(self) -> None:
-        """Moves each reduction under way one step on."""
+    def advance(self, spare: int = 0) -> None:
+        """Moves each reduction under way one step on.
+
+        Args:
+            spare: leave those of that many groups, the last ones, alone.
+        """
         if not self.reductions:
             return
         left = []
+        last = set(list(dict.fromkeys(id(group) for _, group in self.reductions))[-spare:]) if spare else ()
         with torch.no_grad(), _plain():
             for each in self.reductions:
                 reduction, group = each
-                if not reduction.advance():
+                if id(group) in last or not reduction.advance():
                     left.append(each)
                 else:
                     self.moments.append(("reduced", group, perf_counter_ns()))

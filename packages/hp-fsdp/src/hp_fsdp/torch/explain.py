@@ -53,7 +53,7 @@ def explain(
         ValueError: ``model`` is not sharded itself, or ``path`` has another suffix.
         TypeError: ``inputs`` is neither a tuple nor a dict.
         NotImplementedError: activations of this model cannot be predicted: it has tensor parallel parameters, compiled
-            modules, or communicates in forward.
+            modules, or communicates in forward; or groups of several modules.
         RuntimeError: its forward depends on values; or a picture is wanted before the first step.
         ImportError: a picture is wanted and matplotlib isn't installed.
     """
@@ -65,6 +65,12 @@ def explain(
         check_path(path)
     predicted = None if inputs is None else predict_activations(model, inputs)
     groups = groups_of(model)
+    for group in groups:
+        if len(group.members) > 1:
+            raise NotImplementedError(
+                f"explain: {group.class_name} are one group, and when it is gathered and freed depends on the order of"
+                " their calls, which is not predicted. Measure memory with watch_activations"
+            )
     context = root.context
     model_groups = Groups(
         root=root,

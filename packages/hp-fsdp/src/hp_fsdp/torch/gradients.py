@@ -23,6 +23,7 @@ from hp_dtensor.torch.autograd import grad_spec, reduce_partial_grads
 from hp_dtensor.torch.dtensor import wrap
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
+from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.host import Homecoming
 from hp_fsdp.torch.parameter import ManagedParameter
 from hp_platform.observing import communicate_for
@@ -78,6 +79,7 @@ class GradientBuffer:
         self.filled: set[int] = set()
         self.pin: bool | None = None
         self.divisor: float | None = None
+        self.communication: Communication | None = None
         self.coming: list[Homecoming] = []
         self.accumulated: torch.Tensor | None = None
         if not self.alone:
@@ -202,6 +204,9 @@ class GradientBuffer:
         self._assign(pieces)
 
     def _hand_out_alone(self) -> None:
+        if self.communication is not None and self.communication.hook is not None:
+            self._hook_alone(self.communication)
+            return
         pieces: list[torch.Tensor | None] = []
         for parameter in self.parameters:
             gradient = _get_grad(parameter.unsharded)
@@ -213,6 +218,22 @@ class GradientBuffer:
                 gradient = gradient.to(device=parameter.sharded.device, dtype=self.dtype)
             pieces.append(gradient)
         self._assign(pieces)
+
+    def _hook_alone(self, communication: Communication) -> None:
+        """What ranks with others do, of which the hook may know some that these axes don't."""
+        device = self.parameters[0].unsharded.device
+        flat = torch.full((self.layout.total,), -0.0, dtype=self.reduce_dtype, device=device)
+        missing = []
+        for index, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets)):
+            gradient = _get_grad(parameter.unsharded)
+            if gradient is None:
+                missing.append(index)
+                continue
+            _set_grad(parameter.unsharded, None)
+            flat[offset : offset + parameter.numel].copy_(gradient.reshape(-1))
+        communication.run_hook(flat)
+        if not self.hand_out(flat, missing, self.divisor):
+            self.arrive()
 
     def _assign(self, pieces: Sequence[torch.Tensor | None]) -> None:
         sums: list[torch.Tensor] = []
@@ -287,8 +308,12 @@ class Reduction:
             self.piece = buffer.clone()
             self.handle = None
             return
+        self.handle: Any
+        if gradients.communication is not None:
+            self.piece, self.handle = gradients.communication.reduce_scatter(buffer, gradients.layout.piece, op, axes)
+            return
         self.piece = torch.empty(gradients.layout.piece, dtype=buffer.dtype, device=buffer.device)
-        self.handle: Any = collectives.reduce_scatter(self.piece, buffer, op, group=axes.shard_group, async_op=True)
+        self.handle = collectives.reduce_scatter(self.piece, buffer, op, group=axes.shard_group, async_op=True)
 
     def advance(self) -> bool:
         """Waits for the collective under way and starts the next one; True when the gradients are handed out."""
@@ -314,6 +339,8 @@ class Reduction:
                 )
                 return False
         self.handed = True
+        if gradients.communication is not None:
+            gradients.communication.run_hook(self.piece)
         return gradients.hand_out(self.piece, self.missing, self.divisor)
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""ParameterGroup: what one call of `fully_shard` made of a module, and its state."""
+"""ParameterGroup: what one call of `fully_shard` made of a module, or of several, and its state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from hp_fsdp.axes import DataAxes
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.order import ExecutionOrder
+from hp_fsdp.spans import Span
 from hp_fsdp.torch.adoption import restore
 from hp_fsdp.torch.agreement import largest
 from hp_fsdp.torch.bucket import Bucket
+from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer
 from hp_fsdp.torch.gradients import Reduction
 from hp_fsdp.torch.higher_order import check_differentiable
@@ -43,10 +45,10 @@ class Call:
 
 
 class ParameterGroup:
-    """The parameters that are gathered, freed and reduced together, around one module's forward and backward.
+    """The parameters that are gathered, freed and reduced together, around the forward and backward of their modules.
 
     Args:
-        module: the module; it computes with the unsharded parameters.
+        members: the modules; they compute with the unsharded parameters.
         parameters: those that are this group's.
         axes: the axes of data parallelism.
         device: where the buffers live.
@@ -55,7 +57,9 @@ class ParameterGroup:
 
     Attributes:
         name: the module's name from the root; its class's before the first forward.
-        modules: the module and, from the first forward on, the root: what `communicate_for` tells observers.
+        module: the first of the members, most often the only one.
+        modules: the members and, from the first forward on, the root: what `communicate_for` tells observers.
+        span: which calls begin and end the group's forward; None where each call does both.
         context: what the groups of one model share; None before the first forward.
         enter_backward: hook that the context sets, for before the first node of the module's backward.
         leave_backward: hook that the context sets, for after the last one.
@@ -66,6 +70,10 @@ class ParameterGroup:
         in_backward: between the first gradient of an output and the last gradient of an input.
         calls: the module's calls in forward whose backward is still to come; deterministic mode counts on them.
         micro_batches: how many backward passes were kept since the last step, in deterministic mode.
+        reduces_at_end: its gradients are reduced when the backward pass is over, used or not.
+        unshard_in_backward: backward gathers the parameters, where they are not.
+        most_reductions: how many groups' reductions may be under way at once.
+        communication: what the user set about it; None where that is nothing.
         divisor: what the reduced gradients are divided by, None for 1.
         agreed: how many micro-batches all ranks ran for the last step, in deterministic mode.
         ended: the gradients of the backward pass under way are complete, in deterministic mode.
@@ -73,15 +81,17 @@ class ParameterGroup:
 
     def __init__(
         self,
-        module: nn.Module,
+        members: Sequence[nn.Module],
         parameters: Sequence[ManagedParameter],
         axes: DataAxes,
         device: torch.device,
         options: GroupOptions,
         ignored: Sequence[Any] = (),
     ) -> None:
-        self.module = module
-        self.modules: tuple[nn.Module, ...] = (module,)
+        self.members = tuple(members)
+        self.module = self.members[0]
+        self.modules: tuple[nn.Module, ...] = self.members
+        self.span: Span | None = Span(self.members) if len(members) > 1 else None
         self.axes = axes
         self.policy = options.policy
         self.deterministic = options.deterministic
@@ -93,15 +103,17 @@ class ParameterGroup:
         self.reshard_after_forward: bool | None = None if options.reshards else False
         self.reshard_after_backward = True
         self.reduces = True
+        self.reduces_at_end = False
+        self.unshard_in_backward = True
+        self.most_reductions = 1
+        self.communication: Communication | None = None
         self.reduces_over_replicas = True
         self.reduce_op = "avg"
         self.divisor: float | None = None
         self.prefetch_in_forward: list[ParameterGroup] = []
         self.prefetch_in_backward: list[ParameterGroup] = []
         self.near = axes.near(options.reshard_after_forward)
-        self.unsharded = False
-        self.hidden = False
-        self.pinned = False
+        self.unsharded = self.hidden = self.pinned = False
         self.gathering: list[Any] | None = None
         self.in_backward = False
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
@@ -111,7 +123,7 @@ class ParameterGroup:
         self.options = options
         self.device = device
         self.ignored: list[Any] = list(ignored)
-        self.class_name = type(module).__name__
+        self.class_name = ", ".join(type(module).__name__ for module in members)
         self.buckets: list[Bucket] = []
         self.add(parameters)
         self.rename("")
@@ -134,6 +146,8 @@ class ParameterGroup:
         for bucket in buckets:
             bucket.shard_originals()
         self.buckets += buckets
+        if self.communication is not None:
+            Communication.of(self)
 
     def stand_ins(self) -> Iterator[tuple[Any, ManagedParameter]]:
         """All tensors that may stand in the modules for parameters of this group."""
@@ -160,7 +174,7 @@ class ParameterGroup:
         """
         counts = [len(parameter.places) for parameter in self.parameters]
         found = find_parameters(
-            self.module, ignored, stop, {id(tensor): parameter for tensor, parameter in self.stand_ins()}
+            self.members, ignored, stop, {id(tensor): parameter for tensor, parameter in self.stand_ins()}
         )
         divided = [parameter for parameter in found if self.axes.divided(parameter.inner)]
         for parameter in divided:
@@ -357,13 +371,13 @@ class ParameterGroup:
     def _reduce(self) -> list[Started]:
         started = []
         buckets = [bucket for bucket in self.buckets if bucket.prepared]
-        used = any(bucket.gradients.used or bucket.gradients.alone for bucket in buckets)
+        used = self.reduces_at_end or any(b.gradients.used or b.gradients.alone for b in buckets)
         for bucket in buckets:
             if used and (bucket.gradients.used or bucket.gradients.trains):
-                bucket.gradients.divisor = self.divisor
-                reduction = bucket.gradients.reduce(
-                    self.reduce_op, over_replicas=self.reduces_over_replicas, modules=self.modules
-                )
+                op, bucket.gradients.divisor = self.reduce_op, self.divisor
+                if self.communication is not None:
+                    op, bucket.gradients.divisor = self.communication.operation(op, self.divisor, bucket.axes)
+                reduction = bucket.gradients.reduce(op, over_replicas=self.reduces_over_replicas, modules=self.modules)
                 if reduction is not None:
                     started.append(reduction)
         return started
@@ -373,6 +387,8 @@ class ParameterGroup:
         self.in_backward = self.ended = False
         self.micro_batches = 0
         self.calls.clear()
+        if self.span is not None:
+            self.span.close()
         self.reshard()
         with torch.no_grad(), _plain():
             for bucket in self.buckets:

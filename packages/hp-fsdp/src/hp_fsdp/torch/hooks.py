@@ -35,12 +35,12 @@ _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 
 
 def run_forward(
-    group: ParameterGroup, group_of: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any, group_of: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Runs a module's forward with its parameters gathered, and arranges for its backward.
 
     Args:
-        group: the module's group.
+        module: a sharded module.
         group_of: gives a module's group, or None.
         forward: what to call.
         args: its positional arguments.
@@ -49,6 +49,7 @@ def run_forward(
     Returns:
         What ``forward`` returned.
     """
+    group: ParameterGroup = module._hsdp_group
     context = group.context or RootContext.of(group, group_of)
     policy = group.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
@@ -63,7 +64,11 @@ def run_forward(
         try:
             context.unshard(group, context.order, group.prefetch_in_forward)
             watch = torch.is_grad_enabled()
-            if watch:
+            span = group.span
+            begins = span is None or span.begins(module)
+            if span is not None and span.around is not None and watch:
+                forward = span.around(forward)
+            if watch and begins:
                 with _plain():
                     watch_input = functools.partial(_watch_input, group.leave_backward)
                     args = map_tensors(watch_input, args)
@@ -74,7 +79,9 @@ def run_forward(
             watched = watch and _watch_outputs(group, output)
             context.finished.append(group)
             reshard = group.reshard_after_forward
-            if reshard or (reshard is None and not (watched and group is context.root)):
+            if span is not None and not span.ends(module):
+                pass
+            elif reshard or (reshard is None and not (watched and group is context.root)):
                 group.reshard(before_backward=watched)
             else:
                 group.keep()
@@ -83,7 +90,7 @@ def run_forward(
         except BaseException:
             if outermost:
                 context.abandon()
-            else:
+            elif group.span is None:
                 group.reshard()
             raise
     if policy.output_dtype is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -10,13 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_fsdp.controls import Controls
+from hp_fsdp.torch.communication import Communication
+from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.hooks import run_forward
+from hp_fsdp.tuning import Tuning
 
-__all__ = ["HSDPModule", "group_of", "make_sharded_class", "shard_class"]
+__all__ = ["FSDPModule", "HSDPModule", "group_of", "make_sharded_class", "shard_class"]
 
 _classes: dict[type, type] = {}
+_WITH_DETERMINISTIC = ("set_custom_all_gather", "set_unshard_in_backward", "set_post_optim_event", "reset_iter_state")
+_OF_THE_MODEL = ("set_post_optim_event", "reset_iter_state")
+_Tracing = importlib.import_module("torch._guards").TracingContext
 _traced = torch.compiler.is_dynamo_compiling
 
 
@@ -33,7 +39,7 @@ def make_sharded_class(cls: type) -> type:
     return made
 
 
-class HSDPModule(Controls):
+class HSDPModule(Tuning):
     """A sharded module: its own class, and these methods. Not made by hand: `fully_shard` changes a module's class.
 
     Setters with ``recurse=True``, which most have by default, act on all sharded modules inside, too.
@@ -45,7 +51,7 @@ class HSDPModule(Controls):
         """Runs forward with the parameters gathered."""
         if _traced():
             _refuse_in_a_graph(type(self).__name__)
-        return run_forward(self._hsdp_group, group_of, super().__call__, args, kwargs)  # type: ignore[misc]
+        return run_forward(self, group_of, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward waits for the reductions at its end.
@@ -55,20 +61,38 @@ class HSDPModule(Controls):
         Args:
             is_last_backward: wait.
         """
-        from hp_fsdp.torch.context import RootContext
+        self._context().last_backward = is_last_backward
 
+    def _context(self) -> RootContext:
         group = self._hsdp_group
-        context = group.context or RootContext.of(group, group_of)
-        context.last_backward = is_last_backward
+        return group.context or RootContext.of(group, group_of)
+
+    def _tuned(self, setter: str, recurse: bool = False, *, one_mesh: bool = False) -> Iterator[Any]:
+        groups = list(self._groups(recurse))
+        for group in groups:
+            if group.deterministic and setter not in _WITH_DETERMINISTIC:
+                raise NotImplementedError(
+                    f"{setter}: fully_shard(deterministic=True) adds gradients in an order of its own and not by"
+                    f" reduce-scatter, so {group.class_name} cannot follow. Leave deterministic out"
+                )
+        if setter in _OF_THE_MODEL:
+            self._context()
+        yield from (Communication.of(group) for group in groups)
 
     def _groups(self, recurse: bool) -> Iterator[ParameterGroup]:
         if not recurse:
             yield self._hsdp_group
             return
-        for module in self.modules():  # type: ignore[attr-defined]
-            group = group_of(module)
-            if group is not None:
-                yield group
+        modules: Iterator[nn.Module] = self.modules()  # type: ignore[attr-defined]
+        yield from dict.fromkeys(group for module in modules if (group := group_of(module)) is not None)
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """As torch's fully_shard marks modules: transformers' ``generate`` keeps ranks in step then.
+
+        False for the compiler, which has ways of its own with torch's.
+        """
+        return _Tracing.try_get() is None
 
     # ---- where the parameters are looked at from outside ----
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +185,10 @@ def _refuse_in_a_graph(name: str) -> None:
 
 # Dynamo runs such a function while it traces, so that its error is raised instead of a fall back to no graph.
 _refuse_in_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+FSDPModule = HSDPModule
+"""torch's name of the class."""
 
 
 def shard_class(module: nn.Module, group: ParameterGroup) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ _functions = (torch.Tensor.__torch_function__.__func__, nn.Parameter.__torch_fun
 _module_setattr = nn.Module.__setattr__
 _OWN_ATTRIBUTES = (
     "_spec",
+    "_meets_plain",
     "_is_param",
     "_moved_from",
     "_shadows",
@@ -40,6 +41,12 @@ _OUTSIDE_GRAPHS = (
     " reduced into its .grad. Call backward() without inputs and read .grad, or differentiate before fully_shard"
 )
 """Why autograd doesn't find a sharded parameter; see ``hp_dtensor.torch.engine``."""
+_MEETS_PLAIN = (
+    "parameter {} is gathered by fully_shard while its module's forward runs, and was used outside of it. Call the"
+    " module that was given to fully_shard; where a method of it calls parts of the module (generate), make the method"
+    ' gather as forward does: hp_fsdp.register_fsdp_forward_method(module, "name of the method")'
+)
+"""Why a sharded parameter meets no plain input; see ``hp_dtensor.torch.dispatch``."""
 
 
 class ManagedParameter:
@@ -139,6 +146,7 @@ class ManagedParameter:
             hooks[key] = functools.partial(_run_hook, hooks[key], grad_spec(spec))
         become(made, wrap(view.detach(), spec))
         made._outside_graphs = _OUTSIDE_GRAPHS
+        made._meets_plain = _MEETS_PLAIN.format(owner)
         finding.mark(made, owner)
 
     def renew_sharded(self, view: torch.Tensor) -> None:
@@ -233,12 +241,12 @@ def _copy_attributes(source: Any, target: Any) -> None:
 
 
 def find_parameters(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     ignored: Collection[nn.Parameter],
     stop: Callable[[Any], bool],
     own: Mapping[int, ManagedParameter] | None = None,
 ) -> list[ManagedParameter]:
-    """The parameters of ``module`` that no group has; see `hp_fsdp.finding`."""
+    """The parameters of ``modules`` that no group has; see `hp_fsdp.finding`."""
     return finding.find_parameters(
-        module, ignored, stop, ManagedParameter, parameters="_parameters", children="_modules", own=own
+        modules, ignored, stop, ManagedParameter, parameters="_parameters", children="_modules", own=own
     )

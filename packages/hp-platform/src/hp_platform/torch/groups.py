@@ -180,6 +180,18 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> ProcessGro
     return group
 
 
+def second_group(ranks: Sequence[int]) -> ProcessGroup:
+    """Make another group of a set of ranks, whose collectives may run beside those of the first.
+
+    Only the members call it, each alike; what is made is not cached.
+
+    Args:
+        ranks: ascending global ranks, this one among them.
+    """
+    _cache()
+    return create(tuple(ranks))
+
+
 def split_group(
     parent: ProcessGroup | None = None,
     split_ranks: int | Sequence[Sequence[int]] | None = None,

@@ -1,0 +1,212 @@
+"""Tuning: the setters of a sharded module that change how its group communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hp_fsdp.controls import Controls
+
+__all__ = ["Tuning"]
+
+
+class Tuning(Controls):
+    """Setters of how gradients are reduced and parameters are gathered, which most programs leave alone.
+
+    They act on the module's own group, as torch's do; those with ``recurse=True`` on the sharded modules inside, too.
+    """
+
+    def _tuned(self, setter: str, recurse: bool = False, *, one_mesh: bool = False) -> Iterator[Any]:
+        """Give what to set, a group at a time, or raise where a group can't follow.
+
+        Args:
+            setter: its name, for errors.
+            recurse: those of the sharded modules inside, too.
+            one_mesh: the setting has no meaning for a group of which some parameters are on a mesh of their own.
+        """
+        raise NotImplementedError
+
+    def set_all_reduce_hook(self, hook: Callable[[Any], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with each reduced piece of gradients, to reduce it over further ranks.
+
+        The piece is flat, of the reduction's dtype, and the hook changes it in place. It is the reduce-scatter's
+        result, on a mesh of two axes the all-reduce's; it is called once for each dtype in the group.
+
+        Args:
+            hook: takes the piece.
+            stream: on a device, the stream to run the hook in. Default: the current one.
+
+        Raises:
+            TypeError: the hook can't be called.
+            ValueError: a stream on a mesh of two axes, whose all-reduce comes before the hook.
+        """
+        if not callable(hook):
+            raise TypeError(f"set_all_reduce_hook: expected a function of a tensor, got {type(hook).__name__}")
+        for each in self._tuned("set_all_reduce_hook", one_mesh=True):
+            if stream is not None and each.axes.replicate_size > 1:
+                raise ValueError(
+                    "set_all_reduce_hook: stream cannot be set on a mesh of two axes: the hook follows its all-reduce"
+                )
+            each.hook, each.stream = hook, stream
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce by sums only, and divide what was reduced; the gradients are the same up to rounding.
+
+        An all-reduce hook gets the sums, before they are divided.
+
+        Args:
+            enable: do so.
+        """
+        for each in self._tuned("set_force_sum_reduction_for_comms"):
+            each.sums = bool(enable)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather parameters by ``comm``.
+
+        Args:
+            comm: torch's ``AllGather``: ``comm.allocate(size, dtype=, device=)`` makes the memory that is gathered
+                into, ``comm(output_tensor=, input_tensor=, group=, async_op=)`` gathers, and returns a handle or None.
+                What it gathered is copied into the parameters' memory.
+
+        Raises:
+            TypeError: it has not both.
+        """
+        check_comm(comm, "set_custom_all_gather")
+        for each in self._tuned("set_custom_all_gather", one_mesh=True):
+            each.gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce gradients over the shard axis by ``comm``.
+
+        Args:
+            comm: torch's ``ReduceScatter``: as for `set_custom_all_gather`, with ``op=`` as well, which is always the
+                sum: means are divided afterwards.
+
+        Raises:
+            TypeError: it has not both.
+        """
+        check_comm(comm, "set_custom_reduce_scatter")
+        for each in self._tuned("set_custom_reduce_scatter", one_mesh=True):
+            each.scatter = comm
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce-scatter in a process group of its own, so that it can run beside the all-gathers of backward.
+
+        All ranks call it alike.
+
+        Args:
+            enable: False goes back to the mesh's group.
+            recurse: for the sharded modules inside, too.
+        """
+        for each in self._tuned("set_separate_reduce_scatter_group", recurse):
+            each.apart = bool(enable)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """`set_gradient_divide_factor`; torch's older name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Reduce a group's gradients even where a rank's backward pass does not reach the group.
+
+        Without, a group must have gradients on all ranks or on none; of its parameters, some may have none anywhere.
+        The group's forward must still run on all ranks. Its parameters stay gathered between forward and backward, and
+        its gradients are reduced at the end of backward, when all ranks have the same to do.
+
+        Args:
+            reduce_scatter_unused_params: do so.
+            recurse: for the sharded modules inside, too.
+        """
+        for each in self._tuned("set_reduce_scatter_unused_params", recurse):
+            each.reduce_at_end(bool(reduce_scatter_unused_params))
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many groups' gradients may be under way at once; more take more memory and wait less. Default 1.
+
+        The largest number of a model's groups counts for all of them.
+
+        Args:
+            max_input_buffers: at least 1.
+            recurse: for the sharded modules inside, too.
+
+        Raises:
+            TypeError, ValueError: it is not.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                "set_reduce_scatter_max_input_buffers: max_input_buffers must be an int, got"
+                f" {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers: max_input_buffers must be 1 or more, got {max_input_buffers}"
+            )
+        for each in self._tuned("set_reduce_scatter_max_input_buffers", recurse):
+            each.set_most_reductions(max_input_buffers)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers the parameters again, which it needn't where it computes without (embeddings).
+
+        Args:
+            unshard_in_backward: False: don't. A module that saves a parameter for backward raises RuntimeError then.
+        """
+        for each in self._tuned("set_unshard_in_backward"):
+            each.set_unshard_in_backward(bool(unshard_in_backward))
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Wait for ``event`` before the next forward gathers; for an optimizer step that runs in another stream.
+
+        Once: a new event is needed for each step.
+
+        Args:
+            event: recorded after the optimizer's step; it has ``wait()``.
+
+        Raises:
+            TypeError: it hasn't.
+        """
+        if not callable(getattr(event, "wait", None)):
+            raise TypeError(f"set_post_optim_event: expected an event, with wait(), got {type(event).__name__}")
+        for each in self._tuned("set_post_optim_event"):
+            each.set_post_optim_event(event)
+
+    def reset_iter_state(self) -> None:
+        """Go back to the state between steps after an error in forward or backward; the step's gradients are lost.
+
+        The next forward does so by itself.
+
+        Raises:
+            RuntimeError: this is not the outermost sharded module.
+        """
+        for each in self._tuned("reset_iter_state"):
+            each.reset_iter_state()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not here: collectives read and write the memory of parameters and gradients, so nothing is staged.
+
+        Raises:
+            NotImplementedError: ``enable`` is True.
+        """
+        if enable:
+            raise NotImplementedError(_NOTHING_STAGED.format("set_allocate_memory_from_process_group_for_comm"))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not here: collectives read and write the memory of parameters and gradients, so nothing is staged.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(_NOTHING_STAGED.format(f"set_symm_mem_for_comm({backend!r})"))
+
+
+_NOTHING_STAGED = (
+    "{}: fully_shard has no staging buffers to place, its collectives read and write the memory that parameters and"
+    " gradients are in. To gather through memory of your own, give set_custom_all_gather an object with allocate()"
+)
+
+
+def check_comm(comm: Any, where: str) -> None:
+    """Raise TypeError for what is not torch's ``AllGather`` or ``ReduceScatter``."""
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise TypeError(
+            f"{where}: expected an object that can be called and has allocate(size, dtype=, device=), as torch's"
+            f" AllGather and ReduceScatter, got {type(comm).__name__}"
+        )
