@@ -29,7 +29,10 @@ class PackedColwiseParallel(ParallelStyle):
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = framework()
         if f.kind(module) != "linear":
-            raise NotImplementedError(f"PackedColwiseParallel shards Linear modules, got {f.described(module)}")
+            raise NotImplementedError(
+                f"PackedColwiseParallel shards Linear modules, got {f.described(module)}; name the Linear module, or"
+                " the parameter, as in 'mlp.experts.gate_up_proj'"
+            )
         cut = (StridedShard(0, self.count),)
         f.partition(module, device_mesh, {"weight": cut, "bias": cut}, self.src_data_rank)
         claim(module, self)

@@ -104,7 +104,9 @@ class ParallelStyle(ABC):
 
     def _parameter_placement(self, name: str, ndim: int) -> Placement:
         """How a parameter of that name and number of dims lies, where a plan's key names the parameter itself."""
-        raise NotImplementedError(f"{type(self).__name__} is for a module, not for the parameter {name!r}")
+        raise NotImplementedError(
+            f"{type(self).__name__} is for a module, not for the parameter {name!r}; name the module that holds it"
+        )
 
 
 class ColwiseParallel(ParallelStyle):
@@ -144,7 +146,10 @@ class ColwiseParallel(ParallelStyle):
         elif kind == "embedding":
             f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
         else:
-            raise NotImplementedError(f"ColwiseParallel shards Linear and Embedding modules, got {f.described(module)}")
+            raise NotImplementedError(
+                f"ColwiseParallel shards Linear and Embedding modules, got {f.described(module)}; name the Linear"
+                " modules inside of it, or write a ParallelStyle with an apply() of its own"
+            )
         claim(module, self)
         on_input(module, device_mesh, self.input_layouts, Replicate())
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
@@ -198,7 +203,10 @@ class RowwiseParallel(ParallelStyle):
             f.partition(module, device_mesh, {"weight": (Shard(0),)}, self.src_data_rank)
             given, desired = self.input_layouts or Replicate(), Replicate()
         else:
-            raise NotImplementedError(f"RowwiseParallel shards Linear and Embedding modules, got {f.described(module)}")
+            raise NotImplementedError(
+                f"RowwiseParallel shards Linear and Embedding modules, got {f.described(module)}; name the Linear"
+                " modules inside of it, or write a ParallelStyle with an apply() of its own"
+            )
         claim(module, self)
         on_input(module, device_mesh, given, desired)
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)

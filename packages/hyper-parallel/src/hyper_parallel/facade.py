@@ -73,6 +73,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "RowwiseParallel",
         "SequenceParallel",
         "TwoDimensionalParallel",
+        "context_parallel",
         "context_parallel_shard",
         "context_parallel_unshard",
         "loss_parallel",

@@ -274,5 +274,8 @@ def gather_arguments(call: Call) -> dict[str, Any]:
         NotImplementedError: a gather with batch dims.
     """
     if call.bound["batch_dims"]:
-        raise NotImplementedError(f"Gather of a DTensor with batch_dims={call.bound['batch_dims']}")
+        raise NotImplementedError(
+            f"Gather of a DTensor with batch_dims={call.bound['batch_dims']}: its indices are of each batch, which the"
+            " rule does not know; use batch_dims=0, or gather the operands first with full_tensor()"
+        )
     return {}

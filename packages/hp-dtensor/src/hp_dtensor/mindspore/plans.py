@@ -146,7 +146,10 @@ def _collect(call: Call, binding: Binding) -> None:
     if binding.signature is not None:
         names = [name for name, _ in binding.signature]
         if len(call.args) > len(names):
-            raise NotImplementedError(f"{call.name}: {len(call.args)} arguments, the rule knows {names}")
+            raise NotImplementedError(
+                f"{call.name}: {len(call.args)} arguments, the rule knows {names}: this MindSpore has more; gather the"
+                " operands first with full_tensor(), or bind the kernel anew in hp_dtensor.mindspore.functions"
+            )
         call.bound = {**dict(binding.signature), **dict(zip(names, call.args, strict=False)), **call.kwargs}
     if binding.operands is None:
         for position, value in enumerate(call.args):

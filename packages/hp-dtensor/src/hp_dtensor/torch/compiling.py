@@ -183,13 +183,29 @@ def _text(placement: Any) -> Any:
 
 
 @traces_as(DTensor.redistribute)
-def _redistribute_method(self: Any, device_mesh: Any = None, placements: Any = None, *, async_op: bool = False) -> Any:
+def _redistribute_method(
+    self: Any,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    async_op: bool = False,
+    forward_dtype: Any = None,
+    backward_dtype: Any = None,
+) -> Any:
+    if forward_dtype is not None or backward_dtype is not None:
+        raise NotImplementedError(
+            "torch.compile: redistribute with forward_dtype or backward_dtype is not traced; cast with to(dtype) first,"
+            " or redistribute outside of the compiled region"
+        )
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-        raise NotImplementedError("torch.compile: redistribute to a Layout is not traced; give placements")
+        raise NotImplementedError("torch.compile: redistribute to a Layout is not traced; give its placements")
     if device_mesh is not None and device_mesh._key != self._spec.mesh._key:
-        raise NotImplementedError("torch.compile: redistribution to another mesh is not traced")
-    wanted = self._spec if placements is None else graph.placed(self._spec.name, texts(placements))
-    return _redistribute(self, wanted)
+        raise NotImplementedError(
+            "torch.compile: redistribution to another mesh is not traced; move it outside of the compiled region"
+        )
+    if placements is None:
+        raise NotImplementedError("torch.compile: redistribute: say where to: placements=; [Replicate()] gathers")
+    return _redistribute(self, graph.placed(self._spec.name, texts(placements)))
 
 
 @traces_as(DTensor.full_tensor)
@@ -215,9 +231,13 @@ def _from_local(
     run_check: bool = False,
     shape: Any = None,
     stride: Any = None,
+    grad_placements: Any = None,
 ) -> Any:
-    if run_check or device_mesh is None or placements is None:
-        raise NotImplementedError("torch.compile: from_local is traced with a mesh and placements, without run_check")
+    if run_check or device_mesh is None or placements is None or grad_placements is not None:
+        raise NotImplementedError(
+            "torch.compile: from_local is traced with a mesh and placements, without run_check and grad_placements;"
+            " give the first two, and call it with the others outside of the compiled region"
+        )
     local = tuple([int(size) for size in local_tensor.shape])
     whole = None if shape is None else tuple(shape)
     spec = graph.laid_out(device_mesh._key, texts(placements), local, whole, local_tensor.requires_grad)

@@ -254,7 +254,8 @@ def embedding(call: Call) -> Any:
     sharded = bool(axes) or any(not p.is_replicate() for p in result.placements)
     if sharded and (bound["max_norm"] is not None or bound["scale_grad_by_freq"] or bound["sparse"]):
         raise NotImplementedError(
-            "F.embedding on a sharded weight: max_norm, scale_grad_by_freq and sparse are not supported"
+            "F.embedding on a sharded weight: max_norm, scale_grad_by_freq and sparse are not supported, since they"
+            " need all of its rows; leave them out, or redistribute the weight to Replicate()"
         )
     if not axes:
         if bound["max_norm"] is not None:

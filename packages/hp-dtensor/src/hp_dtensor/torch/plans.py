@@ -193,7 +193,10 @@ def _collect(call: Call, binding: Binding) -> None:
     kept = {id(tensor) for tensor in call.tensors}
     for value in (*call.args, *call.kwargs.values()):
         if isinstance(value, DTensor) and id(value) not in kept:
-            raise NotImplementedError(f"{call.func}: a DTensor where rule {binding.rule!r} expects none")
+            raise NotImplementedError(
+                f"{call.func}: a DTensor of shape {tuple(value.shape)} where rule {binding.rule!r} expects none; pass a"
+                " number (item()) or a plain tensor (full_tensor()) there"
+            )
 
 
 def _on_meta(call: Call, binding: Binding) -> Any:
