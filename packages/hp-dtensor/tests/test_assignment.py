@@ -261,3 +261,17 @@ def test_scattered_slices(layout: Placement) -> None:
     x = distribute_tensor(rand(6, 4), mesh, [layout])
     with pytest.raises(RuntimeError, match=r"src has shape \(1, 4\), the slice that it replaces has \(4,\)"):
         x.select_scatter(x[:1], 0, 0)
+
+
+@on_ranks(2)
+def test_a_slice_is_written_to_itself_where_some_ranks_have_nothing() -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+    torch.manual_seed(0)
+    whole = torch.randn(1, 3, 4, dtype=torch.float64)
+    x = distribute_tensor(whole, mesh, [Shard(0)]).clone()
+    x[:, 1:2] *= x[:, 1:2]
+    whole[:, 1:2] *= whole[:, 1:2]
+    assert torch.equal(x.full_tensor(), whole)
+    x[:, 1:] = x[:, :-1]  # one device refuses it, and so would the rank that has the row, alone
+    whole[:, 1:] = whole[:, :-1].clone()
+    assert torch.equal(x.full_tensor(), whole)

@@ -198,7 +198,17 @@ def _copy(x: DTensor, items: Items, value: Any) -> None:
             return
         while value.dim() > place.dim() and value.shape[0] == 1:
             value = value.squeeze(0)
-        place.copy_(value)
+        place.copy_(value.clone() if _overlaps(place, value) else value)
+
+
+def _overlaps(place: Any, value: Any) -> bool:
+    """Whether ``value`` is other elements of the memory of ``place``, or these in other strides.
+
+    torch refuses to copy those. A rank whose part is empty would not, and would wait for the others ever after.
+    """
+    if place.untyped_storage()._cdata != value.untyped_storage()._cdata:
+        return False
+    return place.data_ptr() != value.data_ptr() or place.shape != value.shape or place.stride() != value.stride()
 
 
 def _own_part(spec: TensorSpec, items: Items, touched: set[Any], value: Any, ndim: int) -> tuple[Items, Any]:
