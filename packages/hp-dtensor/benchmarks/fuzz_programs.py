@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import program_runs  # noqa: E402
+from program_grammar import Program  # noqa: E402
 from program_runs import Counts, Verdict  # noqa: E402
 
 from hp_platform.testing import close_pools, run_ranks  # noqa: E402
@@ -33,9 +34,9 @@ SECONDS = 3.0
 """A program's share of a chunk's time limit."""
 
 
-def judge(seeds: list[int], mesh_shape: tuple[int, ...], counts: Counts, options: tuple[Any, ...]) -> None:
+def judge(programs: list[Program], mesh_shape: tuple[int, ...], counts: Counts) -> None:
     """Run programs on ranks; one at which a rank dies, hangs or raises alone is counted, and the others run again."""
-    if not seeds:
+    if not programs:
         return
     with tempfile.TemporaryDirectory() as folder:
         progress = Path(folder) / "done"
@@ -43,18 +44,19 @@ def judge(seeds: list[int], mesh_shape: tuple[int, ...], counts: Counts, options
             by_rank = run_ranks(
                 math.prod(mesh_shape),
                 program_runs.judge_all,
-                seeds,
+                programs,
                 mesh_shape,
-                *options,
                 str(progress),
-                timeout=30 + SECONDS * len(seeds),
+                timeout=30 + SECONDS * len(programs),
             )
         except RankError as error:
             done = int(progress.read_text()) if progress.exists() else 0
             counts.programs += 1
-            counts.hung.append(f"program {seeds[done]}: {error}")
-            for others in (seeds[:done], seeds[done + 1 :]):
-                judge(others, mesh_shape, counts, options)
+            notes = [f"rank {file.suffix[1:]}: {file.read_text()}" for file in sorted(Path(folder).glob("done.*"))]
+            refused = "\n".join(["refused before:", *notes, ""]) if notes else ""
+            counts.hung.append(f"program {programs[done].seed}: {refused}{error}")
+            for others in (programs[:done], programs[done + 1 :]):
+                judge(others, mesh_shape, counts)
             return
     for verdicts in zip(*by_rank, strict=True):
         counts.add(functools.reduce(_worse, verdicts))
@@ -63,7 +65,7 @@ def judge(seeds: list[int], mesh_shape: tuple[int, ...], counts: Counts, options
 def _worse(a: Verdict, b: Verdict) -> Verdict:
     if len(a.refused) != len(b.refused):
         return Verdict(a.program, wrong=f"program {a.program} raises on one rank alone: {a.refused} and {b.refused}")
-    return a if a.wrong is not None else b
+    return max(a, b, key=lambda verdict: (verdict.wrong is not None, verdict.unsteady))
 
 
 def shortened(text: str, mesh_shape: tuple[int, ...], options: tuple[Any, ...]) -> str:
@@ -71,13 +73,12 @@ def shortened(text: str, mesh_shape: tuple[int, ...], options: tuple[Any, ...]) 
     seed = re.search(r"^# seed (\d+)$", text, re.MULTILINE)
     if seed is None:
         return text
+    program = program_runs.drawn(int(seed[1]), len(mesh_shape), *options)
     try:
         return (
             text.splitlines()[0]
             + "\n"
-            + run_ranks(
-                math.prod(mesh_shape), program_runs.shorten_seed, int(seed[1]), mesh_shape, *options, timeout=90.0
-            )[0]
+            + run_ranks(math.prod(mesh_shape), program_runs.shorten, program, mesh_shape, timeout=90.0)[0]
         )
     except RankError:
         return text
@@ -101,15 +102,18 @@ def page(rows: list[tuple[tuple[int, ...], Counts]], seconds: float) -> str:
         "hooks, checkpoints, nested gradients) run on DTensors of random layouts and on one device in float64. Every",
         f"value and every gradient is compared, to {program_runs.TOLERANCE} of the largest element. A line that is",
         "refused by an error is left out, with what depends on it, and the rest is compared. *Crashed* counts errors",
-        "that a user can't act on.",
+        "that a user can't act on; *unsteady*, programs that differ, and that differ on one device as well when their",
+        "inputs change by 1e-13: a value lies at a jump.",
         "",
-        "| mesh | programs | right | wrong | hang or die | crashed | values and gradients compared | lines refused |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| mesh | programs | right | wrong | hang or die | crashed | unsteady | values and gradients compared | lines"
+        " refused |",
+        ("| " + "--- | " * 9).rstrip(),
     ]
     for mesh_shape, counts in rows:
         lines.append(
             f"| {' x '.join(map(str, mesh_shape))} | {counts.programs:,} | {counts.right:,} | {len(counts.wrong)} |"
-            f" {len(counts.hung)} | {len(counts.crashed)} | {counts.compared:,} | {counts.refused.total():,} |"
+            f" {len(counts.hung)} | {len(counts.crashed)} | {counts.unsteady} | {counts.compared:,} |"
+            f" {counts.refused.total():,} |"
         )
     total: dict[str, int] = {}
     for _, counts in rows:
@@ -138,7 +142,8 @@ def main() -> int:
         counts = Counts()
         for start in range(options.first, options.first + number, CHUNK):
             seeds = list(range(start, min(start + CHUNK, options.first + number)))
-            judge(seeds, mesh_shape, counts, (options.steps, options.calm))
+            programs = [program_runs.drawn(seed, len(mesh_shape), options.steps, options.calm) for seed in seeds]
+            judge(programs, mesh_shape, counts)
         close_pools()
         for text in counts.wrong:
             if not options.whole:

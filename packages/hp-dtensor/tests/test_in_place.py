@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform.testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
@@ -173,3 +174,35 @@ def test_what_a_partial_written_in_place_would_need_is_said() -> None:
     given = DTensor.from_local(torch.ones(3, device=device_type()), mesh, [Partial()])
     with pytest.raises(RuntimeError, match=r"add_: .* is Partial\(\) on axis 0 .*Partial: x = x\.reduce_partial\(\)"):
         given.add_(1.0)
+
+
+@on_ranks(2)
+def test_a_function_with_inplace_writes_its_operand_or_refuses() -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+    whole = torch.tensor([0.3, -1.2, 0.7, -2.0], dtype=torch.float64)
+    for func in (F.relu, F.silu, F.leaky_relu, F.hardtanh, F.elu):
+        x = distribute_tensor(whole, mesh, [Shard(0)]) * 1
+        func(x, inplace=True)
+        assert torch.allclose(x.full_tensor().cpu(), func(whole))
+        partial = distribute_tensor(whole, mesh, [Partial()]) * 1
+        with pytest.raises(RuntimeError, match="inplace=True.* it would have to be moved .* leave inplace=True out"):
+            func(partial, inplace=True)
+
+
+@on_ranks(2)
+def test_dims_of_size_one_join_and_leave_a_ragged_tensor() -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+    whole = torch.arange(6.0).view(2, 3)
+    x = distribute_tensor(whole, mesh, [RaggedShard((0, 1), (1, 2))])
+    assert torch.equal(x.unsqueeze_(0).full_tensor().cpu(), whole[None])
+    assert torch.equal((x * 2).full_tensor().cpu(), whole[None] * 2)
+    assert torch.equal(x.squeeze_(0).full_tensor().cpu(), whole)
+
+
+@on_ranks(2)
+def test_broadcast_tensors_gives_back_what_has_the_shape_already() -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    a, b = torch.broadcast_tensors(x, x[:1])
+    x.data = x.data + 1
+    assert a is x and torch.equal(b.full_tensor().cpu(), torch.zeros(4))

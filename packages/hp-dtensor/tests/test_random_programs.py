@@ -24,12 +24,12 @@ def _check(verdicts: list[Verdict]) -> None:
 
 @on_ranks(2, 3, timeout=300.0)
 def test_one_axis(ranks: int) -> None:
-    _check(judge_all(list(range(ranks * 1000, ranks * 1000 + PROGRAMS)), (ranks,)))
+    _check(judge_all([drawn(ranks * 1000 + n, 1) for n in range(PROGRAMS)], (ranks,)))
 
 
 @on_ranks(4, timeout=300.0)
 def test_two_axes() -> None:
-    _check(judge_all(list(range(PROGRAMS)), (2, 2)))
+    _check(judge_all([drawn(n, 2) for n in range(PROGRAMS)], (2, 2)))
 
 
 @on_ranks(2)

@@ -116,7 +116,7 @@ def dist(input: Any, other: Any, p: float = 2) -> Any:
 def broadcast_tensors(*tensors: Any) -> Any:
     given = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))
-    return tuple(tensor.expand(shape) for tensor in given)
+    return tuple(tensor if tensor.shape == shape else tensor.expand(shape) for tensor in given)  # as torch does
 
 
 def _each(one: Callable[[Any], Any]) -> Callable[..., Any]:

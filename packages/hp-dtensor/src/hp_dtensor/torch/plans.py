@@ -284,6 +284,11 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     if binding.in_place and (call.targets[0] is not call.specs[0] or call.results[0] is not call.specs[0]):
         raise NoLegalPlacement(f"written in place, {call.specs[0]} would become {call.results[0]}")
 
+    if call.kwargs.get("inplace") and call.targets[0] is not call.specs[0]:  # F.relu(x, inplace=True)
+        raise NoLegalPlacement(
+            f"with inplace=True, {call.specs[0]} is written, and it would have to be moved to {call.targets[0]} first;"
+            " redistribute it before, or leave inplace=True out"
+        )
     fixes = []
     paths = [path for path, tensor in zip(call.paths, call.tensors, strict=True) if tensor is not None]
     for path, spec, target, vary in zip(paths, call.specs, call.targets, found.vary, strict=True):

@@ -201,7 +201,8 @@ def _reshaping(base: Any) -> Handler:
         if base is torch.squeeze:  # by the sizes of the whole: a part may have others of size 1
             asked = dims_argument(args[1] if len(args) > 1 else kwargs.get("dim"), x.dim())
             args, kwargs = (x, tuple(dim for dim in asked if x.shape[dim] == 1)), {}
-        _impl(func, (), args, kwargs)
+        if not any(isinstance(p, RaggedShard) for p in x._spec.placements):  # its part is flat
+            _impl(func, (), args, kwargs)
         x._spec = plan.spec
         return x
 
