@@ -165,8 +165,8 @@ def _accepts(line: str, values: Values, names: dict[str, Any]) -> bool:
         exec(line, space)
     except Exception:
         return False
-    for name in _targets(line):
-        value = space[name]
+    made = {name: space[name] for name in _targets(line)}
+    for value in made.values():
         if (
             not isinstance(value, torch.Tensor)
             or value.dtype is not torch.float64
@@ -175,7 +175,7 @@ def _accepts(line: str, values: Values, names: dict[str, Any]) -> bool:
             return False
         if value.dim() > 4 or not math.isfinite(total := value.detach().abs().sum().item()) or total > LARGEST:
             return False
-        values[name] = value
+    values.update(made)
     return True
 
 

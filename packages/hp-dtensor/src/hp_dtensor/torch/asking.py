@@ -53,7 +53,7 @@ def refuse_noted(frame: Any, x: Any) -> None:
     """
     if frame.f_code is _NOTED and not x._spec.replicated:
         raise NotImplementedError(
-            f"a checkpoint saves a DTensor of shape {tuple(x.shape)} placed {x.placements} for another checkpoint inside"
-            " of it, or for an autograd.Function: torch would give back this rank's part as a plain tensor. Checkpoint"
-            " only one of the two levels, or pass it full_tensor()"
+            f"a checkpoint saves a DTensor of shape {tuple(x.shape)} placed {x.placements} for another checkpoint"
+            " inside of it, or for an autograd.Function: torch would give back this rank's part as a plain tensor."
+            " Checkpoint only one of the two levels, or pass it full_tensor()"
         )
