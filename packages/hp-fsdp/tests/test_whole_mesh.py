@@ -23,7 +23,7 @@ from hp_dtensor import (
     init_parameters,
     shard_module,
 )
-from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, get_model_state_dict, set_model_state_dict
+from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, get_model_state_dict, hsdp, set_model_state_dict
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
 
@@ -35,19 +35,19 @@ R = Replicate()
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(5, dtype=torch.float64)
-        self.up, self.down = nn.Linear(5, 7, dtype=torch.float64), nn.Linear(7, 5, dtype=torch.float64)
+        self.up, self.down = nn.Linear(5, hidden, dtype=torch.float64), nn.Linear(hidden, 5, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 7) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Mlp() for _ in range(2))
+        self.layers = nn.ModuleList(Mlp(hidden) for _ in range(2))
         self.head = nn.Linear(5, 3, dtype=torch.float64)
         self.table = nn.Linear(5, 6, bias=False, dtype=torch.float64)  # its rows are divided over dp
 
@@ -99,9 +99,9 @@ def compared(model: nn.Module, reference: nn.Module, mesh: Any, steps: int = 2, 
         close(tensor, reference.state_dict()[name], name)
 
 
-def reference_model() -> Model:
+def reference_model(hidden: int = 7) -> Model:
     torch.manual_seed(3)
-    return Model().to(device_type())
+    return Model(hidden).to(device_type())
 
 
 @on_ranks(2, 4)
@@ -199,3 +199,42 @@ def test_a_copy_of_a_sharded_parameter_is_refused():
     other.weight = copy.deepcopy(model.weight)
     with pytest.raises(ValueError, match=r"'weight' is placed \(RaggedShard.*as a copy of one that is sharded"):
         fully_shard(other, mesh)
+
+
+@on_ranks(2, 4)
+def test_hsdp_takes_the_axes_from_layouts(ranks: int):
+    layout = Layout((2, ranks // 2), ("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+    reference = reference_model()
+    model = shard_module(copy.deepcopy(reference), plan(layout))
+    for layer in model.layers:
+        hsdp(layer, threshold=0, optimizer_level="level3")
+    hsdp(model, threshold=0, comm_fusion=True)
+    weight = model.layers[0].up.weight
+    assert isinstance(weight.placements[0], RaggedShard) and weight.device_mesh == mesh
+    compared(model, reference, mesh)
+
+
+@on_ranks(4)
+def test_hsdp_of_replicas_and_of_styles():
+    from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(device_type(), (4, 1), mesh_dim_names=("dp", "tp"))
+    reference = reference_model()
+    rows = (mesh, [Shard(0), R])
+    model = shard_module(
+        copy.deepcopy(reference),
+        {"forward": {"input": rows, "output": rows}, "parameter": {"table.weight": (mesh, [R, Shard(0)])}},
+    )
+    hsdp(model, 2, 0)
+    assert model.table.weight.device_mesh.shape == (2, 2, 1)
+    compared(model, reference, mesh, 1)
+    reference = reference_model(8)
+    model = copy.deepcopy(reference)
+    tp = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    for layer in model.layers:
+        parallelize_module(layer, tp["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        hsdp(layer, 1)  # plain data parallelism
+    hsdp(model, threshold=0)
+    assert model.layers[0].up.weight.placements == (R, Shard(0))
+    compared(model, reference, tp, 1)

@@ -78,7 +78,7 @@ def lines_of(axes: DataAxes) -> list[Any]:
 
 def _told(group: Any) -> str:
     buckets = [
-        f"{bucket.dtype} as {bucket.compute_dtype} of {[p.name + str(list(p.shape)) for p in bucket.parameters]}"
+        f"{bucket.dtype} as {bucket.compute_dtype} of {[p.name + str(list(p.global_shape)) for p in bucket.parameters]}"
         for bucket in group.buckets
     ]
     options = f"deterministic={group.deterministic}, {group.axes.replicate_size} x {group.axes.shard_size} ranks"

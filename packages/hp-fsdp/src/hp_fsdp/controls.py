@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["Controls", "UnshardHandle", "check_reshard"]
+__all__ = ["Controls", "UnshardHandle", "check_reshard", "divisor_of"]
 
 
 class UnshardHandle:
@@ -139,6 +139,13 @@ class Controls:
             raise ValueError(f"set_gradient_divide_factor: factor must be a finite number above 0, got {factor!r}")
         for group in self._groups(recurse):
             group.reduce_op, group.divisor = "sum", None if factor == 1 else float(factor)
+
+
+def divisor_of(group: Any) -> float | None:
+    """What reduced gradients of a group are divided by, its scale in it; None for 1."""
+    if group.scale == 1.0:
+        return group.divisor
+    return (1.0 if group.divisor is None else group.divisor) / group.scale
 
 
 def check_reshard(value: Any, where: str, *, sizes: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,10 +11,33 @@ from hp_fsdp.controls import check_reshard
 from hp_fsdp.norms import BLOCK
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["GroupOptions", "check_options"]
+__all__ = ["GroupOptions", "ParameterFacts", "check_options"]
 
 ALIGNMENT = 64
 """Parameters and pieces start at multiples of this many bytes: a cache line, and more than vector loads ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """What decides how a parameter is communicated.
+
+    Attributes:
+        parameter: the managed parameter.
+        name: the parameter's.
+        original: the object that ``shard_placement_fn`` is asked about.
+        dtype: of its elements.
+        trains: it requires gradients.
+        shape: of the unsharded tensor on this rank.
+        nbytes: of the whole parameter, the same on all ranks.
+    """
+
+    parameter: Any
+    name: str
+    original: Any
+    dtype: Any
+    trains: bool
+    shape: Sequence[int]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +51,8 @@ class GroupOptions:
         by_parameter: each parameter is communicated by itself, not the group's as one.
         placement_of: gives a parameter's wanted placement, or None.
         deterministic: sums don't depend on the number of ranks.
+        threshold: parameters of fewer bytes stay whole on each rank, and their gradients are averaged.
+        bucket_bytes: what is communicated as one holds no more, but one parameter at least; None for no limit.
     """
 
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -36,11 +61,46 @@ class GroupOptions:
     by_parameter: bool = False
     placement_of: Callable[[Any], Any] | None = None
     deterministic: bool = False
+    threshold: float = 0
+    bucket_bytes: int | None = None
 
     @property
     def reshards(self) -> bool:
         """Whether gathered parameters are freed after forward; one rank alone holds what was gathered."""
         return self.reshard_after_forward is True or self.reshard_after_forward > 1
+
+    def together(self, facts: Iterable[ParameterFacts]) -> list[tuple[list[Any], int, bool]]:
+        """Which parameters of a group are communicated as one.
+
+        Args:
+            facts: of the group's parameters, in order.
+
+        Returns:
+            By bucket: its parameters, how many elements stay together, and whether they are sharded.
+        """
+        kinds: dict[Any, list[ParameterFacts]] = {}
+        for each in facts:
+            # What is to keep whole rows is cut by itself; what differs in dtype or takes no part in reductions, too.
+            unit = self.unit_of(each.name, each.original, each.shape)
+            alone = each.name if self.by_parameter or unit > 1 else ""
+            kinds.setdefault((each.dtype, each.trains, alone, unit, each.nbytes >= self.threshold), []).append(each)
+        return [
+            ([each.parameter for each in members], unit, sharded)
+            for (*_, unit, sharded), alike in kinds.items()
+            for members in self._in_buckets(alike)
+        ]
+
+    def _in_buckets(self, alike: list[ParameterFacts]) -> Iterator[list[ParameterFacts]]:
+        if self.bucket_bytes is None:
+            yield alike
+            return
+        bucket: list[ParameterFacts] = []
+        for each in alike:
+            if bucket and sum(one.nbytes for one in bucket) + each.nbytes > self.bucket_bytes:
+                yield bucket
+                bucket = []
+            bucket.append(each)
+        yield bucket
 
     def alignment(self, unit: int, itemsize: int) -> int:
         """Where parameters and pieces may start in a flat buffer, in elements.

@@ -1,16 +1,29 @@
-"""Short forms of `fully_shard`, whatever the framework: meshes by ZeRO level, and which modules to call it on."""
+"""Short forms of `fully_shard`, whatever the framework: options by ZeRO level, and which modules to call it on.
+
+Note [Axes of hsdp]
+    `hsdp` is given no mesh. Plain parameters are sharded over the ranks that those of a group inside are, and where
+    there is none, over all. Those with a layout on a whole mesh
+    (`shard_module`) are sharded over the axes on which all of the group are replicated; one that is divided over these
+    stays as it is. Where layouts are on a slice (styles on ``mesh["tp"]``), the axes are the other ones of the mesh
+    that it was cut from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.spec import TensorSpec
+from hp_fsdp.norms import spec_of
+from hp_fsdp.options import GroupOptions
+from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_platform import get_platform
 
-__all__ = ["Anatomy", "hsdp_mesh", "modules_by_size"]
+__all__ = ["Anatomy", "HsdpOptions", "hsdp_mesh", "hsdp_options", "modules_by_size"]
 
 LEVELS = ("level1", "level2", "level3")
 TINY = 16
@@ -62,56 +75,178 @@ class Anatomy:
             module: the module.
             taken: ids of parameters to leave out.
         """
+        return sum(self.nbytes(parameter) for parameter in self.free(module) if id(parameter) not in taken)
+
+    def free(self, module: Any) -> list[Any]:
+        """The parameters of a module that no group has yet, each once."""
         owned = {
             id(parameter)
             for each in self.modules(module)
             if isinstance(each, self.sharded)
             for parameter in self.uses(each)
         }
-        free = {id(p): p for p in self.uses(module) if id(p) not in owned and id(p) not in taken}
-        return sum(self.nbytes(parameter) for parameter in free.values())
+        return list({id(p): p for p in self.uses(module) if id(p) not in owned}.values())
 
 
-def hsdp_mesh(name: str, nbytes: int, shard_size: int, threshold: int, optimizer_level: str) -> tuple[DeviceMesh, bool]:
-    """Where `hsdp` shards a module.
+@dataclass(frozen=True, slots=True)
+class HsdpOptions:
+    """The arguments of `hsdp`, checked.
+
+    Attributes:
+        group: how its parameters communicate.
+        shard_size: as given.
+        stays: gathered parameters stay until the optimizer has stepped.
+        accumulates: gradients are kept unsharded until a sync is asked for.
+        grad_scale: what reduced gradients are multiplied by.
+        comm_async: the end of a backward pass does not wait for reductions.
+    """
+
+    group: GroupOptions
+    shard_size: int
+    stays: bool
+    accumulates: bool
+    grad_scale: float
+    comm_async: bool
+
+    def setup(self, module: Any) -> None:
+        """Tells a module that was sharded what `fully_shard` has no argument for."""
+        for group in module._groups(False):
+            group.reshard_after_backward = not self.stays
+            group.reduces = not self.accumulates
+            group.scale = float(self.grad_scale)
+            group.waits = not self.comm_async
+
+
+def hsdp_options(
+    *,
+    shard_size: Any,
+    threshold: Any,
+    optimizer_level: Any,
+    enable_grad_accumulation: Any,
+    grad_scale: Any,
+    reduce_dtype: Any,
+    comm_async: Any,
+    comm_fusion: Any,
+    bucket_size: Any,
+    dtype_class: type,
+) -> HsdpOptions:
+    """Checks the arguments of `hsdp`.
 
     Args:
-        name: the module's class, for errors.
-        nbytes: of the parameters of its group.
-        shard_size: as given.
-        threshold: as given.
-        optimizer_level: as given.
-
-    Returns:
-        The mesh, and whether gathered parameters stay until the optimizer has stepped.
+        shard_size: as given, like all but the last.
+        threshold: in KiB.
+        optimizer_level: one of `LEVELS`.
+        enable_grad_accumulation: a bool.
+        grad_scale: a number.
+        reduce_dtype: a dtype or None.
+        comm_async: a bool.
+        comm_fusion: a bool.
+        bucket_size: in KiB.
+        dtype_class: the framework's class of dtypes.
 
     Raises:
-        ValueError, NotImplementedError: see `hsdp`.
+        ValueError, TypeError: see `hsdp`.
     """
     if optimizer_level not in LEVELS:
         raise ValueError(f"hsdp: optimizer_level must be one of {', '.join(LEVELS)}, got {optimizer_level!r}")
-    if not isinstance(threshold, int) or threshold < 0:
+    if not _is_int(threshold) or threshold < 0:
         raise ValueError(f"hsdp: threshold must be a number of KiB, 0 or more, got {threshold!r}")
-    groups = get_platform().groups
-    if not groups.is_initialized():  # type: ignore[attr-defined]
-        groups.init_process_group()
-    ranks = groups.size()
-    size = ranks if shard_size == -1 else shard_size
-    if not isinstance(size, int) or size < 1 or ranks % size:
-        raise ValueError(f"hsdp: shard_size must be -1 or divide the {ranks} ranks, got {shard_size!r}")
-    # The last axis, of one rank, is what a module that is not sharded is "sharded" over. Names are these meshes' own:
-    # a slice that equals one of another mesh would be that one, and norms need slices of one mesh.
-    names = ("hsdp_replicate", "hsdp_shard", "hsdp_alone")
-    root = init_device_mesh(get_platform().devices.kind, (ranks // size, size, 1), mesh_dim_names=names)
-    mesh = root["hsdp_shard"] if size == ranks else root["hsdp_replicate", "hsdp_shard"]
-    if nbytes < threshold * 1024:
-        if size < ranks:
-            raise NotImplementedError(
-                f"hsdp: {name} is below the threshold of {threshold} KiB, which is not supported with"
-                f" shard_size={shard_size}, less than all {ranks} ranks. Use threshold=0"
+    if not _is_int(shard_size) or (shard_size < 1 and shard_size != -1):
+        raise ValueError(f"hsdp: shard_size must be -1 or a number of ranks, got {shard_size!r}")
+    if not _is_int(bucket_size) or bucket_size < -1:
+        raise ValueError(f"hsdp: bucket_size must be -1 (no limit) or a number of KiB, got {bucket_size!r}")
+    for name, value in (
+        ("enable_grad_accumulation", enable_grad_accumulation),
+        ("comm_async", comm_async),
+        ("comm_fusion", comm_fusion),
+    ):
+        if not isinstance(value, bool):
+            raise TypeError(f"hsdp: {name} must be True or False, got {value!r}")
+    if isinstance(grad_scale, bool) or not isinstance(grad_scale, (int, float)) or not 0 < grad_scale < math.inf:
+        raise ValueError(f"hsdp: grad_scale must be a finite number above 0, got {grad_scale!r}")
+    if reduce_dtype is not None and not isinstance(reduce_dtype, dtype_class):
+        raise TypeError(f"hsdp: reduce_dtype must be a {dtype_class.__name__} or None, got {reduce_dtype!r}")
+    if bucket_size > 0 and not comm_fusion:
+        raise ValueError(
+            f"hsdp: bucket_size={bucket_size} limits what is communicated as one, but comm_fusion=False communicates"
+            " each parameter by itself. Use comm_fusion=True, or leave bucket_size out"
+        )
+    stays = optimizer_level != "level3"
+    group = GroupOptions(
+        policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        reshard_after_forward=not stays,
+        by_parameter=not comm_fusion or bucket_size == 0,
+        threshold=math.inf if shard_size == 1 else threshold * 1024,
+        bucket_bytes=bucket_size * 1024 if bucket_size > 0 else None,
+    )
+    return HsdpOptions(group, shard_size, stays, enable_grad_accumulation, grad_scale, comm_async)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def hsdp_mesh(module: Any, anatomy: Anatomy, shard_size: int) -> DeviceMesh:
+    """The axes over which `hsdp` shards a module's group: see Note [Axes of hsdp].
+
+    Args:
+        module: it holds the group's parameters.
+        anatomy: where modules have their parts.
+        shard_size: as given; 1 asks for the ranks, which are all replicas.
+
+    Raises:
+        ValueError: a ``shard_size`` that does not divide the ranks, or layouts on several meshes.
+    """
+    data = _data_axes([spec for each in anatomy.free(module) if (spec := spec_of(each)) is not None])
+    if data is None:
+        inside = (each for each in anatomy.modules(module) if isinstance(each, anatomy.sharded))
+        data = next((_one_axis(group.axes.mesh) for each in inside for group in each._groups(False)), None)
+    if data is None:
+        groups: Any = get_platform().groups
+        if not groups.is_initialized():
+            groups.init_process_group()
+        data = init_device_mesh(get_platform().devices.kind, (groups.size(),), mesh_dim_names=("hsdp",))
+    ranks = data.size()
+    size = ranks if shard_size in (-1, 1) else shard_size
+    if size > ranks or ranks % size:
+        raise ValueError(
+            f"hsdp: shard_size must be -1 or divide the {ranks} ranks of data parallelism, got {shard_size}"
+        )
+    if size == ranks:
+        return data
+    return data._unflatten(0, (ranks // size, size), ("hsdp_replicate", "hsdp_shard"))
+
+
+def _data_axes(specs: Sequence[TensorSpec]) -> DeviceMesh | None:
+    """The axes of data parallelism of parameters with layouts, as one axis; None where no parameter has one."""
+    if not specs:
+        return None
+    root = specs[0].mesh.root
+    for spec in specs:
+        if spec.mesh.root != root or spec.mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"hsdp: parameters are on {specs[0].mesh} and on {spec.mesh}; all must be on slices of one mesh with"
+                ' names: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
             )
-        mesh = root["hsdp_shard", "hsdp_alone"]
-    return mesh, optimizer_level != "level3"
+    candidates = [names for spec in specs if (names := _free_axes(spec, root))]
+    common = [name for name in candidates[0] if all(name in each for each in candidates)] if candidates else []
+    names = tuple(common or (candidates[0] if candidates else (root.mesh_dim_names or ())[:1]))
+    return root[names[0]] if len(names) == 1 else root[names]._flatten("hsdp_" + "_".join(names))
+
+
+def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a group's axes on one axis."""
+    if mesh.ndim == 1:
+        return mesh
+    return mesh.root if mesh.root.ndim == 1 else mesh._flatten("hsdp_all")
+
+
+def _free_axes(spec: TensorSpec, root: DeviceMesh) -> list[str]:
+    """The axes over which a parameter may be sharded further."""
+    own = dict(zip(spec.mesh.mesh_dim_names or (), spec.placements, strict=True))
+    if spec.mesh == root:
+        return [name for name, placement in own.items() if placement.is_replicate()]
+    return [name for name in root.mesh_dim_names or () if name not in own]
 
 
 def modules_by_size(model: Any, max_bytes: int, anatomy: Anatomy) -> list[Any]:

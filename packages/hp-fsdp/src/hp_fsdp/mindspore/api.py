@@ -15,11 +15,11 @@ from hp_fsdp.mindspore.module import group_of, shard_class
 from hp_fsdp.mindspore.optimizers import watch_optimizers
 from hp_fsdp.mindspore.parameter import find_parameters
 from hp_fsdp.optimizers import ignore
-from hp_fsdp.options import check_options
+from hp_fsdp.options import GroupOptions, check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from hp_platform import get_platform
 
-__all__ = ["fully_shard", "has_construct"]
+__all__ = ["check_module", "fully_shard", "has_construct", "shard"]
 
 M = TypeVar("M", bound=nn.Cell)
 
@@ -89,8 +89,7 @@ def fully_shard(
         NotImplementedError: a ``Shard`` of another dim than 0, ``comm_fusion_zero_copy=True``, or BatchNorm's running
             statistics.
     """
-    _check_module(module)
-    _check_statistics(module, {id(parameter) for parameter in ignored_params or ()})
+    check_module(module)
     options = check_options(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
@@ -109,6 +108,19 @@ def fully_shard(
         mesh = init_device_mesh(get_platform().devices.kind, (groups.size(),), mesh_dim_names=("dp_shard",))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
+    return shard(module, mesh, options, ignored_params or ())
+
+
+def shard(module: M, mesh: DeviceMesh, options: GroupOptions, ignored_params: Collection[Parameter] = ()) -> M:
+    """What `fully_shard` does with arguments that were checked.
+
+    Args:
+        module: changed in place.
+        mesh: of one axis or two.
+        options: how the group communicates.
+        ignored_params: parameters to leave as they are.
+    """
+    _check_statistics(module, {id(parameter) for parameter in ignored_params})
     axes = DataAxes.of(mesh)
     ignored = list(ignored_params or ())
     found = find_parameters(module, ignored, lambda cell: group_of(cell) is not None)
@@ -140,7 +152,8 @@ def has_construct(cell: nn.Cell) -> bool:
     return not (isinstance(cell, (nn.CellList, nn.CellDict)) and type(cell).construct in inherited)
 
 
-def _check_module(module: Any) -> None:
+def check_module(module: Any) -> None:
+    """Raises for what `fully_shard` cannot be called on."""
     if not isinstance(module, nn.Cell):
         raise TypeError(f"fully_shard: expected a mindspore.nn.Cell, got {type(module).__name__}")
     name = type(module).__name__

@@ -127,7 +127,7 @@ class Bucket:
         sizes, runs = self.layout.splits(self.axes.shard_rank)
         at = dict(zip(runs, self.parameters))
         parts = [
-            local_view(at[run].parameter) if run in at else ops.zeros((size,), self.dtype)
+            local_view(at[run].parameter).reshape(-1) if run in at else ops.zeros((size,), self.dtype)
             for run, size in enumerate(sizes)
             if size
         ]
@@ -250,7 +250,7 @@ class Bucket:
         return self.shards(self.sums.reduce(count, op))
 
     def shards(self, piece: Tensor) -> list[Tensor]:
-        """Each parameter's part of this rank's piece of a reduced gradient, in memory of its own."""
+        """Each parameter's part of this rank's piece of a reduced gradient, 1-d, in memory of its own."""
         if self.divisor is not None:
             piece = piece / self.divisor
         shards = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,13 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.mindspore.autograd import local_mode
 from hp_fsdp.agreement import check_counts
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.controls import divisor_of
 from hp_fsdp.mindspore.agreement import largest
-from hp_fsdp.mindspore.bucket import Bucket
+from hp_fsdp.mindspore.bucket import Bucket, itemsize
 from hp_fsdp.mindspore.parameter import ManagedParameter, find_parameters
 from hp_fsdp.mindspore.unsharding import Call, unsharded_tensors
 from hp_fsdp.optimizers import ignore
-from hp_fsdp.options import GroupOptions
+from hp_fsdp.options import GroupOptions, ParameterFacts
 from hp_platform import get_platform
 from hp_platform.observing import communicate_for
 
@@ -77,6 +79,8 @@ class ParameterGroup:
         self.reduces_over_replicas = True
         self.reduce_op = "avg"
         self.divisor: float | None = None
+        self.scale = 1.0
+        self.waits = True  # as each backward pass on MindSpore does
         self.prefetch_in_forward: list[ParameterGroup] = []
         self.prefetch_in_backward: list[ParameterGroup] = []
         self.near = axes.near(options.reshard_after_forward)
@@ -99,16 +103,17 @@ class ParameterGroup:
 
     def add(self, parameters: Sequence[ManagedParameter]) -> None:
         """Shards parameters and makes them the group's."""
-        # What differs in dtype or takes part in no reduction is communicated apart.
-        kinds: dict[Any, list[ManagedParameter]] = {}
-        options = self.options
-        for parameter in parameters:
-            # What is to keep whole rows is cut by itself.
-            unit = options.unit_of(parameter.name, parameter.parameter, parameter.shape)
-            alone = parameter.name if options.by_parameter or unit > 1 else ""
-            key = (parameter.parameter.dtype, parameter.parameter.requires_grad, alone, unit)
-            kinds.setdefault(key, []).append(parameter)
-        self.buckets += [Bucket(each, self.axes, options, self.class_name, key[-1]) for key, each in kinds.items()]
+        facts = []
+        for each in parameters:
+            parameter = each.parameter
+            nbytes = math.prod(each.global_shape) * itemsize(parameter.dtype)
+            facts.append(
+                ParameterFacts(each, each.name, parameter, parameter.dtype, parameter.requires_grad, each.shape, nbytes)
+            )
+        self.buckets += [
+            Bucket(members, self.axes if sharded else self.axes.whole(), self.options, self.class_name, unit)
+            for members, unit, sharded in self.options.together(facts)
+        ]
         self.parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         self.standing = [parameter.parameter for parameter in self.parameters]
 
@@ -265,7 +270,7 @@ class ParameterGroup:
             return shards
         self._note("reduce")
         for bucket, flat in zip(trained, flats):
-            bucket.divisor = self.divisor
+            bucket.divisor = divisor_of(self)
             shards += communicate_for(
                 self.modules, bucket.reduce, flat, self.reduce_op, over_replicas=self.reduces_over_replicas
             )
@@ -303,7 +308,7 @@ class ParameterGroup:
         for bucket in trained:
             assert bucket.sums is not None
             bucket.sums.end_micro_batch(number)
-            bucket.divisor = self.divisor
+            bucket.divisor = divisor_of(self)
             shards += communicate_for(self.modules, bucket.reduce_in_order, number + 1, self.reduce_op)
         self._note("reduced")
         return shards

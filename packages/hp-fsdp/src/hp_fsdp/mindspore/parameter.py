@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mindspore import Parameter, Tensor, mint, nn
@@ -59,7 +59,7 @@ class ManagedParameter:
             owner: text for the error where another group finds this parameter, too.
         """
         if not self.parameter.has_init:
-            set_local(self.parameter, run_of(local_view(self.parameter), start, stop))
+            set_local(self.parameter, run_of(local_view(self.parameter), start, stop, spec.local_shape))
         wrap(self.parameter, spec)
         finding.mark(self.parameter, owner)
 
@@ -125,11 +125,19 @@ class ManagedParameter:
         return unsharded if self.inner is None else wrap(unsharded, self.inner)
 
 
-def run_of(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """A run of a tensor's elements, 1-d, in memory of its own."""
-    if start == stop:
-        return mint.empty((0,), dtype=tensor.dtype)  # a copy of an empty view is a view, which optimizers can't write
-    return mint.narrow(tensor.reshape(-1), 0, start, stop - start).copy()
+def run_of(tensor: Tensor, start: int, stop: int, shape: Sequence[int] | None = None) -> Tensor:
+    """A run of a tensor's elements, in memory of its own.
+
+    Args:
+        tensor: of any shape.
+        start: where the run begins in the flattened tensor.
+        stop: where it ends.
+        shape: of the result. Default: one dim.
+    """
+    shape = (stop - start,) if shape is None else tuple(shape)
+    if start == stop:  # a copy of an empty view is a view, which optimizers can't write
+        return mint.empty(shape, dtype=tensor.dtype)
+    return mint.narrow(tensor.reshape(-1), 0, start, stop - start).reshape(shape).copy()
 
 
 def find_parameters(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mindspore import nn
+from mindspore._c_expression import typing
 
 from hp_fsdp import short
-from hp_fsdp.mindspore.api import fully_shard, has_construct
+from hp_fsdp.mindspore.api import check_module, has_construct, shard
 from hp_fsdp.mindspore.bucket import itemsize
 from hp_fsdp.mindspore.module import HSDPModule
 
@@ -17,7 +18,18 @@ __all__ = ["hsdp", "modules_by_size"]
 M = TypeVar("M", bound=nn.Cell)
 
 
-def hsdp(module: M, shard_size: int = -1, threshold: int = 64, optimizer_level: str = "level1") -> M:
+def hsdp(
+    module: M,
+    shard_size: int = -1,
+    threshold: int = 64,
+    optimizer_level: str = "level1",
+    enable_grad_accumulation: bool = False,
+    grad_scale: float = 1.0,
+    reduce_dtype: Any | None = None,
+    comm_async: bool = False,
+    comm_fusion: bool = False,
+    bucket_size: int = -1,
+) -> M:
     """Makes one group of a Cell, as `fully_shard`, by ZeRO level and number of ranks.
 
     | level | sharded | parameters are gathered |
@@ -35,26 +47,52 @@ def hsdp(module: M, shard_size: int = -1, threshold: int = 64, optimizer_level: 
         >>> hsdp(model, optimizer_level="level3")
 
     Args:
-        module: inner Cells first, the model last.
-        shard_size: ranks of a shard group; with fewer than all, groups are replicas of one another. Default -1: all.
-        threshold: a Cell of which the group's parameters hold less than so many KiB is not sharded: its gradients are
-            averaged, nothing is gathered. Small parameters of a larger group are sharded with it, since they travel in
-            its flat buffer. Default 64.
+        module: inner Cells first, the model last. Its parameters' own layouts say which axes are those of data
+            parallelism: with one on a whole mesh (`shard_module`), those on which all are replicated; with one on a
+            slice (styles on ``mesh["tp"]``), the other axes of the mesh; plain ones have all ranks.
+        shard_size: ranks of a shard group; with fewer than all, groups are replicas of one another. 1 is plain data
+            parallelism: parameters stay whole, and their gradients are averaged. Default -1: all.
+        threshold: parameters of less than so many KiB, whole, stay whole on each rank. Default 64.
         optimizer_level: see above. Default ``"level1"``.
+        enable_grad_accumulation: backward passes add up gradients without communication, until
+            ``set_requires_gradient_sync(True)`` asks for the next ones to reduce. Default False: all reduce.
+        grad_scale: what reduced gradients are multiplied by. Default 1.
+        reduce_dtype: gradients are reduced in this dtype. Default: their own.
+        comm_async: not on MindSpore, whose backward passes return their gradients, so they wait. Default False.
+        comm_fusion: parameters are gathered, and their gradients reduced, together. Default False: one by one.
+        bucket_size: with ``comm_fusion``, what is communicated as one holds no more than so many KiB of parameters, but
+            one parameter at least; 0 is one by one. Default -1: no limit.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: an argument out of its range, or a ``shard_size`` that does not divide the number of ranks.
-        NotImplementedError: a Cell below ``threshold`` with replicas.
+        ValueError: an argument out of its range, a ``shard_size`` that does not divide the number of ranks, or a
+            ``bucket_size`` without ``comm_fusion``.
+        TypeError: an argument of another type, or something that is no Cell.
+        NotImplementedError: ``comm_async=True``.
     """
-    mesh, stays = short.hsdp_mesh(
-        type(module).__name__, _ANATOMY.bytes_of(module), shard_size, threshold, optimizer_level
+    check_module(module)
+    options = short.hsdp_options(
+        shard_size=shard_size,
+        threshold=threshold,
+        optimizer_level=optimizer_level,
+        enable_grad_accumulation=enable_grad_accumulation,
+        grad_scale=grad_scale,
+        reduce_dtype=reduce_dtype,
+        comm_async=comm_async,
+        comm_fusion=comm_fusion,
+        bucket_size=bucket_size,
+        dtype_class=typing.Type,
     )
-    made = fully_shard(module, mesh, reshard_after_forward=not stays)
-    made.set_reshard_after_backward(not stays, recurse=False)  # type: ignore[operator]
-    return made
+    if comm_async:
+        raise NotImplementedError(
+            "hsdp(comm_async=True): on MindSpore each backward pass returns its gradients, so its reductions are over"
+            " when it is. Leave comm_async out; to put reductions off use enable_grad_accumulation=True"
+        )
+    shard(module, short.hsdp_mesh(module, _ANATOMY, shard_size), options.group)
+    options.setup(module)
+    return module
 
 
 def modules_by_size(model: nn.Cell, max_bytes: int) -> list[nn.Cell]:

@@ -125,7 +125,7 @@ def _part(source: Tensor, spec: TensorSpec) -> Tensor:
     """This rank's part of a whole tensor, in memory of its own."""
     with local_mode():
         made = execute(local_view(source), spec.with_placements([Replicate()] * spec.mesh.ndim), spec)
-        return run_of(made, 0, made.numel()).reshape(spec.local_shape)
+        return run_of(made, 0, made.numel(), spec.local_shape)
 
 
 # ---- what rank 0 sends ----

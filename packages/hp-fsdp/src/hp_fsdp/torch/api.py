@@ -23,7 +23,7 @@ from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.optimizers import ignore
-from hp_fsdp.options import check_options
+from hp_fsdp.options import GroupOptions, check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.several import roots_of
 from hp_fsdp.torch.group import ParameterGroup
@@ -32,7 +32,7 @@ from hp_fsdp.torch.optimizers import watch_optimizers
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
 from hp_platform import get_platform
 
-__all__ = ["fully_shard"]
+__all__ = ["check_module", "fully_shard", "shard"]
 
 M = TypeVar("M")
 
@@ -104,7 +104,7 @@ def fully_shard(
     """
     modules = roots_of(module, nn.Module, lambda each: each.modules())
     for each in modules:
-        _check_module(each)
+        check_module(each)
     options = check_options(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
@@ -126,8 +126,26 @@ def fully_shard(
             f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__module__}.{type(mesh).__name__}."
             " Make it with hp_dtensor.init_device_mesh(device_type, shape, mesh_dim_names=...)"
         )
+    shard(modules, mesh, options, ignored_params or ())
+    return module
+
+
+def shard(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    options: GroupOptions,
+    ignored_params: Collection[nn.Parameter] = (),
+) -> None:
+    """Shards modules as one group, with arguments that were checked.
+
+    Args:
+        modules: changed in place.
+        mesh: of one axis or two.
+        options: how the group communicates.
+        ignored_params: parameters to leave as they are.
+    """
     axes = DataAxes.of(mesh)
-    ignored: list[Any] = list(ignored_params or ())
+    ignored: list[Any] = list(ignored_params)
     found = find_parameters(modules, ignored, lambda child: group_of(child) is not None)
     parameters = [parameter for parameter in found if not axes.divided(parameter.inner)]
     ignored += [parameter.original for parameter in found if axes.divided(parameter.inner)]
@@ -138,10 +156,12 @@ def fully_shard(
     group = ParameterGroup(modules, parameters, axes, device, options, ignored)
     for each in modules:
         shard_class(each, group)
-    return module
 
 
-def _check_module(module: Any) -> None:
+def check_module(module: Any) -> None:
+    """Raises for what `fully_shard` cannot be called on."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
     name = type(module).__name__
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard: {name} has no forward of its own. Call fully_shard on each of its modules")

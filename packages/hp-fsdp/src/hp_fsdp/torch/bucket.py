@@ -102,7 +102,7 @@ class Bucket:
                 view = self.shard_view(index)
                 if view.device.type != "meta":
                     start, stop = layout.part(index, rank)
-                    view.copy_(parameter.flat()[start:stop])
+                    view.view(-1).copy_(parameter.flat()[start:stop])
                 parameter.make_sharded(view, spec, f"{parameter.name!r} of {self.owner}")
         self.note_sharded()
         self.show_sharded()
@@ -114,9 +114,10 @@ class Bucket:
         return empty_on_host(self.layout.piece, self.dtype, self.offload.pin_memory).zero_()
 
     def shard_view(self, index: int) -> torch.Tensor:
-        """The part of the rank's piece that is a parameter's."""
+        """The part of the rank's piece that is a parameter's: a run of elements, or all of one that stays whole."""
         start, stop = self.layout.place(index, self.axes.shard_rank)
-        return self.shard[start:stop]
+        run = self.shard[start:stop]
+        return run if self.axes.shards else run.view(self.parameters[index].shape)
 
     def note_sharded(self) -> None:
         """Takes note of new sharded parameters."""

@@ -84,7 +84,7 @@ class Communication:
     def operation(self, op: str, divisor: float | None, axes: DataAxes) -> tuple[str, float | None]:
         """The operation to reduce with, and what to divide its result by."""
         if op == "avg" and (self.sums or self.scatter is not None):
-            return "sum", float(axes.shard_size * axes.replicate_size)
+            return "sum", axes.shard_size * axes.replicate_size * (1.0 if divisor is None else divisor)
         return op, divisor
 
     def run_hook(self, piece: torch.Tensor) -> None:

@@ -232,7 +232,7 @@ class RootContext:
             self.late.forget()
         self.backward_order.start()
         if self.last_backward:
-            self.drain()
+            self.drain(put_off=True)
         self.moments.append(("end", None, perf_counter_ns()))
         self.last_moments, self.moments = self.moments, []
 
@@ -283,9 +283,13 @@ class RootContext:
         if not left:
             _under_way.pop(self, None)
 
-    def drain(self) -> None:
-        """Waits for every reduction."""
-        while self.reductions:
+    def drain(self, *, put_off: bool = False) -> None:
+        """Waits for the reductions under way.
+
+        Args:
+            put_off: leave those of groups that don't wait for them at the end of a backward pass.
+        """
+        while any(group.waits or not put_off for _, group in self.reductions):
             self.advance()
 
     def settle(self) -> None:
@@ -315,8 +319,9 @@ class RootContext:
 def hsdp_sync_stream() -> None:
     """Waits for the reductions of all sharded models that are still under way, and hands out their gradients.
 
-    They are where the last backward passes ran with ``set_is_last_backward(False)``: call it before the gradients are
-    read. On a device the host does not wait: the current stream does.
+    They are where the last backward passes ran with ``set_is_last_backward(False)`` or ``hsdp(comm_async=True)``: call
+    it before the gradients are read; an optimizer's step calls it. On a device the host does not wait: the current
+    stream does.
     """
     for context in list(_under_way):
         context.drain()

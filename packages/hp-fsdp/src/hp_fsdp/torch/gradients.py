@@ -242,6 +242,8 @@ class GradientBuffer:
             if piece is None or not parameter.trains:
                 continue
             sharded = parameter.sharded
+            if not self.axes.shards:
+                piece = piece.view(parameter.shape)
             if sharded._backward_hooks:
                 piece = _hooked(sharded._backward_hooks, piece)
             have = _get_grad(sharded)

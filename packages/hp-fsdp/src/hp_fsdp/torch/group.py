@@ -13,6 +13,7 @@ from torch import nn
 from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.agreement import check_counts
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.controls import divisor_of
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.order import ExecutionOrder
@@ -75,6 +76,8 @@ class ParameterGroup:
         most_reductions: how many groups' reductions may be under way at once.
         communication: what the user set about it; None where that is nothing.
         divisor: what the reduced gradients are divided by, None for 1.
+        scale: what they are multiplied by.
+        waits: the end of a backward pass waits for the reductions.
         agreed: how many micro-batches all ranks ran for the last step, in deterministic mode.
         ended: the gradients of the backward pass under way are complete, in deterministic mode.
     """
@@ -110,6 +113,8 @@ class ParameterGroup:
         self.reduces_over_replicas = True
         self.reduce_op = "avg"
         self.divisor: float | None = None
+        self.scale = 1.0
+        self.waits = True
         self.prefetch_in_forward: list[ParameterGroup] = []
         self.prefetch_in_backward: list[ParameterGroup] = []
         self.near = axes.near(options.reshard_after_forward)
@@ -130,18 +135,10 @@ class ParameterGroup:
 
     def add(self, parameters: Sequence[ManagedParameter]) -> None:
         """Shards parameters and makes them the group's."""
-        # What differs in dtype or takes part in no reduction is communicated apart.
-        kinds: dict[Any, list[ManagedParameter]] = {}
         options = self.options
-        for parameter in parameters:
-            assert parameter.original is not None
-            # What is to keep whole rows is cut by itself.
-            unit = options.unit_of(parameter.name, parameter.original, parameter.shape)
-            alone = parameter.name if options.by_parameter or unit > 1 else ""
-            kinds.setdefault((parameter.original.dtype, parameter.trains, alone, unit), []).append(parameter)
         buckets = [
-            Bucket(members, self.axes, self.device, options, self.class_name, unit)
-            for (*_, unit), members in kinds.items()
+            Bucket(members, self.axes if sharded else self.axes.whole(), self.device, options, self.class_name, unit)
+            for members, unit, sharded in options.together(parameter.facts() for parameter in parameters)
         ]
         for bucket in buckets:
             bucket.shard_originals()
@@ -356,7 +353,7 @@ class ParameterGroup:
         if op is not None:
             used = any(gradients.used for gradients in kept)
             for gradients in kept:
-                gradients.divisor = self.divisor
+                gradients.divisor = divisor_of(self)
                 if used and gradients.trains:
                     started.append(Exchange(gradients, number + 1, op, self.modules))  # type: ignore[arg-type]
                 else:
@@ -374,9 +371,10 @@ class ParameterGroup:
         used = self.reduces_at_end or any(b.gradients.used or b.gradients.alone for b in buckets)
         for bucket in buckets:
             if used and (bucket.gradients.used or bucket.gradients.trains):
-                op, bucket.gradients.divisor = self.reduce_op, self.divisor
+                op, divisor = self.reduce_op, divisor_of(self)
                 if self.communication is not None:
-                    op, bucket.gradients.divisor = self.communication.operation(op, self.divisor, bucket.axes)
+                    op, divisor = self.communication.operation(op, divisor, bucket.axes)
+                bucket.gradients.divisor = divisor
                 reduction = bucket.gradients.reduce(op, over_replicas=self.reduces_over_replicas, modules=self.modules)
                 if reduction is not None:
                     started.append(reduction)

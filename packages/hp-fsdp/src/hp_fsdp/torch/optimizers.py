@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hp_fsdp.optimizers import refuse_unreduced, unreduced
+from hp_fsdp.torch.context import hsdp_sync_stream
 
 __all__ = ["watch_optimizers"]
 
@@ -22,6 +23,7 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    hsdp_sync_stream()
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _in_order.get(optimizer) != count and _check(optimizer):
         _in_order[optimizer] = count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from hp_dtensor.torch.api import become
 from hp_dtensor.torch.autograd import grad_spec
 from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
 from hp_fsdp import finding
+from hp_fsdp.options import ParameterFacts
 
 __all__ = ["ManagedParameter", "find_parameters", "has_own_setattr"]
 
@@ -124,6 +126,12 @@ class ManagedParameter:
     def global_shape(self) -> tuple[int, ...]:
         """The shape that the user sees."""
         return tuple(self.shape) if self.inner is None else self.inner.shape
+
+    def facts(self) -> ParameterFacts:
+        """What decides how it is communicated."""
+        made: Any = self.original
+        nbytes = math.prod(self.global_shape) * made.dtype.itemsize
+        return ParameterFacts(self, self.name, made, made.dtype, self.trains, self.shape, nbytes)
 
     def flat(self) -> torch.Tensor:
         """The original's elements in one dim, as a plain tensor."""
