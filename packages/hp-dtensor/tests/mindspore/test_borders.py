@@ -23,7 +23,7 @@ from hp_dtensor import (
 from hp_dtensor.mindspore.api import distribute_parameter
 from hp_dtensor.mindspore.bindings import BINDINGS
 from hp_dtensor.mindspore.dispatch import forget_plans
-from hp_platform.testing import on_ranks
+from hp_platform.testing import device_type, on_ranks
 
 X = np.arange(30, dtype=np.float32).reshape(5, 6) / 7
 
@@ -205,3 +205,22 @@ def test_redistribution_in_a_cell_of_mixed_precision():
     for placement in (Shard(0), Shard(1)):  # uneven, and even
         made = cell(distribute_tensor(Tensor(X), mesh, [placement]))
         np.testing.assert_array_equal(made.asnumpy().astype(np.float16), X.astype(np.float16))
+
+
+class Tripled(nn.Cell):
+    """Has a gradient of its own making."""
+
+    def construct(self, x):
+        return x * x
+
+    def bprop(self, x, out, dout):
+        return (dout * 3 * x.sum(),)
+
+
+@on_ranks(2)
+def test_a_cell_with_a_bprop_of_its_own():
+    x = distribute_tensor(Tensor(X), init_device_mesh(device_type(), (2,)), [Shard(0)])
+    match = r"Tripled has a bprop of its own and is called with a DTensor of shape \(5, 6\) placed \(Shard\(0\),\)"
+    with pytest.raises(NotImplementedError, match=match):
+        parallelize_value_and_grad(lambda x: Tripled()(x).sum())(x)
+    parallelize_value_and_grad(lambda x: Tripled()(x.to_local()).sum())(x)

@@ -95,6 +95,24 @@ def _refuse_copy(input_data: Any = None, *args: Any, **kwargs: Any) -> None:
         )
 
 
+def _refuse_bprop(self: nn.Cell, *args: Any, **kwargs: Any) -> None:
+    """Refuse a Cell with a ``bprop`` of its own on DTensors.
+
+    Raises:
+        NotImplementedError: the method would be given each rank's part.
+    """
+    if local_only() or type(self).__module__.startswith("mindspore."):  # recomputation, which differentiates anew
+        return
+    given = [value for value in (*args, *kwargs.values(), *self.get_parameters()) if isinstance(value, DTensor)]
+    if given:
+        spec = given[0]._spec
+        raise NotImplementedError(
+            f"{type(self).__name__} has a bprop of its own and is called with a DTensor of shape {spec.shape} placed"
+            f" {spec.placements}: bprop would be given each rank's part for the whole. Write it as an"
+            " hp_dtensor.DFunction, or call the Cell in hp_dtensor.custom_shard"
+        )
+
+
 def _name(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
@@ -125,6 +143,7 @@ def install() -> None:
     _before(
         api._CellGraphExecutor, "compile", lambda self, obj, *args, **kwargs: _refuse(_name(obj), obj, args, kwargs)
     )
+    _before(nn.Cell, "_call_custom_bprop", _refuse_bprop)
     _before(pijit_context, "PreJit", lambda args, kwargs: _refuse("a function", args, kwargs))
     _before(pijit_context.PIJitCaptureContext, "__enter__", lambda self: _refuse(_name(self.fn), self.fn))
     _before(jit_trace, "_jit_trace_begin", lambda name, *args, **kwargs: _refuse(name.split("#")[0], args))
