@@ -117,8 +117,10 @@ class Custom:
             parts = list(output_tensor.chunk(group.size()))
             return dist.all_gather(parts, input_tensor.clone(), group=group, async_op=async_op)
         assert op == dist.ReduceOp.SUM
-        whole = input_tensor.clone()  # gloo has no reduce-scatter in some versions
-        dist.all_reduce(whole, group=group)
+        # Not every backend here reduces float64, or reduces and scatters.
+        everyones = [torch.empty_like(input_tensor) for _ in range(group.size())]
+        dist.all_gather(everyones, input_tensor, group=group)
+        whole = torch.stack(everyones).sum(0)
         size = output_tensor.numel()
         output_tensor.copy_(whole[group.rank() * size : (group.rank() + 1) * size])
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_fsdp.controls import UnshardHandle
+from hp_fsdp.mesh_dims import DataParallelMeshDims
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.state_options import StateDictOptions
 from hp_platform import lazy_exports
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "HSDPModule",
     "MixedPrecisionPolicy",

@@ -82,6 +82,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "hp_fsdp": (
         "CPUOffloadPolicy",
+        "DataParallelMeshDims",
         "FSDPModule",
         "HSDPModule",
         "MixedPrecisionPolicy",

@@ -22,6 +22,7 @@ from torch import nn
 from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.mesh_dims import data_axes
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions, check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
@@ -50,6 +51,7 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     deterministic: bool = False,
+    dp_mesh_dims: Any = None,
 ) -> M:
     """Shards a module's parameters, gradients and optimizer states over the ranks of data parallelism.
 
@@ -92,6 +94,8 @@ def fully_shard(
             whole: ``loss / micro_batches_of_all_ranks`` with ``set_reduce_op_type("sum")``; the number of threads
             counts, too. Before the last backward pass of a step a rank keeps the unsharded gradients of each of its
             micro-batches; in the last one their sums are exchanged, see `hp_fsdp.micro_batches`.
+        dp_mesh_dims: names of the axes of data parallelism, where ``mesh`` is the whole mesh: a `DataParallelMeshDims`,
+            or torch's. Default: all axes of ``mesh`` are.
 
     Returns:
         ``module``, a list where it is one.
@@ -116,6 +120,7 @@ def fully_shard(
         deterministic=deterministic,
         zero_copy=True,
     )
+    mesh = data_axes(mesh, dp_mesh_dims)
     if mesh is None:
         groups = get_platform().groups
         if not groups.is_initialized():  # type: ignore[attr-defined]
