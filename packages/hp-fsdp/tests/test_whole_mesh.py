@@ -101,7 +101,8 @@ def compared(model: nn.Module, reference: nn.Module, mesh: Any, steps: int = 2, 
 
 def reference_model(hidden: int = 7) -> Model:
     torch.manual_seed(3)
-    return Model(hidden).to(device_type())
+    with torch.device(device_type()):  # where init_parameters draws, too
+        return Model(hidden)
 
 
 @on_ranks(2, 4)
