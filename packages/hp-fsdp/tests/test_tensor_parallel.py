@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor.torch.api import distribute_parameter
 from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, global_grad_norm, load_full_state_dict
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
@@ -154,3 +155,27 @@ def test_axes_of_different_meshes_cannot_be_joined():
     parallelize(model, mesh["tp"])
     with pytest.raises(ValueError, match=r"'blocks.0.norm.weight' is a DTensor on .*Both must be slices of one mesh"):
         fully_shard(model, init_device_mesh(device_type(), (4,), mesh_dim_names=("dp_shard",)))
+
+
+@on_ranks(4)
+def test_an_optimizer_and_a_hook_of_before_tensor_parallelism() -> None:
+    mesh = parts(4)
+    reference = seeded(Parallel)
+    model, optimizers, seen = copy.deepcopy(reference), [], ([], [])
+    for net, to in zip((reference, model), seen, strict=True):
+        optimizers.append(torch.optim.Adam(net.parameters(), lr=0.01))
+        net.blocks[0].up.weight.register_hook(lambda g, to=to: to.append(g) or g * 2)
+    for name, parameter in model.named_parameters():
+        if name != "scale":
+            cut_here = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name.removeprefix("blocks.")[2:])
+            distribute_parameter(parameter, mesh["tp"], [Replicate() if cut_here is None else Shard(cut_here)])
+    for block in model.blocks:
+        fully_shard(block, mesh["dp_shard"])
+    fully_shard(model, mesh["dp_shard"])
+    for step in range(2):
+        for net, x, optimizer in zip((reference, model), data(mesh, step), optimizers, strict=True):
+            loss_of(net(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same_weights(model, reference)
+    assert len(seen[0]) == 2 and all(gradient.shape == (12, 6) for gradient in seen[0] + seen[1])

@@ -214,7 +214,7 @@ def test_tied_weights_stay_tied():
     module(ids).square().sum().backward()
     torch.testing.assert_close(module.embed.weight.grad.full_tensor(), reference.embed.weight.grad)
     other = Model()
-    with pytest.raises(ValueError, match="shares its weight with another module"):
+    with pytest.raises(ValueError, match="or on two modules that share the parameter"):
         parallelize_module(other, mesh, {"embed": ColwiseParallel(), "head": style})
 
 

@@ -202,8 +202,8 @@ def _first_names(optimizer: OptimizerStates, names: Mapping[int, Sequence[str]])
     if strange:
         raise ValueError(
             f"optimizer state: {len(strange)} of {len(optimizer.parameters)} parameters of {optimizer.kind} are not the"
-            f" model's, the first of shape {tuple(strange[0].shape)}. Parallel styles make new parameters: create the"
-            " optimizer after them"
+            f" model's, the first of shape {tuple(strange[0].shape)}. What replaces parameters (to_empty, an"
+            " adapter) comes before the optimizer"
         )
     return [names[id(parameter)][0] for parameter in optimizer.parameters]
 

@@ -88,7 +88,7 @@ def parallelize_module(
             _, other, _ = chosen.setdefault(id(modules[name]), (name, pattern, style))
             if other != pattern:
                 raise ValueError(f"parallelize_module: {name!r} is matched by {other!r} and by {pattern!r}; keep one")
-    with framework().tied(module), source_rank(src_data_rank), comparing_in_calls_of(module):
+    with source_rank(src_data_rank), comparing_in_calls_of(module):
         for name, style in placed.items():
             owner, _, own = name.rpartition(".")
             placement = style._parameter_placement(own, len(parameters[name].shape))

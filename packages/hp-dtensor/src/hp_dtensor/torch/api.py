@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hp_dtensor.torch.borders import gradient_as
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.foreign import refuse_foreign
+from hp_dtensor.torch.gradient_hooks import on_local_gradient
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import get_platform
 
@@ -159,7 +161,9 @@ def distribute_module(
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     for name, child in module.named_modules():
         if partition_fn is not None:
+            before = dict(child._parameters)
             partition_fn(name, child, mesh)
+            _keep_identity(child, before)
         replicate_parameters(child, mesh)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
@@ -169,6 +173,32 @@ def distribute_module(
     return module
 
 
+def _keep_identity(module: torch.nn.Module, before: Mapping[str, torch.nn.Parameter | None]) -> None:
+    """Puts parameters back that a ``partition_fn`` replaced by DTensors, as those DTensors, for optimizers and ties.
+
+    One that somebody else holds stays: they made it to be the module's.
+    """
+    for name, old in before.items():
+        new = module._parameters.get(name)
+        if new is old or old is None or not isinstance(new, DTensor):
+            continue
+        if tuple(new.shape) != tuple(old.shape) or new.dtype is not old.dtype:
+            continue
+        if isinstance(old, DTensor) and old._spec is not new._spec:
+            continue
+        made, trains, gone = wrap(local_view(new), new._spec), new.requires_grad, weakref.ref(new)
+        module._parameters[name] = old
+        del new
+        if (held := gone()) is not None:
+            module._parameters[name] = held  # type: ignore[assignment]
+            continue
+        gradient, old.grad = old.grad, None
+        become(old, made)
+        old.requires_grad_(trains)
+        if gradient is not None:
+            old.grad = distribute_tensor(gradient.detach(), made.device_mesh, made.placements)
+
+
 def become(parameter: torch.nn.Parameter, made: DTensor) -> None:
     """Makes a parameter, the same object as before, the DTensor ``made``: optimizers and lists that hold it see that.
 
@@ -176,11 +206,40 @@ def become(parameter: torch.nn.Parameter, made: DTensor) -> None:
         parameter: a leaf, plain or a DTensor of another layout.
         made: of the same dtype; its memory is the parameter's afterwards.
     """
+    hooks = None if isinstance(parameter, DTensor) else parameter._backward_hooks
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = local_view(made)
     for name in OWN:  # what belongs to the memory that it had
         vars(parameter).pop(name, None)
-    wrap(parameter, made._spec)._is_param = True  # type: ignore[attr-defined]
+    leaf = wrap(parameter, made._spec)
+    leaf._is_param = True  # type: ignore[attr-defined]
+    for key in hooks or ():  # they are for gradients of this object, which are DTensors now
+        hooks[key] = on_local_gradient(leaf, hooks[key])  # type: ignore[index]
+
+
+def distribute_parameter(
+    parameter: torch.nn.Parameter,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    src_data_rank: int | None = 0,
+) -> None:
+    """Makes a parameter, the same object as before, a DTensor, and its gradient with it.
+
+    Modules that share it go on sharing it, and an optimizer that has it goes on training it.
+
+    Args:
+        parameter: a leaf; a DTensor of the same mesh is redistributed.
+        mesh: the mesh.
+        placements: one an axis.
+        src_data_rank: see ``distribute_tensor``.
+    """
+    made, gradient = distribute_tensor(parameter.data, mesh, placements, src_data_rank=src_data_rank), parameter.grad
+    if gradient is not None:
+        gradient = distribute_tensor(gradient.detach(), mesh, placements, src_data_rank=src_data_rank)
+    parameter.grad = None
+    become(parameter, made)
+    parameter.grad = gradient
 
 
 def replicate_parameters(
@@ -190,7 +249,7 @@ def replicate_parameters(
     replicated = [Replicate()] * mesh.ndim
     for parameter in module._parameters.values():
         if parameter is not None and not isinstance(parameter, DTensor):
-            become(parameter, distribute_tensor(parameter.data, mesh, replicated, src_data_rank=src_data_rank))
+            distribute_parameter(parameter, mesh, replicated, src_data_rank=src_data_rank)
     if buffers:
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and not isinstance(buffer, DTensor):

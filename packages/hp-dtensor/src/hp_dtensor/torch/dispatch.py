@@ -242,10 +242,14 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if value.dim() and not replicates_plain():
             if why := some.__dict__.get("_meets_plain"):
                 raise RuntimeError(f"{_name(func)}: {why}")
+            shared = (
+                " Where two modules share it as their weight, give both a style." if hasattr(some, "_is_param") else ""
+            )
             raise ValueError(
                 f"{_name(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"
                 f" {tuple(some.shape)} placed {some._spec.placements}. Distribute it (distribute_tensor or"
                 " DTensor.from_local), or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
+                + shared
             )
         alias = _impl(Tensor.view_as, (), (value, value)) if value.requires_grad else _impl(Tensor.detach, (), (value,))
         return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -314,18 +313,12 @@ class DTensor(torch.Tensor):
         _impl(_set_data, (), (self, value))
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
-        own, owner = self._spec, weakref.ref(self)
-        spec, parts = autograd.grad_spec(own), tuple(placement.is_partial() for placement in own.placements)
         autograd.refuse_late(self, "register_hook")
         autograd.retire_shadows(self)  # their gradients would pass the hook by
         _impl(_grad_fn, (), (self,))  # torch dies where it first makes this for a view whose base was written
+        from hp_dtensor.torch.gradient_hooks import on_local_gradient
 
-        def on_local(grad: torch.Tensor) -> Any:
-            autograd.note_call(owner())
-            made = hook(wrap(autograd.of_parts(grad, spec, parts).view_as(grad), spec))
-            return autograd.read_in_parts(local_of(made), own) if isinstance(made, DTensor) else made
-
-        return _impl(T.register_hook, (), (self, on_local))
+        return _impl(T.register_hook, (), (self, on_local_gradient(self, hook)))
 
     # ---- interception ----
     @classmethod

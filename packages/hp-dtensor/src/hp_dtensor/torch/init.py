@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 
 __all__ = ["init_empty_weights", "init_on_device", "init_parameters"]
@@ -63,6 +64,9 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
         for store in (child._parameters, child._buffers):
             for name, tensor in store.items():
                 if tensor is not None and tensor.is_meta:
+                    if store is child._parameters:
+                        give_memory(tensor, torch.empty_like(local_view(tensor), device=target))
+                        continue
                     if id(tensor) not in made:
                         made[id(tensor)] = tensor, _empty(tensor, target)
                     store[name] = made[id(tensor)][1]
@@ -76,6 +80,23 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
     for store, name, tensor in ties:
         store[name] = tensor
     return module
+
+
+def give_memory(parameter: torch.Tensor, local: torch.Tensor) -> None:
+    """Gives a parameter, the same object as before, memory of another kind of device than it had (meta).
+
+    Args:
+        parameter: a leaf, plain or a DTensor.
+        local: of its local shape and its dtype; its memory is the parameter's afterwards.
+    """
+    trains = parameter.requires_grad
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        torch._C._swap_tensor_impl(parameter, local.detach().requires_grad_(trains))
+        # they went with the other memory
+        parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, accumulated  # type: ignore[attr-defined]
+    for name in OWN - {"_spec", "_meets_plain", "_outside_graphs"} | {"_is_hf_initialized"}:
+        vars(parameter).pop(name, None)
 
 
 def _untie(module: torch.nn.Module) -> list[tuple[Any, str, torch.Tensor]]:

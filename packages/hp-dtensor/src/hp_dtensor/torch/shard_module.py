@@ -9,7 +9,7 @@ import torch
 
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate
-from hp_dtensor.torch.api import distribute_tensor, replicate_parameters
+from hp_dtensor.torch.api import distribute_parameter, replicate_parameters
 
 __all__ = ["Tensor", "distribute", "named_modules", "named_parameters"]
 
@@ -38,15 +38,8 @@ def distribute(
     """
     parameters = named_parameters(module)
     by_id: dict[int, Any] = {id(parameters[name]): where for name, where in placed.items()}
-    made: dict[int, torch.nn.Parameter] = {}
+    for parameter in module.parameters():
+        mesh, placements = by_id.get(id(parameter), (rest, (Replicate(),) * rest.ndim))
+        distribute_parameter(parameter, mesh, placements)
     for child in module.modules():
-        for name, parameter in list(child._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                mesh, placements = by_id.get(id(parameter), (rest, (Replicate(),) * rest.ndim))
-                new = torch.nn.Parameter(distribute_tensor(parameter.data, mesh, placements), parameter.requires_grad)
-                vars(new).update({k: v for k, v in parameter.__dict__.items() if k not in new.__dict__})
-                made[id(parameter)] = new
-            child._parameters[name] = made[id(parameter)]
         replicate_parameters(child, rest)  # the buffers that are left

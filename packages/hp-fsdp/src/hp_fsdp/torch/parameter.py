@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -16,8 +15,8 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import RaggedShard, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.api import become
-from hp_dtensor.torch.autograd import grad_spec
-from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
+from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.init import give_memory
 from hp_fsdp import finding
 from hp_fsdp.options import ParameterFacts
 
@@ -149,9 +148,6 @@ class ManagedParameter:
         """
         made: Any = self.original
         self.sharded, self.original = made, None
-        hooks = made._backward_hooks
-        for key in hooks or ():  # they are for gradients of this object, which are DTensors now
-            hooks[key] = functools.partial(_run_hook, hooks[key], grad_spec(spec))
         become(made, wrap(view.detach(), spec))
         made._outside_graphs = _OUTSIDE_GRAPHS
         made._meets_plain = _MEETS_PLAIN.format(owner)
@@ -159,10 +155,7 @@ class ManagedParameter:
 
     def renew_sharded(self, view: torch.Tensor) -> None:
         """Gives the sharded parameter the memory of ``view``, of another kind of device than it had (meta)."""
-        made = _leaf(view, self.sharded._spec, self.trains)
-        vars(made).update(vars(self.sharded))
-        with _plain():
-            torch.utils.swap_tensors(self.sharded, made)
+        give_memory(self.sharded, view)
 
     def make_unsharded(self, view: torch.Tensor) -> None:
         """Makes the unsharded parameter over ``view``, which is a part of the gathered buffer."""
@@ -182,7 +175,7 @@ def check_kind(name: str, original: Any) -> None:
 
     Raises:
         TypeError: it has no shape yet, or computes in ways of its own, which a view of a buffer would not.
-        ValueError: it has a gradient, or a hook for one, of another layout.
+        ValueError: it has a gradient, of another layout.
     """
     cls = type(original)
     if is_lazy(original):
@@ -206,11 +199,6 @@ def check_kind(name: str, original: Any) -> None:
             f"fully_shard: parameter {name!r} has a gradient, of this rank's own and of the unsharded shape. Call"
             " model.zero_grad() before"
         )
-    if isinstance(original, DTensor) and original._backward_hooks:
-        raise ValueError(
-            f"fully_shard: parameter {name!r} has a hook (register_hook) for gradients placed"
-            f" {original.placements}; sharded ones are placed otherwise. Register it after fully_shard"
-        )
 
 
 def _computes_plainly(cls: type[torch.Tensor]) -> bool:
@@ -222,11 +210,6 @@ def _computes_plainly(cls: type[torch.Tensor]) -> bool:
 def has_own_setattr(module: nn.Module) -> bool:
     """Whether a module does more than to store a parameter that is set on it (RNNs do)."""
     return type(module).__setattr__ is not _module_setattr
-
-
-def _run_hook(hook: Callable[[Any], Any], spec: TensorSpec, gradient: torch.Tensor) -> Any:
-    made = hook(wrap(gradient.view_as(gradient), spec))
-    return local_of(made) if made is not None else None
 
 
 def _leaf(view: torch.Tensor, spec: TensorSpec | None, trains: bool) -> torch.Tensor:

@@ -33,7 +33,6 @@ __all__ = [
     "run_replicated",
     "shapes_of_ranks",
     "sharded_loss",
-    "tied",
 ]
 
 
@@ -119,12 +118,6 @@ def refuse_foreign(value: Tensor, what: str) -> None:
 
 def shapes_of_ranks(values: Sequence[Tensor | None], mesh: DeviceMesh) -> None:
     """Shapes are not compared: a collective would be part of what is differentiated."""
-
-
-@contextlib.contextmanager
-def tied(module: nn.Cell) -> Iterator[None]:
-    """Cells that share a parameter go on sharing it: it is distributed in place."""
-    yield
 
 
 @contextlib.contextmanager

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hp_dtensor import DeviceMesh, DTensor, Placement, Replicate, distribute_tensor
+from hp_dtensor import DeviceMesh, DTensor, Placement, Replicate
 from hp_dtensor.spec import normalize
-from hp_dtensor.torch.api import replicate_parameters
+from hp_dtensor.torch.api import distribute_parameter, replicate_parameters
 from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
 from hp_dtensor.torch.foreign import refuse_foreign
 from hp_dtensor.torch.parallel_loss import sharded_loss
@@ -40,7 +39,6 @@ __all__ = [
     "run_replicated",
     "shapes_of_ranks",
     "sharded_loss",
-    "tied",
 ]
 
 Tensor = torch.Tensor
@@ -126,10 +124,7 @@ def partition(
                 f" {parameter.device_mesh} already, this style wants {wanted}: two styles on one module, or on two"
                 " modules that share the parameter, or fully_shard before styles, which come first"
             )
-        made = distribute_tensor(parameter.data, mesh, placements, src_data_rank=src_data_rank)
-        new = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        vars(new).update({k: v for k, v in parameter.__dict__.items() if k not in new.__dict__})
-        module._parameters[name] = new
+        distribute_parameter(parameter, mesh, placements, src_data_rank=src_data_rank)
 
 
 def place(
@@ -139,14 +134,14 @@ def place(
     parameter = module._parameters[name]
     assert parameter is not None
     if isinstance(parameter, DTensor):
+        wanted = normalize((placement,), mesh, parameter.dim(), "parallelize_module")
+        if parameter.device_mesh == mesh and parameter.placements == wanted:  # shared with a module that was before
+            return
         raise ValueError(
             f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)} is placed {parameter.placements}"
-            f" already, this style wants {placement}: two keys for one parameter"
+            f" already, this style wants {placement}: two keys for one parameter, or for two that are tied"
         )
-    made = distribute_tensor(parameter.data, mesh, (placement,), src_data_rank=src_data_rank)
-    new = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-    vars(new).update({k: v for k, v in parameter.__dict__.items() if k not in new.__dict__})
-    module._parameters[name] = new
+    distribute_parameter(parameter, mesh, (placement,), src_data_rank=src_data_rank)
 
 
 def _names(module: torch.nn.Module) -> list[str]:
@@ -205,42 +200,3 @@ def shapes_of_ranks(values: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> 
         rows = everyones
     found = rows.view(-1, len(values), _DIMS).tolist()
     return [[tuple(n for n in shape if n >= 0) for shape in row] for row in found]
-
-
-@contextlib.contextmanager
-def tied(module: torch.nn.Module) -> Iterator[None]:
-    """Modules that share a parameter at entry share at exit what it became.
-
-    Raises:
-        ValueError: at exit, where the two were placed differently.
-    """
-    before = {
-        (name, key): parameter
-        for name, child in module.named_modules()
-        for key, parameter in child._parameters.items()
-        if parameter is not None
-    }
-    yield
-    _retie(module, before)
-
-
-def _retie(module: torch.nn.Module, before: Mapping[tuple[str, str], torch.nn.Parameter]) -> None:
-    """Makes modules that shared a parameter before share what it became."""
-    became: dict[int, torch.nn.Parameter] = {}
-    modules = dict(module.named_modules())
-    for (owner, name), old in before.items():
-        new = modules[owner]._parameters.get(name)
-        if new is not None and new is not old:
-            became.setdefault(id(old), new)
-    for (owner, name), old in before.items():
-        new = became.get(id(old))
-        if new is None:
-            continue
-        held = modules[owner]._parameters[name]
-        if isinstance(held, DTensor) and held is not new and held._spec is not new._spec:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"{owner}.{name} shares its weight with another module, and the styles place it {held.placements} here"
-                " and "
-                f"{new.placements} there; give both one placement"  # type: ignore[attr-defined]
-            )
-        modules[owner]._parameters[name] = new
