@@ -20,7 +20,7 @@ from hp_dtensor.from_local import (
 )
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh, get_current_mesh
-from hp_dtensor.mindspore.autograd import grad_enabled, gradient_as, local_mode
+from hp_dtensor.mindspore.autograd import alias, grad_enabled, gradient_as, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
 from hp_dtensor.mindspore.parameter import set_local
 from hp_dtensor.mindspore.redistribute import execute
@@ -63,7 +63,7 @@ def from_local(
     if run_check:
         _check(local, spec)
     gradient = gradient_layout(spec, grad_placements)
-    return wrap(local.reshape(local.shape) if gradient is None else gradient_as(local, spec, gradient), spec)
+    return wrap(alias(local) if gradient is None else gradient_as(local, spec, gradient), spec)
 
 
 def _kind() -> str:

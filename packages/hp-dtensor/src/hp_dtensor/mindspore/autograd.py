@@ -19,10 +19,12 @@ from mindspore._c_expression import NoFallbackGuard, TensorPy  # type: ignore[at
 from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
 from hp_dtensor.gradients import backward_scale, grad_spec
+from hp_dtensor.mindspore.once import once_differentiable
 from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.spec import TensorSpec
 
-__all__ = ["convert", "forget", "grad_enabled", "gradient_as", "local_mode", "local_only", "move", "recall", "remember"]
+__all__ = ["alias", "convert", "forget", "grad_enabled", "gradient_as"]
+__all__ += ["local_mode", "local_only", "move", "recall", "remember"]
 
 _local_depth: contextvars.ContextVar[int] = contextvars.ContextVar("local_depth", default=0)
 _memo: list[tuple[Any, ...]] = []
@@ -43,6 +45,15 @@ def local_mode() -> Iterator[None]:
 def local_only() -> bool:
     """Tell whether DTensors are their local parts here."""
     return _local_depth.get() > 0
+
+
+def alias(local: Tensor) -> Tensor:
+    """A new plain tensor on the memory of ``local``, in its graph.
+
+    No reshape, through which MindSpore's second derivatives are zero (as through its views and transposes).
+    """
+    with local_mode():
+        return TensorPy.expand_as(local, local)
 
 
 def grad_enabled() -> bool:
@@ -66,9 +77,13 @@ class _Redistribute(_Function):
         _memo.clear()
         src, dst, vary = ctx.layouts
         scale = backward_scale(src, dst)
-        with local_mode():
+
+        def back(grad: Tensor) -> Tensor:
             moved = execute(grad, grad_spec(dst, vary), grad_spec(src))
-            return (moved if scale == 1.0 else moved * scale), None, None, None
+            return moved if scale == 1.0 else moved * scale
+
+        with local_mode():
+            return once_differentiable(back, lambda: _of(src, dst), grad), None, None, None
 
 
 class _GradientAs(_Function):
@@ -81,15 +96,21 @@ class _GradientAs(_Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        have, wanted = ctx.layouts
         with local_mode():
-            return execute(grad, *ctx.layouts), None, None
+            moved = once_differentiable(lambda g: execute(g, have, wanted), lambda: _of(have, wanted), grad)
+        return moved, None, None
+
+
+def _of(src: TensorSpec, dst: TensorSpec) -> str:
+    return f"a DTensor of shape {src.shape} that was read as {dst.placements} and is placed {src.placements}"
 
 
 def gradient_as(local: Tensor, spec: TensorSpec, gradient: TensorSpec) -> Tensor:
     """A local part of layout ``spec``, whose gradient leaves in the layout ``gradient``."""
     if grad_enabled() and local._requires_grad:
         return _GradientAs.apply(local, grad_spec(spec), gradient)
-    return local.reshape(local.shape)
+    return alias(local)
 
 
 def move(local: Tensor, src: TensorSpec, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
@@ -97,9 +118,8 @@ def move(local: Tensor, src: TensorSpec, dst: TensorSpec, vary: tuple[bool, ...]
     if grad_enabled() and local._requires_grad:
         if src is dst and vary is None:
             return local
-        with local_mode():  # a plain tensor: MindSpore compares gradients with the shape that Python tells
-            plain = TensorPy.reshape(local, src.local_shape)
-        return _Redistribute.apply(plain, src, dst, vary)
+        # a plain tensor: MindSpore compares gradients with the shape that Python tells
+        return _Redistribute.apply(alias(local), src, dst, vary)
     if src is dst:
         return local
     with local_mode():

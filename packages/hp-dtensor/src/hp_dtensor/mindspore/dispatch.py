@@ -16,7 +16,7 @@ from mindspore._c_expression import NoFallbackGuard  # type: ignore[attr-defined
 from mindspore.ops import Primitive, primitive
 
 from hp_dtensor.mindspore import compiled
-from hp_dtensor.mindspore.autograd import local_only
+from hp_dtensor.mindspore.autograd import alias, local_only
 from hp_dtensor.mindspore.drawing import DRAWING, draw
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
 from hp_dtensor.mindspore.extremes import EXTREMES, extreme
@@ -128,9 +128,9 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
             return [change(v) for v in value]
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
-        return alias(value)
+        return replicated(value)
 
-    def alias(value: Any) -> Any:
+    def replicated(value: Any) -> Any:
         if value.size != 1 and not replicates_plain():
             raise ValueError(
                 f"{name}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape {some._spec.shape}"
@@ -138,7 +138,7 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
                 " plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
             )
         with NoFallbackGuard():
-            same = value.reshape(value.shape) if value._requires_grad else ops.stop_gradient(value)
+            same = alias(value) if value._requires_grad else ops.stop_gradient(value)
         return wrap(same, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
 
     if "Inplace" in name and not isinstance(args[0], DTensor):

@@ -57,8 +57,7 @@ def local_of(tensor: Tensor) -> Tensor:
     """The local part as a plain tensor, in the graph; a plain tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with local_mode():
-        return TensorPy.reshape(tensor, tensor._spec.local_shape)
+    return autograd.alias(tensor)
 
 
 def local_view(tensor: Tensor) -> Tensor:
@@ -196,9 +195,7 @@ class DTensor(Tensor):
         spec = self._spec
         if grad_placements is None:
             return local_of(self)
-        made = autograd.convert(self, spec, varying(spec, grad_placements))
-        with local_mode():
-            return TensorPy.reshape(made, spec.local_shape)
+        return autograd.alias(autograd.convert(self, spec, varying(spec, grad_placements)))
 
     # ---- metadata: global, or the local tensor's in local mode ----
     @property
@@ -359,6 +356,6 @@ def redistribute_shared(x: Tensor, spec: TensorSpec, src: TensorSpec | None = No
     found = autograd.recall(x, spec, ("shared", src), recorded)
     if found is not None:
         return found
-    value = x if isinstance(x, DTensor) else wrap(x.reshape(x.shape), src or spec)
+    value = x if isinstance(x, DTensor) else wrap(autograd.alias(x), src or spec)
     made = value if value._spec is spec else redistribute(value, spec)
     return autograd.remember(x, spec, ("shared", src), recorded, made)

@@ -62,11 +62,12 @@ def parallelize_value_and_grad(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         autograd.forget()
-        recorded = _pynative_executor.grad_flag()
+        outermost = not autograd.grad_enabled() and _pynative_executor.get_current_autodiff_engine_id() == -1
         try:
             value, grads = inner(*args, **kwargs)
         except BaseException:
-            _pynative_executor.set_grad_flag(recorded)  # MindSpore would go on recording
+            if outermost:  # MindSpore would take all later gradients for parts of this one, and go on recording
+                _pynative_executor.clear_res()
             raise
         finally:
             autograd.forget()

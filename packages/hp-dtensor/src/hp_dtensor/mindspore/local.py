@@ -14,6 +14,7 @@ import mindspore
 from mindspore import Tensor, _Function, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
+from hp_dtensor.mindspore.autograd import alias
 from hp_dtensor.mindspore.shapes import ints, pad_pairs, sliced
 from hp_dtensor.placements import Shard
 from hp_dtensor.rules.library import dims_argument
@@ -160,7 +161,7 @@ def over_nothing(local: Callable[[Call], Any] | None = None) -> Callable[[Call],
             operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             dtype = operands[0].dtype if operands[0].dtype != mindspore.bool_ else mindspore.int64
             # plain tensors: MindSpore compares gradients with the shape that Python tells
-            plain = [TensorPy.reshape(value, TensorPy.shape.__get__(value)) for value in operands]
+            plain = [alias(value) for value in operands]
             return _Nothing.apply(shape, dtype, *plain)
 
         return run
@@ -192,7 +193,7 @@ def linear(call: Call) -> Any:
         out = product(args[:2], {})
         if len(call.targets) < 3:
             return out
-        return out + (args[2] if adds else _Elsewhere.apply(TensorPy.reshape(args[2], TensorPy.shape.__get__(args[2]))))
+        return out + (args[2] if adds else _Elsewhere.apply(alias(args[2])))
 
     return run
 
@@ -209,9 +210,7 @@ def _linear(call: Call) -> Any:
     if _adds_bias(call):
         return None
     run = call.run
-    return lambda args, kwargs: run(
-        [args[0], args[1], _Elsewhere.apply(TensorPy.reshape(args[2], TensorPy.shape.__get__(args[2])))], kwargs
-    )
+    return lambda args, kwargs: run([args[0], args[1], _Elsewhere.apply(alias(args[2]))], kwargs)
 
 
 class _Elsewhere(_Function):
