@@ -7,6 +7,11 @@ Note [Where backward begins and ends]
 Note [Forward inside backward]
     Recomputation runs forward again in backward. Inside a Cell whose backward has begun the parameters are there, and
     stay. A whole Cell that is recomputed runs as in any forward.
+
+Note [No second derivative]
+    What a recorded backward computes with is freed when that backward ends, and the sum over the ranks is not
+    recorded. So neither the gradients of the parameters nor those of the inputs of the outermost Cell can be
+    differentiated again: there is no other way into what was recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from mindspore import Tensor
 from mindspore.common import dtype as mstype
 from mindspore.graph.api import _pynative_executor
 
-from hp_dtensor.mindspore.autograd import grad_enabled, local_mode
+from hp_dtensor.mindspore.autograd import alias, grad_enabled, local_mode
+from hp_dtensor.mindspore.dtensor import DTensor, wrap
+from hp_dtensor.mindspore.once import once_differentiable
 from hp_dtensor.mindspore.redistribute import own_dtypes
 from hp_fsdp.mindspore.context import RootContext, in_backward
 from hp_fsdp.mindspore.group import ParameterGroup
@@ -72,6 +79,8 @@ def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any
             group.calls.add(call)
         with own_dtypes():
             before = group.show(unsharded_tensors(group, call))
+        if call is not None and outermost:
+            args, kwargs = map_tensors(_guard, args), map_tensors(_guard, kwargs)
         output = forward(*args, **kwargs)
         context.note("left", group)
         group.show(before)
@@ -100,6 +109,25 @@ def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any
 def _recording() -> bool:
     """Tell whether operations are recorded: a gradient is taken, and not inside ``_no_grad``, as recomputation does."""
     return grad_enabled() and _pynative_executor.enable_grad()
+
+
+def _guard(tensor: Tensor) -> Tensor:
+    """An input whose gradient can't be differentiated: Note [No second derivative]."""
+    if not tensor._requires_grad:
+        return tensor
+    with local_mode():
+        inside = alias(tensor)
+        Tensor.register_hook(inside, _guarded)
+    return wrap(inside, tensor._spec) if isinstance(tensor, DTensor) else inside
+
+
+def _guarded(gradient: Tensor) -> Tensor:
+    with local_mode():
+        return once_differentiable(lambda gradient: gradient, _an_input, gradient)
+
+
+def _an_input() -> str:
+    return "an input of a Cell that fully_shard shards"
 
 
 def _cast(dtype: Any, tensor: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mindspore import Tensor, _Function, _no_grad
-from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
-from hp_dtensor.mindspore.autograd import local_mode
+from hp_dtensor.mindspore.autograd import alias, local_mode
+from hp_dtensor.mindspore.once import once_differentiable
 
 if TYPE_CHECKING:
     from hp_fsdp.mindspore.group import ParameterGroup
@@ -56,13 +56,21 @@ class _Unshard(_Function):
     def forward(ctx: Any, call: Call, *shards: Tensor) -> Any:  # type: ignore[override]
         ctx.call = call
         with local_mode():
+            ctx.shapes = [tuple(shard.shape) for shard in shards]
             return tuple(view for bucket in call.group.buckets if bucket.trains for view in bucket.views())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        call = ctx.call
-        with _no_grad(), local_mode():
-            return (None, *call.group.leave_backward(call, gradients))
+        call, shapes, name = ctx.call, ctx.shapes, ctx.call.group.name
+
+        def leave(*gradients: Tensor) -> Any:
+            with _no_grad():
+                shards = call.group.leave_backward(call, gradients)
+                return tuple(shard.reshape(shape) for shard, shape in zip(shards, shapes, strict=True))
+
+        with local_mode():
+            made = once_differentiable(leave, lambda: f"a parameter of {name}, sharded by fully_shard,", *gradients)
+        return (None, *made) if isinstance(made, tuple) else (None, made)
 
 
 def unsharded_tensors(group: ParameterGroup, call: Call | None) -> list[Any]:
@@ -78,13 +86,8 @@ def unsharded_tensors(group: ParameterGroup, call: Call | None) -> list[Any]:
                 made = [view for bucket in group.buckets for view in bucket.views()]
         else:
             # A function checks gradients against its inputs' shapes, and of a Parameter it knows the one that it was
-            # made with. A reshape has the shape of the data.
-            shards = [
-                TensorPy.reshape(p.parameter, (-1,))
-                for bucket in group.buckets
-                if bucket.trains
-                for p in bucket.parameters
-            ]
+            # made with. An alias has the shape of the data.
+            shards = [alias(p.parameter) for bucket in group.buckets if bucket.trains for p in bucket.parameters]
             recorded = _Unshard.apply(call, *shards)
             rest = iter(recorded if isinstance(recorded, tuple) else (recorded,))
             made = []
