@@ -9,6 +9,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from mindspore.train import ModelCheckpoint, RunContext
+from mindspore.train.callback import _InternalCallbackParam
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import data_mesh
@@ -76,6 +78,15 @@ def test_auto_mixed_precision(level, when):
 
 
 @on_ranks(2)
+def test_a_sharded_cell_is_not_rewritten_for_mixed_precision():
+    inner = made()
+    fully_shard(inner.a, data_mesh())
+    for net, name in ((fully_shard(made(), data_mesh()), "HSDPPair"), (inner, "HSDPDense")):
+        with pytest.raises(NotImplementedError, match=rf"{name} is sharded by fully_shard.* at \"O1\".* take level O2"):
+            ms.amp.auto_mixed_precision(net, "O1")
+
+
+@on_ranks(2)
 def test_compiled_cells_are_refused_by_name():
     for compiled in ("a", "root"):
         for before in (True, False):
@@ -107,6 +118,9 @@ def test_checkpoints_of_mindspore(tmp_path):
     path, net, whole = str(tmp_path / f"{ms.communication.get_rank()}.ckpt"), shard(made()), made()
     with pytest.raises(NotImplementedError, match=r"save_checkpoint of a Cell .* full_state_dict\(model\)"):
         ms.save_checkpoint(net, path)
+    step = _InternalCallbackParam(train_network=net, cur_epoch_num=1, cur_step_num=1, batch_num=1)
+    with pytest.raises(NotImplementedError, match=r"save_checkpoint of a Cell .* full_state_dict\(model\)"):
+        ModelCheckpoint("net", str(tmp_path)).end(RunContext(step))
     ms.save_checkpoint([{"name": k, "data": v} for k, v in full_state_dict(net).items()], path)
     saved = ms.load_checkpoint(path)
     for name, parameter in whole.parameters_and_names():

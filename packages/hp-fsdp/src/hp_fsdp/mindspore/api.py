@@ -14,6 +14,7 @@ from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.module import group_of, shard_class
 from hp_fsdp.mindspore.optimizers import watch_optimizers
 from hp_fsdp.mindspore.parameter import find_parameters
+from hp_fsdp.mindspore.rewriting import refuse_rewriting
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions, check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
@@ -127,6 +128,7 @@ def shard(module: M, mesh: DeviceMesh, options: GroupOptions, ignored_params: Co
     parameters = [parameter for parameter in found if not axes.divided(parameter.inner)]
     ignored += [parameter.parameter for parameter in found if axes.divided(parameter.inner)]
     watch_optimizers()
+    refuse_rewriting()
     for parameter in ignored:
         ignore(parameter)
     group = ParameterGroup(module, parameters, axes, options, ignored)
