@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.hooks import run_forward
+from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
 from hp_fsdp.tuning import Tuning
 
 __all__ = ["FSDPModule", "HSDPModule", "group_of", "make_sharded_class", "shard_class"]
@@ -94,17 +94,36 @@ class HSDPModule(Tuning):
         """
         return _Tracing.try_get() is None
 
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, _: bool) -> None:
+        own_mark()
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True: ``accelerator.prepare`` registers the module and returns it as it is, instead of one around it."""
+        check_prepared(sys._getframe(1))
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, _: bool) -> None:
+        pass  # accelerate marks what it has registered
+
+    def modules(self) -> Iterator[nn.Module]:
+        """As every module's."""
+        check_modules(sys._getframe(1))
+        return super().modules()  # type: ignore[misc]
+
     # ---- where the parameters are looked at from outside ----
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """As every module's; outside forward and backward the sharded parameters, unless ``unshard`` was called."""
         self._settle()
-        _refuse_ddp(sys._getframe(1))
+        check_parameters(sys._getframe(1))
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state, with sharded parameters; `full_state_dict` gives whole tensors."""
         self._settle()
-        _refuse_torchs_gather(sys._getframe(1))
+        check_state(sys._getframe(1))
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,31 +167,6 @@ class HSDPModule(Tuning):
             f"{type(self).__name__} cannot be pickled: its parameters are parts of shared buffers. "
             "Save full_state_dict(model)"
         )
-
-
-def _refuse_torchs_gather(caller: FrameType) -> None:
-    """Another function of the name, torch's, takes parameters that it doesn't know for whole ones, and says nothing."""
-    if caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
-        return
-    if getattr(caller.f_locals.get("info"), "full_state_dict", False):
-        raise TypeError(
-            "torch's get_model_state_dict cannot gather parameters of fully_shard. Take the function of the same name,"
-            " with the same options: from hp_fsdp import get_model_state_dict, set_model_state_dict"
-        )
-
-
-def _refuse_ddp(caller: FrameType | None) -> None:
-    """Raises where DistributedDataParallel asks for parameters, which it would take for each rank's replicas."""
-    for _ in range(3):  # it asks by way of Module.parameters
-        if caller is None:
-            return
-        if caller.f_globals.get("__name__") == "torch.nn.parallel.distributed":
-            raise TypeError(
-                "DistributedDataParallel around modules of fully_shard: each rank has other parts of their parameters,"
-                " and fully_shard reduces their gradients already. Leave it out; to replicate over some ranks and shard"
-                " over others give fully_shard a mesh of two axes"
-            )
-        caller = caller.f_back
 
 
 def _refuse_in_a_graph(name: str) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from hp_fsdp.finding import owner_of
 from hp_fsdp.optimizers import refuse_unreduced, unreduced
 from hp_fsdp.torch.context import hsdp_sync_stream
+from hp_fsdp.torch.other_libraries import check_optimizer_state
 
 __all__ = ["watch_optimizers"]
 
@@ -26,6 +28,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     hsdp_sync_stream()
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _in_order.get(optimizer) != count and _check(optimizer):
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if optimizer not in _in_order and any(owner_of(parameter) for parameter in parameters):
+            optimizer.register_state_dict_pre_hook(check_optimizer_state)
         _in_order[optimizer] = count
 
 

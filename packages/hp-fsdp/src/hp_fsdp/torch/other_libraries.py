@@ -1,0 +1,116 @@
+"""What other libraries ask of sharded modules: refused by name where the answer would be taken for something else.
+
+Note [Callers by name]
+    DDP, torch's own fully_shard, accelerate and transformers look for torch's classes and find none, and go on as with
+    a module that is whole on each rank: they would broadcast parts of parameters over one another, or write rank 0's
+    part of a model as the model. The module cannot tell from what is called (``state_dict``, ``named_parameters``)
+    what the answer is for, so it looks at who calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+__all__ = ["check_modules", "check_optimizer_state", "check_parameters", "check_prepared", "check_state", "own_mark"]
+
+_WHOLE = "full_state_dict(model), called on all ranks (from hp_fsdp import full_state_dict)"
+
+
+def check_parameters(caller: FrameType | None) -> None:
+    """Raise TypeError where a wrapper that would shard or replicate parameters once more asks for them."""
+    for name, _ in _callers(caller, 3):  # DistributedDataParallel asks by way of Module.parameters
+        if name == "torch.nn.parallel.distributed":
+            raise TypeError(
+                "DistributedDataParallel around modules of fully_shard: each rank has other parts of their parameters,"
+                " and fully_shard reduces their gradients already. Leave it out; to replicate over some ranks and shard"
+                " over others give fully_shard a mesh of two axes"
+            )
+        if name == "torch.distributed.fsdp._fully_shard._fsdp_init":
+            raise TypeError(
+                "torch's fully_shard on a module that hp_fsdp.fully_shard sharded, or around one: its parameters are"
+                " sharded already. Take one of the two for the whole model; with accelerate and transformers leave"
+                " their FSDP settings out, for they call torch's"
+            )
+
+
+def own_mark() -> None:
+    """Raise TypeError where torch's FullyShardedDataParallel marks modules as its own."""
+    raise TypeError(
+        "FullyShardedDataParallel around modules of hp_fsdp.fully_shard: their parameters are sharded already. Leave it"
+        " out; with accelerate and transformers leave their FSDP settings out, for they wrap with it"
+    )
+
+
+def check_state(caller: FrameType | None) -> None:
+    """Raise TypeError where a library takes a sharded state for a whole one."""
+    for name, frame in _callers(caller, 50):
+        if name == "torch.nn.modules.module":  # of a module around this one
+            continue
+        if name == "torch.distributed.checkpoint.state_dict":
+            if getattr(frame.f_locals.get("info"), "full_state_dict", False):
+                raise TypeError(
+                    "torch's get_model_state_dict cannot gather parameters of fully_shard. Take the function of the"
+                    " same name, with the same options: from hp_fsdp import get_model_state_dict, set_model_state_dict"
+                )
+        elif name == "accelerate.accelerator":
+            raise TypeError(
+                "accelerate takes the state of a module of hp_fsdp.fully_shard for a whole one (get_state_dict,"
+                f" save_model, save_state). Save {_WHOLE}, or get_model_state_dict(model) and"
+                " get_optimizer_state_dict(model, optimizer) with torch.distributed.checkpoint"
+            )
+        elif name == "transformers.modeling_utils" and frame.f_code.co_name == "save_pretrained":
+            raise TypeError(
+                "save_pretrained takes the state of a module of hp_fsdp.fully_shard for a whole one. Give it the"
+                f" state: model.save_pretrained(path, state_dict=state), with state = {_WHOLE}; in a Trainer, override"
+                " save_model"
+            )
+        return
+
+
+def check_optimizer_state(optimizer: Any) -> None:
+    """Raise TypeError where a trainer would write rank 0's part of an optimizer's states as all of them."""
+    for name, frame in _callers(sys._getframe(1), 12):
+        if (name.partition(".")[0], frame.f_code.co_name) in (
+            ("transformers", "_save_optimizer_and_scheduler"),
+            ("accelerate", "save_accelerator_state"),
+        ):
+            raise TypeError(
+                f"{name} saves the states of {type(optimizer).__name__} on one rank, which has its own part of them,"
+                " sharded by hp_fsdp.fully_shard. Save get_optimizer_state_dict(model, optimizer) of hp_fsdp with"
+                " torch.distributed.checkpoint; a Trainer saves the model alone with"
+                " TrainingArguments(save_only_model=True)"
+            )
+
+
+def check_prepared(caller: FrameType | None) -> None:
+    """Raise TypeError where accelerate would leave out the mixed precision that it was told."""
+    for name, frame in _callers(caller, 1):
+        dtype = getattr(frame.f_locals.get("self"), "mixed_precision", "no")
+        if name == "accelerate.accelerator" and dtype != "no":
+            raise TypeError(
+                f"accelerate's mixed_precision={dtype!r} (of a Trainer: bf16, fp16) is not for"
+                " modules of hp_fsdp.fully_shard, which cast by themselves. Leave it out, and shard with"
+                " fully_shard(module, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            )
+
+
+def check_modules(caller: FrameType | None) -> None:
+    """Raise TypeError where torchtitan would find no module to switch the division of gradients off in."""
+    for name, frame in _callers(caller, 1):
+        if name.startswith("torchtitan.") and frame.f_code.co_name == "disable_fsdp_gradient_division":
+            raise TypeError(
+                "torchtitan's disable_fsdp_gradient_division looks for torch's FSDPModule and finds none in a model of"
+                " hp_fsdp.fully_shard, whose gradients would stay divided by the number of ranks. Call"
+                " model.set_gradient_divide_factor(1.0, recurse=True) instead"
+            )
+
+
+def _callers(frame: FrameType | None, most: int) -> Iterator[tuple[str, FrameType]]:
+    for _ in range(most):
+        if frame is None:
+            return
+        yield frame.f_globals.get("__name__", ""), frame
+        frame = frame.f_back
