@@ -1,0 +1,193 @@
+"""docs/adapters.md: its programs on two ranks, against one process; what its libraries would get wrong, refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hp_fsdp import fully_shard
+from hp_platform.testing import on_ranks
+
+pytestmark = [
+    pytest.mark.framework("torch"),
+    pytest.mark.not_on("torch-npu-sim", reason="the programs ask for CPUs; nothing of the device in it"),
+]
+
+PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
+STEPS = 3
+
+
+def program(name: str) -> str:
+    (found,) = re.findall(rf"^```python {name}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return found
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Rows of tokens, the same on every rank."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = torch.randint(24, (rows, 6), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).double()
+
+
+def sharded() -> LlamaForCausalLM:
+    model = llama()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """The variables that a launcher sets, and accelerate's singletons new."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    with mock.patch.dict(os.environ, variables):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+
+
+def expected(rows: torch.Tensor, lr: float) -> dict[str, torch.Tensor]:
+    """Weights of one process after the steps, each with its share of the rows."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for batch in rows.chunk(STEPS):
+        model(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def saved(path: Path, reference: dict[str, torch.Tensor]) -> None:
+    dist.barrier()
+    read = LlamaForCausalLM.from_pretrained(path, dtype=torch.float64).state_dict()
+    assert list(read) == list(reference)
+    for name, value in read.items():
+        torch.testing.assert_close(value, reference[name], atol=1e-9, rtol=1e-9, msg=name)
+
+
+@on_ranks(2, timeout=120.0)
+def test_accelerate_as_in_one_process(tmp_path: Path):
+    # A step is two micro-batches of two rows on each of two ranks.
+    tokens = Tokens(STEPS * 8)
+    names: dict[str, Any] = {"model": llama(), "loader": DataLoader(tokens, batch_size=2), "path": tmp_path}
+    with launched():
+        text = program("accelerate").replace("lr=0.01", "lr=0.01, weight_decay=0.0")
+        exec(compile(text, str(PAGE), "exec"), names)
+        assert names["accelerator"].num_processes == 2
+    saved(tmp_path, expected(tokens.rows, 0.01))
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+@on_ranks(2, timeout=120.0)
+def test_the_trainer_as_in_one_process(tmp_path: Path):
+    tokens = Tokens(STEPS * 8)
+    settings = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 1,
+        "learning_rate": 0.01,
+        "weight_decay": 0.0,
+        "adam_epsilon": 1e-8,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "optim": "adamw_torch",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "logging_strategy": "no",
+    }
+    names: dict[str, Any] = {"model": llama(), "settings": settings, "rows": tokens, "path": str(tmp_path)}
+    with launched():
+        exec(compile(program("trainer"), str(PAGE), "exec"), names)
+        assert names["trainer"].args.world_size == 2 and names["trainer"].state.global_step == STEPS
+        assert names["trainer"].model_wrapped is names["model"]
+    saved(tmp_path, expected(tokens.rows, 0.01))
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+
+@on_ranks(2, timeout=120.0)
+def test_what_accelerate_would_get_wrong(tmp_path: Path):
+    model = sharded()
+    tokens = Tokens(2).rows
+    with launched():
+        accelerator = Accelerator()
+        optimizer = torch.optim.AdamW(model.parameters())
+        prepared, stepper = accelerator.prepare(model, optimizer)
+        assert prepared is model
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        reference = llama()
+        reference(input_ids=tokens, labels=tokens).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        own: Any = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(own.full_tensor(), norm, atol=1e-10, rtol=1e-10)
+        stepper.step()
+        whole = "takes the state of a module of hp_fsdp.fully_shard for a whole one"
+        for save in (accelerator.get_state_dict, lambda net: accelerator.save_model(net, str(tmp_path))):
+            for net in (model, nn.Sequential(model)):
+                with pytest.raises(TypeError, match=f"accelerate {whole}"):
+                    save(net)
+        with pytest.raises(TypeError, match=f"accelerate {whole}"):
+            accelerator.save_state(str(tmp_path))
+        with pytest.raises(TypeError, match=f"save_pretrained {whole}"):
+            model.save_pretrained(tmp_path)
+        with pytest.raises(TypeError, match="DistributedDataParallel around"):
+            accelerator.prepare_model(nn.Sequential(model))
+        accelerator._models.clear()
+        with pytest.raises(TypeError, match=r"accelerate.checkpointing saves the states of AdamW on one rank"):
+            accelerator.save_state(str(tmp_path))
+        assert optimizer.state_dict()["state"]
+    with launched(), pytest.raises(TypeError, match=r"accelerate's mixed_precision='bf16'.*MixedPrecisionPolicy"):
+        Accelerator(mixed_precision="bf16").prepare(sharded())
+
+
+@on_ranks(2, timeout=120.0)
+def test_what_the_trainer_would_get_wrong(tmp_path: Path):
+    model = sharded()
+    with launched():
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+        trainer = Trainer(model, arguments)
+        optimizer = trainer.create_optimizer()
+        tokens = Tokens(2).rows
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0:
+            with pytest.raises(TypeError, match="in a Trainer, override save_model"):
+                trainer.save_model()
+            with pytest.raises(TypeError, match=r"transformers.trainer saves the states of AdamW on one rank"):
+                trainer._save_optimizer_and_scheduler(str(tmp_path))
