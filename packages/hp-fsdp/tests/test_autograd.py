@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hp_fsdp import clip_grad_norm_, fully_shard
+from hp_fsdp import MixedPrecisionPolicy, clip_grad_norm_, full_state_dict, fully_shard
 from hp_platform import get_platform
 from hp_platform.testing import device_type, on_ranks
 
@@ -53,6 +53,10 @@ def test_gradients_of_sharded_parameters():
     for options in ({}, {"allow_unused": True}):
         with pytest.raises(RuntimeError, match="is a parameter of fully_shard"):
             torch.autograd.grad(loss, list(model.parameters()), **options)
+    for backward in (loss.backward, lambda inputs: torch.autograd.backward([loss], inputs=inputs)):
+        with pytest.raises(RuntimeError, match=r"is a parameter of fully_shard.* Call backward\(\) without inputs"):
+            backward(inputs=list(model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @on_ranks(2)
@@ -76,6 +80,30 @@ def test_a_scaled_loss():
             optimizer.zero_grad()
         assert scalers[0].get_scale() == scalers[1].get_scale(), step
         same_weights(model, reference)
+
+
+@on_ranks(2)
+def test_a_loss_scaled_for_fp16() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = pair(mp_policy=policy)[1].float()
+    scaler = torch.amp.GradScaler(device_type(), init_scale=2.0**10, growth_interval=100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scales, moved = [], []
+    for step in range(4):
+        before = full_state_dict(model)
+        x = batch(step)[1].half()
+        if step == 1 and torch.distributed.get_rank() == 1:
+            x = x * 6e4  # beyond fp16 in this rank's forward alone
+        output = model(x)
+        assert output.dtype is torch.float16
+        scaler.scale(output.float().sin().mean() if step != 1 else output.float().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        moved.append(any(not torch.equal(value, before[name]) for name, value in full_state_dict(model).items()))
+        assert all(value.isfinite().all() for value in full_state_dict(model).values())
+    assert scales == [1024.0, 512.0, 512.0, 512.0] and moved == [True, False, True, True]
 
 
 class Scaled(nn.Module):

@@ -44,4 +44,7 @@ def test_options_are_checked():
     theirs = {name: getattr(StateDictOptions(), name) for name in StateDictOptions.__slots__} | {"strict": False}
     assert StateDictOptions.of(SimpleNamespace(**theirs)) == StateDictOptions(strict=False)
     with pytest.raises(NotImplementedError, match="dsd_fqn_modifiers"):
-        StateDictOptions.of(SimpleNamespace(**theirs, dsd_fqn_modifiers="mine"))
+        StateDictOptions.of(SimpleNamespace(**theirs | {"dsd_fqn_modifiers": "mine"}))
+    with pytest.raises(NotImplementedError, match="dsd_fqn_modifiers"):
+        StateDictOptions(dsd_fqn_modifiers="mine")
+    assert StateDictOptions(False, False, False, False).keep_submodule_prefixes is False, "in torch's order"

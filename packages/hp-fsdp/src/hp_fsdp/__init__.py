@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_fsdp.controls import UnshardHandle
+from hp_fsdp.joint_states import get_state_dict, set_state_dict
 from hp_fsdp.mesh_dims import DataParallelMeshDims
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.state_options import StateDictOptions
@@ -45,6 +46,7 @@ __all__ = [
     "fully_shard",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_state_dict",
     "global_grad_norm",
     "hsdp",
     "hsdp_sync_stream",
@@ -53,6 +55,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "set_state_dict",
     "watch_activations",
 ]
 

@@ -18,29 +18,37 @@ class StateDictOptions:
         cpu_offload: tensors on the host; with ``full_state_dict`` on rank 0 only, other ranks get an empty dictionary.
             Default False.
         ignore_frozen_params: leave out parameters that require no gradient; loading does not miss them. Default False.
+        keep_submodule_prefixes: of no effect, as torch's without its deprecated ``submodules``. Default True.
         strict: loading needs every name, and knows every name. Default True.
         broadcast_from_rank0: loading takes rank 0's state, of whole tensors, and sends it to the others one tensor at
             a time; they pass an empty dictionary. Needs ``full_state_dict``. Default False.
         flatten_optimizer_state_dict: optimizer states as one flat dictionary, ``"state.<name>.<key>"`` and
             ``"param_groups.<name>.<key>"``, which does not depend on how parameters are grouped; loading takes both.
             Default False.
+        dsd_fqn_modifiers: torch's name of a method by which modules rename their keys, refused otherwise. Default
+            ``"_fqn_modifiers"``.
 
     Raises:
         ValueError: ``broadcast_from_rank0`` without ``full_state_dict``.
+        NotImplementedError: another ``dsd_fqn_modifiers``.
     """
 
     full_state_dict: bool = False
     cpu_offload: bool = False
     ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
     strict: bool = True
     broadcast_from_rank0: bool = False
     flatten_optimizer_state_dict: bool = False
+    dsd_fqn_modifiers: str = "_fqn_modifiers"
 
     def __post_init__(self) -> None:
         if self.broadcast_from_rank0 and not self.full_state_dict:
             raise ValueError(
                 "StateDictOptions: broadcast_from_rank0=True sends whole tensors, so full_state_dict must be True, too"
             )
+        if self.dsd_fqn_modifiers != "_fqn_modifiers":
+            raise NotImplementedError("options: dsd_fqn_modifiers is not supported; rename the state's keys yourself")
 
     @staticmethod
     def of(options: Any) -> StateDictOptions:
@@ -54,14 +62,12 @@ class StateDictOptions:
             return StateDictOptions()
         if isinstance(options, StateDictOptions):
             return options
-        names = [field.name for field in fields(StateDictOptions)]
-        if not all(hasattr(options, name) for name in names):
+        names = [field.name for field in fields(StateDictOptions) if hasattr(options, field.name)]
+        if not {"full_state_dict", "strict", "flatten_optimizer_state_dict"} <= set(names):
             raise TypeError(
                 f"options: expected an hp_fsdp.StateDictOptions (or torch's), got {type(options).__name__}; write"
                 " options=StateDictOptions(full_state_dict=True)"
             )
-        if getattr(options, "dsd_fqn_modifiers", "_fqn_modifiers") != "_fqn_modifiers":
-            raise NotImplementedError("options: dsd_fqn_modifiers is not supported; rename the state's keys yourself")
         return StateDictOptions(**{name: getattr(options, name) for name in names})
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hp_dtensor.torch.dtensor import local_view
+from hp_dtensor.torch.init import give_memory
 from hp_fsdp import finding
 from hp_fsdp.torch.parameter import ManagedParameter
 
@@ -69,9 +71,7 @@ def restore(bucket: Bucket) -> None:
             former = parameter.sharded
             if registered is former or getattr(registered, "_spec", None) is not former._spec:
                 continue
-            kept = dict(vars(former))
-            torch.utils.swap_tensors(former, registered)
-            vars(former).update(kept)
+            give_memory(former, local_view(registered))
             for module, name in parameter.places:
                 module._parameters[name] = former
 

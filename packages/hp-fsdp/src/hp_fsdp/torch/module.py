@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.hooks import run_forward
+from hp_fsdp.torch.loading import laid_out, unwrapped
 from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
 from hp_fsdp.tuning import Tuning
 
@@ -126,10 +127,24 @@ class HSDPModule(Tuning):
         check_state(sys._getframe(1))
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads sharded parameters; `load_full_state_dict` takes whole tensors."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As every module's, of DTensors, whole plain tensors (the same on all ranks), or this rank's plain parts.
+
+        Args:
+            state_dict: by name. A DTensor in another layout is moved, which all ranks of its mesh take part in.
+            strict: names must be the same.
+            assign: the parameters get the memory, dtype and device of the tensors; they stay the objects that they are.
+
+        Raises:
+            RuntimeError: a tensor of neither the whole nor the local shape, before anything is changed; with
+                ``strict``, names that are missing or not known.
+        """
         self._settle()
-        made = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        own: dict[str, torch.Tensor] = {}
+        for name, value in super().state_dict(keep_vars=True).items():  # type: ignore[misc]
+            if isinstance(value, torch.Tensor):
+                own[name] = own[unwrapped(name)] = value
+        made = super().load_state_dict(laid_out(own, state_dict, assign=assign), strict, assign)  # type: ignore[misc]
         self._restore()
         return made
 

@@ -12,6 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from hp_dtensor.torch.dtensor import local_view, wrap
 from hp_fsdp.state_dicts import load_model_state, model_state
 from hp_fsdp.state_options import StateDictOptions
+from hp_fsdp.torch.loading import unwrapped
 from hp_fsdp.torch.module import group_of
 from hp_fsdp.torch.whole import fill, spec_of, transport, whole, wire
 
@@ -24,9 +25,6 @@ __all__ = [
     "parameter_names",
     "set_model_state_dict",
 ]
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What torch's wrappers of a module add to the names inside it."""
 
 
 def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
@@ -84,7 +82,7 @@ def set_model_state_dict(
     told = wire(communication_device(model))
     missing, unknown = load_model_state(own, _frozen(model), model_state_dict, options, load, told)
     if extra:  # a module's extra state is no tensor, and its own to set
-        wrapped = {_unwrapped(name): name for name in model.state_dict(keep_vars=True)}
+        wrapped = {unwrapped(name): name for name in model.state_dict(keep_vars=True)}
         model.load_state_dict({wrapped[name]: value for name, value in extra.items()}, strict=False)
     return _IncompatibleKeys(missing, unknown)
 
@@ -140,7 +138,7 @@ def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     _settle(model)
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(_unwrapped(name))
+        found.setdefault(id(parameter), []).append(unwrapped(name))
     return found
 
 
@@ -159,19 +157,19 @@ def _state(model: nn.Module, options: StateDictOptions, *, rank0_only: bool) -> 
 
 def _entries(model: nn.Module) -> dict[str, Any]:
     """What ``model.state_dict()`` holds, the very tensors, by unwrapped names."""
+    for module in model.modules():
+        if hasattr(module, "_fqn_modifiers"):
+            raise NotImplementedError(
+                f"{type(module).__name__} renames its keys by a method _fqn_modifiers, which is not supported here;"
+                " remove the method and rename the state's keys yourself"
+            )
     _settle(model)
-    return {_unwrapped(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    return {unwrapped(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def _frozen(model: nn.Module) -> list[str]:
     named = model.named_parameters(remove_duplicate=False)
-    return [_unwrapped(name) for name, parameter in named if not parameter.requires_grad]
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return [unwrapped(name) for name, parameter in named if not parameter.requires_grad]
 
 
 def _settle(model: nn.Module) -> None:
