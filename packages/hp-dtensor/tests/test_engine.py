@@ -244,27 +244,3 @@ def test_a_graph_on_the_grad_of_parts_of_a_sum() -> None:
         (given**3).sum().backward(create_graph=True)
     with pytest.raises(RuntimeError, match=r"placed \(Partial\(\),\) after backward\(create_graph=True\).*d.grad\("):
         _ = given.grad
-
-
-@on_ranks(2)
-def test_a_checkpoint_within_a_checkpoint_that_takes_a_cut_tensor_is_refused() -> None:
-    mesh = init_device_mesh(device_type(), (2,))
-    whole = torch.tensor([0.3, -1.2, 0.7, 2.0], dtype=torch.float64)
-
-    def run(x: Any) -> None:
-        def inner(a: Any) -> Any:
-            return checkpoint(torch.tanh, a * 2, use_reentrant=False) * a
-
-        checkpoint(inner, x, use_reentrant=False).sum().backward()
-
-    truth = whole.clone().requires_grad_()
-    run(truth)
-    replicated = distribute_tensor(whole, mesh, [R]).requires_grad_()
-    run(replicated)
-    assert torch.allclose(replicated.grad.full_tensor().cpu(), truth.grad)  # type: ignore[union-attr,arg-type]
-    for placement in (Shard(0), P):
-        x = distribute_tensor(whole, mesh, [placement]).requires_grad_()
-        with pytest.raises(
-            NotImplementedError, match=r"saves a DTensor of shape \(4,\) placed .* another checkpoint .* one of the two"
-        ):
-            run(x)

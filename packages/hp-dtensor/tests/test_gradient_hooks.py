@@ -190,3 +190,21 @@ def test_the_gradient_that_a_hook_of_a_partial_sees_has_a_gradient(doubling: boo
         [grad] = torch.autograd.grad((x**3).sum(), x, create_graph=True)
         (seen[0] * grad).sum().backward()
     close(mine.grad, whole.grad)
+
+
+@on_ranks(2)
+def test_what_a_hook_gives_is_moved_to_the_layout_of_the_gradient() -> None:
+    whole, factor = rand(3), rand(3) + 1
+    truth = whole.clone().requires_grad_()
+    truth.register_hook(lambda grad: grad * factor)
+    (truth * truth).sum().backward()
+    for own in (Partial(), R, Shard(0)):
+        for other in (Partial(), R, Shard(0)):
+            x, by = placed(whole, own).requires_grad_(), placed(factor, other)
+            x.register_hook(lambda grad, by=by: grad * by)
+            (x * x).sum().backward()
+            close(x.grad, truth.grad)  # type: ignore[arg-type]
+    x = placed(whole, Shard(0)).requires_grad_()
+    x.register_hook(lambda grad: grad[:2])
+    with pytest.raises(RuntimeError, match=r"register_hook: a gradient of shape \(3,\) became \(2,\)"):
+        x.sum().backward()

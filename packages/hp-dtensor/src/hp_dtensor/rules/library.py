@@ -77,6 +77,14 @@ rule("div", _pointwise(lambda n: (frozenset({0}),)))
 rule("linear_unary", _pointwise(lambda n: (frozenset({0}),) if n == 1 else ()))
 
 
+def _to(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """To another device, and with ``cast`` to another dtype, where a sum is not one of parts that are rounded."""
+    return pointwise_factors(shapes, results, () if arguments["cast"] else (frozenset({0}),))
+
+
+rule("to", _to)
+
+
 def _selecting(op: str) -> Rule:
     """The larger or the smaller of two, as parts of a maximum or a minimum are put together."""
 

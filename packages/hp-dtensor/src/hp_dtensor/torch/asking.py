@@ -4,8 +4,8 @@ Note [What a checkpoint compares]
 torch's checkpoints without reentrance note the shape of each tensor that an operation saves, and compare it with the
 shape of the tensor that is saved when the operation runs again. The first is noted inside of the local operation, the
 second is read during backward, where a DTensor that needs no gradient, and so was saved as it is, would tell its global
-shape. A DTensor that is saved from outside of a local operation, for a checkpoint within the checkpoint or for a user's
-function, comes back as a plain tensor, this rank's part: refused where it is noted, in forward.
+shape. What is saved from outside of a local operation, for a checkpoint within the checkpoint or for a user's function,
+is saved with interception off as well: Note [Functions of the user's own] in `hp_dtensor.torch.own_functions`.
 
 Note [What a mode is handed]
 ``__torch_dispatch__`` of a mode is handed local operations. Forward, interception is off around them; backward, it is
@@ -19,7 +19,7 @@ from typing import Any
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
 
-__all__ = ["in_a_mode", "local_asked", "refuse_noted"]
+__all__ = ["in_a_mode", "local_asked"]
 
 _modes: Any = torch.utils._python_dispatch
 _NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
@@ -42,18 +42,3 @@ def in_a_mode(frame: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def refuse_noted(frame: Any, x: Any) -> None:
-    """Refuses that a checkpoint saves a DTensor as such, see Note [What a checkpoint compares].
-
-    Args:
-        frame: of who asks for metadata of ``x``.
-        x: a DTensor; one that is whole on each rank may be saved.
-    """
-    if frame.f_code is _NOTED and not x._spec.replicated:
-        raise NotImplementedError(
-            f"a checkpoint saves a DTensor of shape {tuple(x.shape)} placed {x.placements} for another checkpoint"
-            " inside of it, or for an autograd.Function: torch would give back this rank's part as a plain tensor."
-            " Checkpoint only one of the two levels, or pass it full_tensor()"
-        )

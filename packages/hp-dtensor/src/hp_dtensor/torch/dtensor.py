@@ -22,7 +22,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement, Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import autograd
-from hp_dtensor.torch.asking import local_asked, refuse_noted
+from hp_dtensor.torch.asking import local_asked
 from hp_dtensor.torch.checkpoint import chunk_list, tensor_shard, write_items
 from hp_dtensor.torch.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
 from hp_dtensor.torch.overrides import compiler as _compiler
@@ -255,8 +255,6 @@ class DTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        if _graph_task() == -1 and _enabled():
-            refuse_noted(sys._getframe(1), self)
         return _impl(_device, (), (self,))
 
     @property

@@ -138,7 +138,8 @@ def _bind_pointwise() -> None:
     internal: Any = torch._C
     for wrapper, kernel in ((F.silu, internal._nn.silu), (F.relu, torch.relu)):
         bind("pointwise", wrapper, local=local.unwrapped(kernel))
-    bind("pointwise", "to float double half bfloat16 cfloat cdouble chalf type cpu cuda", like=True)
+    bind("pointwise", "float double half bfloat16 cfloat cdouble chalf type", like=True)
+    bind("to", "to cpu cuda", like=True, arguments=local.to_arguments)
     bind("pointwise", "type_as", like=True)
     bind("maximum", "maximum")
     bind("minimum", "minimum")

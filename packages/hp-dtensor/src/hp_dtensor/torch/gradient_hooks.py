@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch import autograd
-from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
+from hp_dtensor.torch.dtensor import DTensor, local_of, redistribute, wrap
 
 __all__ = ["on_local_gradient"]
 
@@ -33,6 +33,11 @@ def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[
         own = there._spec if leaf and there is not None else now
         spec, parts = autograd.grad_spec(own), tuple(placement.is_partial() for placement in own.placements)
         made = hook(wrap(autograd.of_parts(grad, spec, parts).view_as(grad), spec))
-        return autograd.read_in_parts(local_of(made), own) if isinstance(made, DTensor) else made
+        if isinstance(made, DTensor):
+            if made._spec.shape != spec.shape:
+                raise RuntimeError(f"register_hook: a gradient of shape {spec.shape} became {made._spec.shape}")
+            made = made if made._spec is spec else redistribute(made, spec)
+            made = autograd.read_in_parts(local_of(made), own)
+        return made
 
     return call

@@ -38,6 +38,10 @@ def _ndim(call: Call) -> int:
     return len(call.tensors[0]._spec.shape)  # type: ignore[union-attr]
 
 
+def to_arguments(call: Call) -> dict[str, Any]:
+    return {"cast": any(isinstance(value, (torch.dtype, T)) for value in (*call.args[1:], *call.kwargs.values()))}
+
+
 def permute_arguments(call: Call) -> dict[str, Any]:
     return {"order": tuple(d % _ndim(call) for d in _named(call, "dims"))}
 
