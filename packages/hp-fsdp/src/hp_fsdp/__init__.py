@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hp_fsdp.controls import UnshardHandle
+from hp_fsdp.controls import UnshardHandle, share_comm_ctx
 from hp_fsdp.joint_states import get_state_dict, set_state_dict
 from hp_fsdp.mesh_dims import DataParallelMeshDims
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -56,6 +56,7 @@ __all__ = [
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
+    "share_comm_ctx",
     "watch_activations",
 ]
 

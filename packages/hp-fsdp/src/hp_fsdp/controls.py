@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["Controls", "UnshardHandle", "check_reshard", "divisor_of"]
+__all__ = ["Controls", "UnshardHandle", "check_reshard", "divisor_of", "share_comm_ctx"]
 
 
 class UnshardHandle:
@@ -173,3 +173,24 @@ def _groups_of(modules: Sequence[Any], where: str) -> list[Any]:
         if not isinstance(module, Controls):
             raise TypeError(f"{where}: expected modules that fully_shard was called on, got {type(module).__name__}")
     return [module._hsdp_group for module in modules]
+
+
+def share_comm_ctx(modules: Sequence[Any]) -> None:
+    """Check that several sharded models, such as the stages of a pipeline on a rank, can share streams; they do anyway.
+
+    torch's function of the name gives its models one set of streams. Here no model has streams of its own: buffers are
+    allocated on the current stream, collectives run on that of their process group, copies of offloaded shards on one
+    for the device. So nothing is left to set.
+
+    Args:
+        modules: sharded modules.
+
+    Raises:
+        ValueError: something else among them.
+    """
+    for index, module in enumerate(modules):
+        if not isinstance(module, Controls):
+            raise ValueError(
+                f"share_comm_ctx: expected modules of fully_shard, number {index} is a {type(module).__name__}. Call"
+                " fully_shard on it first"
+            )

@@ -105,6 +105,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "set_model_state_dict",
         "set_state_dict",
         "set_optimizer_state_dict",
+        "share_comm_ctx",
         "watch_activations",
     ),
     "hp_plan": (
