@@ -206,3 +206,16 @@ def test_broadcast_tensors_gives_back_what_has_the_shape_already() -> None:
     a, b = torch.broadcast_tensors(x, x[:1])
     x.data = x.data + 1
     assert a is x and torch.equal(b.full_tensor().cpu(), torch.zeros(4))
+
+
+@on_ranks(2)
+def test_dims_of_size_one_join_and_leave_a_tensor_of_which_a_rank_has_nothing() -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+    whole = torch.arange(5.0).view(1, 5)
+    for dim in (0, 1, 2):
+        x = distribute_tensor(whole, mesh, [Shard(0)]).clone()
+        x.unsqueeze_(dim)
+        assert tuple(x.to_local().shape) == tuple(x._spec.local_shape)
+        assert torch.equal(x.reshape(5, 1).full_tensor().cpu(), whole.view(5, 1))
+        assert torch.equal((x.squeeze_(dim) * 2).full_tensor().cpu(), whole.unsqueeze(dim).squeeze(dim) * 2)
+        assert tuple(x.to_local().shape) == tuple(x._spec.local_shape)

@@ -230,3 +230,14 @@ def test_meshes_of_one_shape_are_told_apart() -> None:
     for call in (torch.add, torch.kron):  # by a rule, and on gathered values
         with pytest.raises(ValueError, match="operands are on different meshes"):
             call(distribute_tensor(x, one, [Shard(0)]), distribute_tensor(x, other, [Shard(0)]))
+
+
+@on_ranks(2)
+def test_group_norm_of_a_part_with_one_value_a_group() -> None:
+    mesh = mesh_of(device_type(), (2,))
+    whole = torch.arange(6.0, dtype=torch.float64).reshape(3, 2, 1)
+    for groups in (1, 2):
+        got = F.group_norm(distribute_tensor(whole, mesh, [Shard(0)]), groups)
+        torch.testing.assert_close(got.full_tensor().cpu(), F.group_norm(whole, groups))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        F.group_norm(distribute_tensor(whole[:1], mesh, [Shard(0)]), 2)

@@ -269,7 +269,11 @@ def _bind_neural() -> None:
     bind("leading", F.unfold, arguments=local.trailing(3))
     bind("leading", "channel_shuffle grid_sample", arguments=local.trailing(-1))
     norm = "input num_groups weight=None bias=None eps=0 cudnn_enabled=True"
-    bind("channels", "group_norm", norm, "input weight bias", arguments=lambda call: {"free": (0,)})
+    free = {
+        "arguments": lambda call: {"free": (0,)},
+        "local": lambda call: torch.group_norm,
+    }  # F's counts a part's rows
+    bind("channels", "group_norm", norm, "input weight bias", **free)
     norm = "input running_mean=None running_var=None weight=None bias=None use_input_stats=True momentum=0 eps=0"
     bind(
         "channels",

@@ -203,6 +203,9 @@ def _reshaping(base: Any) -> Handler:
             args, kwargs = (x, tuple(dim for dim in asked if x.shape[dim] == 1)), {}
         if not any(isinstance(p, RaggedShard) for p in x._spec.placements):  # its part is flat
             _impl(func, (), args, kwargs)
+            part = torch.empty(plan.spec.local_shape, device="meta")
+            if _impl(T.size, (), (x,)) != part.shape:  # of several dims of size 1 another one is cut: it is empty
+                _impl(T.as_strided_, (), (x, part.shape, part.stride()))
         x._spec = plan.spec
         return x
 
