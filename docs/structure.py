@@ -1,0 +1,209 @@
+"""Count the source: lines and files by package and wing, import circles, imports of other packages' internals.
+
+    python docs/structure.py            the working tree
+    python docs/structure.py REVISION   a commit, tag or branch
+
+A wing is `neutral`, `torch` or `mindspore`, by the folder a module is in. Code is what is left of the lines without
+docstrings, comments and blank ones. An import counts wherever it stands, in a function too, but not under
+`TYPE_CHECKING`. A circle is a strongly connected set of two or more modules of one package. An import of internals
+goes to a module of another package that is neither the package itself nor one of its declared extension modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WINGS = ("neutral", "torch", "mindspore")
+DECLARED = ("extend", "testing")
+"""Modules of a package that other packages may import beside its public names."""
+
+
+@dataclass
+class Module:
+    """A source file."""
+
+    name: str
+    package: str
+    wing: str
+    lines: int
+    code: int
+    imports: set[str] = field(default_factory=set)
+    """Modules that it imports, by full name."""
+    late: int = 0
+    """Imports inside functions, of modules of this repository."""
+
+
+def main() -> None:
+    """Print the tables of the working tree or of a revision."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision", nargs="?", help="default: the working tree")
+    revision = parser.parse_args().revision
+    if revision is None:
+        print("\n".join(tables(read(ROOT))))
+        return
+    archive = subprocess.run(["git", "archive", revision, "packages"], cwd=ROOT, check=True, capture_output=True)
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+            tar.extractall(folder, filter="data")
+        print("\n".join(tables(read(Path(folder)))))
+
+
+def read(root: Path) -> dict[str, Module]:
+    """Read every module below `packages/*/src`."""
+    files: dict[str, tuple[Path, bool]] = {}
+    for source in sorted(root.glob("packages/*/src")):
+        for path in sorted(source.rglob("*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            files[".".join(parts[:-1] if is_package else parts)] = (path, is_package)
+    return {name: _module(name, path, is_package, files.keys()) for name, (path, is_package) in files.items()}
+
+
+def _module(name: str, path: Path, is_package: bool, known: object) -> Module:
+    text = path.read_text()
+    tree = ast.parse(text)
+    parts = name.split(".")
+    wing = next((part for part in parts[1:] if part in WINGS), "neutral")
+    module = Module(name, parts[0], wing, text.count("\n"), _code_lines(text, tree))
+    here = name if is_package else name.rpartition(".")[0]
+    for node, inside in _imports(tree):
+        for target in _targets(node, here):
+            if (found := _longest(target, known)) and found != name:
+                module.imports.add(found)
+                module.late += inside
+    return module
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Walk the imports that run, with whether each is inside a function."""
+    pending: list[tuple[ast.AST, bool]] = [(tree, False)]
+    while pending:
+        node, inside = pending.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node, inside
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending.extend((child, inside) for child in node.orelse)
+        else:
+            inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            pending.extend((child, inside) for child in ast.iter_child_nodes(node))
+
+
+def _targets(node: ast.Import | ast.ImportFrom, here: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    base = node.module or ""
+    if node.level:
+        parent = ".".join(here.split(".")[: len(here.split(".")) - node.level + 1])
+        base = f"{parent}.{base}" if base else parent
+    yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _longest(target: str, known: object) -> str | None:
+    """Find the module that `target`, a module or a name in one, belongs to; None outside this repository."""
+    while target:
+        if target in known:  # type: ignore[operator]
+            return target
+        target = target.rpartition(".")[0]
+    return None
+
+
+def _code_lines(text: str, tree: ast.Module) -> int:
+    lines: set[int] = set()
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def circles(modules: dict[str, Module]) -> list[list[str]]:
+    """Find the strongly connected sets of two or more modules within one package, largest first (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(modules[name].imports):
+            if modules[other].package != modules[name].package:
+                continue
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            component, stack[at:] = stack[at:], []
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    sys.setrecursionlimit(10_000)
+    for name in modules:
+        if name not in index:
+            visit(name)
+    return sorted(found, key=len, reverse=True)
+
+
+def internals(modules: dict[str, Module]) -> Counter[tuple[str, str]]:
+    """Count imports between packages by (importing package, imported module), those of internals only."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for module in modules.values():
+        for other in module.imports:
+            target = modules[other]
+            own = other.split(".")
+            if target.package != module.package and len(own) > 1 and own[1] not in DECLARED:
+                counts[module.package, other] += 1
+    return counts
+
+
+def tables(modules: dict[str, Module]) -> Iterator[str]:
+    """Write the tables as Markdown."""
+    packages = sorted({module.package for module in modules.values()})
+    yield "| package | files | lines | code: neutral | torch | mindspore | testing | imports in functions |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for package in [*packages, "all"]:
+        own = [module for module in modules.values() if package in (module.package, "all")]
+        testing = [module for module in own if ".testing" in module.name or module.package == "hp_testing"]
+        rest = [module for module in own if module not in testing]
+        code = [sum(module.code for module in rest if module.wing == wing) for wing in WINGS]
+        numbers = [len(own), sum(module.lines for module in own), *code, sum(module.code for module in testing)]
+        yield f"| {package} | {' | '.join(f'{n:,}' for n in numbers)} | {sum(module.late for module in own)} |"
+    across = [
+        (module.package, other)
+        for module in modules.values()
+        for other in module.imports
+        if modules[other].package != module.package
+    ]
+    inner = internals(modules)
+    yield ""
+    yield f"Imports between packages: {len(across)}, of internals: {sum(inner.values())}"
+    for (package, name), count in inner.most_common(12):
+        yield f"- {package} -> {name}: {count}"
+    rings = circles(modules)
+    yield ""
+    yield f"Import circles: {len(rings)}"
+    for ring in rings:
+        yield f"- {len(ring)} modules: {', '.join(ring)}"
+
+
+if __name__ == "__main__":
+    main()
