@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hp_platform import GroupOptions, get_platform
+from hp_platform.groups import new_group, split_group
 from hp_platform.testing import device_type, npu_sim, on_ranks
-from hp_platform.torch.groups import new_group, split_group
 
 pytestmark = pytest.mark.framework("torch")
 

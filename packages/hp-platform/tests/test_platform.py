@@ -10,7 +10,7 @@ import pytest
 
 import hp_platform
 from hp_platform import get_platform
-from hp_platform.platform import platform_name
+from hp_platform.ports import platform_name
 from hp_platform.settings import SettingError, choose_kind
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from hp_plan import lint
-from hp_platform.platform import platform_name
+from hp_platform.ports import platform_name
 from hp_platform.testing import run_ranks
 
 ROOT = Path(__file__).parents[3]

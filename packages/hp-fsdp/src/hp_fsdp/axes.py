@@ -100,7 +100,7 @@ class Separate(_Grouped):
         return found
 
     def _find_groups(self) -> None:
-        self.group = get_platform().groups.second_group(self.ranks)  # type: ignore[attr-defined]
+        self.group = get_platform().groups.second_group(self.ranks)
 
 
 _separate: dict[tuple[int, ...], Separate] = {}

@@ -6,13 +6,21 @@ Everything is reached through `get_platform()`; no framework is imported before 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from hp_platform.groups import (
+    destroy_process_group,
+    get_backend,
+    get_group_local_rank,
+    get_process_group_ranks,
+    init_process_group,
+    mark_created_groups,
+    split_group,
+)
 from hp_platform.lazy import lazy_exports
 from hp_platform.observing import CollectiveCounts, count_collectives
 from hp_platform.options import GroupOptions
 from hp_platform.peers import LostRankError
 from hp_platform.platform import Platform, get_platform
+from hp_platform.random import manual_seed
 
 __all__ = [
     "CollectiveCounts",
@@ -31,29 +39,3 @@ __all__ = [
     "mark_created_groups",
     "split_group",
 ]
-
-if TYPE_CHECKING:
-    from hp_platform.torch.groups import (
-        destroy_process_group,
-        get_backend,
-        get_group_local_rank,
-        get_process_group_ranks,
-        init_process_group,
-        mark_created_groups,
-        split_group,
-    )
-    from hp_platform.torch.random import manual_seed
-
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "destroy_process_group": "groups",
-        "get_backend": "groups",
-        "get_group_local_rank": "groups",
-        "get_process_group_ranks": "groups",
-        "init_process_group": "groups",
-        "manual_seed": "random",
-        "mark_created_groups": "groups",
-        "split_group": "groups",
-    },
-)

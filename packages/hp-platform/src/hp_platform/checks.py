@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hp_platform.protocols import Tensor
+from hp_platform.port import Tensor
 
 
 def unknown_op(op: str, ops: Iterable[str]) -> ValueError:

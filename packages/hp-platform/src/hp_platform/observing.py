@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from hp_platform.protocols import Handle
+    from hp_platform.port import Handle
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

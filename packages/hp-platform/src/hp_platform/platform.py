@@ -1,20 +1,17 @@
-"""Which framework is in use, and its parts."""
+"""The platform in use."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import sys
 from dataclasses import dataclass
 
-from hp_platform.protocols import Collectives, Devices, Fused, Groups, Random
-from hp_platform.settings import PLATFORM, PLATFORMS, wanted_platform
+from hp_platform import collectives, devices, fused, groups, random
+from hp_platform.ports import installed_platform
 
 
 @dataclass(frozen=True)
 class Platform:
-    """A framework, by the roles it plays.
+    """A framework, by the roles it plays. The roles are modules of `hp_platform`, the same for every framework.
 
     Attributes:
         name: "torch" or "mindspore"; also the name of the folder that holds each package's code for it.
@@ -26,11 +23,11 @@ class Platform:
     """
 
     name: str
-    groups: Groups
-    collectives: Collectives
-    devices: Devices
-    random: Random
-    fused: Fused
+    groups = groups
+    collectives = collectives
+    devices = devices.devices
+    random = random
+    fused = fused
 
 
 @functools.cache
@@ -47,34 +44,4 @@ def get_platform() -> Platform:
         SettingError: HYPER_PARALLEL_PLATFORM names no platform (a ValueError).
         ImportError: no framework is installed, or the chosen one is not.
     """
-    name = platform_name()
-    if name not in sys.modules and importlib.util.find_spec(name) is None:
-        raise ImportError(
-            f"{PLATFORM}={name}, but {name} is not installed. Install it with: pip install 'hp-platform[{name}]'"
-        )
-    return importlib.import_module(f"hp_platform.{name}").platform()
-
-
-def platform_name() -> str:
-    """Choose the platform as `get_platform` does, and import nothing.
-
-    Returns:
-        "torch" or "mindspore".
-
-    Raises:
-        SettingError: HYPER_PARALLEL_PLATFORM names no platform (a ValueError).
-        ImportError: no framework is installed.
-    """
-    wanted = wanted_platform()
-    if wanted is not None:
-        return wanted
-    for name in PLATFORMS:
-        if name in sys.modules:
-            return name
-    for name in PLATFORMS:
-        if importlib.util.find_spec(name) is not None:
-            return name
-    raise ImportError(
-        f"no framework is installed: hp-platform needs one of {', '.join(PLATFORMS)}. "
-        "Install one with: pip install 'hp-platform[torch]' or pip install 'hp-platform[mindspore]'"
-    )
+    return Platform(installed_platform())

@@ -28,7 +28,7 @@ def test_an_array_shares_a_tensors_memory():
 
 @on_ranks(2)
 def test_a_part_of_a_tensor_is_written_in_place():
-    platform, group = get_platform(), groups.default()
+    platform, group = get_platform(), groups.world()
     whole = Tensor(np.zeros((3, 2), np.float32))
     piece = Tensor(np.full(1, platform.groups.rank() + 1, np.float32))
     platform.collectives.all_gather(whole[1], piece, group=group)
@@ -40,14 +40,14 @@ def test_a_part_of_a_tensor_is_written_in_place():
 @on_ranks(2)
 def test_a_parameter_is_communicated_in_place():
     parameter = Parameter(Tensor(np.ones(2, np.float32)), name="weight")
-    get_platform().collectives.all_reduce(parameter, group=groups.default())
+    get_platform().collectives.all_reduce(parameter, group=groups.world())
     assert parameter.asnumpy().tolist() == [2, 2]
     assert isinstance(parameter, Parameter) and parameter.requires_grad
 
 
 @on_ranks(4)
 def test_many_exchanges_in_a_row_keep_their_order():
-    platform, group = get_platform(), groups.default()
+    platform, group = get_platform(), groups.world()
     rank = platform.groups.rank()
     for step in range(20):
         tensor = Tensor(np.arange(4 * (step + 1), dtype=np.int64) + 100 * rank)
@@ -79,7 +79,7 @@ def test_the_native_calls_fit_mindspores_signatures(monkeypatch):
     for name, value in vars(dist).items():
         if name in dist.__all__ and inspect.isfunction(value):
             monkeypatch.setattr(dist, name, recorded(name))
-    monkeypatch.setattr(groups, "get_process_group_ranks", lambda group: [4, 7])
+    monkeypatch.setattr(groups, "members", lambda group: [4, 7])
     tensor = mindspore.Tensor(np.ones((2, 2), np.float32))
     native.all_reduce(tensor, "product", "pair", True)
     native.all_gather(tensor, tensor, "pair", False)

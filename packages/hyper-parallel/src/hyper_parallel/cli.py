@@ -22,7 +22,7 @@ from hp_plan.plan import read_plan, read_toml
 from hp_plan.tables import style_notes
 from hp_plan.verification import TORCH_ONLY
 from hp_platform import get_platform
-from hp_platform.platform import platform_name
+from hp_platform.ports import platform_name
 from hp_platform.settings import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, wanted_platform
 from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text

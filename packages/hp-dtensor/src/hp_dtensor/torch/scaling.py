@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.dtensor import DTensor
-from hp_platform import get_platform
-from hp_platform.torch import collectives
+from hp_platform import collectives, get_platform
 
 __all__ = ["unscale"]
 

@@ -134,9 +134,9 @@ def _tell(value: Any) -> Any:
     first = groups.rank() == 0
     data = np.frombuffer(pickle.dumps(value), np.uint8) if first else np.zeros(0, np.uint8)
     length = Tensor(np.array([data.size], np.int64))
-    get_platform().collectives.broadcast(length, 0, group=groups.default())
+    get_platform().collectives.broadcast(length, 0, group=groups.default_group())
     made = Tensor(data.copy() if first else np.zeros(int(length.asnumpy()[0]), np.uint8))
-    get_platform().collectives.broadcast(made, 0, group=groups.default())
+    get_platform().collectives.broadcast(made, 0, group=groups.default_group())
     return pickle.loads(made.asnumpy().tobytes())
 
 
@@ -144,7 +144,7 @@ def _send(tensor: Any, shape: tuple[int, ...], dtype: Any) -> Tensor:
     made = mint.empty(shape, dtype=dtype) if tensor is None else to_device(local_view(tensor)).copy()
     if made.numel():
         groups: Any = get_platform().groups
-        get_platform().collectives.broadcast(made, 0, group=groups.default())
+        get_platform().collectives.broadcast(made, 0, group=groups.default_group())
     return made
 
 

@@ -9,7 +9,7 @@ import torch
 from hp_fsdp.agreement import lines_of
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.torch.host import transport
-from hp_platform.torch import collectives
+from hp_platform import collectives
 
 __all__ = ["largest"]
 

@@ -12,7 +12,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.torch.dtensor import local_view
 from hp_fsdp.blocks import BlockLine, block_lines, check_norm_type
 from hp_fsdp.norms import BLOCK, spec_of
-from hp_platform.torch import collectives
+from hp_platform import collectives
 
 __all__ = ["block_power_sum"]
 

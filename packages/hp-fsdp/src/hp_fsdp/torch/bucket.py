@@ -26,8 +26,7 @@ from hp_fsdp.torch.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.gradients import GradientBuffer
 from hp_fsdp.torch.host import aside, empty_on_host, transport
 from hp_fsdp.torch.parameter import ManagedParameter, has_own_setattr
-from hp_platform import get_platform
-from hp_platform.torch import collectives
+from hp_platform import collectives, get_platform
 
 __all__ = ["Bucket"]
 

@@ -13,8 +13,7 @@ from hp_fsdp.norms import counts, joint_mesh, spec_of
 from hp_fsdp.torch.block_norm import block_power_sum
 from hp_fsdp.torch.context import hsdp_sync_stream
 from hp_fsdp.torch.host import transport
-from hp_platform import get_platform
-from hp_platform.torch import collectives
+from hp_platform import collectives, get_platform
 
 __all__ = ["clip_grad_norm_", "global_grad_norm"]
 

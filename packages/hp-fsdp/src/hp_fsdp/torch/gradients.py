@@ -26,8 +26,8 @@ from hp_fsdp.layout import FlatLayout
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.host import Homecoming
 from hp_fsdp.torch.parameter import ManagedParameter
+from hp_platform import collectives
 from hp_platform.observing import communicate_for
-from hp_platform.torch import collectives
 
 __all__ = ["GradientBuffer", "Reduction"]
 

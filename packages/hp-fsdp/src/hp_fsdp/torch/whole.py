@@ -19,8 +19,7 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, local_view
 from hp_dtensor.torch.redistribute import execute
 from hp_fsdp.state_dicts import Wire
-from hp_platform import get_platform
-from hp_platform.torch import collectives
+from hp_platform import collectives, get_platform
 
 __all__ = ["fill", "ragged_axis", "spec_of", "transport", "whole", "wire"]
 

@@ -1,7 +1,4 @@
-"""Fused operators: MindSpore's own where the device has them (Ascend), plain math elsewhere.
-
-Shapes are in the layout "BSND" (batch, sequence, heads, head size) or "BNSD" (heads before sequence).
-"""
+"""Fused operators of MindSpore: its own where the device has them (Ascend), plain math elsewhere."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_platform.fused_checks import check_attention, check_rms_norm, check_rotary, check_swiglu, hidden_shape
-from hp_platform.mindspore.devices import devices
+from hp_platform.devices import devices
+from hp_platform.fused_checks import hidden_shape
 
 _HALVES = (mindspore.float16, mindspore.bfloat16)
 _FLOATS = (*_HALVES, mindspore.float32)
@@ -30,32 +27,12 @@ def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    layout: str = "BSND",
+    causal: bool,
+    scale: float,
+    mask: Tensor | None,
+    layout: str,
 ) -> Tensor:
-    """Attend: softmax(scale * q k^T) v, on Ascend without the matrix of weights in memory.
-
-    Args:
-        q: queries, in `layout`.
-        k: keys; their heads divide the queries' heads, which share them in order.
-        v: values, of the keys' heads and length.
-        causal: a query sees keys up to its own place; the last query sees all keys.
-        scale: of the logits; None is 1 / sqrt(head size).
-        mask: bool, true where a query may look, broadcast to (batch, heads, queries, keys); not with `causal`.
-        layout: "BSND" or "BNSD".
-
-    Returns:
-        What the queries found, in the shape of `q`.
-
-    Raises:
-        ValueError: a shape or the layout doesn't fit, or both `causal` and `mask`.
-        TypeError: the dtypes differ, or Ascend's operator doesn't have it (it has float16 and bfloat16).
-    """
-    check_attention(q, k, v, causal=causal, mask=mask, layout=layout)
-    scale = float(q.shape[3] ** -0.5) if scale is None else float(scale)
+    """Attend."""
     if devices.capabilities.fused_operators:
         return _ascend_attention(q, k, v, causal, scale, mask, layout)
     if layout == "BSND":
@@ -110,19 +87,8 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     return repeated.reshape(batch, heads, length, size)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Normalise the last dims, those of the weight: x / sqrt(mean(x^2) + eps) * weight.
-
-    Args:
-        x: any shape that ends with the weight's.
-        weight: the scale.
-        eps: added to the mean of the squares.
-
-    Raises:
-        ValueError: the shapes don't fit.
-        TypeError: Ascend's operator doesn't have the dtype.
-    """
-    check_rms_norm(x.shape, weight.shape)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dims."""
     if devices.capabilities.fused_operators:
         _check_dtype("rms_norm", x, _FLOATS)
         return ops.rms_norm(x, weight, eps)[0]
@@ -132,18 +98,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return normed.astype(x.dtype)
 
 
-def swiglu(gate_and_up: Tensor, dim: int = -1) -> Tensor:
-    """Gate: silu(a) * b for the halves a, b of a dim.
-
-    Args:
-        gate_and_up: the gate and what it lets through, one after the other.
-        dim: the dim that they share.
-
-    Raises:
-        ValueError: the dim has no two halves.
-        TypeError: Ascend's operator doesn't have the dtype.
-    """
-    check_swiglu(gate_and_up.shape, dim)
+def swiglu(gate_and_up: Tensor, dim: int) -> Tensor:
+    """Gate one half by the other."""
     if devices.capabilities.fused_operators:
         _check_dtype("swiglu", gate_and_up, _FLOATS)
         return ops.swiglu(gate_and_up, dim)
@@ -151,27 +107,8 @@ def swiglu(gate_and_up: Tensor, dim: int = -1) -> Tensor:
     return mint.nn.functional.silu(gate) * up
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their places: x * cos + (-x2, x1) * sin for the halves x1, x2 of the last dim.
-
-    Args:
-        q: 4 dims, the last the head size.
-        k: as `q`.
-        cos: 4 dims that broadcast to q and k, such as (1, sequence, 1, head size).
-        sin: as `cos`.
-
-    Returns:
-        The rotated queries and keys.
-
-    Raises:
-        ValueError: the shapes don't fit.
-        TypeError: Ascend's operator doesn't have the dtype.
-    """
-    check_rotary(q.shape, k.shape, cos.shape, sin.shape)
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate by places."""
     if devices.capabilities.fused_operators:
         _check_dtype("rotary", x, _FLOATS)
         return ops.rotary_position_embedding(x, cos, sin)

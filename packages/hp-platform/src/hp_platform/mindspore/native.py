@@ -8,7 +8,7 @@ from typing import Any
 from mindspore.mint import distributed as dist
 
 from hp_platform.mindspore import groups
-from hp_platform.protocols import Handle
+from hp_platform.port import Handle
 
 _NAMES = {"product": "prod"}
 
@@ -37,17 +37,17 @@ def all_to_all(
 
 def broadcast(tensor: Any, group_src: int, group: str, async_op: bool) -> Handle | None:
     """Copy from one rank, which MindSpore wants by its global rank."""
-    return dist.broadcast(tensor, groups.get_process_group_ranks(group)[group_src], group, async_op)
+    return dist.broadcast(tensor, groups.members(group)[group_src], group, async_op)
 
 
 def send(tensor: Any, dst: int, group: str) -> None:
     """Send to one rank, which MindSpore wants by its global rank."""
-    dist.send(tensor, groups.get_process_group_ranks(group)[dst], group)
+    dist.send(tensor, groups.members(group)[dst], group)
 
 
 def recv(tensor: Any, src: int, group: str) -> None:
     """Receive from one rank, which MindSpore wants by its global rank."""
-    dist.recv(tensor, groups.get_process_group_ranks(group)[src], group)
+    dist.recv(tensor, groups.members(group)[src], group)
 
 
 def barrier(group: str) -> None:

@@ -1,4 +1,4 @@
-"""Random generators on MindSpore.
+"""MindSpore's random generators.
 
 Note [Two kinds of generators]: the operators of `mint` draw from a default generator, whose state is a tensor. Those of
 `ops` (on the CPU the only ones with kernels) and the initializers derive their numbers from a global seed and from how
@@ -14,32 +14,11 @@ import mindspore
 
 _seeds: Any = importlib.import_module("mindspore.common.seed")  # the package has a function of that name
 
-_seed: int | None = None
 
-
-def manual_seed(seed: int) -> None:
-    """Seed every generator, to be called with the same seed on every rank.
-
-    The generators' states are then equal on all ranks, which is what the distributed random numbers start from:
-    replicated data draws the same numbers everywhere, and sharded data the numbers of its place in the whole.
-
-    Args:
-        seed: an integer from 0 on; NumPy's generator is seeded with it too, as `mindspore.set_seed` does.
-    """
-    global _seed
-    seed_all(seed)
-    _seed = seed
-
-
-def seed_all(seed: int) -> None:
-    """Seed every generator, without marking them as seeded by `manual_seed`."""
+def seed(seed: int) -> None:
+    """Seed every generator."""
     mindspore.set_seed(seed)
     mindspore.manual_seed(seed)
-
-
-def seeded() -> int | None:
-    """Get the seed last given to `manual_seed`; None says that the ranks' generators may differ."""
-    return _seed
 
 
 def get_state(device: Any) -> Any:

@@ -9,8 +9,10 @@ from datetime import timedelta
 import mindspore
 from mindspore.mint.distributed import TCPStore
 
-from hp_platform.mindspore import collectives, groups, random
-from hp_platform.mindspore.devices import devices
+from hp_platform import collectives, groups
+from hp_platform.devices import devices
+from hp_platform.mindspore import collectives as primitives
+from hp_platform.mindspore import random
 
 _MEET = timedelta(seconds=60)
 
@@ -44,11 +46,11 @@ def join(rank: int, world_size: int, announce: Callable[[int], None], port: Call
 
 def seed(value: int) -> None:
     """Seed every generator, without marking them as seeded by `manual_seed`."""
-    random.seed_all(value)
+    random.seed(value)
 
 
 def issued() -> dict[tuple[int, ...], int]:
     """Count the collectives that this rank has issued in each of its groups."""
     if not groups.is_initialized():
         return {}
-    return {ranks: collectives.issued[group] for ranks, group in groups.known_groups().items()}
+    return {ranks: primitives.issued[group] for ranks, group in groups.known_groups().items()}

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from hp_platform.platform import platform_name
+from hp_platform.ports import platform_name
 from hp_platform.testing import pool, target
 from hp_platform.testing.frameworks import TITLES, needed_framework, uses_none
 from hp_platform.testing.reference import BODY

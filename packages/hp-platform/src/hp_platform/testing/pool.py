@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_platform import orphans
-from hp_platform.platform import platform_name
+from hp_platform.ports import platform_name
 from hp_platform.testing import target, worker
 from hp_platform.testing.reference import Reference, refer
 from hp_platform.testing.worker import Outcome, Start, Task, main

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hp_platform.torch.devices import devices
+from hp_platform.devices import devices
 
 
 def as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:

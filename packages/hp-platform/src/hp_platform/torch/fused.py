@@ -1,7 +1,4 @@
-"""Fused operators: torch_npu's on an NPU, torch's own elsewhere; the tensors' device decides.
-
-Shapes are in the layout "BSND" (batch, sequence, heads, head size) or "BNSD" (heads before sequence).
-"""
+"""Fused operators of PyTorch: torch_npu's on an NPU, torch's own elsewhere; the tensors' device decides."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_platform.fused_checks import check_attention, check_rms_norm, check_rotary, check_swiglu, hidden_shape
+from hp_platform.fused_checks import hidden_shape
 
 _NPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPRESSED = 2048  # sides of the mask that stands for any causal one on an NPU
@@ -21,32 +18,12 @@ def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    mask: torch.Tensor | None = None,
-    layout: str = "BSND",
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None,
+    layout: str,
 ) -> torch.Tensor:
-    """Attend: softmax(scale * q k^T) v, without the matrix of weights in memory where the device can.
-
-    Args:
-        q: queries, in `layout`.
-        k: keys; their heads divide the queries' heads, which share them in order.
-        v: values, of the keys' heads and length.
-        causal: a query sees keys up to its own place; the last query sees all keys.
-        scale: of the logits; None is 1 / sqrt(head size).
-        mask: bool, true where a query may look, broadcast to (batch, heads, queries, keys); not with `causal`.
-        layout: "BSND" or "BNSD".
-
-    Returns:
-        What the queries found, in the shape of `q`.
-
-    Raises:
-        ValueError: a shape or the layout doesn't fit, or both `causal` and `mask`.
-        TypeError: the dtypes differ, or an NPU's operator doesn't have it.
-    """
-    check_attention(q, k, v, causal=causal, mask=mask, layout=layout)
-    scale = float(q.shape[3] ** -0.5) if scale is None else scale
+    """Attend."""
     if q.device.type == "npu":
         return _npu_attention(q, k, v, causal, float(scale), mask, layout, q.shape[layout.index("N")])
     if layout == "BSND":
@@ -90,37 +67,16 @@ def _compressed_mask(device: torch.device) -> torch.Tensor:
     return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu(1)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Normalise the last dims, those of the weight: x / sqrt(mean(x^2) + eps) * weight.
-
-    Args:
-        x: any shape that ends with the weight's.
-        weight: the scale.
-        eps: added to the mean of the squares.
-
-    Raises:
-        ValueError: the shapes don't fit.
-        TypeError: an NPU's operator doesn't have the dtype.
-    """
-    check_rms_norm(x.shape, weight.shape)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the last dims."""
     if x.device.type == "npu":
         _check_dtype("rms_norm", x)
         return _torch_npu().npu_rms_norm(x, weight, epsilon=eps)[0]
     return F.rms_norm(x, list(weight.shape), weight, eps)
 
 
-def swiglu(gate_and_up: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Gate: silu(a) * b for the halves a, b of a dim.
-
-    Args:
-        gate_and_up: the gate and what it lets through, one after the other.
-        dim: the dim that they share.
-
-    Raises:
-        ValueError: the dim has no two halves.
-        TypeError: an NPU's operator doesn't have the dtype.
-    """
-    check_swiglu(gate_and_up.shape, dim)
+def swiglu(gate_and_up: torch.Tensor, dim: int) -> torch.Tensor:
+    """Gate one half by the other."""
     if gate_and_up.device.type == "npu":
         _check_dtype("swiglu", gate_and_up)
         return _torch_npu().npu_swiglu(gate_and_up, dim=dim)
@@ -128,27 +84,8 @@ def swiglu(gate_and_up: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys by their places: x * cos + (-x2, x1) * sin for the halves x1, x2 of the last dim.
-
-    Args:
-        q: 4 dims, the last the head size.
-        k: as `q`.
-        cos: 4 dims that broadcast to q and k, such as (1, sequence, 1, head size).
-        sin: as `cos`.
-
-    Returns:
-        The rotated queries and keys.
-
-    Raises:
-        ValueError: the shapes don't fit.
-        TypeError: an NPU's operator doesn't have the dtype.
-    """
-    check_rotary(q.shape, k.shape, cos.shape, sin.shape)
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate by places."""
     if x.device.type == "npu":
         _check_dtype("rotary", x)
         return _torch_npu().npu_rotary_mul(x, cos, sin, rotary_mode="half")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from hp_platform.protocols import Handle
+from hp_platform.port import Handle
 
 ProcessGroup = dist.ProcessGroup
 

@@ -1,75 +1,45 @@
-"""Process groups on PyTorch, one for each set of ranks."""
+"""PyTorch's process groups.
+
+Note [Names of groups]: a group's members meet under its name, a prefix in the default group's store. `new_group(...,
+use_local_synchronization=True)` salts the name with the number of groups that this process is in, so members that are
+in different numbers of groups (a 3-d mesh, uneven stages) wait for each other under different names, forever. Without
+local synchronization every rank of the world has to take part. Here the name is made of the ranks and of how
+often this set was asked for, which all members know.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
 
-from hp_platform.checks import (
-    check_child_backend,
-    check_options,
-    check_ranks,
-    check_same_world,
-    choose_parent,
-    no_default_group,
-    read_split_ranks,
-)
-from hp_platform.endings import groups_ended
+from hp_platform.devices import devices
 from hp_platform.torch import peers
-from hp_platform.torch.creation import create, forget
-from hp_platform.torch.devices import devices
 from hp_platform.torch.options import backend_options, restore_priority, timeout_of
+from hp_platform.torch.peers import leave
+
+__all__ = ["leave"]
 
 ProcessGroup = dist.ProcessGroup
 
-# The groups by their ranks. They live as long as the default group `_world` they were made under.
-_by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
-_options: dict[tuple[int, ...], Any] = {}
-_world: ProcessGroup | None = None
 
-
-def init_process_group(
-    backend: str | None = None,
-    init_method: str | None = None,
-    timeout: timedelta | None = None,
-    world_size: int = -1,
-    rank: int = -1,
-    store: Store | None = None,
-    group_name: str = "",
-    pg_options: Any | None = None,
-    device_id: torch.device | int | None = None,
+def initialize(
+    backend: str | None,
+    init_method: str | None,
+    timeout: timedelta | None,
+    world_size: int,
+    rank: int,
+    store: Any,
+    pg_options: Any,
+    device_id: torch.device | int | None,
 ) -> None:
-    """Initialise the default process group, as `torch.distributed.init_process_group` does.
-
-    A second call that agrees with the group that is there does nothing.
-
-    Args:
-        backend: None picks nccl, hccl or gloo by the kind of device in use.
-        init_method: where the ranks meet; by default the environment that torchrun sets.
-        timeout: how long an operation may take; by default torch's.
-        world_size: number of ranks, needed with `store`.
-        rank: this process's rank, needed with `store`.
-        store: where the ranks meet, instead of `init_method`.
-        group_name: ignored, as torch does.
-        pg_options: GroupOptions, or the backend's own.
-        device_id: the device that this process will use.
-
-    Raises:
-        RuntimeError: the default group exists with another backend, size or rank.
-    """
-    if dist.is_initialized():
-        _check_same(backend, world_size, rank)
-        everyone = tuple(range(dist.get_world_size()))
-        check_options(pg_options, _options.get(everyone), everyone)
-        peers.meet(everyone)
-        return
+    """Make the default group."""
     chosen = backend or dist.get_default_backend_for_device(devices.kind)
-    made = backend_options(pg_options, chosen)
     dist.init_process_group(
         chosen,
         init_method=init_method,
@@ -77,222 +47,84 @@ def init_process_group(
         world_size=world_size,
         rank=rank,
         store=store,
-        group_name=group_name,
-        pg_options=made,
+        pg_options=backend_options(pg_options, chosen),
         device_id=device_id,
     )
-    restore_priority(pg_options, _default(), chosen)
-    _cache()
-    everyone = tuple(range(dist.get_world_size()))
-    _options[everyone] = pg_options
-    peers.meet(everyone, None)
+    restore_priority(pg_options, _world(), chosen)
 
 
-def _check_same(backend: str | None, world_size: int, rank: int) -> None:
-    here = {"backend": dist.get_backend(), "world_size": dist.get_world_size(), "rank": dist.get_rank()}
-    given = {"backend": backend or here["backend"]}
-    given["world_size"] = here["world_size"] if world_size == -1 else world_size
-    given["rank"] = here["rank"] if rank == -1 else rank
-    check_same_world(here, given)
+def world() -> ProcessGroup | None:
+    """Get the default group."""
+    return dist.group.WORLD if dist.is_available() else None
 
 
-def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Destroy one group, or with None all groups and the default one.
-
-    Args:
-        group: a group that was made here or by torch.
-    """
-    global _world
-    if group is None or group is dist.group.WORLD:
-        _by_ranks.clear()
-        _options.clear()
-        _world = None
-        forget()
-        peers.leave()
-    else:
-        for key in [key for key, cached in _by_ranks.items() if cached is group]:
-            del _by_ranks[key]
-            _options.pop(key, None)
-    dist.destroy_process_group(group)
-    groups_ended()
-
-
-def _cache() -> dict[tuple[int, ...], ProcessGroup]:
-    global _world
-    world = _default()
-    if world is not _world:
-        _by_ranks.clear()
-        _options.clear()
-        forget()
-        peers.leave()
-        _by_ranks[tuple(range(world.size()))] = world
-        _world = world
-        groups_ended()
-    return _by_ranks
-
-
-def known_groups() -> Mapping[tuple[int, ...], ProcessGroup]:
-    """Get the groups that this process is in, by their ranks."""
-    return _cache()
-
-
-def _default() -> ProcessGroup:
-    world = dist.group.WORLD
-    if world is None:
-        raise no_default_group()
-    return world
-
-
-def is_initialized() -> bool:
-    """Tell whether the default group exists."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> ProcessGroup:
-    """Get the group of a set of ranks, made at the first call and the same ever after.
-
-    Only the members call it, each with the same set in any order; ranks inside the group follow the global order.
-
-    Args:
-        ranks: global ranks, this one among them.
-        pg_options: GroupOptions, or the backend's own, for the call that makes the group.
-
-    Returns:
-        The group.
-
-    Raises:
-        ValueError: a rank is doubled or not in the world, this process is not a member, or the group exists already,
-            made with other options.
-        RuntimeError: there is no default group yet.
-    """
-    key = tuple(sorted(ranks))
-    groups = _cache()
-    group = groups.get(key)
-    if group is None:
-        check_ranks(key, dist.get_rank(), dist.get_world_size())
-        group = groups[key] = create(key, pg_options=pg_options)
-        _options[key] = pg_options
-        peers.meet(key)
-    elif key not in _options:  # torch made it
-        _options[key] = None
-        peers.meet(key)
-    check_options(pg_options, _options.get(key), key)
+def _world() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
     return group
 
 
-def second_group(ranks: Sequence[int]) -> ProcessGroup:
-    """Make another group of a set of ranks, whose collectives may run beside those of the first.
-
-    Only the members call it, each alike; what is made is not cached.
-
-    Args:
-        ranks: ascending global ranks, this one among them.
-    """
-    _cache()
-    return create(tuple(ranks))
-
-
-def split_group(
-    parent: ProcessGroup | None = None,
-    split_ranks: int | Sequence[Sequence[int]] | None = None,
-    timeout: timedelta | None = None,
-    pg_options: Any | None = None,
-    group_desc: str | None = None,
-    backend: str | None = None,
-    *,
-    parent_pg: ProcessGroup | None = None,
-) -> ProcessGroup | None:
-    """Get this rank's child of a group, as `torch.distributed.split_group`; one child for one set of ranks.
-
-    Args:
-        parent: the group to split; None is the default group.
-        split_ranks: for each child its ranks inside the parent; no rank in two children. A number is the size of each
-            child, of consecutive ranks.
-        timeout: how long an operation in a new child may take; by default torch's.
-        pg_options: GroupOptions for a new child, or the backend's own.
-        group_desc: what a new child is for, shown in torch's logs.
-        backend: None, or the parent's, which a child always has.
-        parent_pg: torch's name of `parent`.
-
-    Returns:
-        The child that holds this rank, None if no child does.
-
-    Raises:
-        ValueError: `split_ranks` is empty, its ranks are doubled or not in the parent, or the child exists already,
-            made with other options.
-        TypeError: `split_ranks` is no list of lists.
-    """
-    parent = choose_parent(parent, parent_pg)
-    members = get_process_group_ranks(parent)
-    children = read_split_ranks(split_ranks, len(members))
-    check_child_backend(backend, get_backend(parent))
-    rank = dist.get_rank()
-    groups = _cache()
-    for ranks in children:
-        key = tuple(sorted(members[index] for index in ranks))
-        if rank in key:
-            if key not in groups:
-                groups[key] = create(key, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
-                _options[key] = pg_options
-                peers.meet(key)
-            check_options(pg_options, _options.get(key), key)
-            return groups[key]
-    return None
+def create(
+    ranks: tuple[int, ...], number: int, timeout: timedelta | None, pg_options: Any, group_desc: str | None
+) -> ProcessGroup:
+    """Make a group with the backend of the default one."""
+    world = _world()
+    backend: Any
+    backend, store = c10d._world.pg_map[world]
+    name: Any = hashlib.sha1(f"{ranks} {number}".encode(), usedforsecurity=False).hexdigest()
+    own_options = backend_options(pg_options, str(backend))
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(world.rank()),
+            list(ranks),
+            backend,
+            store,
+            name,
+            backend_options=own_options,
+            timeout=timeout_of(pg_options, timeout) or c10d._get_default_timeout(backend),
+            device_id=world.bound_device_id,
+            group_desc=group_desc,
+        )
+    except RuntimeError as error:
+        peers.raise_if_lost(error, "new_group", ranks)
+        raise
+    assert isinstance(group, ProcessGroup), "this process is a member"
+    restore_priority(pg_options, group, str(backend))
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
 
 
-def mark_created_groups(groups: ProcessGroup | Iterable[ProcessGroup]) -> None:
-    """Register groups that were created elsewhere, so that the same ranks get them and no second communicator.
-
-    A set of ranks that already has a group keeps the one it has.
-
-    Args:
-        groups: a group, or several; what torch returns to ranks outside of a group is passed over.
-    """
-    known = _cache()
-    for group in [groups] if isinstance(groups, ProcessGroup) else groups:
-        if isinstance(group, ProcessGroup):
-            known.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
+def destroy(group: ProcessGroup | None) -> None:
+    """Destroy one group, or all."""
+    dist.destroy_process_group(group)
 
 
-def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
-    """List the global ranks of a group, in the order of their ranks inside it.
-
-    Args:
-        group: None is the default group.
-    """
-    return dist.get_process_group_ranks(group if group is not None else _default())
+def members(group: ProcessGroup) -> list[int]:
+    """List the global ranks in the order of their ranks inside the group."""
+    return dist.get_process_group_ranks(group)
 
 
-def get_backend(group: ProcessGroup | None = None) -> str:
-    """Name the backend of a group, such as "gloo".
-
-    Args:
-        group: None is the default group.
-    """
-    return str(dist.get_backend(group if group is not None else _default()))
+def rank(group: ProcessGroup) -> int:
+    """Get this process's rank inside a group."""
+    return group.rank()
 
 
-def get_group_local_rank(group: ProcessGroup | None = None) -> int:
-    """Get this process's rank inside a group.
-
-    Args:
-        group: None is the default group.
-    """
-    return (group if group is not None else _default()).rank()
+def size(group: ProcessGroup) -> int:
+    """Count the ranks."""
+    return group.size()
 
 
-def size(group: ProcessGroup | None = None) -> int:
-    """Count the ranks of a group.
-
-    Args:
-        group: None is the default group.
-    """
-    return (group if group is not None else _default()).size()
+def backend(group: ProcessGroup) -> str:
+    """Name the backend."""
+    return str(dist.get_backend(group))
 
 
-# The names of the platform's role; the long ones are the public API, named as torch names them.
-destroy = destroy_process_group
-ranks = get_process_group_ranks
-rank = get_group_local_rank
-backend = get_backend
-mark_created = mark_created_groups
+def is_group(value: object) -> bool:
+    """Tell a group from what torch returns to ranks outside of one."""
+    return isinstance(value, ProcessGroup)
+
+
+def meet(ranks: Sequence[int], patiently: bool) -> None:
+    """Learn where the ranks of a group listen."""
+    peers.meet(ranks, None if patiently else peers.PATIENCE)

@@ -1,4 +1,4 @@
-"""Random generators on PyTorch."""
+"""PyTorch's random generators."""
 
 from __future__ import annotations
 
@@ -6,26 +6,7 @@ from typing import Any
 
 import torch
 
-_seed: int | None = None
-
-
-def manual_seed(seed: int) -> None:
-    """Seed the default generators of all devices, to be called with the same seed on every rank.
-
-    The generators' states are then equal on all ranks, which is what the distributed random numbers start from:
-    replicated data draws the same numbers everywhere, and sharded data the numbers of its place in the whole.
-
-    Args:
-        seed: any integer that `torch.manual_seed` takes.
-    """
-    global _seed
-    torch.manual_seed(seed)
-    _seed = seed
-
-
-def seeded() -> int | None:
-    """Get the seed last given to `manual_seed`; None says that the ranks' generators may differ."""
-    return _seed
+seed = torch.manual_seed
 
 
 def get_state(device: torch.device | str) -> torch.Tensor:

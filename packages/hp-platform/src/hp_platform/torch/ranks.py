@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from hp_platform.torch import collectives, groups
-from hp_platform.torch.devices import devices
+from hp_platform import collectives, groups
+from hp_platform.devices import devices
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 

@@ -1,0 +1,312 @@
+"""Process groups, one for each set of ranks: a process never makes two communicators for one set."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from hp_platform.checks import (
+    check_child_backend,
+    check_options,
+    check_ranks,
+    check_same_world,
+    choose_parent,
+    no_default_group,
+    read_split_ranks,
+)
+from hp_platform.endings import groups_ended
+from hp_platform.port import Group, port
+
+
+class _Registry:
+    """The groups of this process. They live as long as the default group that they were made under.
+
+    Attributes:
+        world: that default group.
+        by_ranks: each group by its ascending global ranks.
+        options: what each was made with; a group that the framework made is not in it until it is asked for.
+        made: how often a group of these ranks was made, of which names are formed.
+    """
+
+    def __init__(self) -> None:
+        self.world: Group = None
+        self.by_ranks: dict[tuple[int, ...], Group] = {}
+        self.options: dict[tuple[int, ...], Any] = {}
+        self.made: Counter[tuple[int, ...]] = Counter()
+
+    def clear(self) -> None:
+        """Forget all groups; the default one is gone."""
+        self.world = None
+        for entries in (self.by_ranks, self.options, self.made):
+            entries.clear()
+        port().groups.leave()
+
+
+_registry = _Registry()
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any | None = None,
+    group_name: str = "",
+    pg_options: Any | None = None,
+    device_id: Any | None = None,
+) -> None:
+    """Initialise the default process group, as `torch.distributed.init_process_group` does.
+
+    A second call that agrees with the group that is there does nothing.
+
+    Args:
+        backend: None picks nccl, hccl or gloo (PyTorch), hccl or mccl (MindSpore) by the kind of device in use.
+        init_method: where the ranks meet, as "tcp://127.0.0.1:29500"; by default the environment that torchrun or msrun
+            sets.
+        timeout: how long an operation may take; by default the backend's own, on mccl 30 minutes (MindSpore's own 30 s
+            are the environment variable MS_CPU_COMM_OP_TIMEOUT's, which comes first).
+        world_size: number of ranks, needed with `store`, on MindSpore with `init_method` too.
+        rank: this process's rank, needed where `world_size` is.
+        store: where the ranks meet, the framework's `TCPStore` or another of its stores, instead of `init_method`.
+        group_name: ignored, as torch does.
+        pg_options: GroupOptions, or the backend's own; MindSpore's default group has none.
+        device_id: the device that this process will use; by default what the launcher says.
+
+    Raises:
+        RuntimeError: the default group exists with another backend, size or rank; nothing says where the ranks meet; or
+            mccl's default group was destroyed, which MindSpore can't make twice in a process.
+        ValueError: the framework doesn't have the backend on this kind of device, or the group has no such options.
+    """
+    own = port().groups
+    if own.world() is None:
+        own.initialize(backend, init_method, timeout, world_size, rank, store, pg_options, device_id)
+        everyone = tuple(sorted(own.members(default_group())))
+        known_groups()
+        _registry.options[everyone] = pg_options
+        own.meet(everyone, True)
+        return
+    world = default_group()
+    here: dict[str, Any] = {"backend": own.backend(world), "world_size": own.size(world), "rank": own.rank(world)}
+    asked = {"backend": backend or here["backend"]}
+    asked["world_size"] = here["world_size"] if world_size == -1 else world_size
+    asked["rank"] = here["rank"] if rank == -1 else rank
+    check_same_world(here, asked)
+    everyone = tuple(sorted(own.members(world)))
+    check_options(pg_options, _registry.options.get(everyone), everyone)
+    own.meet(everyone, False)
+
+
+def destroy_process_group(group: Group | None = None) -> None:
+    """Destroy one group, or with None all groups and the default one.
+
+    Args:
+        group: a group that was made here or by the framework.
+    """
+    own = port().groups
+    if group is None or group == own.world():
+        _registry.clear()
+        own.destroy(None)
+        groups_ended()
+        return
+    for key in [key for key, known in _registry.by_ranks.items() if known == group]:
+        del _registry.by_ranks[key]
+        _registry.options.pop(key, None)
+    own.destroy(group)
+    groups_ended()
+
+
+def default_group() -> Group:
+    """Get the default group.
+
+    Raises:
+        RuntimeError: there is none yet.
+    """
+    world = port().groups.world()
+    if world is None:
+        raise no_default_group()
+    return world
+
+
+def is_initialized() -> bool:
+    """Tell whether the default group exists."""
+    return port().groups.world() is not None
+
+
+def known_groups() -> Mapping[tuple[int, ...], Group]:
+    """Get the groups that this process is in, by their ranks.
+
+    Raises:
+        RuntimeError: there is no default group yet.
+    """
+    return _known()
+
+
+def _known() -> dict[tuple[int, ...], Group]:
+    world = default_group()
+    if world != _registry.world:
+        _registry.clear()
+        _registry.world = world
+        _registry.by_ranks[tuple(sorted(port().groups.members(world)))] = world
+        groups_ended()
+    return _registry.by_ranks
+
+
+def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> Group:
+    """Get the group of a set of ranks, made at the first call and the same ever after.
+
+    Only the members call it, each with the same set in any order; ranks inside the group follow the global order.
+
+    Args:
+        ranks: global ranks, this one among them.
+        pg_options: GroupOptions, or the backend's own, for the call that makes the group.
+
+    Returns:
+        The group.
+
+    Raises:
+        ValueError: a rank is doubled or not in the world, this process is not a member, or the group exists already,
+            made with other options.
+        RuntimeError: there is no default group yet.
+    """
+    key = tuple(sorted(ranks))
+    if key not in _known():
+        check_ranks(key, rank(), size())
+    return _of(key, pg_options)
+
+
+def _of(
+    key: tuple[int, ...], pg_options: Any, timeout: timedelta | None = None, group_desc: str | None = None
+) -> Group:
+    """Get the group of ascending ranks that this process is among, and compare what it was made with."""
+    known, own = _known(), port().groups
+    if key not in known:
+        known[key] = _make(key, pg_options, timeout, group_desc)
+        _registry.options[key] = pg_options
+        own.meet(key, False)
+    elif key not in _registry.options:  # the framework made it
+        _registry.options[key] = None
+        own.meet(key, False)
+    check_options(pg_options, _registry.options[key], key)
+    return known[key]
+
+
+def _make(key: tuple[int, ...], pg_options: Any, timeout: timedelta | None, group_desc: str | None) -> Group:
+    number = _registry.made[key]
+    _registry.made[key] += 1
+    return port().groups.create(key, number, timeout, pg_options, group_desc)
+
+
+def second_group(ranks: Sequence[int]) -> Group:
+    """Make another group of a set of ranks, whose collectives may run beside those of the first.
+
+    Only the members call it, each alike; it is not the one that `new_group` returns.
+
+    Args:
+        ranks: global ranks, this one among them.
+    """
+    _known()
+    return _make(tuple(sorted(ranks)), None, None, None)
+
+
+def split_group(
+    parent: Group | None = None,
+    split_ranks: int | Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any | None = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+    *,
+    parent_pg: Group | None = None,
+) -> Group | None:
+    """Get this rank's child of a group, as `torch.distributed.split_group`; one child for one set of ranks.
+
+    Args:
+        parent: the group to split; None is the default group.
+        split_ranks: for each child its ranks inside the parent; no rank in two children. A number is the size of each
+            child, of consecutive ranks.
+        timeout: how long an operation in a new child may take; by default the backend's. MindSpore's groups have none
+            of their own.
+        pg_options: GroupOptions for a new child, or the backend's own.
+        group_desc: what a new child is for, shown in torch's logs.
+        backend: None, or the parent's, which a child always has.
+        parent_pg: torch's name of `parent`.
+
+    Returns:
+        The child that holds this rank, None if no child does.
+
+    Raises:
+        ValueError: `split_ranks` is empty, its ranks are doubled or not in the parent, the child exists already, made
+            with other options, or a `timeout` on MindSpore.
+        TypeError: `split_ranks` is no list of lists.
+    """
+    parent = choose_parent(parent, parent_pg)
+    members = get_process_group_ranks(parent)
+    children = read_split_ranks(split_ranks, len(members))
+    check_child_backend(backend, get_backend(parent))
+    own_rank = rank()
+    for ranks_in_parent in children:
+        key = tuple(sorted(members[index] for index in ranks_in_parent))
+        if own_rank in key:
+            return _of(key, pg_options, timeout, group_desc)
+    return None
+
+
+def mark_created_groups(groups: Group | Iterable[Group]) -> None:
+    """Register groups that were created elsewhere, so that the same ranks get them and no second communicator.
+
+    A set of ranks that already has a group keeps the one it has.
+
+    Args:
+        groups: a group, or several; what a framework returns to ranks outside of a group is passed over.
+    """
+    known, own = _known(), port().groups
+    for group in [groups] if own.is_group(groups) or isinstance(groups, str) else groups:
+        if own.is_group(group):
+            known.setdefault(tuple(sorted(own.members(group))), group)
+
+
+def get_process_group_ranks(group: Group | None = None) -> list[int]:
+    """List the global ranks of a group, in the order of their ranks inside it.
+
+    Args:
+        group: None is the default group.
+    """
+    return list(port().groups.members(default_group() if group is None else group))
+
+
+def get_backend(group: Group | None = None) -> str:
+    """Name the backend of a group, such as "gloo".
+
+    Args:
+        group: None is the default group.
+    """
+    return port().groups.backend(default_group() if group is None else group)
+
+
+def get_group_local_rank(group: Group | None = None) -> int:
+    """Get this process's rank inside a group.
+
+    Args:
+        group: None is the default group.
+    """
+    return port().groups.rank(default_group() if group is None else group)
+
+
+def size(group: Group | None = None) -> int:
+    """Count the ranks of a group.
+
+    Args:
+        group: None is the default group.
+    """
+    return port().groups.size(default_group() if group is None else group)
+
+
+# The names of the platform's role; the long ones are the public API, named as torch names them.
+destroy = destroy_process_group
+ranks = get_process_group_ranks
+rank = get_group_local_rank
+backend = get_backend
+mark_created = mark_created_groups

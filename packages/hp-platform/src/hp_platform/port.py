@@ -1,0 +1,244 @@
+"""What a framework supplies to hp-platform: primitives without checks, which the neutral modules have made.
+
+`Group` and `Tensor` are the framework's own process group and tensor. Each protocol is implemented by the module of
+its name in the framework's folder.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from hp_platform.ports import load_port
+
+Group = Any
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kind of device can do with a framework; neutral code asks this, and never for a name.
+
+    Attributes:
+        streams: work on a side stream runs beside the current one; else `devices.stream` may raise.
+        pinned_memory: the host's memory can be pinned, so that copies run beside the computation.
+        native_collectives: the backend has every collective, and one with `async_op` runs beside the computation; else
+            some are emulated, and each has done its work when the call returns.
+        fused_operators: the device has the operators of `hp_platform.fused` in one piece; else they are composed of
+            others.
+    """
+
+    streams: bool
+    pinned_memory: bool
+    native_collectives: bool
+    fused_operators: bool
+
+
+class Handle(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> Any:
+        """Make its result usable by what follows on the current stream (on CPU: block until it is done)."""
+        ...
+
+
+class Collectives(Protocol):
+    """Communication inside a group, of contiguous tensors whose sizes fit.
+
+    With `async_op` a primitive returns its handle. Else it returns a handle to be waited for at once, or None when it
+    is done.
+    """
+
+    def all_reduce(self, tensor: Tensor, op: str, group: Group, async_op: bool) -> Handle | None: ...
+
+    def all_gather(self, output: Tensor, tensor: Tensor, group: Group, async_op: bool) -> Handle | None: ...
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: str, group: Group, async_op: bool
+    ) -> Handle | None: ...
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        group: Group,
+        async_op: bool,
+    ) -> Handle | None:
+        """Exchange rows; no splits are equal ones."""
+        ...
+
+    def broadcast(self, tensor: Tensor, group_src: int, group: Group, async_op: bool) -> Handle | None: ...
+
+    def send(self, tensor: Tensor, dst: int, group: Group) -> None: ...
+
+    def recv(self, tensor: Tensor, src: int, group: Group) -> None: ...
+
+    def barrier(self, group: Group) -> Handle | None: ...
+
+    def averages(self, tensor: Tensor, group: Group) -> bool:
+        """Tell whether the backend averages by itself; where not, sums are divided."""
+        ...
+
+    def divide(self, tensor: Tensor, size: int) -> None:
+        """Divide in place, outside of autograd."""
+        ...
+
+    def pending(self, work: Handle, kind: str, group: Group) -> Handle:
+        """Make the handle that a caller gets of the one that a primitive returned."""
+        ...
+
+    def raise_if_lost(self, error: RuntimeError, kind: str, group: Group) -> None:
+        """Raise LostRankError in place of a backend's error, where the framework can tell that a rank was lost."""
+        ...
+
+
+class Groups(Protocol):
+    """Process groups of the framework. None of these keeps track of what was made."""
+
+    def initialize(
+        self,
+        backend: str | None,
+        init_method: str | None,
+        timeout: timedelta | None,
+        world_size: int,
+        rank: int,
+        store: Any,
+        pg_options: Any,
+        device_id: Any,
+    ) -> None:
+        """Make the default group; refuse what the backend lacks."""
+        ...
+
+    def world(self) -> Group | None:
+        """Get the default group, None where there is none."""
+        ...
+
+    def create(
+        self, ranks: tuple[int, ...], number: int, timeout: timedelta | None, pg_options: Any, group_desc: str | None
+    ) -> Group:
+        """Make the group of ascending global ranks, each of which calls this, and nobody else.
+
+        `number` says how many groups of these ranks were made before, for a name that no other has.
+        """
+        ...
+
+    def destroy(self, group: Group | None) -> None: ...
+
+    def members(self, group: Group) -> Sequence[int]:
+        """List the global ranks in the order of their ranks inside the group."""
+        ...
+
+    def rank(self, group: Group) -> int: ...
+
+    def size(self, group: Group) -> int: ...
+
+    def backend(self, group: Group) -> str: ...
+
+    def is_group(self, value: object) -> bool:
+        """Tell whether a value is a group that this process is in, not what stands for one that it is not in."""
+        ...
+
+    def meet(self, ranks: Sequence[int], patiently: bool) -> None:
+        """Let the ranks of a group learn of each other, so that the loss of one can be told; `patiently` at init."""
+        ...
+
+    def leave(self) -> None:
+        """Forget the default group, which is gone."""
+        ...
+
+
+class Devices(Protocol):
+    """The kinds of device of a framework: "cpu", "cuda", "npu". Counts, memory and caches are asked of accelerators."""
+
+    def version(self) -> str:
+        """Name the framework and its version, for errors."""
+        ...
+
+    def present(self) -> tuple[str, ...]:
+        """List the kinds that this machine has, "cpu" first."""
+        ...
+
+    def capabilities(self, kind: str) -> Capabilities: ...
+
+    def count(self, kind: str) -> int: ...
+
+    def device_module(self, kind: str) -> Any: ...
+
+    def current_device(self, kind: str) -> Any: ...
+
+    def set_device(self, kind: str, index: int) -> None: ...
+
+    def synchronize(self, kind: str) -> None: ...
+
+    def total_memory(self, kind: str) -> int | None: ...
+
+    def peak_memory(self, kind: str) -> int: ...
+
+    def reset_peak_memory(self, kind: str) -> None: ...
+
+    def stream(self, kind: str) -> Any: ...
+
+    def empty_cache(self, kind: str) -> None: ...
+
+
+class Random(Protocol):
+    """The random generators of a framework."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the default generators of all devices."""
+        ...
+
+    def get_state(self, device: Any) -> Any: ...
+
+    def set_state(self, device: Any, state: Any) -> None: ...
+
+
+class Fused(Protocol):
+    """Operators that a device has in one piece, with their gradients, of arguments that fit."""
+
+    def flash_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None,
+        layout: str,
+    ) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def swiglu(self, gate_and_up: Tensor, dim: int) -> Tensor: ...
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+
+class Port(Protocol):
+    """The modules of a framework."""
+
+    @property
+    def collectives(self) -> Collectives: ...
+
+    @property
+    def groups(self) -> Groups: ...
+
+    @property
+    def devices(self) -> Devices: ...
+
+    @property
+    def random(self) -> Random: ...
+
+    @property
+    def fused(self) -> Fused: ...
+
+
+@functools.cache
+def port() -> Port:
+    """Get the port to the platform in use."""
+    return load_port(Port)

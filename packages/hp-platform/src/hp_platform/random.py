@@ -1,0 +1,39 @@
+"""The random generators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hp_platform.port import port
+
+_seed: int | None = None
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the default generators of all devices, to be called with the same seed on every rank.
+
+    The generators' states are then equal on all ranks, which is what the distributed random numbers start from:
+    replicated data draws the same numbers everywhere, and sharded data the numbers of its place in the whole.
+
+    Args:
+        seed: any integer that `torch.manual_seed` takes; on MindSpore one from 0 on, and NumPy's generator is seeded
+            with it too, as `mindspore.set_seed` does.
+    """
+    global _seed
+    port().random.seed(seed)
+    _seed = seed
+
+
+def seeded() -> int | None:
+    """Get the seed last given to `manual_seed`; None says that the ranks' generators may differ."""
+    return _seed
+
+
+def get_state(device: Any) -> Any:
+    """Get the state of a device's default generator; MindSpore has one for all devices."""
+    return port().random.get_state(device)
+
+
+def set_state(device: Any, state: Any) -> None:
+    """Set the state of a device's default generator to what `get_state` gave."""
+    port().random.set_state(device, state)

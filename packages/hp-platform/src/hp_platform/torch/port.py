@@ -1,0 +1,7 @@
+"""The primitives of hp-platform on PyTorch: gloo, nccl and hccl process groups on cpu, cuda and npu devices."""
+
+from __future__ import annotations
+
+from hp_platform import collectives, devices, fused, groups, random
+
+__all__ = ["collectives", "devices", "fused", "groups", "random"]
