@@ -114,6 +114,12 @@ def check_child_backend(asked: object, parent: str) -> None:
         )
 
 
+def check_timeout(timeout: object, of_groups: bool) -> None:
+    """Refuse a timeout of one group where the framework's groups have none of their own."""
+    if timeout is not None and not of_groups:
+        raise ValueError(f"timeout={timeout!r}: MindSpore's groups have none of their own, leave it out.")
+
+
 def read_split_ranks(split_ranks: int | Sequence[Sequence[int]] | None, size: int) -> Sequence[Sequence[int]]:
     """List each child's ranks inside a parent of `size` ranks; refuse children that overlap or have other ranks.
 

@@ -12,6 +12,7 @@ from hp_platform.checks import (
     check_options,
     check_ranks,
     check_same_world,
+    check_timeout,
     choose_parent,
     no_default_group,
     read_split_ranks,
@@ -242,6 +243,7 @@ def split_group(
             with other options, or a `timeout` on MindSpore.
         TypeError: `split_ranks` is no list of lists.
     """
+    check_timeout(timeout, port().groups.TIMEOUTS)
     parent = choose_parent(parent, parent_pg)
     members = get_process_group_ranks(parent)
     children = read_split_ranks(split_ranks, len(members))

@@ -98,7 +98,13 @@ class Collectives(Protocol):
 
 
 class Groups(Protocol):
-    """Process groups of the framework. None of these keeps track of what was made."""
+    """Process groups of the framework. None of these keeps track of what was made.
+
+    Attributes:
+        TIMEOUTS: a group may have a timeout of its own.
+    """
+
+    TIMEOUTS: bool
 
     def initialize(
         self,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, ops
 
-from hp_platform import get_platform
-from hp_platform.mindspore import fused
+from hp_platform import fused, get_platform
+from hp_platform.mindspore import fused as primitives
 from hp_platform.testing import on_ranks
 
 
@@ -148,7 +148,7 @@ def test_ascends_calls_fit_mindspores_signatures(monkeypatch):
 
     for name in ("flash_attention_score", "rms_norm", "swiglu", "rotary_position_embedding"):
         monkeypatch.setattr(ops, name, recorded(name))
-    monkeypatch.setattr(fused, "devices", Ascend)
+    monkeypatch.setattr(primitives, "devices", Ascend)
     x = Tensor(np.zeros((2, 6, 4, 8), np.float16))
     fused.flash_attention(x, x, x, causal=True)
     score = calls["flash_attention_score"]

@@ -26,6 +26,7 @@ from hp_platform.torch.peers import leave
 __all__ = ["leave"]
 
 ProcessGroup = dist.ProcessGroup
+TIMEOUTS = True
 
 
 def initialize(
