@@ -16,6 +16,9 @@ from hp_platform.testing.frameworks import TITLES, needed_framework, uses_none
 from hp_platform.testing.reference import BODY
 
 ELSEWHERE = "no framework in it: run on torch-cpu"
+TIERS = ("device", "all")
+# How many tests the tier left out.
+_OTHER_TIER = pytest.StashKey[int]()
 # The test modules that were left out, by their framework and folder.
 _LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
 
@@ -27,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         default=target.TARGETS[0],
         choices=target.TARGETS,
         help="framework and device of the tests that run on ranks (default: %(default)s)",
+    )
+    parser.addoption(
+        "--tier",
+        choices=TIERS,
+        help="all tests, or those marked `device` and the first of each module (default: device on torch-npu-sim, whose"
+        " kernels are the CPU's, else all)",
     )
     config = cast(pytest.Config, pluginmanager.get_plugin("pytestconfig"))
     with contextlib.suppress(pytest.UsageError):  # pytest reports it when it parses all arguments
@@ -47,9 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
     pool.warning_filters = _filters(config)
     config.stash[_LEFT_OUT] = Counter()
+    config.stash[_OTHER_TIER] = 0
     text = (
         "framework(name): the test is for one framework, torch or mindspore, though its module imports none at its top"
     )
+    config.addinivalue_line("markers", text)
+    text = "device: the test is of what another device or its plugin for PyTorch can break; see --tier"
     config.addinivalue_line("markers", text)
     text = "not_on(*backends, reason): the test is skipped with these values of --backend, for the reason it gives"
     config.addinivalue_line("markers", text)
@@ -82,6 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     selected = platform_name()
     backend = config.getoption("--backend")
+    if (config.getoption("--tier") or ("device" if backend == "torch-npu-sim" else "all")) == "device":
+        _keep_device_tier(config, items)
     items.sort(key=_world_size)  # stable: in a size, the order is that of the files
     neutral: dict[Path, bool] = {}
     for item in items:
@@ -95,6 +109,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid}: not_on names no backend with {sorted(unknown)}")
             if backend in mark.args:
                 item.add_marker(pytest.mark.skip(reason=f"not on {backend}: {mark.kwargs['reason']}"))
+
+
+def _keep_device_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the kernels of another device, its streams and its communication have no part in.
+
+    The first test of each module stays, so that every feature is tried once. Where tests were chosen by name, nothing
+    is left out.
+    """
+    if any("::" in argument for argument in config.args):
+        return
+    modules: set[Path] = set()
+    kept, left = [], []
+    for item in items:
+        first = item.path not in modules
+        modules.add(item.path)
+        (kept if first or item.get_closest_marker("device") else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        config.stash[_OTHER_TIER] = len(left)
+        items[:] = kept
 
 
 def _world_size(item: pytest.Item) -> int:
@@ -114,6 +148,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tell which test modules were left out."""
+    if count := config.stash[_OTHER_TIER]:
+        terminalreporter.write_line(f"left out, of no device in particular: {count} tests (--tier all runs them)")
     for line in _left_out(config):
         terminalreporter.write_line(f"left out, {line}")
 
