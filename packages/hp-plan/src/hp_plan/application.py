@@ -18,10 +18,10 @@ import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_plan.checks import LAUNCHERS, fsdp_faults, inside_launcher, mesh_faults, platform_faults
 from hp_plan.findings import PlanError
-from hp_plan.framework import framework
 from hp_plan.model_checks import model_faults
 from hp_plan.patterns import matches
 from hp_plan.plan import ParallelPlan
+from hp_plan.port import models
 from hp_plan.tables import resolve, style_table
 from hp_platform import get_platform
 from hp_styles import parallelize_module
@@ -52,9 +52,9 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
         RuntimeError: there is no process group and nothing to make one from.
     """
     _ensure_process_group(plan)
-    platform, models = get_platform(), framework("models")
+    platform, own = get_platform(), models()
     ranks = mesh.size() if mesh is not None else platform.groups.size()
-    outline = models.outline(model)
+    outline = own.outline(model)
     found = [*platform_faults(plan), *mesh_faults(plan, ranks), *fsdp_faults(plan), *model_faults(plan, outline)]
     if found:
         raise PlanError(found)
@@ -65,12 +65,12 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if "tp" in axes:
         table = style_table(plan, outline)
         styled = {name: table[patterns[0]] for name, patterns in resolve(table, outline).items()}
-        parallelize_module(models.base(model), mesh["tp"], styled)
-        models.replicate_rest(model, mesh["tp"])
-        models.keep_border_plain(model, mesh["tp"], plain)
+        parallelize_module(own.base(model), mesh["tp"], styled)
+        own.replicate_rest(model, mesh["tp"])
+        own.keep_border_plain(model, mesh["tp"], plain)
     if "dp_shard" in axes:
         _shard_groups(model, plan, mesh["dp_replicate", "dp_shard"] if "dp_replicate" in axes else mesh["dp_shard"])
-    models.adapt_library_methods(model, tensor_parallel="tp" in axes)
+    own.adapt_library_methods(model, tensor_parallel="tp" in axes)
     return model
 
 
@@ -97,15 +97,13 @@ def _check_mesh(mesh: DeviceMesh, axes: Mapping[str, int]) -> None:
 
 
 def _shard_groups(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> None:
-    models = framework("models")
-    dtypes = {name: models.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
+    own = models()
+    dtypes = {name: own.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
     options = {
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
         "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
     }
-    for name, module in reversed(
-        list(models.named_modules(models.base(model)))
-    ):  # Inner groups before the ones around them.
+    for name, module in reversed(list(own.named_modules(own.base(model)))):  # Inner groups before the ones around them.
         if name and any(matches(pattern, name) for pattern in plan.fsdp.groups):
             hp_fsdp.fully_shard(module, mesh, **options)
     hp_fsdp.fully_shard(model, mesh, **options)

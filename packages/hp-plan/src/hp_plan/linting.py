@@ -10,10 +10,10 @@ from typing import Any
 
 from hp_plan.checks import plan_faults, platform_faults
 from hp_plan.findings import Finding, PlanError
-from hp_plan.framework import framework
 from hp_plan.model_checks import model_faults
 from hp_plan.outline import ModelOutline
 from hp_plan.plan import ParallelPlan, read_plan, read_toml
+from hp_plan.port import build, models
 
 UNREAD = (
     "[model] function is code and was not run, so nothing was checked against the model; {0} imports and calls it, "
@@ -97,8 +97,8 @@ def examine(
         return Report(plan, tuple(found))  # Its model is of another framework.
     found += plan_faults(plan, world_size)
     if model is None:
-        build = framework("build")
-        section = build.model_section_faults(plan, run_code=run_model_code)
+        builder = build()
+        section = builder.model_section_faults(plan, run_code=run_model_code)
         # An unknown setting of the configuration doesn't keep the model from being built without it.
         unknown = {fault.key.removeprefix("model.overrides.") for fault in section if "overrides" in fault.key}
         found += section
@@ -107,10 +107,10 @@ def examine(
         if plan.model.function is not None and not run_model_code:
             return Report(plan, tuple(found), unread=True)
         try:
-            model = build.build_empty(_without(plan, unknown))
+            model = builder.build_empty(_without(plan, unknown))
         except PlanError as error:
             return Report(plan, (*found, *error.findings))
-    outline = framework("models").outline(model)
+    outline = models().outline(model)
     return Report(plan, (*found, *model_faults(plan, outline)), outline)
 
 

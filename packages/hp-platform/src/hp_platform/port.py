@@ -64,12 +64,12 @@ class Collectives(Protocol):
         self,
         output: Tensor,
         tensor: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
+        received: list[int],
+        sent: list[int],
         group: Group,
         async_op: bool,
     ) -> Handle | None:
-        """Exchange rows; no splits are equal ones."""
+        """Exchange rows, so many from and to each rank; empty lists are equal numbers."""
         ...
 
     def broadcast(self, tensor: Tensor, group_src: int, group: Group, async_op: bool) -> Handle | None: ...

@@ -52,7 +52,7 @@ def installed_platform() -> str:
     return name
 
 
-def load_port(protocol: type[P]) -> P:
+def load_port(protocol: type[P], module: str = "port") -> P:
     """Import a package's port to the platform in use.
 
     A package declares its primitives as a protocol in `<package>/port.py`. Each framework's folder implements it as a
@@ -67,6 +67,7 @@ def load_port(protocol: type[P]) -> P:
 
     Args:
         protocol: the protocol class; its module names the package.
+        module: the module that implements it, where a package has several protocols and imports each at its use.
 
     Returns:
         The module that implements it.
@@ -76,4 +77,4 @@ def load_port(protocol: type[P]) -> P:
         ImportError: no framework is installed, or the chosen one is not.
     """
     package = protocol.__module__.partition(".")[0]
-    return cast(P, importlib.import_module(f"{package}.{installed_platform()}.port"))
+    return cast(P, importlib.import_module(f"{package}.{installed_platform()}.{module}"))

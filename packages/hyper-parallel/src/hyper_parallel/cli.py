@@ -27,9 +27,9 @@ from hp_platform.settings import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingErro
 from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text
 from hyper_parallel.display import fault_table, make_console, verify_table
-from hyper_parallel.framework import framework
 from hyper_parallel.launch import Interrupted, Job, RankFailure, inside_launcher, launcher_place
 from hyper_parallel.output import OutputError, prepare_folder
+from hyper_parallel.port import launcher
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
 Ranks = Annotated[
@@ -248,7 +248,7 @@ def _prepare(tables: dict[str, Any], nproc: int | None) -> int:
     read, faults = read_plan(tables)
     ranks = nproc or read.mesh.world_size
     if not faults:
-        framework("launch").start_server(read, ranks)
+        launcher().start_server(read, ranks)
     return ranks
 
 
@@ -291,7 +291,7 @@ def _run(work: Callable[[Job], Any], job: Job, ranks: int) -> Any:
     """What rank 0 returned, of new ranks or of the one that this process is."""
     if inside_launcher():
         return work(job)
-    return framework("launch").launch(work, job, ranks=ranks)[0]
+    return launcher().launch(work, job, ranks=ranks)[0]
 
 
 def _override(tables: dict[str, Any], section: str, key: str, value: Any) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any
 
 from hp_plan import ParallelPlan
 from hp_plan.samples import data_parallel_rows
 from hp_platform import get_platform
 from hyper_parallel.data import ByteText
 from hyper_parallel.display import Reporter
-from hyper_parallel.framework import framework
 from hyper_parallel.metrics import Step, Summary, as_json, draw_loss, last_loss
+from hyper_parallel.port import Trainer, checkpoints, trainer
 
 
 def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None) -> Summary | None:
@@ -28,7 +27,7 @@ def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None)
         The summary, on rank 0.
     """
     leader = get_platform().groups.rank() == 0
-    training = framework("trainer").Trainer(plan)
+    training = trainer(plan)
     text = ByteText(plan.data.paths, max_bytes=plan.data.max_bytes)
     title = f"{training.name} of {training.size:,} parameters on {_mesh(plan)}, {len(text):,} bytes of text"
     showing = reporter.running(title, steps=plan.run.steps) if reporter else contextlib.nullcontext()
@@ -43,7 +42,7 @@ def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None)
                 lines.flush()
             if reporter is not None:
                 reporter.step(step)
-    checkpoint = framework("checkpoint")
+    checkpoint = checkpoints()
     checkpoint.save_checkpoint(plan, training.model, folder / "checkpoint")
     if not leader:
         return None
@@ -74,7 +73,7 @@ class _Loop:
         text: what is trained on.
     """
 
-    def __init__(self, plan: ParallelPlan, training: Any, text: ByteText) -> None:
+    def __init__(self, plan: ParallelPlan, training: Trainer, text: ByteText) -> None:
         self._plan, self._training, self._text = plan, training, text
         self._rows = data_parallel_rows(plan)
         self._platform = get_platform()

@@ -16,9 +16,9 @@ from hp_platform import get_platform
 from hp_platform.orphans import end_with_parent, watch_parent
 from hyper_parallel.display import make_reporter
 from hyper_parallel.events import EventWriter
-from hyper_parallel.framework import framework
 from hyper_parallel.launch import Job, launcher_place
 from hyper_parallel.metrics import Summary
+from hyper_parallel.port import rank_process
 from hyper_parallel.training import train
 
 _PATIENCE = 20.0
@@ -49,7 +49,7 @@ def _rank() -> Iterator[None]:
         end_with_parent()
     else:  # Whoever started this may have done so from a thread that ends.
         watch_parent()
-    process, place = framework("process"), launcher_place()
+    process, place = rank_process(), launcher_place()
     assert place is not None
     process.prepare(place)
     try:

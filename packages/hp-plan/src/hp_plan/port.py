@@ -1,0 +1,68 @@
+"""What a framework supplies to hp-plan: what differs between a Module of torch and a Cell of MindSpore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from hp_dtensor import DeviceMesh
+from hp_plan.findings import Finding
+from hp_plan.outline import ModelOutline
+from hp_plan.plan import ParallelPlan
+from hp_platform.ports import load_port
+
+Module = Any
+
+
+class Models(Protocol):
+    """Reading and changing a model; `<framework>/models.py`."""
+
+    def base(self, model: Module) -> Module:
+        """Get the model that a plan's patterns name: the one inside of what wraps it."""
+        ...
+
+    def named_modules(self, model: Module) -> Iterable[tuple[str, Module]]:
+        """List every module by its name, the model itself first, as `""`."""
+        ...
+
+    def dtype(self, name: str | None) -> Any:
+        """Get the dtype of this name; None of None."""
+        ...
+
+    def outline(self, model: Module) -> ModelOutline:
+        """Read the model's names, kinds and shapes."""
+        ...
+
+    def replicate_rest(self, model: Module, mesh: DeviceMesh) -> None:
+        """Turn the parameters that no style has sharded into replicated DTensors."""
+        ...
+
+    def keep_border_plain(self, model: Module, mesh: DeviceMesh, plain: Callable[[Any], Any]) -> None:
+        """Take and return plain tensors; see Note [Plain tensors at the border] in `hp_plan.application`."""
+        ...
+
+    def adapt_library_methods(self, model: Module, *, tensor_parallel: bool) -> None:
+        """Make methods that a library gave the model work on its shards."""
+        ...
+
+
+class Build(Protocol):
+    """Building what a plan describes; `<framework>/build.py`."""
+
+    def build_empty(self, plan: ParallelPlan) -> Module:
+        """Build the model without its parameters' memory."""
+        ...
+
+    def model_section_faults(self, plan: ParallelPlan, *, run_code: bool) -> Sequence[Finding]:
+        """Check the plan's [model] section against what can be built."""
+        ...
+
+
+def models() -> Models:
+    """Get the framework's way to read and change a model."""
+    return load_port(Models, "models")
+
+
+def build() -> Build:
+    """Get the framework's way to build what a plan describes."""
+    return load_port(Build, "build")

@@ -1,0 +1,13 @@
+"""The port of the framework in use has what hp_plan.port declares."""
+
+from __future__ import annotations
+
+import pytest
+
+from hp_plan import port
+from hp_platform.testing.conformance import mismatches
+
+
+@pytest.mark.parametrize(("protocol", "get"), [(port.Models, port.models), (port.Build, port.build)])
+def test_all_primitives_are_there(protocol, get):
+    assert mismatches(protocol, get()) == []

@@ -1,0 +1,98 @@
+"""What a framework supplies to the command line: starting ranks, training on one, writing what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from hp_plan import ParallelPlan
+from hp_platform.ports import load_port
+from hyper_parallel.launch import Job, Place
+
+Result = TypeVar("Result")
+
+
+class Launcher(Protocol):
+    """Starting ranks on this machine; `<framework>/launch.py`."""
+
+    def start_server(self, plan: ParallelPlan, ranks: int) -> None:
+        """Prepare for so many ranks while the plan is checked."""
+        ...
+
+    def launch(self, work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, Result]:
+        """Run a function of a module's top level on every rank; get what each returned."""
+        ...
+
+
+class Process(Protocol):
+    """The process of a rank; `<framework>/process.py`."""
+
+    def prepare(self, place: Place) -> None:
+        """Choose the device and how many threads to run, before the first tensor."""
+        ...
+
+    def peer_lost(self, error: Exception) -> bool:
+        """Tell whether an error says that another rank has gone."""
+        ...
+
+
+class Trainer(Protocol):
+    """A model under training, with its optimizer and schedule."""
+
+    model: Any
+    name: str
+    size: int
+
+    @property
+    def lr(self) -> float:
+        """Get the learning rate of the next step."""
+        ...
+
+    def step(self, rows: Any) -> tuple[float, float]:
+        """Train on this rank's rows of tokens; get its loss and the norm of the gradient."""
+        ...
+
+    def gather(self, loss: float, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Gather every rank's loss and memory."""
+        ...
+
+
+class Training(Protocol):
+    """`<framework>/trainer.py`."""
+
+    def Trainer(self, plan: ParallelPlan) -> Trainer:
+        """Build what the plan trains."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """Writing what was trained; `<framework>/checkpoint.py`."""
+
+    def save_checkpoint(self, plan: ParallelPlan, model: Any, folder: Path) -> None:
+        """Write the weights as one file that the framework's library reads. Every rank calls it."""
+        ...
+
+    def write_sample(self, plan: ParallelPlan, folder: Path) -> str | None:
+        """Let the model of a checkpoint write on, on rank 0; None where it can't."""
+        ...
+
+
+def launcher() -> Launcher:
+    """Get the framework's way to start ranks."""
+    return load_port(Launcher, "launch")
+
+
+def rank_process() -> Process:
+    """Get what the framework asks of a rank's process."""
+    return load_port(Process, "process")
+
+
+def trainer(plan: ParallelPlan) -> Trainer:
+    """Build what the plan trains."""
+    return load_port(Training, "trainer").Trainer(plan)
+
+
+def checkpoints() -> Checkpoints:
+    """Get the framework's way to write what was trained."""
+    return load_port(Checkpoints, "checkpoint")

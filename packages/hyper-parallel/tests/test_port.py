@@ -1,0 +1,22 @@
+"""The port of the framework in use has what hyper_parallel.port declares."""
+
+from __future__ import annotations
+
+import pytest
+
+from hp_platform.ports import load_port
+from hp_platform.testing.conformance import mismatches
+from hyper_parallel import port
+
+
+@pytest.mark.parametrize(
+    ("protocol", "get"),
+    [
+        (port.Launcher, port.launcher),
+        (port.Process, port.rank_process),
+        (port.Training, lambda: load_port(port.Training, "trainer")),
+        (port.Checkpoints, port.checkpoints),
+    ],
+)
+def test_all_primitives_are_there(protocol, get):
+    assert mismatches(protocol, get()) == []
