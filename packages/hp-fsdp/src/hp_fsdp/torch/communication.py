@@ -11,8 +11,7 @@ import torch.distributed as dist
 from hp_fsdp.axes import DataAxes, Separate
 from hp_fsdp.order import ExecutionOrder
 from hp_fsdp.spans import Span
-from hp_platform import get_platform
-from hp_platform import collectives
+from hp_platform import collectives, get_platform
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.group import ParameterGroup

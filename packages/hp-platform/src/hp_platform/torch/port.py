@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hp_platform import collectives, devices, fused, groups, random
+from hp_platform.torch import collectives, devices, fused, groups, random
 
 __all__ = ["collectives", "devices", "fused", "groups", "random"]
