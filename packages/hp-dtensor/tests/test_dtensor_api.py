@@ -32,6 +32,8 @@ from hp_dtensor.torch.dtensor import local_view
 from hp_platform import count_collectives, get_platform
 from hp_platform.testing import device_type, on_ranks
 
+pytestmark = pytest.mark.device
+
 R, P = Replicate(), Partial()
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform.testing import device_type, on_ranks
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 R, P = Replicate(), Partial()
 PLACEMENTS = (Shard(0), Shard(1), R)
 

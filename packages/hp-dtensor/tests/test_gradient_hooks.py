@@ -12,7 +12,7 @@ from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, in
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 R = Replicate()
 
 

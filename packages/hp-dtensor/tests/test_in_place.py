@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hp_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform.testing import device_type, on_ranks
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 
 CALLS: dict[str, Any] = {
     "add_": lambda x, y, z: x.add_(y, alpha=0.5).add_(1.5),

@@ -24,6 +24,8 @@ from hp_dtensor import (
 from hp_platform import manual_seed
 from hp_platform.testing import device_type, on_ranks
 
+pytestmark = pytest.mark.device
+
 R = Replicate()
 
 

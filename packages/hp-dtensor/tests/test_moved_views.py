@@ -11,7 +11,7 @@ from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, in
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 R = Replicate()
 LAYOUTS = [Shard(0), Shard(1), R, Partial()]
 

@@ -14,6 +14,8 @@ import hp_platform
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform.testing import device_type, on_ranks
 
+pytestmark = pytest.mark.device
+
 _numbers = itertools.count()
 
 

@@ -18,7 +18,7 @@ from hp_dtensor.torch.dtensor import redistribute_shared
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 R = Replicate()
 
 

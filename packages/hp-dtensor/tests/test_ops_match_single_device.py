@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # the tables; pytest imports tes
 import op_cases_shapes  # noqa: F401
 from op_cases import CASES, Arg, Case
 
+pytestmark = pytest.mark.device
+
 assert len({case.name for case in CASES}) == len(CASES)
 LIMIT = int(os.environ.get("HYPER_PARALLEL_SWEEP", "0"))
 GROUP = 32

@@ -19,7 +19,7 @@ from hp_platform.testing import device_type, on_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from transfers import check, count_up, mesh_of
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 
 R = Replicate()
 

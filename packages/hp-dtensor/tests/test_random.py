@@ -25,6 +25,8 @@ from hp_dtensor import (
 from hp_platform import manual_seed
 from hp_platform.testing import device_type, on_ranks
 
+pytestmark = pytest.mark.device
+
 R, P = Replicate(), Partial()
 LAYOUTS = {
     2: [(R,), (Shard(0),), (Shard(1),), (StridedShard(1, 2),), (RaggedShard((0, 1), (7, 13)),)],

@@ -21,6 +21,8 @@ from hp_dtensor.torch.redistribute import execute
 from hp_platform import count_collectives
 from hp_platform.testing import device_type, on_ranks
 
+pytestmark = pytest.mark.device
+
 R = Replicate()
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (2, 1, 2)]}
 

@@ -21,7 +21,7 @@ from fsdp_models import batch, data_mesh, loss_of, pair, same_gradients, seeded,
 from micro_batches import Twice, hash_of, loss_of_micro_batch, shard, weights_after
 from test_tensor_parallel import Parallel, parallelize, parts
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 
 JOBS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "accumulated without communication": ({}, (1, 2, 3, 4, 8)),

@@ -26,7 +26,7 @@ from hp_platform.testing import device_type, on_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, same_gradients, seeded, train
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 
 OFFLOAD = CPUOffloadPolicy()
 

@@ -33,6 +33,8 @@ from fsdp_models import (
     train,
 )
 
+pytestmark = pytest.mark.device
+
 
 @on_ranks(2)
 def test_collectives_of_a_step_are_two_gathers_and_one_scatter_a_group():

@@ -18,6 +18,8 @@ from hp_platform.testing import device_type, on_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_gradients, seeded, train
 
+pytestmark = pytest.mark.device
+
 
 class Adapter(nn.Module):
     """Wraps a module that is there, as adapters do."""

@@ -26,6 +26,8 @@ from hp_platform.testing import device_type, on_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, groups_of, loss_of, seeded
 
+pytestmark = pytest.mark.device
+
 STEPS, FROM, FEW = 20, 5, 5  # fewer than one object in two steps
 Step = Callable[[nn.Module, int], None]
 Use = tuple[int, ...]

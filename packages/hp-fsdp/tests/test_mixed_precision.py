@@ -17,6 +17,8 @@ from hp_platform.testing import device_type, on_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, seeded
 
+pytestmark = pytest.mark.device
+
 
 class Seen(Net):
     """Remembers dtypes."""

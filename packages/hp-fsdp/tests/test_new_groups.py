@@ -18,6 +18,8 @@ from fsdp_models import Net, batch, compared, groups_of, loss_of, pair
 
 from hp_dtensor import init_device_mesh
 
+pytestmark = pytest.mark.device
+
 
 def renew(name: str, rank: int) -> None:
     backend, size = dist.get_backend(), dist.get_world_size()

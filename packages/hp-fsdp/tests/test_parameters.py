@@ -29,6 +29,8 @@ from fsdp_models import (
     train,
 )
 
+pytestmark = pytest.mark.device
+
 
 class Tied(nn.Module):
     """Tied inside a block, and between the first and the last module, which both fall to the root."""

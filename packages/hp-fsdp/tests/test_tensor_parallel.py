@@ -19,6 +19,8 @@ from hp_platform.testing import device_type, on_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import ROWS, close, loss_of, same_gradients, same_weights, seeded
 
+pytestmark = pytest.mark.device
+
 
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:

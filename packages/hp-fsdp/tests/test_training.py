@@ -29,6 +29,8 @@ from fsdp_models import (
     train,
 )
 
+pytestmark = pytest.mark.device
+
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),

@@ -20,6 +20,8 @@ from hp_platform.testing import device_type, on_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, compared, data_mesh, groups_of, loss_of, pair, same_gradients, seeded, train
 
+pytestmark = pytest.mark.device
+
 
 def models(*args: Any, **options: Any) -> tuple[Any, Any]:
     """`pair`, of models with attributes of their own."""

@@ -11,6 +11,8 @@ import pytest
 from hp_platform import count_collectives, get_platform
 from hp_platform.testing import as_array, as_tensor, on_ranks
 
+pytestmark = pytest.mark.device
+
 REDUCE = {
     "sum": np.add.reduce,
     "avg": functools.partial(np.mean, axis=0),

@@ -8,7 +8,7 @@ import torch
 from hp_platform import get_platform
 from hp_platform.testing import device_type, on_ranks
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 
 
 def same(fused, plain, *inputs: torch.Tensor) -> None:

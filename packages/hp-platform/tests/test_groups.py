@@ -9,6 +9,8 @@ import hp_platform
 from hp_platform import get_platform
 from hp_platform.testing import as_array, as_tensor, on_ranks
 
+pytestmark = pytest.mark.device
+
 
 @on_ranks(1, 2, 3, 4)
 def test_the_group_of_all_ranks_is_the_default_one(ranks):

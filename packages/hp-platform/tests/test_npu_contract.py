@@ -11,6 +11,7 @@ from hp_platform.testing import device_type, on_ranks
 from hp_platform.torch.npu_contract import broken, broken_in, uses
 
 pytestmark = [
+    pytest.mark.device,
     pytest.mark.framework("torch"),
     pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed"),
 ]

@@ -12,7 +12,7 @@ from hp_platform import GroupOptions, get_platform
 from hp_platform.groups import new_group, split_group
 from hp_platform.testing import device_type, npu_sim, on_ranks
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 
 
 def reduce(group) -> None:

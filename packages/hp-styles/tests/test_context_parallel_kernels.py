@@ -8,7 +8,7 @@ import torch
 from hp_platform.testing import device_type
 from hp_styles.torch.context.kernels import KERNELS, kernel_for
 
-pytestmark = pytest.mark.framework("torch")
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 PLAIN = KERNELS[-1]
 
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from hp_platform import get_platform
 from hp_platform.testing import device_type, on_ranks
 
+pytestmark = pytest.mark.device
+
 
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.uint16])

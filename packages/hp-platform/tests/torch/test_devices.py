@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import hp_platform
 from hp_platform import get_platform
 from hp_platform.testing import device_type, on_ranks
+
+pytestmark = pytest.mark.device
 
 
 @on_ranks(1)

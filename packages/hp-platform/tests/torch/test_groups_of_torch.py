@@ -13,6 +13,8 @@ import hp_platform
 from hp_platform import get_platform
 from hp_platform.testing import close_pools, device_type, on_ranks, run_ranks
 
+pytestmark = pytest.mark.device
+
 
 @on_ranks(2)
 def test_torch_knows_the_groups():

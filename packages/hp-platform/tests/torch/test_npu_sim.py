@@ -13,6 +13,8 @@ from hp_platform import get_platform
 from hp_platform.testing import RankError, device_type, on_ranks, run_ranks
 from hp_platform.testing.npu_sim import building, communicators
 
+pytestmark = pytest.mark.device
+
 simulated = pytest.mark.skipif(
     "HYPER_PARALLEL_NPU_SIM" not in os.environ, reason="of the simulated NPU: --backend torch-npu-sim"
 )
