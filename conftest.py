@@ -14,4 +14,4 @@ if importlib.util.find_spec("hp_platform") is None:
     # Child processes (ranks, command lines under test) need the same.
     os.environ["PYTHONPATH"] = os.pathsep.join([*_sources, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-pytest_plugins = ["hp_platform.testing.plugin"]
+pytest_plugins = ["hp_testing.plugin"]

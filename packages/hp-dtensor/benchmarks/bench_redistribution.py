@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh as peer_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hp_dtensor as hp
-from hp_platform.testing import close_pools, run_ranks
+from hp_testing import close_pools, run_ranks
 
 SIDES = {"16 MB": 2048, "4 KB": 32}
 

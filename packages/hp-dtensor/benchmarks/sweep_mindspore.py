@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/mindspore"))
 import mindspore_operators
 from mindspore_operator_table import OPERATORS
 
-from hp_platform.testing import close_pools
+from hp_testing import close_pools
 
 CHUNK = 12
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import op_database  # noqa: E402
 from op_database import Verdict  # noqa: E402
 
-from hp_platform.testing import close_pools  # noqa: E402
+from hp_testing import close_pools  # noqa: E402
 
 CHUNK = 20
 INTRODUCTION = """\

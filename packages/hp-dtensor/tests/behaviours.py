@@ -9,7 +9,7 @@ import torch
 
 from hp_dtensor import DTensor, Partial, Placement, Replicate, distribute_tensor, init_device_mesh
 from hp_platform import count_collectives
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 __all__ = ["P", "R", "close", "counted", "like_one_device", "line", "place", "rand"]
 

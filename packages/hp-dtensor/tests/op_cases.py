@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 __all__ = ["CASES", "Arg", "Case"]
 

@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 NAMESPACES = ("linalg.", "fft.", "special.", "sparse.", "jiterator")
 """Left out: operators of their own, and those that only CUDA has."""
@@ -258,8 +258,8 @@ def judge_in_pool(names: list[str], ranks: int, *options: Any, timeout: float = 
 
     An operator is right where it is on every rank.
     """
-    from hp_platform.testing import run_ranks
-    from hp_platform.testing.pool import RankError
+    from hp_testing import run_ranks
+    from hp_testing.pool import RankError
 
     try:
         by_rank = run_ranks(ranks, judge_all, names, *options, timeout=timeout)

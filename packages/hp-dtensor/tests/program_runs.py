@@ -25,7 +25,7 @@ from hp_dtensor import (
     implicit_replication,
     init_device_mesh,
 )
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 CRASHES = (
     AssertionError,

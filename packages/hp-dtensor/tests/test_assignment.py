@@ -20,7 +20,7 @@ from hp_dtensor import (
     init_device_mesh,
 )
 from hp_dtensor.debug import CommDebugMode
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R, P = Replicate(), Partial()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 R, P = Replicate(), Partial()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hp_dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.framework("torch"), pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
 

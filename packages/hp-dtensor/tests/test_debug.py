@@ -18,7 +18,7 @@ from hp_dtensor.debug import Collective, CommDebugMode, Total
 from hp_dtensor.sharding_plan import shard_module
 from hp_platform import get_platform
 from hp_platform.observing import observers
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

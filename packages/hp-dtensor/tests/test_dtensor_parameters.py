@@ -24,7 +24,7 @@ from hp_dtensor import (
 from hp_dtensor.torch import dispatch
 from hp_dtensor.torch.dtensor import local_view
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 R, P = Replicate(), Partial()
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 R, P = Replicate(), Partial()

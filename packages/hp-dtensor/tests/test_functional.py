@@ -17,7 +17,7 @@ from hp_dtensor import (
     init_device_mesh,
     parallelize_value_and_grad,
 )
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 
 def whole(*shape, seed=0):

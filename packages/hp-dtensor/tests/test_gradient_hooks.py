@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 R = Replicate()

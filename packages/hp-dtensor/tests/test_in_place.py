@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

@@ -20,7 +20,7 @@ from hp_dtensor import (
     init_parameters,
 )
 from hp_platform import manual_seed
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 
 class Scaled(nn.Module):

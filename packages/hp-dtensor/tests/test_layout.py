@@ -9,7 +9,7 @@ import torch
 from hp_dtensor import DTensor, Layout, Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from hp_dtensor.layout import as_placements
 from hp_dtensor.sharding import take
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 R = Replicate()
 LAYOUT = Layout((2, 4), ("dp", "tp"))

@@ -11,7 +11,7 @@ import torch
 
 from hp_dtensor import DeviceMesh, Shard, distribute_tensor, get_current_mesh, init_device_mesh
 from hp_platform import count_collectives, get_platform
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 
 def _abstract(ranks, names=None) -> DeviceMesh:

@@ -25,7 +25,7 @@ from hp_dtensor import (
 )
 from hp_dtensor.debug import CommDebugMode
 from hp_platform import GroupOptions, get_platform, manual_seed
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

@@ -11,7 +11,7 @@ import pytest
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_dtensor.mesh_axes import cut, digits_of, overlap, split
 from hp_platform import get_platform
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 
 def _abstract(shape, names) -> DeviceMesh:

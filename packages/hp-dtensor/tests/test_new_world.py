@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hp_platform
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
 

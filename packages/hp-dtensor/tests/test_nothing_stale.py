@@ -16,7 +16,7 @@ from torch import nn
 from hp_dtensor import DTensor, Replicate, Shard, SkipDTensorDispatch, distribute_tensor, init_device_mesh
 from hp_dtensor.torch.dtensor import redistribute_shared
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 R = Replicate()

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("expecttest", reason="torch's operator database needs expecttest")
 
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import op_database

@@ -25,7 +25,7 @@ from hp_dtensor.sharding import local_shape, take
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.autograd import grad_spec
 from hp_dtensor.torch.dtensor import local_view, wrap
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tables; pytest imports tests by their path
 import op_cases_shapes  # noqa: F401

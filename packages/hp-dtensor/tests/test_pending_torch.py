@@ -14,7 +14,7 @@ import torch
 from hp_dtensor import DTensor, Replicate, Shard, SkipDTensorDispatch, distribute_tensor, init_device_mesh
 from hp_dtensor.torch import pending
 from hp_platform import get_platform
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from transfers import check, count_up, mesh_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hp_dtensor import Replicate, Shard, distribute_tensor, implicit_replication, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 PLACES = torch.arange(4)

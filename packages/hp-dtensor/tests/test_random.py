@@ -23,7 +23,7 @@ from hp_dtensor import (
     randn,
 )
 from hp_platform import manual_seed
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
 

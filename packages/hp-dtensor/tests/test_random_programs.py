@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from hp_dtensor import init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from program_grammar import Leaf, Program

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from behaviours import P, R, close, counted, line, place, rand

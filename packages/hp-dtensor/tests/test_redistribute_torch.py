@@ -19,7 +19,7 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import exchange
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hp_dtensor import DTensor, Partial, Shard, distribute_module, distribute_tensor, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from behaviours import P, R, close, counted, like_one_device, line, place, rand

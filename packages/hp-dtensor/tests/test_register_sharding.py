@@ -17,7 +17,7 @@ from hp_dtensor.torch import dispatch
 from hp_dtensor.torch.functions import BINDINGS
 from hp_dtensor.torch.register import register_sharding
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R, P = Replicate(), Partial()

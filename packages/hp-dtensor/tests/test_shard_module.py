@@ -12,7 +12,7 @@ from torch import nn
 from hp_dtensor import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.sharding_plan import shard_module
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

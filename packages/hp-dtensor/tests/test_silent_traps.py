@@ -13,7 +13,7 @@ from torch import nn
 from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from hp_dtensor import init_device_mesh as mesh_of
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 PLACEMENTS = [Replicate(), Shard(0), Shard(1)]

@@ -25,7 +25,7 @@ from hp_dtensor import (
 from hp_dtensor.redistribution import plan_transfer
 from hp_dtensor.sharding import take
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from transfers import check, count_up, mesh_of

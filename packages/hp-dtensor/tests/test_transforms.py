@@ -10,7 +10,7 @@ import torch
 from torch import func, nn
 
 from hp_dtensor import DTensor, Replicate, Shard, custom_shard, distribute_tensor, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = [
     pytest.mark.framework("torch"),

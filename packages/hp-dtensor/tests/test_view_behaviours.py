@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hp_dtensor import Shard, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from behaviours import P, R, close, counted, like_one_device, line, place, rand

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hp_dtensor import Layout, Partial, RaggedShard, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from hp_dtensor.sharding import take
 from hp_dtensor.visualize import visualize_sharding, who_holds
-from hp_platform.testing import as_tensor, device_type, on_ranks
+from hp_testing import as_tensor, device_type, on_ranks
 
 R = Replicate()
 GRID = Layout((2, 2), ("dp", "tp"))

@@ -7,7 +7,7 @@ import torch
 
 from hp_dtensor import DeviceMesh, DTensor
 from hp_dtensor.sharding import take
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 __all__ = ["check", "count_up", "mesh_of"]
 

@@ -263,7 +263,7 @@ def weights_after(kind: str, hidden: int) -> torch.Tensor:
 
 def show_bits(hidden: int) -> None:
     """Prints the share of weights that are not the same on one rank and on several."""
-    from hp_platform.testing import run_ranks
+    from hp_testing import run_ranks
 
     print(f"\nshare of weights that differ from one rank's after {STEPS} steps of {MICRO_BATCHES} micro-batches, AdamW")
     print(f"{'':38}" + "".join(f"{f'{ranks} ranks':>10}" for ranks in RANKS[1:]))
@@ -324,7 +324,7 @@ def show(title: str, rows: dict[str, Row], targets: dict[str, float], unit: floa
 
 def show_steps(ranks: int, hidden: int, repeats: int) -> None:
     """Prints the times of steps on gloo ranks."""
-    from hp_platform.testing import run_ranks
+    from hp_testing import run_ranks
 
     rows = run_ranks(ranks, measure_steps, hidden, (2, 32), repeats, timeout=1800.0)[0]
     targets = {"step with AdamW": 0.8, "wrapping": 0.5}
@@ -345,7 +345,7 @@ def show_host(ranks: int, repeats: int) -> None:
 
 def show_memory(ranks: int, hidden: int) -> None:
     """Prints the peak memory of a rank; each kind in fresh processes."""
-    from hp_platform.testing import close_pools, run_ranks
+    from hp_testing import close_pools, run_ranks
 
     memory: Row = {}
     for kind in ("ours", "deterministic", "torch", "none"):

@@ -12,7 +12,7 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_fsdp import full_state_dict, fully_shard
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 ROWS = 24  # a multiple of 1, 2, 3, 4 and 8
 

@@ -21,7 +21,7 @@ from torch import nn
 import hp_dtensor
 import hp_platform
 from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fsdp_models import Net, seeded

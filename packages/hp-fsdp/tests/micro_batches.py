@@ -11,7 +11,7 @@ from torch import nn
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, clip_grad_norm_, full_state_dict, fully_shard
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 MICRO_BATCHES = 24
 STEPS = 3

@@ -14,7 +14,7 @@ from torch import nn
 from hp_dtensor import init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, data_mesh, pair

@@ -28,7 +28,7 @@ from hp_fsdp import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from hp_platform.testing import device_type, on_ranks, run_ranks
+from hp_testing import device_type, on_ranks, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, close, loss_of, rows, same_weights, seeded

@@ -9,7 +9,7 @@ import torch
 
 from hp_dtensor import init_device_mesh
 from hp_dtensor.debug import CommDebugMode
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import batch, compared, data_mesh, groups_of, loss_of, pair

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, close, data_mesh, loss_of, same_gradients, same_weights, seeded, train

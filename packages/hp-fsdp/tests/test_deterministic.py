@@ -14,7 +14,7 @@ from torch import nn
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import CPUOffloadPolicy, clip_grad_norm_, fully_shard, global_grad_norm
-from hp_platform.testing import device_type, on_ranks, run_ranks
+from hp_testing import device_type, on_ranks, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import batch, data_mesh, loss_of, pair, same_gradients, seeded, train

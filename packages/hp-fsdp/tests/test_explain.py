@@ -16,7 +16,7 @@ from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device
 from hp_dtensor.debug import CommDebugMode
 from hp_fsdp import MixedPrecisionPolicy, explain, fully_shard, watch_activations
 from hp_platform.observing import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, loss_of, pair

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hp_fsdp import fully_shard, register_fsdp_forward_method
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, data_mesh, groups_of, loss_of, pair, same_gradients, seeded

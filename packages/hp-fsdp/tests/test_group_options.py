@@ -21,7 +21,7 @@ from hp_fsdp import (
     load_full_state_dict,
 )
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, same_gradients, seeded, train

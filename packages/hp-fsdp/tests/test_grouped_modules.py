@@ -13,7 +13,7 @@ from torch import nn
 
 from hp_fsdp import clip_grad_norm_, explain, full_state_dict, fully_shard
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, compared, data_mesh, groups_of, loss_of, rows, same_gradients, seeded, train

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from hp_fsdp import HSDPModule, fully_shard
 from hp_fsdp.torch.tree import map_tensors, tensors
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import (

@@ -13,7 +13,7 @@ from torch import nn
 
 from hp_dtensor import DTensor, init_empty_weights, init_parameters
 from hp_fsdp import fully_shard, load_full_state_dict
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_gradients, seeded, train

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hp_platform.testing import target
+from hp_testing import target
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import lost_ranks
@@ -40,7 +40,7 @@ def test_a_killed_rank_is_named(case: str, ranks: int, doomed: int):
     if lacking := target.missing():
         pytest.skip(lacking)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hp_platform.torch.ranks", "hp_dtensor", "hp_fsdp", "lost_ranks"])
+    context.set_forkserver_preload(["hp_testing.torch.ranks", "hp_dtensor", "hp_fsdp", "lost_ranks"])
     processes, connections = [], []
     begin = time.monotonic()
     try:

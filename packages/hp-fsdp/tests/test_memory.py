@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import CPUOffloadPolicy, clip_grad_norm_, fully_shard
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, groups_of, loss_of, seeded

@@ -10,7 +10,7 @@ import torch.distributed.fsdp as torchs
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import DataParallelMeshDims, FSDPModule, fully_shard
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, pair, seeded, train

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, seeded

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import hp_platform
 from hp_fsdp import clip_grad_norm_
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, compared, groups_of, loss_of, pair

@@ -12,7 +12,7 @@ from torch import nn
 
 from hp_dtensor import DTensor, RaggedShard, init_empty_weights, init_parameters
 from hp_fsdp import fully_shard
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import (

@@ -13,7 +13,7 @@ from torch import nn
 from hp_dtensor import RaggedShard, Replicate
 from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, hsdp, hsdp_sync_stream, modules_by_size
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Block, Net, batch, close, compared, loss_of, same_gradients, same_weights, seeded, train

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from context_cases import BATCHES, FAMILIES, LENGTH, Case, judge_all
 
-from hp_platform.testing import close_pools, run_ranks
+from hp_testing import close_pools, run_ranks
 
 CHUNK = 24
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from families import FAMILIES  # noqa: E402
 from family_cells import CELLS, TOLERANCE, judge  # noqa: E402
 
-from hp_platform.testing import RankError, close_pools, run_ranks  # noqa: E402
+from hp_testing import RankError, close_pools, run_ranks  # noqa: E402
 
 RESULTS = ROOT / ".nox" / "results" / "families.json"
 PAGE = ROOT / "docs" / "models.md"

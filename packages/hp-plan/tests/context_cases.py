@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from hp_dtensor import init_device_mesh
 from hp_plan.torch.float64 import Float64
 from hp_platform import get_platform
-from hp_platform.testing import device_type
 from hp_styles import ContextParallel, context_parallel_shard, context_parallel_unshard, parallelize_module
+from hp_testing import device_type
 
 LENGTH, VOCABULARY = 16, 19
 TOLERANCE = 1e-10

@@ -6,7 +6,7 @@ import torch
 
 from hp_plan import ParallelPlan, apply, build_model
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 
 def counted(layers: int, *, styles: str, mesh: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from hp_dtensor import init_device_mesh
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import AsyncContextParallel, ContextParallel, context_parallel_shard, parallelize_module
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from context_cases import LENGTH, VOCABULARY, Case, batch_of, build, judge, run

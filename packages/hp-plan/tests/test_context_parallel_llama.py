@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from hp_dtensor import DTensor, Shard, implicit_replication, init_device_mesh
 from hp_fsdp import fully_shard
 from hp_platform import get_platform
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import AsyncContextParallel, ContextParallel, context_parallel_shard, parallelize_module
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 LENGTH, VOCABULARY = 16, 19

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hp_plan import ParallelPlan, apply, build_model
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 
 @on_ranks(2, 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hp_plan import apply, build_model
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from families import FAMILIES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hp_plan import ParallelPlan, verify
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from hp_dtensor import DTensor, Shard, init_device_mesh
 from hp_plan import ParallelPlan, apply, build_model
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_testing import device_type, on_ranks
 
 SMALL = {
     "vocab_size": 24,

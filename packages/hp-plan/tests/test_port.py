@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hp_plan import port
-from hp_platform.testing.conformance import mismatches
+from hp_testing.conformance import mismatches
 
 
 @pytest.mark.parametrize(("protocol", "get"), [(port.Models, port.models), (port.Build, port.build)])

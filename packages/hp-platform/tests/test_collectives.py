@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hp_platform import count_collectives, get_platform
-from hp_platform.testing import as_array, as_tensor, on_ranks
+from hp_testing import as_array, as_tensor, on_ranks
 
 pytestmark = pytest.mark.device
 

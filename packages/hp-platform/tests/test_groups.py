@@ -7,7 +7,7 @@ import pytest
 
 import hp_platform
 from hp_platform import get_platform
-from hp_platform.testing import as_array, as_tensor, on_ranks
+from hp_testing import as_array, as_tensor, on_ranks
 
 pytestmark = pytest.mark.device
 

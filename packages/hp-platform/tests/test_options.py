@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hp_platform import GroupOptions, get_platform
 from hp_platform.groups import new_group, split_group
-from hp_platform.testing import device_type, npu_sim, on_ranks
+from hp_testing import device_type, npu_sim, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

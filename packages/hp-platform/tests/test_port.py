@@ -8,7 +8,7 @@ from typing import Protocol
 import pytest
 
 from hp_platform import port
-from hp_platform.testing.conformance import mismatches
+from hp_testing.conformance import mismatches
 
 ROLES = {
     "collectives": port.Collectives,

@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.tensor.experimental._context_parallel import _attention as peer
 
 from hp_dtensor import init_device_mesh
-from hp_platform.testing import close_pools, run_ranks
 from hp_styles import AsyncContextParallel, ContextParallel, parallelize_module
+from hp_testing import close_pools, run_ranks
 
 BATCH, HEADS, SIZE = 1, 8, 64
 _aten: Any = torch.ops.aten

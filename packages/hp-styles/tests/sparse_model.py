@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 T = torch.Tensor
 HEADS, SIZE, ROPE, LENGTH, VOCABULARY, SELECTED = 4, 3, 2, 16, 11, 3

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor import Shard, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -19,6 +18,7 @@ from hp_styles import (
     SequenceParallel,
     parallelize_module,
 )
+from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.framework("torch"), pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
 

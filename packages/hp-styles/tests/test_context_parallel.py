@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import count_collectives, get_platform
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     AsyncContextParallel,
     ColwiseParallel,
@@ -26,6 +25,7 @@ from hp_styles import (
     parallelize_module,
 )
 from hp_styles.context_header import SIZE as SIZE_OF_HEADER
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

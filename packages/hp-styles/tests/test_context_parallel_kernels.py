@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hp_platform.testing import device_type
 from hp_styles.torch.context.kernels import KERNELS, kernel_for
+from hp_testing import device_type
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 PLAIN = KERNELS[-1]

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
 from hp_dtensor.debug import CommDebugMode
 from hp_platform import get_platform
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     AsyncDSAIndexerContextParallel,
     AsyncDSAIndexerLossContextParallel,
@@ -29,6 +28,7 @@ from hp_styles import (
 )
 from hp_styles.context_plan import chunks_of
 from hp_styles.torch.context.gather import Whole
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from sparse_model import DIM, HEADS, ROPE, SELECTED, SIZE, Attention, Block, Loss, Model, batch, options, total

@@ -13,7 +13,6 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     AsyncDSAIndexerContextParallel,
     AsyncDSASparseAttentionContextParallel,
@@ -23,6 +22,7 @@ from hp_styles import (
     DSASparseAttentionContextParallel,
     parallelize_module,
 )
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from sparse_model import DIM, Attention, Block, Indexer, Loss, options

@@ -23,8 +23,8 @@ from hp_dtensor import (
 )
 from hp_platform import count_collectives
 from hp_platform.observing import observers
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import ColwiseParallel, loss_parallel, parallelize_module
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

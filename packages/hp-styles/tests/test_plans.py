@@ -15,7 +15,6 @@ from torch import nn
 import hp_styles
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import count_collectives, get_platform
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,6 +24,7 @@ from hp_styles import (
     SequenceParallel,
     parallelize_module,
 )
+from hp_testing import device_type, on_ranks
 
 R, P = Replicate(), Partial()
 

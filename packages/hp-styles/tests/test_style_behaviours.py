@@ -12,7 +12,6 @@ from torch import nn
 import hp_styles
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import count_collectives, manual_seed
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -23,6 +22,7 @@ from hp_styles import (
     TwoDimensionalParallel,
     parallelize_module,
 )
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R, P = Replicate(), Partial()

@@ -11,7 +11,6 @@ from torch import nn
 
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_replication, init_device_mesh
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -21,6 +20,7 @@ from hp_styles import (
     SequenceParallel,
     parallelize_module,
 )
+from hp_testing import device_type, on_ranks
 
 R = Replicate()
 

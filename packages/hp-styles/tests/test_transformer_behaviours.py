@@ -13,7 +13,6 @@ from torch import nn
 
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication, init_device_mesh
 from hp_platform import count_collectives, manual_seed
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -22,6 +21,7 @@ from hp_styles import (
     loss_parallel,
     parallelize_module,
 )
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

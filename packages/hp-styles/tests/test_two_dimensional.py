@@ -11,8 +11,8 @@ from torch import nn
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.debug import CommDebugMode
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import ColwiseParallel, TwoDimensionalParallel, parallelize_module
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

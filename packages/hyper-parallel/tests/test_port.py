@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hp_platform.ports import load_port
-from hp_platform.testing.conformance import mismatches
+from hp_testing.conformance import mismatches
 from hyper_parallel import port
 
 

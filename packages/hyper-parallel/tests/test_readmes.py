@@ -14,7 +14,7 @@ import pytest
 
 from hp_plan import lint
 from hp_platform.ports import platform_name
-from hp_platform.testing import run_ranks
+from hp_testing import run_ranks
 
 ROOT = Path(__file__).parents[3]
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]

@@ -7,7 +7,7 @@ import torch
 
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
-from hp_platform.testing import on_ranks, run_ranks
+from hp_testing import on_ranks, run_ranks
 from hyper_parallel.output import prepare_folder
 from hyper_parallel.training import train
 

@@ -28,7 +28,7 @@ from hp_dtensor import (
 from hp_dtensor.mindspore.api import distribute_parameter
 from hp_dtensor.mindspore.autograd import grad_enabled
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 X = np.arange(30, dtype=np.float32).reshape(5, 6) / 7
 

@@ -23,7 +23,7 @@ from hp_dtensor import (
 from hp_dtensor.mindspore.api import distribute_parameter
 from hp_dtensor.mindspore.bindings import BINDINGS
 from hp_dtensor.mindspore.dispatch import forget_plans
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 X = np.arange(30, dtype=np.float32).reshape(5, 6) / 7
 

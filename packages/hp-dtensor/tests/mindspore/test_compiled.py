@@ -9,7 +9,7 @@ from mindspore import Tensor, nn
 
 from hp_dtensor import Replicate, Shard, SkipDTensorDispatch, distribute_tensor, init_device_mesh
 from hp_dtensor.mindspore.api import distribute_parameter
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 
 def total(x):

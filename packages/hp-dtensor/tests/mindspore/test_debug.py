@@ -11,7 +11,7 @@ from hp_dtensor import Layout, parallelize_value_and_grad
 from hp_dtensor.debug import CommDebugMode, Total
 from hp_dtensor.sharding_plan import shard_module
 from hp_platform.observing import observers
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 BYTES = 4 * 6 * 4
 

@@ -6,7 +6,7 @@ import mindspore
 import pytest
 
 from hp_dtensor import DeviceMesh, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 
 @on_ranks(2)

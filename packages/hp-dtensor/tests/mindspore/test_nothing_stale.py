@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, mint, ops
 from hp_dtensor import Replicate, Shard, SkipDTensorDispatch, init_device_mesh, parallelize_value_and_grad
 from hp_dtensor import distribute_tensor as distribute
 from hp_dtensor.mindspore.api import distribute_parameter
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 A, W = np.arange(48.0).reshape(16, 3) / 7, np.arange(15.0).reshape(3, 5) / 5
 

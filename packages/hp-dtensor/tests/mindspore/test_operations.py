@@ -25,7 +25,7 @@ from hp_dtensor import (
 from hp_dtensor.mindspore.dtensor import wrap
 from hp_dtensor.spec import TensorSpec
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 GROUP = 16
 A, B = (5, 6), (6, 4)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their 
 from mindspore_operator_table import OPERATORS
 from mindspore_operators import judge
 
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 GROUP = 30
 

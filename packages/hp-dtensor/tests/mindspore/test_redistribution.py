@@ -23,7 +23,7 @@ from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
 from hp_dtensor.sharding import take
 from hp_dtensor.spec import TensorSpec
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 
 def parts(shape, placements, mesh_shape, seed):

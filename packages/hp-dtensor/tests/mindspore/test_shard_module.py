@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, mint, nn
 
 from hp_dtensor import Layout, Replicate, Shard, parallelize_value_and_grad
 from hp_dtensor.sharding_plan import shard_module
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 X = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
 

@@ -16,7 +16,7 @@ from hp_dtensor import (
     parallelize_value_and_grad,
 )
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 X = np.arange(30, dtype=np.float64).reshape(5, 6)
 

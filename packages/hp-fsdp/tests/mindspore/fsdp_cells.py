@@ -14,7 +14,7 @@ from hp_dtensor import DeviceMesh, DTensor, SkipDTensorDispatch, init_device_mes
 from hp_dtensor.mindspore.dtensor import local_view
 from hp_fsdp import full_state_dict, fully_shard
 from hp_platform import get_platform
-from hp_platform.testing import device_type
+from hp_testing import device_type
 
 ROWS = 24  # a multiple of 1, 2, 3 and 4
 

@@ -17,7 +17,7 @@ from fsdp_cells import data_mesh
 
 from hp_dtensor import parallelize_value_and_grad
 from hp_fsdp import full_state_dict, fully_shard
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
 

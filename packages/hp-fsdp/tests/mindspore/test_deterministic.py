@@ -38,7 +38,7 @@ from hp_fsdp import (
     fully_shard,
     global_grad_norm,
 )
-from hp_platform.testing import device_type, on_ranks, run_ranks
+from hp_testing import device_type, on_ranks, run_ranks
 
 pytestmark = pytest.mark.framework("mindspore")
 

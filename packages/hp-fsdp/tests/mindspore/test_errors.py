@@ -16,7 +16,7 @@ from fsdp_cells import Net, data_mesh, pair, seeded
 
 from hp_dtensor import Replicate, Shard, init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"comm_fusion_zero_copy": True}, NotImplementedError, "comm_fusion_zero_copy=True .* no write to a view reaches"),

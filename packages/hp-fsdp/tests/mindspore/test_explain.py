@@ -20,7 +20,7 @@ from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.debug import CommDebugMode
 from hp_fsdp import MixedPrecisionPolicy, explain, fully_shard
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 BLOCKS = [f"blocks.{i}" for i in range(3)]
 

@@ -31,7 +31,7 @@ from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from hp_fsdp.mindspore import bucket as bucket_module
 from hp_fsdp.mindspore.host import to_device, to_host
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("mindspore")
 

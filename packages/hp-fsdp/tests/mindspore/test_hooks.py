@@ -31,7 +31,7 @@ from hp_dtensor.debug import CommDebugMode
 from hp_fsdp import HSDPModule
 from hp_fsdp.mindspore.unsharding import Call
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 
 @on_ranks(2)

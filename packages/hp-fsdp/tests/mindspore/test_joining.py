@@ -20,8 +20,8 @@ from fsdp_cells import Block, Net, batch, data_mesh, differentiated, pair, same_
 
 from hp_dtensor import DTensor, SkipDTensorDispatch, init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_testing import device_type, on_ranks
 
 
 class Adapter(nn.Cell):

@@ -24,7 +24,7 @@ from hp_fsdp import (
     load_full_state_dict,
     set_optimizer_state_dict,
 )
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
 HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -31,7 +31,7 @@ from fsdp_cells import (
 
 from hp_dtensor import DTensor, init_empty_weights, init_parameters
 from hp_fsdp import fully_shard
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 
 class Tied(Net):

@@ -17,7 +17,7 @@ from fsdp_cells import Block, Net, batch, close, differentiated, double, same_gr
 from hp_dtensor import RaggedShard, Replicate
 from hp_fsdp import clip_grad_norm_, fully_shard, hsdp, modules_by_size
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 pytestmark = pytest.mark.framework("mindspore")
 

@@ -28,7 +28,7 @@ from hp_fsdp import (
     set_optimizer_state_dict,
 )
 from hp_platform import count_collectives
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 
 class Layer(nn.Cell):

@@ -30,7 +30,7 @@ from fsdp_cells import (
 
 from hp_dtensor import DTensor, RaggedShard, SkipDTensorDispatch, init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, fully_shard, hsdp_sync_stream
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 
 @on_ranks(1, 2, 4)

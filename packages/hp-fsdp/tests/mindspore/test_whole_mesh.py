@@ -14,7 +14,7 @@ from fsdp_cells import Block, batch, close, differentiated, double, same_gradien
 
 from hp_dtensor import Layout, RaggedShard, Replicate, Shard, init_device_mesh, shard_module
 from hp_fsdp import clip_grad_norm_, fully_shard
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("mindspore")
 

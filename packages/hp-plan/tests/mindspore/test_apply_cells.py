@@ -14,7 +14,7 @@ from hp_plan import ParallelPlan, PlanError, apply, build_model, build_optimizer
 from hp_plan.mindspore.models import named_parameters
 from hp_plan.mindspore.samples import forward_loss
 from hp_plan.samples import data_parallel_rows
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 TOLERANCE = 1e-5
 

@@ -1,7 +1,6 @@
 """What the framework and the device offer: process groups, collectives, devices and random generators.
 
 Everything is reached through `get_platform()`; no framework is imported before it is called.
-`hp_platform.testing` keeps ranks alive for tests.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from mindspore import Tensor, ops
 
 import hp_platform
 from hp_platform import get_platform
-from hp_platform.testing import as_array, device_type, on_ranks
+from hp_testing import as_array, device_type, on_ranks
 
 
 @on_ranks(1)

@@ -12,7 +12,7 @@ from mindspore.mint import distributed as dist
 
 from hp_platform import get_platform
 from hp_platform.mindspore import emulation, groups, native
-from hp_platform.testing import RankError, device_type, on_ranks, run_ranks
+from hp_testing import RankError, device_type, on_ranks, run_ranks
 
 pytestmark = pytest.mark.skipif(device_type() != "cpu", reason="the emulation is the CPU's")
 

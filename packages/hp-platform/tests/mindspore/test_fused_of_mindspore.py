@@ -11,7 +11,7 @@ from mindspore import Tensor, ops
 
 from hp_platform import fused, get_platform
 from hp_platform.mindspore import fused as primitives
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 
 def same(made, plain, *inputs):

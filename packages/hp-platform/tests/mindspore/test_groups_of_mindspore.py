@@ -16,7 +16,7 @@ from mindspore import communication
 
 import hp_platform
 from hp_platform import get_platform
-from hp_platform.testing import as_array, as_tensor, close_pools, on_ranks, run_ranks
+from hp_testing import as_array, as_tensor, close_pools, on_ranks, run_ranks
 
 
 @on_ranks(3)
@@ -83,7 +83,7 @@ def test_without_msrun_the_error_names_it(monkeypatch):
 PROGRAM = """
 import numpy as np
 import hp_platform
-from hp_platform.testing import as_array, as_tensor
+from hp_testing import as_array, as_tensor
 
 hp_platform.init_process_group()
 platform = hp_platform.get_platform()

@@ -8,7 +8,7 @@ import pytest
 
 from hp_platform import GroupOptions, get_platform
 from hp_platform.mindspore.options import own_options
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 
 @on_ranks(3)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hp_platform import get_platform
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
 

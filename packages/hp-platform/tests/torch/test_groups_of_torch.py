@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import hp_platform
 from hp_platform import get_platform
-from hp_platform.testing import close_pools, device_type, on_ranks, run_ranks
+from hp_testing import close_pools, device_type, on_ranks, run_ranks
 
 pytestmark = pytest.mark.device
 

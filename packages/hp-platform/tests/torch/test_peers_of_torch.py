@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import hp_platform
 from hp_platform import LostRankError, get_platform
-from hp_platform.testing import on_ranks, target
 from hp_platform.torch import peers
+from hp_testing import on_ranks, target
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import user_made

@@ -10,7 +10,6 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh, parallelize_value_and_grad
 from hp_platform import count_collectives
-from hp_platform.testing import on_ranks
 from hp_styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -21,6 +20,7 @@ from hp_styles import (
     parallelize_module,
     sequence_parallel_plan,
 )
+from hp_testing import on_ranks
 
 # 9 features over 2 or 4 ranks are uneven: their local parts travel as DTensors.
 COLUMNS = ColwiseParallel(use_local_output=False)

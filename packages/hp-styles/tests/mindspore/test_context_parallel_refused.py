@@ -6,7 +6,6 @@ import pytest
 from mindspore import Tensor, mint
 
 from hp_dtensor import init_device_mesh
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import (
     AsyncDSASparseAttentionContextParallel,
     ContextParallel,
@@ -15,6 +14,7 @@ from hp_styles import (
     context_parallel_shard,
     parallelize_module,
 )
+from hp_testing import device_type, on_ranks
 
 
 @on_ranks(1)

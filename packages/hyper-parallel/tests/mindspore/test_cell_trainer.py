@@ -6,7 +6,7 @@ import numpy as np
 from mindspore import mint, nn, ops
 
 from hp_plan import ParallelPlan
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 from hyper_parallel.mindspore.trainer import Trainer
 
 SEEN: list[tuple[bool, bool]] = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hp_platform import get_platform
-from hp_platform.testing import RankError, as_array, as_tensor, on_ranks, run_ranks
+from hp_testing import RankError, as_array, as_tensor, on_ranks, run_ranks
 
 
 def reduce_once(value: float) -> tuple[int, float]:

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from hp_platform.testing.pool import RankError, run
-from hp_platform.testing.reference import BODY, refer
+from hp_testing.pool import RankError, run
+from hp_testing.reference import BODY, refer
 
 
 def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

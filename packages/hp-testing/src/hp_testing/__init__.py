@@ -1,14 +1,14 @@
 """Ranks for tests: a pool of processes for each world size, kept warm over a session.
 
 `run_ranks` runs a function on every rank, `on_ranks` a pytest test. The pytest plugin is
-`hp_platform.testing.plugin`; its option `--backend` chooses the framework and the device.
+`hp_testing.plugin`; its option `--backend` chooses the framework and the device.
 """
 
 from __future__ import annotations
 
-from hp_platform.testing.arrays import as_array, as_tensor
-from hp_platform.testing.decorator import on_ranks
-from hp_platform.testing.pool import RankError, close_pools, run_ranks
-from hp_platform.testing.target import device_type
+from hp_testing.arrays import as_array, as_tensor
+from hp_testing.decorator import on_ranks
+from hp_testing.pool import RankError, close_pools, run_ranks
+from hp_testing.target import device_type
 
 __all__ = ["RankError", "as_array", "as_tensor", "close_pools", "device_type", "on_ranks", "run_ranks"]

@@ -14,7 +14,7 @@ import pytest
 
 from hp_platform import get_platform
 from hp_platform.ports import platform_name
-from hp_platform.testing.frameworks import uses_none
+from hp_testing.frameworks import uses_none
 
 pytestmark = pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it")
 
@@ -24,8 +24,8 @@ ACCELERATOR = {"torch": "torch-npu", "mindspore": "mindspore-ascend"}
 def run_pytest(folder: Path, *arguments: str, text: str) -> str:
     """Run pytest on a test file in a folder of its own, and get what it printed."""
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\nfilterwarnings = ['error']\n")
-    (folder / "test_it.py").write_text("from hp_platform.testing import on_ranks, run_ranks\n" + text)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hp_platform.testing.plugin"]
+    (folder / "test_it.py").write_text("from hp_testing import on_ranks, run_ranks\n" + text)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hp_testing.plugin"]
     command += ["--import-mode=importlib", "-rs", "--backend", f"{platform_name()}-cpu", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     return f"{done.stdout}exit status {done.returncode}\n"
@@ -103,7 +103,7 @@ def test_b():
 
 
 def test_an_unknown_backend_lists_the_choices(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-p", "hp_platform.testing.plugin", "--backend", "jax-tpu"]
+    command = [sys.executable, "-m", "pytest", "-p", "hp_testing.plugin", "--backend", "jax-tpu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "torch-cpu" in done.stderr and "torch-cuda" in done.stderr and "torch-npu" in done.stderr
@@ -158,7 +158,7 @@ def test_ranks_end_once_the_last_test_of_their_number_is_done(tmp_path):
         tmp_path,
         "-v",
         text="""
-from hp_platform.testing import pool
+from hp_testing import pool
 
 def test_last_in_the_file_is_not_the_last(): ...
 
@@ -189,7 +189,7 @@ def test_modules_without_a_framework_are_known(tmp_path):
         ("import numpy\nfrom hp_dtensor.rules import library\n", True),
         ("import json\ndef test_a():\n    import torch\n", True),
         ("import torch\n", False),
-        ("from hp_platform.testing import on_ranks\n", False),
+        ("from hp_testing import on_ranks\n", False),
         ("from hp_platform import get_platform\n", False),
         ("from hp_dtensor.mindspore import api\n", False),
         ("import pytest\npytestmark = pytest.mark.framework('torch')\n", False),
@@ -217,7 +217,7 @@ def test_runs(): ...
 def test_a_suite_for_another_framework_does_not_fail(tmp_path):
     other = "mindspore" if platform_name() == "torch" else "torch"
     (tmp_path / "test_it.py").write_text(f"import {other}\n\ndef test_wrong(): assert False\n")
-    command = [sys.executable, "-m", "pytest", "-p", "hp_platform.testing.plugin", "--import-mode=importlib"]
+    command = [sys.executable, "-m", "pytest", "-p", "hp_testing.plugin", "--import-mode=importlib"]
     command += ["-p", "no:cacheprovider", "--backend", f"{platform_name()}-cpu", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "1 test module (1 in .)" in done.stdout
@@ -236,7 +236,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("""
 import os, sys, time
-from hp_platform.testing import run_ranks
+from hp_testing import run_ranks
 
 def pid():
     return os.getpid()

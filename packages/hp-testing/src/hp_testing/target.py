@@ -23,7 +23,7 @@ def select(target: str) -> None:
         os.environ.setdefault("GLOG_v", "3")  # errors only; its warnings tell of each connection
     if simulated:
         os.environ[_SIMULATED] = "1"
-        from hp_platform.testing import npu_sim
+        from hp_testing import npu_sim
 
         if npu_sim.missing() is None:
             npu_sim.load()
@@ -53,7 +53,7 @@ def missing() -> str | None:
     if kind == "cpu":
         return None
     if os.environ.get(_SIMULATED):
-        from hp_platform.testing import npu_sim
+        from hp_testing import npu_sim
 
         needed = npu_sim.missing()
         return needed and f"--backend torch-npu-sim {needed}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from hp_platform.orphans import end_with_parent
 from hp_platform.platform import get_platform
-from hp_platform.testing.reference import Reference, resolve
+from hp_testing.reference import Reference, resolve
 
 SEED = 0
 
@@ -79,7 +79,7 @@ def main(connection: Connection, start: Start) -> None:
     os.environ.update(start.environment)
     sys.path[:] = start.path
     try:
-        framework = importlib.import_module(f"hp_platform.{get_platform().name}.ranks")
+        framework = importlib.import_module(f"hp_testing.{get_platform().name}.ranks")
         framework.join(start.rank, start.world_size, connection.send, connection.recv)
     except BaseException:
         connection.send(Outcome("raised", traceback.format_exc(), {}))

@@ -30,4 +30,4 @@ def as_array(tensor: Any) -> np.ndarray:
 
 
 def _arrays() -> Any:
-    return importlib.import_module(f"hp_platform.{platform_name()}.arrays")
+    return importlib.import_module(f"hp_testing.{platform_name()}.arrays")

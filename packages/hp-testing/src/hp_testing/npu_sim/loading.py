@@ -12,7 +12,7 @@ import sys
 import warnings
 from typing import Any
 
-from hp_platform.testing.npu_sim import building
+from hp_testing.npu_sim import building
 
 _ENVIRONMENT = {
     "TASK_QUEUE_ENABLE": "0",  # operators run in the calling thread

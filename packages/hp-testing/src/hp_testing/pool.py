@@ -18,9 +18,9 @@ from typing import Any
 
 from hp_platform import orphans
 from hp_platform.ports import platform_name
-from hp_platform.testing import target, worker
-from hp_platform.testing.reference import Reference, refer
-from hp_platform.testing.worker import Outcome, Start, Task, main
+from hp_testing import target, worker
+from hp_testing.reference import Reference, refer
+from hp_testing.worker import Outcome, Start, Task, main
 
 START_LIMIT = 120.0
 GRACE = 1.0
@@ -116,8 +116,8 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
         imported = [name for name in sys.modules if name.startswith(PRELOAD_LIKE_HERE) and "__main__" not in name]
-        framework = f"hp_platform.{platform_name()}.ranks"
-        context.set_forkserver_preload([framework, "hp_platform.testing.worker", *imported])
+        framework = f"hp_testing.{platform_name()}.ranks"
+        context.set_forkserver_preload([framework, "hp_testing.worker", *imported])
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         environment, path = dict(os.environ), list(sys.path)

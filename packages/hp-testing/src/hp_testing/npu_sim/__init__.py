@@ -12,6 +12,6 @@ allocator, streams, process groups, autograd, the names and arguments of its ope
 
 from __future__ import annotations
 
-from hp_platform.testing.npu_sim.loading import communicators, load, missing
+from hp_testing.npu_sim.loading import communicators, load, missing
 
 __all__ = ["communicators", "load", "missing"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_platform.testing import device_type, on_ranks
-from hp_platform.torch.npu_contract import broken, broken_in, uses
+from hp_testing import device_type, on_ranks
+from hp_testing.torch.npu_contract import broken, broken_in, uses
 
 pytestmark = [
     pytest.mark.device,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hp_platform import get_platform
-from hp_platform.testing import RankError, device_type, on_ranks, run_ranks
-from hp_platform.testing.npu_sim import building, communicators
+from hp_testing import RankError, device_type, on_ranks, run_ranks
+from hp_testing.npu_sim import building, communicators
 
 pytestmark = pytest.mark.device
 

@@ -38,14 +38,14 @@ def uses_none(path: Path) -> bool:
     """Tell whether a test module has to do with neither a framework nor a device: it plans, reads and writes text.
 
     It has no mark of a framework, and imports none, no code under a `torch/` or `mindspore/` folder, and nothing of
-    hp_platform, through which everything else reaches a device.
+    hp_platform or hp_testing, through which everything else reaches a device.
 
     Args:
         path: a test module.
     """
     if path.parent.name in IMPORTS or "pytest.mark.framework" in _module_marks(path):
         return False
-    roots = {"hp_platform"}.union(*IMPORTS.values())
+    roots = {"hp_platform", "hp_testing"}.union(*IMPORTS.values())
     imported = [module.split(".") for module in _top_level_imports(path, set())]
     return not any(parts[0] in roots or not {*parts[1:]}.isdisjoint(IMPORTS) for parts in imported)
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from hp_platform.ports import platform_name
-from hp_platform.testing import pool, target
-from hp_platform.testing.frameworks import TITLES, needed_framework, uses_none
-from hp_platform.testing.reference import BODY
+from hp_testing import pool, target
+from hp_testing.frameworks import TITLES, needed_framework, uses_none
+from hp_testing.reference import BODY
 
 ELSEWHERE = "no framework in it: run on torch-cpu"
 TIERS = ("device", "all")

@@ -1,0 +1,1 @@
+"""Ranks and tensors of tests on MindSpore."""
