@@ -8,8 +8,9 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh, get_current_mesh
 from hp_dtensor.sharding_plan import matches, matching
+from hp_styles import port
 from hp_styles.arguments import check_mesh
-from hp_styles.inputs import comparing_in_calls_of, framework
+from hp_styles.inputs import comparing_in_calls_of
 from hp_styles.names import named_style
 from hp_styles.styles import ParallelStyle, source_rank
 
@@ -68,8 +69,8 @@ def parallelize_module(
             f" {type(parallelize_plan).__name__}"
         )
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    modules = dict(framework().named_modules(module))
-    parameters = framework().named_parameters(module)
+    modules = dict(port.modules().named_modules(module))
+    parameters = port.modules().named_parameters(module)
     chosen: dict[int, tuple[str, str, ParallelStyle]] = {}
     placed: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
@@ -92,7 +93,7 @@ def parallelize_module(
         for name, style in placed.items():
             owner, _, own = name.rpartition(".")
             placement = style._parameter_placement(own, len(parameters[name].shape))
-            framework().place(modules[owner], own, mesh, placement, src_data_rank)
+            port.modules().place(modules[owner], own, mesh, placement, src_data_rank)
         for name, _, style in chosen.values():
             try:
                 style.apply(modules[name], mesh)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hp_dtensor import DeviceMesh
-from hp_platform import get_platform
+from hp_styles import port
 from hp_styles.arguments import check_mesh
 from hp_styles.context_plan import Settings
 from hp_styles.context_rounds import Rounds
@@ -23,11 +21,6 @@ __all__ = [
     "context_parallel_shard",
     "context_parallel_unshard",
 ]
-
-
-@functools.cache
-def _framework() -> Any:
-    return importlib.import_module(f"hp_styles.{get_platform().name}.context")
 
 
 class ContextParallel(ParallelStyle):
@@ -122,12 +115,12 @@ class ContextParallel(ParallelStyle):
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         check_mesh(device_mesh, type(self).__name__)
-        _framework().attach(module, device_mesh, self.settings, self._rounds)
+        port.context().attach(module, device_mesh, self.settings, self._rounds)
         return module
 
     def enclose(self, root: Any, device_mesh: DeviceMesh) -> None:
         """The ranks compare what they compute once in a call of ``root``."""
-        _framework().enclose(root, self._rounds, device_mesh, self.settings.load_balance)
+        port.context().enclose(root, self._rounds, device_mesh, self.settings.load_balance)
 
     def __repr__(self) -> str:
         s = self.settings
@@ -249,7 +242,7 @@ def context_parallel(
         context_parallel_shard(x, mesh, seq_dim=dim, load_balance=True) for x, dim in zip(given, dims, strict=True)
     ]
     restored = [x for x in given if id(x) not in kept]
-    with _framework().cut_in_place(given, parts, restored), _framework().attention_over(mesh):
+    with port.context().cut_in_place(given, parts, restored), port.context().attention_over(mesh):
         yield
 
 
@@ -276,7 +269,7 @@ def context_parallel_shard(
         ValueError: the length does not divide over the ranks (with ``load_balance``: into two chunks a rank), or a mesh
             of several axes.
     """
-    return _each(tensors, device_mesh, lambda x: _framework().shard(x, device_mesh, seq_dim, load_balance))
+    return _each(tensors, device_mesh, lambda x: port.context().shard(x, device_mesh, seq_dim, load_balance))
 
 
 def context_parallel_unshard(
@@ -298,7 +291,7 @@ def context_parallel_unshard(
     Raises:
         ValueError: a mesh of several axes.
     """
-    return _each(tensors, device_mesh, lambda x: _framework().unshard(x, device_mesh, seq_dim, load_balance))
+    return _each(tensors, device_mesh, lambda x: port.context().unshard(x, device_mesh, seq_dim, load_balance))
 
 
 def _each(tensors: Any, mesh: DeviceMesh, do: Any) -> Any:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh
+from hp_styles import port
 from hp_styles.arguments import check_mesh
-from hp_styles.context import _framework
 from hp_styles.styles import ParallelStyle
 
 __all__ = [
@@ -63,7 +63,7 @@ class SparseStyle(ParallelStyle):
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         check_mesh(device_mesh, type(self).__name__)
-        _framework().attach_sparse(module, device_mesh, self)
+        port.context().attach_sparse(module, device_mesh, self)
         return module
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement
 from hp_dtensor.spec import TensorSpec, normalize
-from hp_platform import get_platform
+from hp_styles import port
 from hp_styles.arguments import check_mesh
 from hp_styles.context_rounds import Round, Rounds
 
@@ -22,7 +21,6 @@ __all__ = [
     "comparing_in_calls_of",
     "current_round",
     "end_call",
-    "framework",
     "note_comparing",
     "on_input",
     "on_inputs",
@@ -31,14 +29,8 @@ __all__ = [
 ]
 
 
-@functools.cache
-def framework() -> Any:
-    """The framework folder's module: what differs between a Module of torch and a Cell of MindSpore."""
-    return importlib.import_module(f"hp_styles.{get_platform().name}.modules")
-
-
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, framework().Tensor)
+    return isinstance(value, port.modules().Tensor)
 
 
 # One placement, or one for each axis of a mesh of several.
@@ -86,12 +78,12 @@ def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -
     """A plain tensor as the local part of ``layout``, or a DTensor, in ``desired``; several readers move it once."""
     if isinstance(value, hp_dtensor.DTensor):
         wanted = _wanted(value._spec, mesh, desired)
-        return value if value._spec is wanted else framework().redistribute_shared(value, wanted)
+        return value if value._spec is wanted else port.modules().redistribute_shared(value, wanted)
     if not _is_tensor(value):
         raise TypeError(f"parallel style: {layout!r} is for a tensor, got {type(value).__name__}")
-    framework().refuse_foreign(value, "parallel style")
+    port.modules().refuse_foreign(value, "parallel style")
     src = _spec(mesh, layout, tuple(value.shape))
-    return framework().redistribute_shared(value, _wanted(src, mesh, desired), src)
+    return port.modules().redistribute_shared(value, _wanted(src, mesh, desired), src)
 
 
 _rounds = Rounds()
@@ -108,7 +100,7 @@ def comparing_in_calls_of(module: Any) -> Iterator[None]:
     finally:
         _comparing.reset(token)
     if noted:
-        framework().around_calls(module)
+        port.modules().around_calls(module)
 
 
 def note_comparing(module: Any) -> None:
@@ -156,7 +148,7 @@ def compare_parts(mesh: DeviceMesh, inputs: Sequence[tuple[Any, Placed | None]])
     if mesh in settled:
         return
     parts = [value if _is_tensor(value) and not isinstance(value, hp_dtensor.DTensor) else None for value, _ in inputs]
-    shapes = framework().shapes_of_ranks(parts, mesh)
+    shapes = port.modules().shapes_of_ranks(parts, mesh)
     if shapes is None:
         return
     settled[mesh] = shapes
@@ -241,7 +233,7 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> 
 def _output(value: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> Any:
     if isinstance(value, hp_dtensor.DTensor):
         wanted = _wanted(value._spec, mesh, desired)
-        value = value if value._spec is wanted else framework().redistribute(value, wanted)
+        value = value if value._spec is wanted else port.modules().redistribute(value, wanted)
         return value.to_local() if local else value
     return value
 

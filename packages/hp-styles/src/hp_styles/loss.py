@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 
-from hp_styles.inputs import framework
+from hp_styles import port
 
 __all__ = ["loss_parallel"]
 
@@ -45,4 +45,4 @@ def loss_parallel(*, z_loss: float = 0.0) -> AbstractContextManager[None]:
     """
     if not (z_loss >= 0 and math.isfinite(z_loss)):
         raise ValueError(f"loss_parallel: z_loss must be a finite number of at least 0, got {z_loss}")
-    return framework().sharded_loss(z_loss=z_loss)
+    return port.modules().sharded_loss(z_loss=z_loss)

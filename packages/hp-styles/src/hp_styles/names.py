@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
-from hp_styles.inputs import framework
+from hp_styles import port
 from hp_styles.packed import PackedColwiseParallel, PackedRowwiseParallel, Reduced, Untouched, WholeExperts
 from hp_styles.regions import ExpertsParallel, IdentityExpert, PlainRegion, PointwiseRegion
 from hp_styles.styles import ColwiseParallel, ParallelStyle, PrepareModuleOutput, RowwiseParallel, SequenceParallel
@@ -68,8 +68,8 @@ class _Replicated(ParallelStyle):
     """The parameters that the module itself holds are replicated, and a batch norm's statistics."""
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        framework().replicate_statistics(module, device_mesh, self.src_data_rank)
-        framework().partition(module, device_mesh, {}, self.src_data_rank)
+        port.modules().replicate_statistics(module, device_mesh, self.src_data_rank)
+        port.modules().partition(module, device_mesh, {}, self.src_data_rank)
         return module
 
     def _parameter_placement(self, name: str, ndim: int) -> Placement:

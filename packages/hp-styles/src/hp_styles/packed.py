@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard, StridedShard
-from hp_styles.inputs import framework, on_input, on_output
+from hp_styles import port
+from hp_styles.inputs import on_input, on_output
 from hp_styles.styles import ParallelStyle, claim
 
 __all__ = ["PackedColwiseParallel", "PackedRowwiseParallel", "WholeExperts"]
@@ -27,7 +28,7 @@ class PackedColwiseParallel(ParallelStyle):
         self.count = count
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        f = framework()
+        f = port.modules()
         if f.kind(module) != "linear":
             raise NotImplementedError(
                 f"PackedColwiseParallel shards Linear modules, got {f.described(module)}; name the Linear module, or"
@@ -61,8 +62,8 @@ class PackedRowwiseParallel(ParallelStyle):
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         raise NotImplementedError(
-            f"PackedRowwiseParallel is for a parameter, got {framework().described(module)}; name the parameter, as in"
-            " 'mlp.experts.gate_up_proj'"
+            f"PackedRowwiseParallel is for a parameter, got {port.modules().described(module)}; name the parameter, as"
+            " in 'mlp.experts.gate_up_proj'"
         )
 
     def _parameter_placement(self, name: str, ndim: int) -> Placement:
@@ -81,8 +82,8 @@ class WholeExperts(ParallelStyle):
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         raise NotImplementedError(
-            f"WholeExperts is for a parameter, got {framework().described(module)}; name the parameter, as in"
-            " 'mlp.experts.gate_up_proj'"
+            f"WholeExperts is for a parameter, got {port.modules().described(module)}; name the parameter, as"
+            " in 'mlp.experts.gate_up_proj'"
         )
 
     def _parameter_placement(self, name: str, ndim: int) -> Placement:

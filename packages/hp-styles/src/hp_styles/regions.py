@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from hp_dtensor import DeviceMesh
-from hp_styles.inputs import framework
+from hp_styles import port
 from hp_styles.styles import ParallelStyle, claim
 
 __all__ = ["ExpertsParallel", "IdentityExpert", "PlainRegion", "PointwiseRegion", "runs_on_parts"]
@@ -26,7 +26,7 @@ class PlainRegion(ParallelStyle):
     """
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        f = framework()
+        f = port.modules()
         f.replicate(module, device_mesh, self.src_data_rank)
         claim(module, self)
         f.run_replicated(module, device_mesh)
@@ -44,7 +44,7 @@ class PointwiseRegion(ParallelStyle):
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         claim(module, self)
-        framework().run_pointwise(module)
+        port.modules().run_pointwise(module)
         return module
 
     def __repr__(self) -> str:
@@ -65,7 +65,7 @@ class ExpertsParallel(ParallelStyle):
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         claim(module, self)
-        framework().run_experts(module, device_mesh)
+        port.modules().run_experts(module, device_mesh)
         return module
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class IdentityExpert(ParallelStyle):
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         claim(module, self)
-        framework().divide_inside(module, device_mesh)
+        port.modules().divide_inside(module, device_mesh)
         return module
 
     def __repr__(self) -> str:

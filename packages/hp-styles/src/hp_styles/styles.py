@@ -12,8 +12,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
+from hp_styles import port
 from hp_styles.arguments import check_placements
-from hp_styles.inputs import framework, on_input, on_inputs, on_output, on_outputs
+from hp_styles.inputs import on_input, on_inputs, on_output, on_outputs
 
 __all__ = [
     "ColwiseParallel",
@@ -137,7 +138,7 @@ class ColwiseParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        f = framework()
+        f = port.modules()
         kind = f.kind(module)
         if kind == "linear":
             f.partition(module, device_mesh, {"weight": (Shard(0),), "bias": (Shard(0),)}, self.src_data_rank)
@@ -193,7 +194,7 @@ class RowwiseParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        f = framework()
+        f = port.modules()
         kind = f.kind(module)
         if kind in ("linear", "transposed"):
             dim = 1 if kind == "linear" else 0
@@ -240,7 +241,7 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        f = framework()
+        f = port.modules()
         f.replicate(module, device_mesh, self.src_data_rank)
         claim(module, self)
         on_input(module, device_mesh, self.sequence_sharding, self.sequence_sharding)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
-from hp_styles.inputs import framework, on_input, on_output
+from hp_styles import port
+from hp_styles.inputs import on_input, on_output
 from hp_styles.styles import ParallelStyle, claim
 
 __all__ = ["TwoDimensionalParallel"]
@@ -83,7 +84,7 @@ class TwoDimensionalParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        f = framework()
+        f = port.modules()
         if f.kind(module) != "linear":
             raise NotImplementedError(f"TwoDimensionalParallel shards Linear modules, got {f.described(module)}")
         output, into, depth = self._axes(device_mesh)

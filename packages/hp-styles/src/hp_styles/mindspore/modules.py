@@ -112,7 +112,7 @@ def around_calls(module: nn.Cell) -> None:
     """Does nothing: nothing is compared in a call."""
 
 
-def refuse_foreign(value: Tensor, what: str) -> None:
+def refuse_foreign(x: Tensor, what: str) -> None:
     """Does nothing: there is no other DTensor on MindSpore."""
 
 

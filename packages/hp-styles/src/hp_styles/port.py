@@ -1,0 +1,152 @@
+"""What a framework supplies to hp-styles: what differs between a Module of torch and a Cell of MindSpore."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hp_dtensor import DeviceMesh, Placement
+from hp_platform.ports import load_port
+
+if TYPE_CHECKING:
+    from hp_dtensor.spec import TensorSpec
+    from hp_styles.context import Settings
+    from hp_styles.context_rounds import Rounds
+    from hp_styles.context_sparse import SparseStyle
+
+Module = Any
+Tensor = Any
+
+
+class Modules(Protocol):
+    """Modules, their parameters and values; `<framework>/modules.py`.
+
+    Attributes:
+        Tensor: the framework's class of tensors.
+    """
+
+    Tensor: type
+
+    def named_modules(self, module: Module) -> Iterable[tuple[str, Module]]:
+        """List all modules inside, the module itself among them, each under every name that it has."""
+        ...
+
+    def named_parameters(self, module: Module) -> dict[str, Any]:
+        """List all parameters, each under every name that it has."""
+        ...
+
+    def kind(self, module: Module) -> str:
+        """Tell a "linear" from an "embedding" and from "other"."""
+        ...
+
+    def described(self, module: Module) -> str:
+        """Name a module's class, for an error."""
+        ...
+
+    def partition(
+        self, module: Module, mesh: DeviceMesh, layouts: Mapping[str, tuple[Placement, ...]], src_data_rank: int | None
+    ) -> None:
+        """Lay out a module's own parameters, those that `layouts` doesn't name replicated."""
+        ...
+
+    def place(
+        self, module: Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
+    ) -> None:
+        """Lay out one parameter."""
+        ...
+
+    def replicate(self, module: Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+        """Replicate all parameters inside."""
+        ...
+
+    def replicate_statistics(self, module: Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+        """Replicate a module's running statistics, or refuse what can't be kept alike."""
+        ...
+
+    def redistribute(self, x: Any, spec: TensorSpec) -> Any:
+        """Move a DTensor to a layout."""
+        ...
+
+    def redistribute_shared(self, x: Any, spec: TensorSpec, src: TensorSpec | None = None) -> Any:
+        """Move a value, which is a part as `src` says where it is plain; readers that follow share what was moved."""
+        ...
+
+    def refuse_foreign(self, x: Tensor, what: str) -> None:
+        """Refuse a DTensor of the framework's own."""
+        ...
+
+    def around_calls(self, module: Module) -> None:
+        """Let `hp_styles.inputs` know where a call of the module begins and ends."""
+        ...
+
+    def shapes_of_ranks(self, values: Sequence[Tensor | None], mesh: DeviceMesh) -> list[Any] | None:
+        """Gather the shapes that each rank has of some values; None where ranks are not compared."""
+        ...
+
+    def run_replicated(self, module: Module, mesh: DeviceMesh) -> None:
+        """Run the module's forward on whole plain tensors; results are replicated DTensors."""
+        ...
+
+    def run_pointwise(self, module: Module) -> None:
+        """Run the forward of a module of one input on this rank's part of it, laid out as it is."""
+        ...
+
+    def run_experts(self, module: Module, mesh: DeviceMesh) -> None:
+        """Run the forward of experts on this rank's part of the weights; the results are summed over the ranks."""
+        ...
+
+    def divide_inside(self, module: Module, mesh: DeviceMesh) -> None:
+        """Divide a plain input, one that each rank of a region has, by the number of ranks."""
+        ...
+
+    def sharded_loss(self, *, z_loss: float) -> AbstractContextManager[None]:
+        """Compute cross entropies over sharded classes inside."""
+        ...
+
+
+class Context(Protocol):
+    """Context parallelism; `<framework>/context`."""
+
+    def attach(self, module: Module, mesh: DeviceMesh, settings: Settings, rounds: Rounds) -> None:
+        """Let a module's attention see the keys of all ranks."""
+        ...
+
+    def attach_sparse(self, module: Module, mesh: DeviceMesh, style: SparseStyle) -> None:
+        """Let a part of sparse attention see what all ranks have."""
+        ...
+
+    def enclose(self, root: Module, rounds: Rounds, mesh: DeviceMesh, load_balance: bool) -> None:
+        """Let a root's calls begin and end the rounds of its attention."""
+        ...
+
+    def attention_over(self, mesh: DeviceMesh) -> AbstractContextManager[None]:
+        """Let attention inside see the keys of all ranks."""
+        ...
+
+    def cut_in_place(
+        self, buffers: Sequence[Tensor], parts: Sequence[Tensor], restored: Sequence[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Let buffers hold their parts; at the end, those of `restored`, what they held before."""
+        ...
+
+    def shard(self, whole: Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: bool) -> Tensor:
+        """Get this rank's part of a sequence."""
+        ...
+
+    def unshard(self, local: Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: bool) -> Tensor:
+        """Put a sequence together of all ranks' parts."""
+        ...
+
+
+@functools.cache
+def modules() -> Modules:
+    """Get what the framework does with modules."""
+    return load_port(Modules, "modules")
+
+
+@functools.cache
+def context() -> Context:
+    """Get what the framework does for context parallelism."""
+    return load_port(Context, "context")
