@@ -23,7 +23,7 @@ from hp_dtensor import (
     implicit_replication,
     init_device_mesh,
 )
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 

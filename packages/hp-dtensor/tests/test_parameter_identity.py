@@ -22,7 +22,7 @@ from hp_dtensor import (
 )
 from hp_dtensor.sharding_plan import shard_module
 from hp_dtensor.torch.api import distribute_parameter
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

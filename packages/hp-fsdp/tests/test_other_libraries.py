@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import loss_of, pair, rows, same_gradients, train

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hp_fsdp import fully_shard
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 pytestmark = [
     pytest.mark.framework("torch"),

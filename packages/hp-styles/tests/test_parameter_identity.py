@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
-from hp_platform.testing import device_type, on_ranks
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

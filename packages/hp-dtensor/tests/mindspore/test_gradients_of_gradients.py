@@ -9,7 +9,7 @@ from mindspore import Tensor, mint, ops
 from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, parallelize_value_and_grad
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 X = np.random.default_rng(0).standard_normal((4, 6))
 W = np.random.default_rng(1).standard_normal((6, 2))

@@ -10,7 +10,7 @@ import pytest
 from mindspore import mint, ops
 
 from hp_dtensor import parallelize_value_and_grad
-from hp_platform.testing import on_ranks
+from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import batch, differentiated, gathered, loss_of, pair, train

@@ -14,7 +14,7 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.redistribute import execute
 from hp_fsdp.torch.whole import spec_of, transport
-from hp_platform.torch import collectives
+from hp_platform import collectives
 
 __all__ = ["laid_out", "unwrapped"]
 
