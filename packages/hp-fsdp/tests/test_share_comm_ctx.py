@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hp_fsdp import share_comm_ctx
-from hp_platform.testing import device_type, on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, loss_of, pair, rows, same_gradients, same_weights
