@@ -216,17 +216,21 @@ def difference(got: Tensors, wanted: Tensors) -> str | None:
 
 @functools.lru_cache(4000)
 def drawn(seed: int, axes: int, steps: int = 14, calm: bool = False) -> Program:
-    """`draw`, with a gradients' mode that one device can do: in-place writes may rule some out."""
-    program = draw(seed, axes, steps, calm)
-    for mode in (program.mode, "backward", "none"):
-        try:
-            settled = replace(program, mode=mode)
-            results = run_plain(settled)
-        except UNABLE:
-            continue
-        if mode == "none" or all(_is_moderate(value) for value in results.values()):
-            return settled
-    raise AssertionError(f"one device can't run:\n{program}")
+    """`draw`, with a gradients' mode that one device can do: in-place writes may rule some out.
+
+    Where they rule out all, as on a leaf that needs a gradient, another program is drawn in its place.
+    """
+    for attempt in range(10):
+        program = draw(seed + 10_000_019 * attempt, axes, steps, calm)
+        for mode in (program.mode, "backward", "none"):
+            try:
+                settled = replace(program, mode=mode)
+                results = run_plain(settled)
+            except UNABLE:
+                continue
+            if mode == "none" or all(_is_moderate(value) for value in results.values()):
+                return settled
+    raise AssertionError(f"one device can't run any of 10 programs, the last:\n{program}")
 
 
 def _is_moderate(value: torch.Tensor) -> bool:
