@@ -25,6 +25,7 @@ from hp_dtensor import (
     implicit_replication,
     init_device_mesh,
 )
+from hp_platform import get_platform
 from hp_testing import device_type
 
 CRASHES = (
@@ -266,7 +267,7 @@ def judge(program: Program, mesh: Any, notes: Path | None = None) -> Verdict:
         except UNABLE:  # without a line that was left out, one device may refuse the gradient
             program = replace(program, mode="none")
             wanted = run_plain(program)
-        torch.distributed.barrier()  # a rank that raised alone is stopped here, not in another program's collective
+        get_platform().collectives.barrier()  # a rank that raised alone stops here, not in another program
         try:
             with implicit_replication():
                 got = run_distributed(program, mesh)
