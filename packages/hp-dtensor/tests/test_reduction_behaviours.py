@@ -134,7 +134,7 @@ def test_norms_of_lists_on_several_meshes() -> None:
     sums = torch._foreach_add([a, b], [a, b])
     assert [t.device_mesh for t in sums] == [x, y] and sums[0].placements == (S0,)
     close(sums[0], rand(4, 6) * 2)
-    with pytest.raises(ValueError, match="element 0 of the lists"):
+    with pytest.raises(ValueError, match="operands are on different meshes"):
         torch._foreach_add([a], [place(rand(4, 6), y, S0)])
     part = DTensor.from_local(torch.tensor([float(mesh.get_rank()), 1.0], device=device_type()), x, [P])
     close(torch._foreach_norm([part])[0], part.full_tensor().norm())

@@ -335,10 +335,9 @@ def test_errors_name_what_to_change():
         parallelize_module(Block(), mesh, {"gate": "grouped_gemm"})
     with pytest.raises(NotImplementedError, match="ExpertsParallel is for a module, not for the parameter 'scale'"):
         parallelize_module(Block(), mesh, {"experts.scale": "moe_tp_experts"})
-    with pytest.raises(ValueError, match="Experts.scale of shape .* is placed .* already, this style wants"):
-        parallelize_module(
-            parallelize_module(Block(), mesh, {"experts.scale": "replicate"}), mesh, {"experts.scale": "replicate"}
-        )
+    styled = parallelize_module(Block().to(device_type()), mesh, {"experts.down_proj": "rowwise"})
+    with pytest.raises(ValueError, match="Experts.down_proj of shape .* is placed .* already, this style wants"):
+        parallelize_module(styled, mesh, {"experts.down_proj": "grouped_gemm"})
     both = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "rowwise", "experts": "moe_tp_experts"}
     with pytest.raises(ValueError, match="some weights of Experts are cut by expert and some by feature"):
         parallelize_module(Block().to(device_type()), mesh, {**both, "gate": "replicate"})(x)
