@@ -138,6 +138,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.device
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_do_what_they_do_on_one_device(name: str, ranks: int) -> None:

@@ -149,6 +149,7 @@ def test_modules_that_nobody_initialises() -> None:
     assert init_parameters(Bare()).gain.eq(1).all(), "what holds values keeps them where nothing resets it"
 
 
+@pytest.mark.device
 def test_init_on_device() -> None:
     with init_on_device("meta"):
         assert nn.Linear(2, 2).weight.is_meta and torch.empty(2).is_meta

@@ -149,6 +149,7 @@ TRANSFORMERS = {
 }
 
 
+@pytest.mark.device
 @on_ranks(1, 2)
 def test_unsharded_memory_and_activations_are_as_predicted():
     torch.set_num_threads(1)

@@ -305,6 +305,7 @@ def test_row_inputs_and_outputs(given: Any, out: Any, local: bool, ranks: int) -
     torch.testing.assert_close(grad, x0.grad if given != Shard(-1) else x0.grad.chunk(ranks, -1)[mesh.get_local_rank()])
 
 
+@pytest.mark.device
 @on_ranks(2, 3)
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("dim", [0, 1])
