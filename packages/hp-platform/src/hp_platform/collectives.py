@@ -8,7 +8,7 @@ checked here costs about 1 us.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_platform import groups
@@ -23,7 +23,7 @@ from hp_platform.checks import (
     scatter_mismatch,
     unknown_op,
 )
-from hp_platform.observing import Done, Observed, begin, observers
+from hp_platform.observing import Observed, begin, observers
 from hp_platform.port import Collectives, Group, Groups, Handle, Tensor, port
 
 OPS = ("sum", "avg", "min", "max", "product")
@@ -78,19 +78,19 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group, async_op: bool 
         raise not_contiguous("tensor", tensor)
     backend, own = _primitives()
     divide = _check_op(op, tensor) and not backend.averages(tensor, group)
-    done = begin("all_reduce", tensor.nbytes, group) if observers else None
-    try:
-        work = backend.all_reduce(tensor, "sum" if divide else op, group, async_op)
-        if async_op:
-            return _handle(work, "all_reduce", group, done, (tensor, own.size(group)) if divide else None)
-        if work is not None:
-            work.wait()
-    except RuntimeError as error:
-        backend.raise_if_lost(error, "all_reduce", group)
-        raise
-    if divide:
-        backend.divide(tensor, own.size(group))
-    return _end(done)
+    averaged = tensor if divide else None
+    return _issue(
+        "all_reduce",
+        tensor,
+        group,
+        async_op,
+        averaged,
+        backend.all_reduce,
+        tensor,
+        "sum" if divide else op,
+        group,
+        async_op,
+    )
 
 
 def all_gather(output: Tensor, tensor: Tensor, *, group: Group, async_op: bool = False) -> Handle | None:
@@ -114,17 +114,7 @@ def all_gather(output: Tensor, tensor: Tensor, *, group: Group, async_op: bool =
     size = own.size(group)
     if output.numel() != tensor.numel() * size:
         raise gather_mismatch(output, tensor, size)
-    done = begin("all_gather", output.nbytes, group) if observers else None
-    try:
-        work = backend.all_gather(output, tensor, group, async_op)
-        if async_op:
-            return _handle(work, "all_gather", group, done)
-        if work is not None:
-            work.wait()
-    except RuntimeError as error:
-        backend.raise_if_lost(error, "all_gather", group)
-        raise
-    return _end(done)
+    return _issue("all_gather", output, group, async_op, None, backend.all_gather, output, tensor, group, async_op)
 
 
 def reduce_scatter(
@@ -152,19 +142,20 @@ def reduce_scatter(
     if tensor.numel() != output.numel() * size:
         raise scatter_mismatch(output, tensor, size)
     divide = _check_op(op, tensor) and not backend.averages(tensor, group)
-    done = begin("reduce_scatter", tensor.nbytes, group) if observers else None
-    try:
-        work = backend.reduce_scatter(output, tensor, "sum" if divide else op, group, async_op)
-        if async_op:
-            return _handle(work, "reduce_scatter", group, done, (output, size) if divide else None)
-        if work is not None:
-            work.wait()
-    except RuntimeError as error:
-        backend.raise_if_lost(error, "reduce_scatter", group)
-        raise
-    if divide:
-        backend.divide(output, size)
-    return _end(done)
+    averaged = output if divide else None
+    return _issue(
+        "reduce_scatter",
+        tensor,
+        group,
+        async_op,
+        averaged,
+        backend.reduce_scatter,
+        output,
+        tensor,
+        "sum" if divide else op,
+        group,
+        async_op,
+    )
 
 
 def all_to_all(
@@ -198,17 +189,9 @@ def all_to_all(
     size = own.size(group)
     received = checked_splits("output", output, output_splits, size)
     sent = checked_splits("input", tensor, input_splits, size)
-    done = begin("all_to_all", tensor.nbytes, group) if observers else None
-    try:
-        work = backend.all_to_all(output, tensor, received, sent, group, async_op)
-        if async_op:
-            return _handle(work, "all_to_all", group, done)
-        if work is not None:
-            work.wait()
-    except RuntimeError as error:
-        backend.raise_if_lost(error, "all_to_all", group)
-        raise
-    return _end(done)
+    return _issue(
+        "all_to_all", tensor, group, async_op, None, backend.all_to_all, output, tensor, received, sent, group, async_op
+    )
 
 
 def broadcast(tensor: Tensor, group_src: int, *, group: Group, async_op: bool = False) -> Handle | None:
@@ -230,17 +213,7 @@ def broadcast(tensor: Tensor, group_src: int, *, group: Group, async_op: bool = 
         raise not_contiguous("tensor", tensor)
     backend, own = _primitives()
     check_peer("group_src", group_src, own.size(group))
-    done = begin("broadcast", tensor.nbytes, group) if observers else None
-    try:
-        work = backend.broadcast(tensor, group_src, group, async_op)
-        if async_op:
-            return _handle(work, "broadcast", group, done)
-        if work is not None:
-            work.wait()
-    except RuntimeError as error:
-        backend.raise_if_lost(error, "broadcast", group)
-        raise
-    return _end(done)
+    return _issue("broadcast", tensor, group, async_op, None, backend.broadcast, tensor, group_src, group, async_op)
 
 
 def send(tensor: Tensor, dst: int, *, group: Group) -> None:
@@ -276,13 +249,8 @@ def _point_to_point(kind: str, tensor: Tensor, name: str, peer: int, group: Grou
         raise not_contiguous("tensor", tensor)
     backend, own = _primitives()
     check_peer(name, peer, own.size(group))
-    done = begin(kind, tensor.nbytes, group) if observers else None
-    try:
-        (backend.send if kind == "send" else backend.recv)(tensor, peer, group)
-    except RuntimeError as error:
-        backend.raise_if_lost(error, kind, group)
-        raise
-    _end(done)
+    primitive = backend.send if kind == "send" else backend.recv
+    _issue(kind, tensor, group, False, None, primitive, tensor, peer, group)
 
 
 def barrier(group: Group | None = None) -> None:
@@ -295,16 +263,7 @@ def barrier(group: Group | None = None) -> None:
         RuntimeError: there is no default group yet.
     """
     target = groups.default_group() if group is None else group
-    backend, _ = _primitives()
-    done = begin("barrier", 0, target) if observers else None
-    try:
-        work = backend.barrier(target)
-        if work is not None:
-            work.wait()
-    except RuntimeError as error:
-        backend.raise_if_lost(error, "barrier", target)
-        raise
-    _end(done)
+    _issue("barrier", None, target, False, None, _primitives()[0].barrier, target)
 
 
 def _check_op(op: str, tensor: Tensor) -> bool:
@@ -318,16 +277,42 @@ def _check_op(op: str, tensor: Tensor) -> bool:
     return op == "avg"
 
 
-def _handle(
-    work: Handle | None, kind: str, group: Group, done: list[Done] | None, average: tuple[Tensor, int] | None = None
-) -> Any:
-    """Make the caller's handle; with `average`, of a tensor over so many ranks, its wait divides the sum."""
-    handle = _OVER if work is None else _primitives()[0].pending(work, kind, group)
-    if done:
-        handle = Observed(handle, done)
-    return handle if average is None else _Average(handle, *average)
+def _issue(
+    kind: str,
+    counted: Tensor | None,
+    group: Group,
+    async_op: bool,
+    averaged: Tensor | None,
+    primitive: Callable[..., Handle | None],
+    *args: Any,
+) -> Handle | None:
+    """Call a primitive that communicates, and wait for it or make the caller's handle.
 
-
-def _end(done: list[Done] | None) -> None:
+    Args:
+        kind: the collective, as observers and errors name it.
+        counted: the tensor whose bytes observers are told; None is no bytes.
+        group: who takes part.
+        async_op: return at once, with a handle.
+        averaged: where a sum lands that is to become an average.
+        primitive: called with ``args``.
+        args: of the primitive.
+    """
+    backend, own = _primitives()
+    done = begin(kind, 0 if counted is None else counted.nbytes, group) if observers else None
+    try:
+        work = primitive(*args)
+        if not async_op and work is not None:
+            work.wait()
+    except RuntimeError as error:
+        backend.raise_if_lost(error, kind, group)
+        raise
+    if async_op:
+        handle = _OVER if work is None else backend.pending(work, kind, group)
+        if done:
+            handle = Observed(handle, done)
+        return handle if averaged is None else _Average(handle, averaged, own.size(group))
+    if averaged is not None:
+        backend.divide(averaged, own.size(group))
     if done:
         Observed(None, done).wait()
+    return None
