@@ -72,7 +72,7 @@ class Near(_Grouped):
     def _find_groups(self) -> None:
         groups = get_platform().groups
         first = self.axes.shard_rank - self.place
-        line = groups.get_process_group_ranks(self.axes.shard_group)  # type: ignore[attr-defined]
+        line = groups.get_process_group_ranks(self.axes.shard_group)
         self.group = groups.new_group(line[first : first + self.size])
 
 
@@ -92,7 +92,7 @@ class Separate(_Grouped):
     @staticmethod
     def of(axes: DataAxes) -> Separate:
         """That of these axes, made at the first call, which all ranks of the axis make alike."""
-        ranks = tuple(get_platform().groups.get_process_group_ranks(axes.shard_group))  # type: ignore[attr-defined]
+        ranks = tuple(get_platform().groups.get_process_group_ranks(axes.shard_group))
         found = _separate.get(ranks)
         if found is None:
             found = _separate[ranks] = Separate(ranks)
@@ -132,7 +132,7 @@ class DataAxes(_Grouped):
     def _find_groups(self) -> None:
         if not self.shards:
             ranks = sorted(self.mesh.ranks.reshape(-1).tolist())
-            groups: Any = get_platform().groups
+            groups = get_platform().groups
             self.shard_group, self.replicate_group = None, groups.new_group(ranks) if len(ranks) > 1 else None
             return
         shard = self.mesh.ndim - 1

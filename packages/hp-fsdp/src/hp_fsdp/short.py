@@ -202,7 +202,7 @@ def hsdp_mesh(module: Any, anatomy: Anatomy, shard_size: int) -> DeviceMesh:
         inside = (each for each in anatomy.modules(module) if isinstance(each, anatomy.sharded))
         data = next((_one_axis(group.axes.mesh) for each in inside for group in each._groups(False)), None)
     if data is None:
-        groups: Any = get_platform().groups
+        groups = get_platform().groups
         if not groups.is_initialized():
             groups.init_process_group()
         data = init_device_mesh(get_platform().devices.kind, (groups.size(),), mesh_dim_names=("hsdp",))

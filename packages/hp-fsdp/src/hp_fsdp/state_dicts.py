@@ -287,7 +287,7 @@ def from_rank0(values: dict[Any, Any], wire: Wire) -> tuple[set[Any], Iterator[t
     Raises:
         TypeError: rank 0 has a DTensor; on every rank.
     """
-    groups: Any = get_platform().groups
+    groups = get_platform().groups
     if not groups.is_initialized() or groups.size() == 1:
         return set(values), iter(values.items())
     first = groups.rank() == 0

@@ -312,13 +312,13 @@ class AsView(torch.autograd.Function):
         return grad
 
 
-class _OfParts(torch.autograd.Function):
-    """What each rank has for its part of a sum, the same on all of them, as one replicated value."""
+class GradientMoved(torch.autograd.Function):
+    """A local value as it is, whose gradient is moved from one layout to another."""
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, whole: TensorSpec, parts: TensorSpec) -> torch.Tensor:
-        ctx.layouts = whole, parts
-        return grad.view_as(grad)
+    def forward(ctx: Any, x: torch.Tensor, have: TensorSpec, wanted: TensorSpec) -> torch.Tensor:
+        ctx.layouts = have, wanted
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -336,7 +336,7 @@ def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> t
     if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
         return grad
     made = [Partial() if part else placement for part, placement in zip(parts, spec.placements, strict=True)]
-    return _OfParts.apply(grad, spec, spec.with_placements(made))
+    return GradientMoved.apply(grad, spec, spec.with_placements(made))
 
 
 def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> torch.Tensor:

@@ -33,22 +33,9 @@ class _InDtypes(torch.autograd.Function):
         return autograd.moved_back(grad.to(sent), *ctx.layouts).to(own), None, None, None, None
 
 
-class _GradientAs(torch.autograd.Function):
-    """A value as it is, whose gradient is moved to another layout."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, have: TensorSpec, wanted: TensorSpec) -> torch.Tensor:
-        ctx.layouts = have, wanted
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return autograd.move(grad, *ctx.layouts), None, None
-
-
 def gradient_as(local: torch.Tensor, spec: TensorSpec, gradient: TensorSpec) -> torch.Tensor:
     """A local part of layout ``spec``, whose gradient leaves in the layout ``gradient``."""
-    return _GradientAs.apply(local, grad_spec(spec), gradient)
+    return autograd.GradientMoved.apply(local, grad_spec(spec), gradient)
 
 
 def redistribute_in(

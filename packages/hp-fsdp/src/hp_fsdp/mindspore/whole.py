@@ -130,7 +130,7 @@ def _part(source: Tensor, spec: TensorSpec) -> Tensor:
 
 # ---- what rank 0 sends ----
 def _tell(value: Any) -> Any:
-    groups: Any = get_platform().groups
+    groups = get_platform().groups
     first = groups.rank() == 0
     data = np.frombuffer(pickle.dumps(value), np.uint8) if first else np.zeros(0, np.uint8)
     length = Tensor(np.array([data.size], np.int64))
@@ -143,7 +143,7 @@ def _tell(value: Any) -> Any:
 def _send(tensor: Any, shape: tuple[int, ...], dtype: Any) -> Tensor:
     made = mint.empty(shape, dtype=dtype) if tensor is None else to_device(local_view(tensor)).copy()
     if made.numel():
-        groups: Any = get_platform().groups
+        groups = get_platform().groups
         get_platform().collectives.broadcast(made, 0, group=groups.default_group())
     return made
 

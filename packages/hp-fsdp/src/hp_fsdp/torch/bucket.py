@@ -304,7 +304,7 @@ class _Copied:
     """A copy on the stream for copies, to be waited for like a gather."""
 
     def __init__(self) -> None:
-        devices: Any = get_platform().devices
+        devices = get_platform().devices
         self._module = devices.device_module()
         self._event = self._module.Event()
         self._event.record()

@@ -93,7 +93,7 @@ class Communication:
         if self.stream is None:
             self.hook(piece)
             return
-        devices: Any = get_platform().devices
+        devices = get_platform().devices
         module = devices.device_module()
         self.stream.wait_stream(module.current_stream())
         with module.stream(self.stream):

@@ -37,7 +37,7 @@ def aside(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, work goes to the stream for copies, after all that the current one was given; nothing changes on CPU."""
     if device.type == "cpu":
         return nullcontext()
-    devices: Any = get_platform().devices
+    devices = get_platform().devices
     module = devices.device_module()
     stream = _streams.get(device)
     if stream is None:
@@ -61,7 +61,7 @@ class Homecoming:
         self._copy = empty_on_host(tensor.numel(), tensor.dtype, pin)
         with aside(tensor.device):
             self._copy.copy_(tensor, non_blocking=True)
-            devices: Any = get_platform().devices
+            devices = get_platform().devices
             self._event = devices.device_module().Event()
             self._event.record()
 
