@@ -98,7 +98,7 @@ def test_modules_of_every_kind(sharded: bool, ranks: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_transformers_model(tie: bool) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
     os.environ["HF_HUB_OFFLINE"] = "1"
     config = transformers.LlamaConfig(
         vocab_size=34,

@@ -157,14 +157,14 @@ def test_partial_and_replicated_ranks_are_told_apart() -> None:
 
 def test_rich_draws_the_table_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    pytest.importorskip("rich")
+    pytest.importorskip("rich", reason="rich prints the table")
     text = visualize_sharding(GRID("dp", "tp"), shape=(5, 4))
     assert "│ 3:5           │ 2   │ 3   │" in text and "\x1b" not in text
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
 def test_a_picture_is_written(tmp_path: Any, suffix: str, start: bytes) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
     path = tmp_path / f"sharding.{suffix}"
     cube = Layout((2, 2, 2), ("a", "b", "c"))
     for layout, shape in [(cube("a", "b", "c"), (3, 4, 5)), (GRID("dp"), (3,)), (GRID(), ()), (GRID("dp"), (0,))]:
@@ -174,7 +174,7 @@ def test_a_picture_is_written(tmp_path: Any, suffix: str, start: bytes) -> None:
 
 
 def test_a_picture_shows_each_box_once(tmp_path: Any) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
     path = tmp_path / "sharding.svg"
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         visualize_sharding(_placed(RaggedShard((0, 1), (4, 8)), shape=(2,)), shape=(4, 3), path=path)

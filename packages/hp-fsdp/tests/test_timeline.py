@@ -210,7 +210,7 @@ def test_trace(tmp_path):
 
 
 def test_picture(tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib draws the time line")
     explanation().write(tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     with matplotlib.rc_context({"svg.fonttype": "none"}):
