@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -214,12 +215,32 @@ class DataAxes(_Grouped):
         cut = self._cut(inner)
         return () if cut is None else axes_within(cut, self.mesh)
 
-    def divided(self, inner: TensorSpec | None) -> bool:
-        """Whether a parameter's own layout divides it over axes of data parallelism, so that no group has to."""
+    def divided(self, name: str, inner: TensorSpec | None) -> bool:
+        """Whether a parameter's own layout divides it over axes of data parallelism, so that no group has to.
+
+        Args:
+            name: the parameter's, for errors.
+            inner: its own layout, if it has one.
+
+        Raises:
+            ValueError: it does over some of these axes, but the others are none of its mesh: nobody would reduce its
+                gradients there.
+        """
         if inner is None:
             return False
-        here = [inner.placements[axis] for axis in self.axes_of(inner.mesh)]
-        return any(not p.is_replicate() for p in here) and not any(isinstance(p, RaggedShard) for p in here)
+        axes = self.axes_of(inner.mesh)
+        here = [inner.placements[axis] for axis in axes]
+        if all(p.is_replicate() for p in here) or any(isinstance(p, RaggedShard) for p in here):
+            return False
+        ranks = math.prod(inner.mesh.size(axis) for axis in axes)
+        if ranks != self.mesh.size():
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is placed {inner.placements} on {inner.mesh}, which is a part of the"
+                f" mesh of data parallelism, {self.mesh}: its layout divides it over {ranks} of {self.mesh.size()}"
+                " ranks, and over the others nobody would reduce its gradients. Pass the other axes alone, such as"
+                ' mesh["dp"] of ("dp", "tp"), or lay it out on the whole mesh'
+            )
+        return True
 
     def sharded_spec(
         self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None

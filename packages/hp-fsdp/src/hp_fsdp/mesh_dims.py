@@ -1,15 +1,20 @@
-"""DataParallelMeshDims: which axes of a whole mesh are those of data parallelism."""
+"""Which axes are those of data parallelism: named ones of a whole mesh, or all ranks where no mesh is given."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
+from hp_platform import get_platform
 
-__all__ = ["DataParallelMeshDims", "data_axes"]
+__all__ = ["DataParallelMeshDims", "all_ranks", "data_axes"]
 
 Names = str | tuple[str, ...] | None
+ALL = ("dp_shard",)
+"""Name of the axis of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,51 @@ def data_axes(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh | None:
         )
     sharded = _one(mesh, shard)
     return DeviceMesh._concatenate([_one(mesh, replicate), sharded]) if replicate else sharded
+
+
+def all_ranks(parameters: Sequence[Any]) -> DeviceMesh:
+    """One axis of all ranks: the mesh of `fully_shard` where none is given.
+
+    Args:
+        parameters: the group's, managed: with a name, and a layout where they have one.
+
+    Raises:
+        ValueError: parameters are distributed already, so that all ranks are not those of data parallelism; before
+            anything is communicated.
+    """
+    groups: Any = get_platform().groups
+    if not groups.is_initialized():
+        groups.init_process_group()
+    size = groups.size()
+    placed = [each for each in parameters if each.inner is not None and not _is_all(each.inner.mesh, size)]
+    if placed:
+        _refuse_all_ranks(placed, len(parameters), size)
+    return init_device_mesh(get_platform().devices.kind, (size,), mesh_dim_names=ALL)
+
+
+def _is_all(mesh: DeviceMesh, size: int) -> bool:
+    return mesh.mesh_dim_names == ALL and mesh.size() == size
+
+
+def _refuse_all_ranks(placed: Sequence[Any], count: int, size: int) -> None:
+    inner = placed[0].inner
+    root = inner.mesh.root
+    if root.ndim > 1 and root.mesh_dim_names is not None:
+        advice = (
+            f"Pass the axes of data parallelism, those of {root.mesh_dim_names} over which the ranks have different"
+            ' rows, such as fully_shard(module, mesh["dp"])'
+        )
+    else:
+        advice = (
+            "Its mesh has no named axis for data parallelism: make one that has, mesh ="
+            ' init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize on mesh["tp"] or on the whole mesh, and'
+            ' call fully_shard(module, mesh["dp"]). Where the ranks of its mesh are those of data parallelism, pass it'
+        )
+    raise ValueError(
+        f"fully_shard: without a mesh a group is sharded over all {size} ranks, but {len(placed)} of its {count}"
+        f" parameters are DTensors already, the first {placed[0].name!r}, placed {inner.placements} on {inner.mesh}."
+        f" {advice}"
+    )
 
 
 def _tuple(names: Names) -> tuple[str, ...]:

@@ -5,7 +5,9 @@ Note [Axes of hsdp]
     there is none, over all. Those with a layout on a whole mesh
     (`shard_module`) are sharded over the axes on which all of the group are replicated; one that is divided over these
     stays as it is. Where layouts are on a slice (styles on ``mesh["tp"]``), the axes are the other ones of the mesh
-    that it was cut from.
+    that it was cut from, if all have names of data parallelism: over another one the ranks may hold other parameters
+    (pipeline) or the same rows, which nothing here can tell. A layout on a slice that holds an axis of such a name
+    (``mesh["dp", "tp"]``) has told the axes as one on the whole mesh does.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
@@ -25,6 +27,8 @@ from hp_platform import get_platform
 
 __all__ = ["Anatomy", "HsdpOptions", "hsdp_mesh", "hsdp_options", "modules_by_size"]
 
+DATA_NAMES = frozenset("dp ddp fsdp hsdp data batch cp context rep replica replicas replicate shard".split())
+PIPELINE_NAMES = frozenset("pp pipe pipeline stage stages".split())
 LEVELS = ("level1", "level2", "level3")
 TINY = 16
 """A group of less than one part in so many of the wanted size is not worth collectives of its own."""
@@ -231,6 +235,9 @@ def _data_axes(specs: Sequence[TensorSpec]) -> DeviceMesh | None:
     candidates = [names for spec in specs if (names := _free_axes(spec, root))]
     common = [name for name in candidates[0] if all(name in each for each in candidates)] if candidates else []
     names = tuple(common or (candidates[0] if candidates else (root.mesh_dim_names or ())[:1]))
+    stages = [name for name in names if _named(name, PIPELINE_NAMES)]
+    if stages:
+        _refuse_axes(stages, specs[0], "over which stages of a pipeline have other parameters")
     return root[names[0]] if len(names) == 1 else root[names]._flatten("hsdp_" + "_".join(names))
 
 
@@ -244,9 +251,29 @@ def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
 def _free_axes(spec: TensorSpec, root: DeviceMesh) -> list[str]:
     """The axes over which a parameter may be sharded further."""
     own = dict(zip(spec.mesh.mesh_dim_names or (), spec.placements, strict=True))
-    if spec.mesh == root:
-        return [name for name, placement in own.items() if placement.is_replicate()]
-    return [name for name in root.mesh_dim_names or () if name not in own]
+    others = [name for name in root.mesh_dim_names or () if name not in own]
+    told = not others or any(_named(name, DATA_NAMES) for name in own)
+    unknown = [name for name in others if not _named(name, DATA_NAMES)]
+    if unknown and not told:
+        _refuse_axes(unknown, spec, "of which hsdp cannot tell whether they are of data parallelism")
+    free = [name for name, placement in own.items() if told and placement.is_replicate()]
+    return [name for name in root.mesh_dim_names or () if name in free or (name in others and name not in unknown)]
+
+
+def _named(name: str, known: Collection[str]) -> bool:
+    """Whether a word of an axis' name is a known one: ``"dp_shard"``, ``"data-parallel"``, ``"dp0"``."""
+    return any(word.strip("0123456789") in known for word in name.lower().replace("-", "_").split("_"))
+
+
+def _refuse_axes(names: Sequence[str], spec: TensorSpec, why: str) -> NoReturn:
+    axes = tuple(spec.mesh.root.mesh_dim_names or ())
+    data = [name for name in axes if name not in names and name not in (spec.mesh.mesh_dim_names or ())]
+    data = data or [name for name in axes if _named(name, DATA_NAMES)] or names
+    raise ValueError(
+        f"hsdp: parameters are on {spec.mesh}, which was cut from a mesh of {axes}, with {list(names)}, {why}. Name the"
+        f" axes: fully_shard(module, mesh[{', '.join(map(repr, data))}]), or lay the parameters out on a slice that has"
+        " them (replicated there)"
+    )
 
 
 def modules_by_size(model: Any, max_bytes: int, anatomy: Anatomy) -> list[Any]:

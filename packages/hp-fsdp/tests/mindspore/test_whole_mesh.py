@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, mint, nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import Block, batch, close, differentiated, double, same_gradients, same_weights, seeded, sgd
 
 from hp_dtensor import Layout, RaggedShard, Replicate, Shard, init_device_mesh, shard_module
-from hp_fsdp import clip_grad_norm_, fully_shard
+from hp_fsdp import clip_grad_norm_, fully_shard, hsdp
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("mindspore")
@@ -65,3 +65,24 @@ def test_a_declared_layout_on_both_axes_is_sharded_over_dp(ranks: int):
         sgd(reference)(expected)
         sgd(model)(gradients)
         same_weights(model, reference, 1e-12)
+
+
+@on_ranks(2)
+def test_axes_that_nothing_tells_are_refused():
+    """The conditions are those of PyTorch's tests, in tests/test_axes.py."""
+    whole, staged = (
+        init_device_mesh(device_type(), shape, mesh_dim_names=names)
+        for shape, names in (((2, 1), ("dp", "tp1")), ((1, 2, 1), ("pp", "dp", "tp2")))
+    )
+
+    def laid_out(mesh, *placements):
+        cell = mint.nn.Linear(4, 4, bias=False)
+        return shard_module(cell, {"parameter": {"weight": (mesh, list(placements))}})
+
+    first = r"sharded over all 2 ranks, but 1 of its 1 parameters are DTensors already, the first 'weight', placed"
+    with pytest.raises(ValueError, match=first + r".*those of \('dp', 'tp1'\) over which.*mesh\[\"dp\"\]"):
+        fully_shard(laid_out(whole["tp1"], Shard(0)))
+    with pytest.raises(ValueError, match=r"'weight' is placed \(Shard\(0\),\).*divides it over 1 of 2 ranks"):
+        fully_shard(laid_out(whole["tp1"], Shard(0)), whole)
+    with pytest.raises(ValueError, match=r"hsdp: .* with \['pp'\], of which hsdp cannot tell.*mesh\['dp'\]"):
+        hsdp(laid_out(staged["tp2"], Shard(0)))

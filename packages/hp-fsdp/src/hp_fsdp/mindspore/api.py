@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from mindspore import Parameter, nn
 
-from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.mesh_dims import all_ranks
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.module import group_of, shard_class
 from hp_fsdp.mindspore.optimizers import watch_optimizers
@@ -18,7 +18,6 @@ from hp_fsdp.mindspore.rewriting import refuse_rewriting
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions, check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
-from hp_platform import get_platform
 
 __all__ = ["check_module", "fully_shard", "has_construct", "shard"]
 
@@ -64,7 +63,8 @@ def fully_shard(
         mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
             are DTensors on other axes of the same root mesh (tensor parallel) stay so. Those whose own layout is on
             these axes, too (``shard_module`` on the whole mesh), compute as that layout says, with DTensors on that
-            mesh, and the loss and its gradients are the whole batch's. Default: all ranks.
+            mesh, and the loss and its gradients are the whole batch's. Default: all ranks, where no parameter is a
+            DTensor on another mesh.
         reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
             True, which spares the outermost Cell, whose backward follows at once. A number: groups of that many
             consecutive ranks of the shard axis, which it must divide, keep shards of what was gathered between forward
@@ -102,31 +102,26 @@ def fully_shard(
         deterministic=deterministic,
         zero_copy=False,
     )
-    if mesh is None:
-        groups = get_platform().groups
-        if not groups.is_initialized():  # type: ignore[attr-defined]
-            groups.init_process_group()
-        mesh = init_device_mesh(get_platform().devices.kind, (groups.size(),), mesh_dim_names=("dp_shard",))
-    if not isinstance(mesh, DeviceMesh):
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__name__}")
     return shard(module, mesh, options, ignored_params or ())
 
 
-def shard(module: M, mesh: DeviceMesh, options: GroupOptions, ignored_params: Collection[Parameter] = ()) -> M:
+def shard(module: M, mesh: DeviceMesh | None, options: GroupOptions, ignored_params: Collection[Parameter] = ()) -> M:
     """What `fully_shard` does with arguments that were checked.
 
     Args:
         module: changed in place.
-        mesh: of one axis or two.
+        mesh: of one axis or two; None for all ranks.
         options: how the group communicates.
         ignored_params: parameters to leave as they are.
     """
     _check_statistics(module, {id(parameter) for parameter in ignored_params})
-    axes = DataAxes.of(mesh)
     ignored = list(ignored_params or ())
     found = find_parameters(module, ignored, lambda cell: group_of(cell) is not None)
-    parameters = [parameter for parameter in found if not axes.divided(parameter.inner)]
-    ignored += [parameter.parameter for parameter in found if axes.divided(parameter.inner)]
+    axes = DataAxes.of(all_ranks(found) if mesh is None else mesh)
+    parameters = [parameter for parameter in found if not axes.divided(parameter.name, parameter.inner)]
+    ignored += [parameter.parameter for parameter in found if axes.divided(parameter.name, parameter.inner)]
     watch_optimizers()
     refuse_rewriting()
     for parameter in ignored:

@@ -138,7 +138,7 @@ class ParameterGroup:
             parameter.check_place(standing, self.class_name)
         own = {id(each): p for p, standing in zip(self.parameters, self.standing) for each in (p.parameter, standing)}
         found = find_parameters(self.module, ignored, stop, own)
-        divided = [parameter for parameter in found if self.axes.divided(parameter.inner)]
+        divided = [parameter for parameter in found if self.axes.divided(parameter.name, parameter.inner)]
         for parameter in divided:
             self.ignored.append(parameter.parameter)
             ignore(parameter.parameter)

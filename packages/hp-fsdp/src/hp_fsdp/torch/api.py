@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hp_dtensor import init_device_mesh
 from hp_dtensor.mesh import DeviceMesh
 from hp_fsdp.axes import DataAxes
-from hp_fsdp.mesh_dims import data_axes
+from hp_fsdp.mesh_dims import all_ranks, data_axes
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions, check_options
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
@@ -74,7 +73,7 @@ def fully_shard(
             are DTensors on other axes of the same root mesh (tensor parallel) stay so. Those whose own layout is on
             these axes, too (``shard_module`` on the whole mesh), compute as that layout says, with DTensors on that
             mesh, and the loss and its gradients are the whole batch's: Note [Layouts on axes of data parallelism].
-            Default: all ranks.
+            Default: all ranks, where no parameter is a DTensor on another mesh.
         reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
             True, which spares the outermost module, whose backward follows at once. A number of ranks that divides the
             shard axis reshards to groups of that many consecutive ones: they gather again among themselves, and each
@@ -121,12 +120,7 @@ def fully_shard(
         zero_copy=True,
     )
     mesh = data_axes(mesh, dp_mesh_dims)
-    if mesh is None:
-        groups = get_platform().groups
-        if not groups.is_initialized():  # type: ignore[attr-defined]
-            groups.init_process_group()
-        mesh = init_device_mesh(get_platform().devices.kind, (groups.size(),), mesh_dim_names=("dp_shard",))
-    if not isinstance(mesh, DeviceMesh):
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__module__}.{type(mesh).__name__}."
             " Make it with hp_dtensor.init_device_mesh(device_type, shape, mesh_dim_names=...)"
@@ -137,7 +131,7 @@ def fully_shard(
 
 def shard(
     modules: Sequence[nn.Module],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     options: GroupOptions,
     ignored_params: Collection[nn.Parameter] = (),
 ) -> None:
@@ -145,15 +139,16 @@ def shard(
 
     Args:
         modules: changed in place.
-        mesh: of one axis or two.
+        mesh: of one axis or two; None for all ranks.
         options: how the group communicates.
         ignored_params: parameters to leave as they are.
     """
-    axes = DataAxes.of(mesh)
     ignored: list[Any] = list(ignored_params)
     found = find_parameters(modules, ignored, lambda child: group_of(child) is not None)
-    parameters = [parameter for parameter in found if not axes.divided(parameter.inner)]
-    ignored += [parameter.original for parameter in found if axes.divided(parameter.inner)]
+    mesh = all_ranks(found) if mesh is None else mesh
+    axes = DataAxes.of(mesh)
+    parameters = [parameter for parameter in found if not axes.divided(parameter.name, parameter.inner)]
+    ignored += [parameter.original for parameter in found if axes.divided(parameter.name, parameter.inner)]
     device = _device(modules, parameters, mesh)
     watch_optimizers()
     for parameter in ignored:

@@ -173,7 +173,7 @@ class ParameterGroup:
         found = find_parameters(
             self.members, ignored, stop, {id(tensor): parameter for tensor, parameter in self.stand_ins()}
         )
-        divided = [parameter for parameter in found if self.axes.divided(parameter.inner)]
+        divided = [parameter for parameter in found if self.axes.divided(parameter.name, parameter.inner)]
         for parameter in divided:
             self.ignored.append(parameter.original)
             ignore(parameter.original)
