@@ -12,7 +12,13 @@ from torch import nn
 
 from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import count_collectives
-from hp_styles import AsyncContextParallel, ContextParallel, context_parallel_shard, parallelize_module
+from hp_styles import (
+    AsyncContextParallel,
+    ContextParallel,
+    context_parallel,
+    context_parallel_shard,
+    parallelize_module,
+)
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
@@ -164,6 +170,73 @@ class Other(Given):
     """Of another class."""
 
 
+class Layers(nn.ModuleList):
+    """Layers of one kind, each of which the first has an input, and the second options of its own."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
+        first, second, *rest = self
+        return sum((layer(y).sum() for layer in rest), first(x).sum() + second(y, **options).sum())
+
+
+class Masked(Attention):
+    """With a mask and positions, as those of transformers."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        dropout: float = 0.0,
+        mask: Any = None,
+    ) -> torch.Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        options: dict[str, Any] = {"attn_mask": attention_mask if mask is None else mask, "dropout_p": dropout}
+        return F.scaled_dot_product_attention(q, k, v, is_causal=options["attn_mask"] is None, **options)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["ulysses", "ring", "async"])
+@pytest.mark.parametrize("alone", [False, True], ids=["a step", "the first step"])
+def test_what_one_rank_finds_at_a_later_layer_of_one_kind(style: str, alone: bool) -> None:
+    mesh, rank = _mesh(), dist.get_rank()
+    context = {
+        "ulysses": ContextParallel(),
+        "ring": ContextParallel(ulysses_degree=1),
+        "async": AsyncContextParallel(q_proj="q", v_proj="v", head_size=SIZE),
+    }[style]
+    options: dict[str, Any] = {"dtype": torch.float64, "device": device_type()}
+    x = torch.randn(2, 4, DIM, **options)
+    causal = torch.ones(4, 4, dtype=torch.bool, device=device_type()).tril()
+    padded = causal.clone()
+    padded[:, 0] = False
+    longer = torch.randn(2, 6, DIM, **options)
+    cases: list[tuple[type[Exception], str, torch.Tensor, dict[str, Any]]] = [
+        (ValueError, "parts are 6 queries and 6 keys, batch 2; .* which here are 4 and 4, batch 2", longer, {}),
+        (ValueError, "parts are 4 queries and 4 keys, batch 1", x[:1], {}),
+        (RuntimeError, "other padding", x, {"attention_mask": padded.expand(2, 1, 4, 4)}),
+        (NotImplementedError, "dropout_p=0.5", x, {"dropout": 0.5}),
+        (NotImplementedError, "an attn_mask of shape", x, {"mask": padded}),
+    ]
+    for error, text, y, own in cases:
+        layers = Layers([Masked(), Masked(), Masked()])
+        model = parallelize_module(layers, mesh, {"*": context})
+        if alone and "attention_mask" in own:
+            assert model(x, x, **(own if rank else {})).isfinite(), "a layer that still compares knows of all padding"
+            continue
+        for _ in range(1 if alone else 2):
+            if not alone:
+                want = model(x, x)
+                torch.testing.assert_close(model(x, x), want)
+            said = text + "|refuse this step|different shapes" if alone or not rank else text
+            with pytest.raises(Exception if alone else error, match=said):
+                model(x, y if rank else x, **(own if rank else {}))
+        assert not torch.overrides._get_current_function_mode_stack()
+        model(x, x)
+        with torch.no_grad():
+            assert model(longer, longer).isfinite(), "another length, on all"
+
+
 @on_ranks(2)
 def test_load_balance_that_is_not_the_same_everywhere() -> None:
     mesh = _mesh()
@@ -279,3 +352,28 @@ def test_styles_check_their_arguments() -> None:
         " load_balance=False, use_local_output=False)"
     )
     assert repr(AsyncContextParallel(v_proj="v")).startswith("AsyncContextParallel(v_proj='v', head_size=None, ")
+
+
+@on_ranks(2)
+def test_what_one_rank_finds_inside_a_module_of_queries_keys_and_values_and_in_a_block() -> None:
+    mesh, rank = _mesh(), dist.get_rank()
+    q, mask = torch.randn(1, 4, 6, 2, device=device_type()), torch.ones(6, 6, dtype=torch.bool, device=device_type())
+    own = {"attn_mask": mask} if rank else {}
+    text = "an attn_mask of shape" if rank else r"ranks \[1\] refuse this step"
+    style = ContextParallel(qkv_indices=(0, 1, 2), head_dim=1, seq_dim=2, ulysses_degree=1)
+    module = parallelize_module(Given(), mesh, style)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=text):
+            module(q, q, q, **own)
+        assert module(q, q, q).shape == q.shape
+    leaf = torch.randn(1, 4, 6, 2, device=device_type(), requires_grad=True)
+    for step in range(3):
+        with pytest.raises(NotImplementedError, match=text), context_parallel(mesh):
+            first = F.scaled_dot_product_attention(leaf, leaf, leaf, is_causal=True)
+            again = F.scaled_dot_product_attention(first, first, first, is_causal=True)
+            if step:  # which no block before had
+                again = F.scaled_dot_product_attention(again, again, again, is_causal=not own, **own)
+            (first.sum() + again.sum()).backward()
+            assert step == 0 and leaf.grad is not None
+            F.scaled_dot_product_attention(first, first, first, is_causal=not own, **own)
+        leaf.grad = None

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from hp_styles.context_documents import Part, Run
 
-__all__ = ["ERRORS", "SIZE", "Header", "check_alike"]
+__all__ = ["ERRORS", "SIZE", "Header", "check_alike", "check_refusals", "error_number"]
 
 ERRORS = (ValueError, TypeError, NotImplementedError, RuntimeError)  # the third is one of the fourth
 """What a rank refuses with; the others raise an error of the same class."""
@@ -94,6 +94,32 @@ class Header:
         return most * _RUN if most > RUNS else 0
 
 
+def error_number(fault: Exception | None) -> int | None:
+    """The place in `ERRORS` of what a rank refuses with."""
+    return None if fault is None else next(i for i, kind in enumerate(ERRORS) if isinstance(fault, kind))
+
+
+def check_refusals(faults: Sequence[int | None], ranks: Sequence[int], fault: Exception | None) -> None:
+    """Refuses what any rank refuses.
+
+    Args:
+        faults: the place in `ERRORS` of what each rank refuses with.
+        ranks: their names.
+        fault: what this rank refuses with.
+
+    Raises:
+        Exception: ``fault``; where other ranks refuse, an error of that class which names them.
+    """
+    if fault is not None:
+        raise fault
+    refusing = {rank: number for rank, number in zip(ranks, faults, strict=True) if number is not None}
+    if refusing:
+        raise ERRORS[min(refusing.values())](
+            f"ContextParallel: ranks {list(refusing)} refuse this step, by errors that say more there; this rank does"
+            " not, and can't compute it alone"
+        )
+
+
 def check_alike(headers: Sequence[Header], ranks: Sequence[int], fault: Exception | None) -> None:
     """Refuses what is not alike on all ranks.
 
@@ -106,14 +132,7 @@ def check_alike(headers: Sequence[Header], ranks: Sequence[int], fault: Exceptio
         ValueError: shapes, causality, windows or settings that differ.
         Exception: ``fault``; where other ranks refuse, an error of that class which names them.
     """
-    if fault is not None:
-        raise fault
-    refusing = {rank: h.fault for rank, h in zip(ranks, headers, strict=True) if h.fault is not None}
-    if refusing:
-        raise ERRORS[min(refusing.values())](
-            f"ContextParallel: ranks {list(refusing)} refuse this step, by errors that say more there; this rank does"
-            " not, and can't compute it alone"
-        )
+    check_refusals([h.fault for h in headers], ranks, fault)
     said = {rank: (h.load_balance, h.ulysses) for rank, h in zip(ranks, headers, strict=True)}
     if len(set(said.values())) > 1:
         each = "; ".join(f"rank {rank}: load_balance={b}, {u}" for rank, (b, u) in said.items())

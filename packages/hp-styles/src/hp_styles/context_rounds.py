@@ -24,22 +24,40 @@ class Round:
     Attributes:
         settled: by what is alike in calls, what the ranks found out about them.
         kept: what is computed once for all, by what it is computed from, which stays alive with it.
-        kinds: of modules whose ranks have compared what they compute.
+        kinds: of modules whose ranks have compared what they compute, with what they found out.
         seen: modules that were called.
         fault: what this rank refuses all of them with.
+        met: how often the attention of each module was met.
+        late: what this rank refuses since it was too late to tell the others.
+        followed: the groups of ranks in which attention was met that compared nothing.
     """
 
     settled: dict[Any, Any] = field(default_factory=dict)
     kept: dict[Any, Any] = field(default_factory=dict)
-    kinds: frozenset[Any] = frozenset()
+    kinds: dict[Any, Any] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     fault: Exception | None = None
+    met: dict[int, int] = field(default_factory=dict)
+    late: Exception | None = None
+    followed: dict[Any, Any] = field(default_factory=dict)
+
+    def place(self, module: int) -> tuple[int, int]:
+        """Count one more attention of a module; its place is alike on all ranks, and in all rounds."""
+        self.met[module] = self.met.get(module, 0) + 1
+        return module, self.met[module]
 
 
 class Rounds(threading.local):
-    """The rounds of one style, on each thread; see Note [Rounds]."""
+    """The rounds of one style, on each thread; see Note [Rounds].
+
+    Attributes:
+        open: modules that are called, from the outermost on.
+        current: the round.
+        follows: places whose attention follows the first of its kind, with what each expects; Note [Later attention].
+    """
 
     def __init__(self) -> None:
+        self.follows: dict[Any, Any] = {}
         self.open: list[Any] = []
         self.current = Round()
 

@@ -22,7 +22,7 @@ from hp_styles.torch.context.exchange import Exchange, Transfer, exchange
 from hp_styles.torch.context.group import SequenceGroup, like
 from hp_styles.torch.context.masks import Seen
 from hp_styles.torch.context.ring import Ring, no_autocast, ring_attention
-from hp_styles.torch.context.settling import Settling
+from hp_styles.torch.context.settling import Settling, zeros_like_queries
 
 __all__ = ["ContextGroup", "attend", "attend_inside"]
 
@@ -230,26 +230,31 @@ def attend(
     with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
         q, k, v = group.to_heads(parts, arriving, _HEADS, _SEQUENCE)
         out = group.to_sequence(group.over_ring(q, k, v, seen, scale), _HEADS, _SEQUENCE)
-    return like(out, query)
+    return like(out, query) if settling.round.late is None else zeros_like_queries(query, value)
 
 
-def attend_inside(group: ContextGroup, query: T, key: T, value: T, *args: Any, **options: Any) -> T:
+def attend_inside(group: ContextGroup, settling: Settling, query: T, key: T, value: T, *args: Any, **options: Any) -> T:
     """Attention over the ring alone, of q, k and v that have been exchanged for a part of the heads already.
 
     Args:
         group: the ranks.
+        settling: what they have compared.
         query: this and what follows as `attend` takes it.
         key: keys.
         value: values.
         args: the rest by position.
         options: the rest by name.
     """
-    given = inspect.signature(attend).bind(group, None, {}, query, key, value, *args, **options)
+    given = inspect.signature(attend).bind(group, settling, {}, query, key, value, *args, **options)
     given.apply_defaults()
     asked = given.arguments
-    refuse(query, key, value, asked["dropout_p"], asked["is_causal"], asked["enable_gqa"])
-    if asked["attn_mask"] is not None:
-        refuse_mask(asked["attn_mask"])
+    settling.round.followed.setdefault(group.mesh, (group, query.device))
+    try:
+        refuse(query, key, value, asked["dropout_p"], asked["is_causal"], asked["enable_gqa"])
+        if asked["attn_mask"] is not None:
+            refuse_mask(asked["attn_mask"])
+    except NotImplementedError as error:  # of one rank, perhaps
+        settling.keep(error, query.device)
     q, k, v = _cast(query, key, value)
     q, k, v = group.locals(q, k, v, _HEADS, _SEQUENCE)
     with torch._C.DisableTorchFunction(), no_autocast(query.device.type):

@@ -27,7 +27,7 @@ from hp_styles.torch.context.call import Call, call_of, left_out
 from hp_styles.torch.context.exchange import Transfer
 from hp_styles.torch.context.group import like
 from hp_styles.torch.context.sequence import CUT
-from hp_styles.torch.context.settling import Settling
+from hp_styles.torch.context.settling import Settling, end_round
 
 __all__ = ["attach", "enclose"]
 
@@ -86,8 +86,8 @@ class _Attention(TorchFunctionMode):
             if self.group.size == 1 and not any(isinstance(x, DTensor) for x in (*args, *options.values())):
                 return func(*args, **options)
             if self.frame.query is not None:
-                return attend_inside(self.group, *args, **options)
-            if self.frame.early:
+                return attend_inside(self.group, self.frame.settling, *args, **options)
+            if self.frame.early and self.frame.settling.round.late is None:
                 _check_sources(self.frame, self.calls, *args, **options)
             return attend(self.group, self.frame.settling, self.frame.arriving, *args, **options)
         if func is F.multi_head_attention_forward:
@@ -132,6 +132,7 @@ def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, rounds: Roun
         module.register_forward_pre_hook(_enter(group, settings), with_kwargs=True)
     if not settings.takes_qkv or group.degrees.ring > 1:
         module.register_forward_hook(_check_met)
+    module.register_forward_hook(_end_alone)
     module.register_forward_hook(_leave, always_call=True)
     if settings.use_local_output:
         module.register_forward_hook(_local_outputs)
@@ -152,7 +153,12 @@ def enclose(root: nn.Module, rounds: Rounds, mesh: DeviceMesh, load_balance: boo
         if mesh.size() > 1 and rounds.current.fault is None:
             rounds.current.fault = _cut_otherwise(mesh, load_balance, args, kwargs) or left_out(module, args, kwargs)
 
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if rounds.open == [module]:
+            end_round(rounds.current, rounds)
+
     root.register_forward_pre_hook(enter, with_kwargs=True)
+    root.register_forward_hook(end)
     root.register_forward_hook(lambda module, args, output: rounds.leave(module), always_call=True)
 
 
@@ -172,7 +178,7 @@ def _settling(module: nn.Module, group: ContextGroup, call: Call, args: Any, kwa
     backward = torch._C._current_graph_task_id() != -1
     now = group.rounds.of(group.number, backward=backward)
     now.fault = now.fault or _cut_otherwise(group.mesh, group.load_balance, args, kwargs)
-    return Settling(group, group.degrees.ulysses, call, now, early)
+    return Settling(group, group.number, group.rounds, group.degrees.ulysses, call, now, early)
 
 
 def _enter(group: ContextGroup, settings: Settings) -> Any:
@@ -200,6 +206,13 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         frame = _frames.stack.pop()
         if frame.mode is not None:
             frame.mode.__exit__(None, None, None)
+
+
+def _end_alone(module: nn.Module, args: Any, output: Any) -> None:
+    """Ends the round of a module that nothing encloses."""
+    frame = _frames.of(module)
+    if frame is not None and not frame.settling.rounds.open and torch._C._current_graph_task_id() == -1:
+        end_round(frame.settling.round, frame.settling.rounds)
 
 
 def _check_met(module: nn.Module, args: Any, output: Any) -> None:
@@ -280,6 +293,9 @@ def _giver(group: ContextGroup, settings: Settings) -> Any:
             )
         with torch._C.DisableTorchFunction():
             made = group.to_sequence(first, head, seq)
+        if frame.settling.round.late is not None:
+            query = frame.query.to_local() if isinstance(frame.query, DTensor) else frame.query
+            made = made.new_zeros([query.shape[d] if d in (0, seq) else n for d, n in enumerate(made.shape)])
         made = like(made, frame.query)
         if not several:
             return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from hp_dtensor.torch.engine import backward
 from hp_styles.context_rounds import Rounds
 from hp_styles.torch.context.attention import ContextGroup, attend
 from hp_styles.torch.context.call import Call
-from hp_styles.torch.context.settling import Settling
+from hp_styles.torch.context.settling import Settling, end_round
 
 __all__ = ["attention_over", "cut_in_place"]
 
@@ -29,9 +30,11 @@ class _Ring(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            settling = Settling(self.group, 1, Call("context_parallel"), self.group.rounds.current)
+            rounds = self.group.rounds
+            settling = Settling(self.group, 0, rounds, 1, Call("context_parallel"), rounds.current)
             return attend(self.group, settling, {}, *args, **(kwargs or {}))
         if func in (torch.Tensor.backward, torch.autograd.backward):  # layers that are recomputed need the mode as well
+            end_round(self.group.rounds.current, self.group.rounds)
             with self:
                 return backward(func, args, _renamed(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -42,15 +45,22 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     return {"grad_tensors" if name == "gradient" else name: value for name, value in options.items()}
 
 
+@functools.lru_cache(maxsize=64)
+def _rounds_over(mesh: DeviceMesh) -> Rounds:
+    """The rounds of all blocks over a mesh, of which each compares less than the first."""
+    return Rounds()
+
+
 @contextlib.contextmanager
 def attention_over(mesh: DeviceMesh) -> Iterator[None]:
     """Attention inside is over the ring of a mesh, of parts that are cut by head and tail."""
-    rounds = Rounds()
+    rounds = _rounds_over(mesh)
     group = ContextGroup(mesh, 1, True, rounds)
     rounds.enter(mesh)
     try:
         with _Ring(group):
             yield
+        end_round(rounds.current, rounds)
     finally:
         rounds.leave(mesh)
 

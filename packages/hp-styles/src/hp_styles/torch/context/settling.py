@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hp_dtensor import DTensor
 from hp_styles.context_documents import Part, joined_parts
-from hp_styles.context_header import ERRORS, Header, check_alike
-from hp_styles.context_rounds import Round
+from hp_styles.context_header import ERRORS, Header, check_alike, check_refusals, error_number
+from hp_styles.context_rounds import Round, Rounds
 from hp_styles.torch.context.call import Call
-from hp_styles.torch.context.group import SequenceGroup
+from hp_styles.torch.context.group import SequenceGroup, like
 from hp_styles.torch.context.masks import Reading, Seen, part_of, read_mask
 
-__all__ = ["Settling"]
+__all__ = ["Settling", "end_round", "zeros_like_queries"]
 
 T = torch.Tensor
 _SEQUENCE = 2
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What the ranks found out at the first attention of a kind.
+
+    Attributes:
+        lengths: of the batch, the queries and the keys.
+        parts: what each rank said of its part of the sequence.
+        part: what this one did.
+        rows: the documents and the padding of the whole sequence.
+    """
+
+    lengths: tuple[int, ...]
+    parts: tuple[Part, ...]
+    part: Part
+    rows: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """Tensors of attention that follows: batch and sequence are those of the first of its kind."""
+
+    tensors: tuple[tuple[int, int, torch.dtype], ...]  # heads, head size
+
+    def zeros(self, lengths: tuple[int, ...], like: T) -> tuple[T, ...]:
+        """What a rank sends that has an error to keep."""
+        batch, queries, keys = lengths
+        sizes = (queries, keys, keys)[: len(self.tensors)]
+        return tuple(
+            like.new_zeros(batch, heads, length, size, dtype=dtype)
+            for (heads, size, dtype), length in zip(self.tensors, sizes, strict=True)
+        )
+
+
+def _lengths(parts: Sequence[T]) -> tuple[int, ...]:
+    return parts[0].shape[0], parts[0].shape[_SEQUENCE], parts[-1].shape[_SEQUENCE]
 
 
 @dataclass
@@ -27,6 +65,8 @@ class Settling:
 
     Attributes:
         group: the ranks.
+        number: of the module, alike on all ranks.
+        rounds: of the style.
         ulysses: ranks of a Ulysses group.
         call: what the module is called with.
         round: what other calls found out.
@@ -34,6 +74,8 @@ class Settling:
     """
 
     group: SequenceGroup
+    number: int
+    rounds: Rounds
     ulysses: int
     call: Call
     round: Round
@@ -48,13 +90,17 @@ class Settling:
             given: what they are parts of.
             is_causal: None where it is not known yet.
 
+        Returns:
+            Zeros where this rank keeps an error: Note [Later attention] in `hp_styles.context_rounds`.
+
         Raises:
             Exception: that of ``checked``; what differs between ranks; where other ranks refuse, an error of its class.
         """
         parts, part, fault, causal, reading = tuple(given), Part(positioned=False), None, is_causal, None
         try:
-            if self.round.fault is not None:
-                raise self.round.fault
+            refused = self.round.fault or self.round.late
+            if refused is not None:
+                raise refused
             parts = checked()
             self.call.refuse_cache(f"{'Async' * self.early}ContextParallel", filled=not self.early)
             if self.group.size > 1:
@@ -65,10 +111,21 @@ class Settling:
             if fault is not None:
                 raise fault
             return parts, Seen(parts[-1].shape[_SEQUENCE], bool(is_causal), None, ())
-        rows = self._rows_of(parts, part, causal, fault)
+        parts, rows = self._settled(parts, part, causal, fault)
         length = parts[-1].shape[_SEQUENCE] * self.group.size
         seen = Seen(length, bool(causal), self.call.window if causal else None, rows)
         return parts, self.round.kept.setdefault(("seen", seen.causal, seen.window, rows, length), seen)
+
+    def keep(self, fault: Exception, device: torch.device) -> None:
+        """Keep an error until the round ends; in backward, where it has no end, raise it.
+
+        Raises:
+            Exception: ``fault``.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise fault
+        self.round.late = self.round.late or fault
+        self.round.followed[self.group.mesh] = self.group, device
 
     def _read(self, parts: tuple[T, ...], is_causal: bool | None) -> tuple[bool | None, Reading, Part]:
         """Whether attention is causal, what the mask says, what this rank says of its part."""
@@ -100,37 +157,54 @@ class Settling:
             )
         return causal, reading, part
 
-    def _rows_of(self, parts: Sequence[T], part: Part, causal: bool | None, fault: Exception | None) -> Any:
-        """The documents and the padding of the whole sequence, from all ranks where they are not known."""
-        group, settled = self.group, self.round.settled
-        lengths = (tuple(parts[0].shape[:1]), tuple(x.shape[_SEQUENCE : _SEQUENCE + 1] for x in (parts[0], parts[-1])))
-        key = (lengths, id(self.call.positions), self.call.causal)
+    def _settled(
+        self, parts: tuple[T, ...], part: Part, causal: bool | None, fault: Exception | None
+    ) -> tuple[tuple[T, ...], Any]:
+        """The parts, and the documents and the padding of the whole sequence."""
         kind = self.call.name, self.call.causal  # alike on all ranks, as no length is
-        known, self.round.kinds = kind in self.round.kinds, self.round.kinds | {kind}
-        if known and (key in settled or fault is not None):
-            if fault is not None:
-                raise fault
-            before, rows, _ = settled[key]
-            if before != part:
-                raise RuntimeError(
-                    f"ContextParallel on {self.call.name}: its attention_mask tells of other documents or other padding"
-                    " than those of modules before it in the same step; one of each is computed a step"
-                )
-            return rows
+        first, place = self.round.kinds.get(kind), self.round.place(self.number)
+        if first is not None and place in self.rounds.follows:
+            return self._following(first, self.rounds.follows[place], parts, part, fault)
         shapes = tuple(tuple(x.shape) for x in parts)
-        header = Header(shapes, causal, self.call.window, group.load_balance, self.ulysses, part)
-        if fault is not None:
-            header = replace(header, fault=next(i for i, kind in enumerate(ERRORS) if isinstance(fault, kind)))
+        number = error_number(fault)
+        header = Header(shapes, causal, self.call.window, self.group.load_balance, self.ulysses, part, number)
         headers = self._exchanged(header, parts[0].device)
-        check_alike(headers, group.ranks, fault)
+        check_alike(headers, self.group.ranks, fault)
+        said = tuple(h.part for h in headers)
         rows = joined_parts(
-            [h.part for h in headers],
+            said,
             length=parts[0].shape[_SEQUENCE],
-            load_balance=group.load_balance,
-            ranks=group.ranks,
+            load_balance=self.group.load_balance,
+            ranks=self.group.ranks,
         )
-        settled[key] = part, rows, self.call.positions
-        return rows
+        first = self.round.kinds.setdefault(kind, _Agreed(_lengths(parts), said, part, rows))
+        if (first.lengths, first.parts) == (_lengths(parts), said):
+            self.rounds.follows[place] = _Expected(tuple((x.shape[1], x.shape[3], x.dtype) for x in parts))
+        return parts, rows
+
+    def _following(
+        self, first: _Agreed, expected: _Expected, parts: tuple[T, ...], part: Part, fault: Exception | None
+    ) -> tuple[tuple[T, ...], Any]:
+        """The same of attention that is held against the first of its kind."""
+        self.round.followed[self.group.mesh] = self.group, parts[0].device
+        if fault is None and _lengths(parts) != first.lengths:
+            batch, queries, keys = _lengths(parts)
+            fault = ValueError(
+                f"ContextParallel on {self.call.name}: this rank's parts are {queries} queries and {keys} keys, batch"
+                f" {batch}; in the steps before they were as long as those of the first {self.call.name} of the step,"
+                f" which here are {first.lengths[1]} and {first.lengths[2]}, batch {first.lengths[0]}. Cut the sequence"
+                " to one length on all ranks; where a layer changes it on all of them, repeat the step: lengths are"
+                " then compared at each layer"
+            )
+        if fault is None and part != first.part:
+            fault = RuntimeError(
+                f"ContextParallel on {self.call.name}: its attention_mask tells of other documents or other padding"
+                " than those of modules before it in the same step; one of each is computed a step"
+            )
+        if fault is None:
+            return parts, first.rows
+        self.keep(fault, parts[0].device)
+        return expected.zeros(first.lengths, parts[0]), first.rows
 
     def _exchanged(self, header: Header, device: torch.device) -> list[Header]:
         """What each rank says, from one message, or from two where a rank's part has too many runs for one."""
@@ -141,3 +215,26 @@ class Settling:
         mine = header.runs()
         runs = self.group.gathered([*mine, *[0] * (longest - len(mine))], device)
         return [Header.read(numbers, more) for numbers, more in zip(messages, runs, strict=True)]
+
+
+def end_round(now: Round, rounds: Rounds) -> None:
+    """Refuse a round in which a rank kept an error; Note [Later attention] in `hp_styles.context_rounds`.
+
+    Raises:
+        Exception: that of this rank; where others have one, an error of its class.
+    """
+    followed, now.followed = now.followed, {}
+    for group, device in followed.values():
+        number = error_number(now.late)
+        said = group.gathered([-1 if number is None else number], device)
+        faults = [None if row[0] < 0 else row[0] for row in said]
+        if any(fault is not None for fault in faults):
+            rounds.follows.clear()
+            fault, now.late = now.late, None
+            check_refusals(faults, group.ranks, fault)
+
+
+def zeros_like_queries(query: T, value: T) -> T:
+    """In the place of attention's output, where this rank keeps an error."""
+    local = query.to_local() if isinstance(query, DTensor) else query
+    return like(local.new_zeros((*local.shape[:-1], value.shape[-1])), query)
