@@ -14,7 +14,7 @@ from hp_testing import device_type, on_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import batch, compared, data_mesh, groups_of, loss_of, pair
 
-FORWARD = [("HSDPNet", "all_gather"), *((f"HSDPNet.blocks.{i}", "all_gather") for i in range(3))]
+FORWARD = [("Net", "all_gather"), *((f"Net.blocks.{i}", "all_gather") for i in range(3))]
 
 
 def seen(comm: CommDebugMode, phase: str) -> list[tuple[str, str]]:
@@ -32,13 +32,13 @@ def test_a_groups_collectives_are_its_modules():
             loss_of(model(batch(step)[1])).backward()
         assert seen(comm, "forward") == FORWARD
         assert seen(comm, "backward") == [
-            ("HSDPNet.blocks.2", "all_gather"),
-            ("HSDPNet.blocks.1", "all_gather"),
-            ("HSDPNet.blocks.2", "reduce_scatter"),
-            ("HSDPNet.blocks.0", "all_gather"),
-            ("HSDPNet.blocks.1", "reduce_scatter"),
-            ("HSDPNet.blocks.0", "reduce_scatter"),
-            ("HSDPNet", "reduce_scatter"),
+            ("Net.blocks.2", "all_gather"),
+            ("Net.blocks.1", "all_gather"),
+            ("Net.blocks.2", "reduce_scatter"),
+            ("Net.blocks.0", "all_gather"),
+            ("Net.blocks.1", "reduce_scatter"),
+            ("Net.blocks.0", "reduce_scatter"),
+            ("Net", "reduce_scatter"),
         ]
         assert all(event.file and event.axis == "dp_shard" for event in comm.events)
 
@@ -51,7 +51,7 @@ def test_replicas_are_summed_behind_the_next_groups_backward():
     with CommDebugMode(mesh=mesh) as comm:
         loss_of(model(batch()[1])).backward()
     summed = [(event.module, event.axis) for event in comm.events if event.kind == "all_reduce"]
-    assert summed == [(name, "replicate") for name in (*(f"HSDPNet.blocks.{i}" for i in (2, 1, 0)), "HSDPNet")]
+    assert summed == [(name, "replicate") for name in (*(f"Net.blocks.{i}" for i in (2, 1, 0)), "Net")]
 
 
 @on_ranks(2)
@@ -60,7 +60,7 @@ def test_of_a_backward_alone_the_names_are_known_too():
     loss = loss_of(model(batch()[1]))
     with CommDebugMode() as comm:
         loss.backward()
-    names = {"HSDPNet", *(f"HSDPNet.blocks.{i}" for i in range(3))}
+    names = {"Net", *(f"Net.blocks.{i}" for i in range(3))}
     assert {event.module for event in comm.events} == names
 
 
@@ -69,7 +69,7 @@ def test_parameters_that_are_asked_for_before_the_first_forward():
     _, model = pair()
     with CommDebugMode() as comm:
         model.blocks[1].unshard()
-    assert [(event.phase, event.module) for event in comm.events] == [("forward", "HSDPBlock")]
+    assert [(event.phase, event.module) for event in comm.events] == [("forward", "Block")]
     with torch.no_grad():
         model(batch()[1])
     assert all(len(group.modules) == 2 for group in groups_of(model))

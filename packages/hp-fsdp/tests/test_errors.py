@@ -55,7 +55,7 @@ def test_modules():
     ):
         fully_shard(nn.ModuleList([nn.Linear(1, 1)]))
     model: Any = pair()[1]
-    with pytest.raises(ValueError, match=r"this HSDPNet is sharded already"):
+    with pytest.raises(ValueError, match=r"this Net is sharded already"):
         fully_shard(model, data_mesh())
     with pytest.raises(TypeError, match=r"expected modules that fully_shard was called on, got Linear"):
         model.set_modules_to_forward_prefetch([model.last])
@@ -64,9 +64,9 @@ def test_modules():
     model.set_reduce_op_type(torch.distributed.ReduceOp.SUM)
     with pytest.raises(NotImplementedError, match=r"set_reshard_after_forward: reshard_after_forward=4"):
         model.set_reshard_after_forward(4)
-    with pytest.raises(NotImplementedError, match=r"HSDPNet cannot be copied"):
+    with pytest.raises(NotImplementedError, match=r"Net cannot be copied"):
         copy.deepcopy(model)
-    with pytest.raises(NotImplementedError, match=r"HSDPNet cannot be pickled.*Save full_state_dict"):
+    with pytest.raises(NotImplementedError, match=r"Net cannot be pickled.*Save full_state_dict"):
         pickle.dumps(model)
 
 

@@ -43,11 +43,11 @@ def test_it_tells_what_collectives_show(tmp_path):
     for phase in ("forward", "backward"):
         for kind, what in (("gather", "all_gather"), ("reduce", "reduce_scatter")):
             seen = [event for event in comm.events if (event.phase, event.kind) == (phase, what)]
-            names = ["HSDPNet" if event.module == "HSDPNet" else event.module.partition(".")[2] for event in seen]
+            names = ["Net" if event.module == "Net" else event.module.partition(".")[2] for event in seen]
             assert said(told, phase, kind) == names, (phase, kind)
     gathered = {group.name: group.gathered_bytes for group in told.groups}
     assert gathered == {event.module.partition(".")[2] or event.module: event.bytes for event in comm.events}
-    assert max(event.unsharded for event in told.events) == gathered["HSDPNet"] + 2 * gathered["blocks.0"]
+    assert max(event.unsharded for event in told.events) == gathered["Net"] + 2 * gathered["blocks.0"]
     assert said(told, "forward", "free") == BLOCKS  # the root stays for its backward
     trace = json.loads(path.read_text())["traceEvents"]
     assert [each["name"] for each in trace if each["ph"] == "X" and each["cat"] == "backward"].count("blocks.0") >= 4
@@ -75,7 +75,7 @@ def test_only_a_sharded_root_is_explained():
         explain(nn.Linear(2, 2))
     inner = pair()[1]
     inner(batch()[1])
-    with pytest.raises(ValueError, match="this HSDPBlock is inside another sharded module"):
+    with pytest.raises(ValueError, match="this Block is inside another sharded module"):
         explain(inner.blocks[0])
     model = fully_shard(Net().to(device_type()), reshard_after_forward=False)
     with pytest.raises(ValueError, match=r"ends in .json, .png, .svg, .pdf, got 'step.txt'"):
@@ -175,7 +175,7 @@ def test_unsharded_memory_and_activations_are_as_predicted():
             assert predicted == measured == row(early, kind)[0], (name, kind, predicted, measured)
             alone = dist.get_world_size() == 1 and (name != "mixed" or kind == "unsharded gradients")
             assert (measured == 0) == alone, (name, kind, measured)
-        assert max(sum(group != "HSDPTransformer" for group in each.groups) for each in told.held) <= 2
+        assert max(sum(group != "Transformer" for group in each.groups) for each in told.held) <= 2
 
 
 @on_ranks(4)
@@ -224,11 +224,11 @@ def test_the_time_line_is_that_of_the_last_training_step():
     with torch.no_grad():
         model(batch()[1])
     assert explain(model).timeline == told  # evaluation doesn't count
-    groups = ["HSDPNet", *BLOCKS]
+    groups = ["Net", *BLOCKS]
     for phase in ("forward", "backward"):
         spans = {span.group: span for span in told.spans if (span.phase, span.kind) == (phase, "compute")}
         assert sorted(spans) == groups
-        outer = spans["HSDPNet"]
+        outer = spans["Net"]
         order = BLOCKS if phase == "forward" else BLOCKS[::-1]
         for one, other in zip(order, order[1:]):
             assert outer.start <= spans[one].start < spans[one].stop <= spans[other].start < outer.stop, (phase, one)
@@ -236,7 +236,7 @@ def test_the_time_line_is_that_of_the_last_training_step():
         assert [sum((s.kind, s.group) == (kind, name) for s in told.spans) for name in BLOCKS] == [count] * 3
     assert 0 < told.computing < told.seconds and 0 <= told.overlapped <= 1
     assert told.waiting_for_gathers > 0 and told.waiting_for_reductions > 0
-    assert len([line for line in str(told).split("\n") if line.startswith(("blocks.", "HSDPNet"))]) == 4
+    assert len([line for line in str(told).split("\n") if line.startswith(("blocks.", "Net"))]) == 4
 
 
 @on_ranks(1)

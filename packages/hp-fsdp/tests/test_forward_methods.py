@@ -90,7 +90,7 @@ def test_names_that_are_no_methods():
     model = nn.Linear(1, 1)
     register_fsdp_forward_method(model, "no_such")  # as torch: modules that are not sharded are left alone
     fully_shard(model, data_mesh())
-    with pytest.raises(ValueError, match="HSDPLinear has no method 'no_such', got None"):
+    with pytest.raises(ValueError, match="Linear has no method 'no_such', got None"):
         register_fsdp_forward_method(model, "no_such")
 
 

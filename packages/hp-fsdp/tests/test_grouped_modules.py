@@ -146,13 +146,13 @@ def test_what_cannot_be_one_group():
         fully_shard([model.norm, "head"])
     inner = fully_shard([model.first, model.first], data_mesh())
     assert inner == [model.first, model.first]
-    with pytest.raises(ValueError, match="this HSDPLinear is sharded already"):
+    with pytest.raises(ValueError, match="this Linear is sharded already"):
         fully_shard([model.first, model.head])
     fully_shard([model.norm, model.head], data_mesh())
-    with pytest.raises(RuntimeError, match=r"one of the group \[HSDPLayerNorm, HSDPLinear\] runs, and no sharded"):
+    with pytest.raises(RuntimeError, match=r"one of the group \[LayerNorm, Linear\] runs, and no sharded"):
         model.head(torch.ones(2, 7, dtype=torch.float64, device=device_type()))
     holder = fully_shard(nn.Sequential(model.first, model.norm), data_mesh())
-    with pytest.raises(RuntimeError, match=r"HSDPLinear is in one group with modules of HSDPSequential, but not in"):
+    with pytest.raises(RuntimeError, match=r"Linear is in one group with modules of Sequential, but not in"):
         holder(torch.ones(2, 5, dtype=torch.float64, device=device_type()))
     # A module inside of another one of the list is in its group anyway.
     net: Any = seeded(Net)

@@ -294,7 +294,11 @@ def test_groups_inside_groups():
 @on_ranks(1)
 def test_the_class_is_a_subclass_of_its_own_and_of_hsdp_module():
     model = fully_shard(seeded(Net), data_mesh())
-    assert isinstance(model, Net) and isinstance(model, HSDPModule) and type(model).__name__ == "HSDPNet"
+    assert (
+        isinstance(model, Net)
+        and isinstance(model, HSDPModule)
+        and (type(model).__name__, type(model).__qualname__) == ("Net", "HSDPNet")
+    )
     assert type(fully_shard(seeded(Net), data_mesh())) is type(model)
 
 

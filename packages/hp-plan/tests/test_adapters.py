@@ -14,13 +14,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hp_fsdp import fully_shard
+from hp_fsdp import full_state_dict, fully_shard
 from hp_testing import on_ranks
 
 pytestmark = [
@@ -109,6 +111,23 @@ def test_accelerate_as_in_one_process(tmp_path: Path):
         assert names["accelerator"].num_processes == 2
     saved(tmp_path, expected(tokens.rows, 0.01))
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+@on_ranks(2)
+def test_a_saved_model_loads_by_what_its_config_names(tmp_path: Path):
+    """Of the class's name; a Trainer's label smoothing shifts labels for names that transformers knows."""
+    model = sharded()
+    assert model._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    state = full_state_dict(model, cpu=True)
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path, state_dict=state)
+    dist.barrier()
+    (name,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    named = getattr(transformers, name).from_pretrained(tmp_path, dtype=torch.float64)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert type(named) is type(found) is LlamaForCausalLM
+    for key, value in found.state_dict().items():
+        assert torch.equal(value, llama().state_dict()[key]), key
 
 
 @on_ranks(2, timeout=120.0)

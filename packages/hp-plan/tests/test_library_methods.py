@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from hp_plan import apply, build_model
 from hp_testing import on_ranks
@@ -36,5 +38,23 @@ def test_generated_and_saved_as_in_one_process(name, beams, tmp_path):
     model = apply(model, plan).eval()
     assert model.generate(prompt, **options).tolist() == expected.tolist()
     model.save_pretrained(tmp_path)
-    read = type(one).from_pretrained(tmp_path, dtype=torch.float64).state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in read.items())
+    saved_as(tmp_path, one, state)
+
+
+@on_ranks(2)
+def test_a_sharded_model_is_saved_as_what_it_is(tmp_path):
+    plan = plan_of(FAMILIES["llama"], Cell({"dp_shard": 2}), ("model.layers.*",))
+    one = build_model(plan)
+    state = {name: value.clone() for name, value in one.state_dict().items()}
+    model = build_model(plan)
+    model.load_state_dict(state)
+    apply(model, plan).save_pretrained(tmp_path)
+    saved_as(tmp_path, one, state)
+
+
+def saved_as(path: Path, one: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """The class that the config names loads it."""
+    assert json.loads((path / "config.json").read_text())["architectures"] == [type(one).__name__]
+    read = getattr(transformers, type(one).__name__).from_pretrained(path, dtype=torch.float64)
+    assert type(read) is type(one)
+    assert all(torch.equal(value, state[name]) for name, value in read.state_dict().items())

@@ -81,7 +81,7 @@ def test_auto_mixed_precision(level, when):
 def test_a_sharded_cell_is_not_rewritten_for_mixed_precision():
     inner = made()
     fully_shard(inner.a, data_mesh())
-    for net, name in ((fully_shard(made(), data_mesh()), "HSDPPair"), (inner, "HSDPDense")):
+    for net, name in ((fully_shard(made(), data_mesh()), "Pair"), (inner, "Dense")):
         with pytest.raises(NotImplementedError, match=rf"{name} is sharded by fully_shard.* at \"O1\".* take level O2"):
             ms.amp.auto_mixed_precision(net, "O1")
 
@@ -104,7 +104,7 @@ def test_compiled_cells_are_refused_by_name():
     def loss(x):
         return net(x).sum()
 
-    with pytest.raises(NotImplementedError, match="weight of HSDPPair is a DTensor"):
+    with pytest.raises(NotImplementedError, match="weight of Pair is a DTensor"):
         ms.jit(loss)(Tensor(X))
     inner = made()
     inner.a.construct = ms.jit(inner.a.construct)

@@ -50,12 +50,12 @@ def test_it_tells_what_collectives_show(tmp_path):
     for phase in ("forward", "backward"):
         for kind, what in (("gather", "all_gather"), ("reduce", "reduce_scatter")):
             seen = [event for event in comm.events if (event.phase, event.kind) == (phase, what)]
-            names = ["HSDPNet" if event.module == "HSDPNet" else event.module.partition(".")[2] for event in seen]
+            names = ["Net" if event.module == "Net" else event.module.partition(".")[2] for event in seen]
             assert said(told, phase, kind) == names, (phase, kind)
     sizes = {group.name: group.gathered_bytes for group in told.groups}
     assert sizes == {event.module.partition(".")[2] or event.module: event.bytes for event in comm.events}
     # On CPU nothing is gathered ahead of time, and reductions are over where they start.
-    assert max(event.unsharded for event in told.events) == sizes["HSDPNet"] + sizes["blocks.0"]
+    assert max(event.unsharded for event in told.events) == sizes["Net"] + sizes["blocks.0"]
     assert [event.gradients for event in told.events if event.kind == "gather"] == [0] * 7
     assert said(told, "forward", "free") == BLOCKS  # the root stays for its backward
     trace = json.loads(path.read_text())["traceEvents"]
@@ -95,7 +95,7 @@ def test_unsharded_memory_is_as_predicted(reshard: bool):
         assert predicted == measured == row(early, "unsharded gradients")[0]
         assert predicted == max(b.layout.total * 4 for group in groups_of(model) for b in group.buckets)
         if reshard:
-            assert max(sum(group != "HSDPNet" for group in each.groups) for each in told.held) == 1
+            assert max(sum(group != "Net" for group in each.groups) for each in told.held) == 1
         assert sum(gathered(model)) == (told.held[-1].parameters if told.held else 0) == 0
 
 
@@ -178,11 +178,11 @@ def test_the_time_line_is_that_of_the_last_training_step():
     told = explain(model).timeline
     model(batch()[1])
     assert explain(model).timeline == told  # evaluation doesn't count
-    groups = ["HSDPNet", *BLOCKS]
+    groups = ["Net", *BLOCKS]
     for phase in ("forward", "backward"):
         spans = {span.group: span for span in told.spans if (span.phase, span.kind) == (phase, "compute")}
         assert sorted(spans) == groups
-        outer = spans["HSDPNet"]
+        outer = spans["Net"]
         order = BLOCKS if phase == "forward" else BLOCKS[::-1]
         for one, other in zip(order, order[1:]):
             assert outer.start <= spans[one].start < spans[one].stop <= spans[other].start < outer.stop, (phase, one)
@@ -190,7 +190,7 @@ def test_the_time_line_is_that_of_the_last_training_step():
         assert [sum((s.kind, s.group) == (kind, name) for s in told.spans) for name in BLOCKS] == [count] * 3
     assert 0 < told.computing < told.seconds and 0 <= told.overlapped <= 1
     assert told.waiting_for_reductions > 0
-    assert len([line for line in str(told).split("\n") if line.startswith(("blocks.", "HSDPNet"))]) == 4
+    assert len([line for line in str(told).split("\n") if line.startswith(("blocks.", "Net"))]) == 4
 
 
 @on_ranks(1)

@@ -265,7 +265,7 @@ def test_a_groups_collectives_are_its_cells():
     _, model = pair()
     with CommDebugMode() as comm:
         differentiated(model, lambda x: loss_of(model(x)))(batch()[1])
-    names = ["HSDPNet", *(f"HSDPNet.blocks.{i}" for i in range(3))]
+    names = ["Net", *(f"Net.blocks.{i}" for i in range(3))]
     scattered = [(event.phase, event.module) for event in comm.events if event.kind == "reduce_scatter"]
     assert sorted(scattered) == [("backward", name) for name in names]
     gathered_for = {(event.phase, event.module) for event in comm.events if event.kind == "all_gather"}

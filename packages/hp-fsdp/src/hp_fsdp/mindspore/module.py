@@ -11,11 +11,10 @@ from mindspore.common._register_for_recompute import recompute_registry
 
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.hooks import run_forward
+from hp_fsdp.sharded_class import make_sharded_class
 from hp_fsdp.tuning import Tuning
 
 __all__ = ["FSDPModule", "HSDPModule", "group_of", "shard_class"]
-
-_classes: dict[type, type] = {}
 
 
 def group_of(cell: nn.Cell) -> ParameterGroup | None:
@@ -102,11 +101,7 @@ def shard_class(cell: nn.Cell, group: ParameterGroup) -> None:
     cell.__dict__["_hsdp_group"] = group
     if "construct" in cell.__dict__:  # ms.amp.auto_mixed_precision(..., "auto"), ms.jit, or a user's own
         cell.__dict__["_hsdp_construct"] = cell.__dict__.pop("construct")
-    cls = type(cell)
-    made = _classes.get(cls)
-    if made is None:
-        made = _classes[cls] = type(f"HSDP{cls.__name__}", (HSDPModule, cls), {"__module__": cls.__module__})
-    object.__setattr__(cell, "__class__", made)
+    object.__setattr__(cell, "__class__", make_sharded_class(HSDPModule, type(cell)))
     if cell._recompute_cell is not None:
         object.__setattr__(cell, "_recompute_cell", _recomputed(cell, cell._recompute_cell))
 

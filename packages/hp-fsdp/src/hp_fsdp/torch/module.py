@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_fsdp.sharded_class import make_sharded_class
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import ParameterGroup
@@ -18,9 +19,8 @@ from hp_fsdp.torch.loading import laid_out, unwrapped
 from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
 from hp_fsdp.tuning import Tuning
 
-__all__ = ["FSDPModule", "HSDPModule", "group_of", "make_sharded_class", "shard_class"]
+__all__ = ["FSDPModule", "HSDPModule", "group_of", "shard_class"]
 
-_classes: dict[type, type] = {}
 _WITH_DETERMINISTIC = ("set_custom_all_gather", "set_unshard_in_backward", "set_post_optim_event", "reset_iter_state")
 _OF_THE_MODEL = ("set_post_optim_event", "reset_iter_state")
 _Tracing = importlib.import_module("torch._guards").TracingContext
@@ -30,14 +30,6 @@ _traced = torch.compiler.is_dynamo_compiling
 def group_of(module: nn.Module) -> ParameterGroup | None:
     """The group that `fully_shard` made of ``module``; None for a module that it was not called on."""
     return module.__dict__.get("_hsdp_group")
-
-
-def make_sharded_class(cls: type) -> type:
-    """``HSDP<name>``, a subclass of ``HSDPModule`` and ``cls``; the same for each call."""
-    made = _classes.get(cls)
-    if made is None:
-        made = _classes[cls] = type(f"HSDP{cls.__name__}", (HSDPModule, cls), {"__module__": cls.__module__})
-    return made
 
 
 class HSDPModule(Tuning):
@@ -201,6 +193,6 @@ FSDPModule = HSDPModule
 
 
 def shard_class(module: nn.Module, group: ParameterGroup) -> None:
-    """Makes ``module`` an ``HSDPModule`` that runs with ``group``."""
+    """Makes ``module`` an ``HSDPModule`` that runs with ``group``: Note [Name of a sharded class]."""
     module.__dict__["_hsdp_group"] = group
-    module.__class__ = make_sharded_class(type(module))
+    module.__class__ = make_sharded_class(HSDPModule, type(module))
