@@ -62,8 +62,11 @@ def test_gradients_of_sharded_parameters():
 
 
 @on_ranks(2)
-def test_a_scaled_loss():
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_scaled_loss(waits: bool):
+    """Also where reductions are still under way when the scaler reads the gradients."""
     reference, model = pair()
+    model.set_is_last_backward(waits)
     scalers = [torch.amp.GradScaler(device_type(), init_scale=2.0**4, growth_interval=2) for _ in range(2)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (reference, model)]
     for step in range(4):

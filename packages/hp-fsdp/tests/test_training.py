@@ -233,12 +233,20 @@ def test_the_norm_waits_for_gradients_under_way():
 
 
 @on_ranks(2)
-def test_gradients_under_way_are_waited_for():
+@pytest.mark.parametrize("by", ["call", "read", "zero"])
+def test_gradients_under_way_are_waited_for(by: str):
     reference, model = pair()
     whole, own = batch()
     loss_of(reference(whole)).backward()
     model.set_is_last_backward(False)
     loss_of(model(own)).backward()
-    assert any(parameter.grad is None for parameter in model.parameters())
-    hsdp_sync_stream()
+    context = groups_of(model)[0].context
+    assert context.reductions
+    if by == "zero":  # else they would join the next step's
+        for net, x in ((reference, whole), (model, own)):
+            net.zero_grad()
+            loss_of(net(2 * x)).backward()
+    if by == "call":
+        hsdp_sync_stream()
+        assert not context.reductions
     same_gradients(model, reference)

@@ -38,6 +38,8 @@ from hp_dtensor.torch.redistribute import execute
 
 __all__ = [
     "AsView",
+    "arriving",
+    "bring_gradients",
     "convert",
     "give_node",
     "grad_spec",
@@ -70,10 +72,18 @@ _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined
 
 waiting: dict[int, Callable[[], None]] = {}
 """What ends each pending redistribution: Note [A pending DTensor] in `hp_dtensor.torch.pending`."""
+arriving: dict[Any, Callable[[], None]] = {}
+"""What brings gradients that are on their way, before a scaler, ``zero_grad`` or a user reads or sets one."""
 _pending: dict[int, tuple[Any, tuple[bool, ...], torch.Tensor, int]] = {}
 """By the shadow's id: the leaf, the axes, the shadow, and the backward that it collected in."""
 _tasks: list[int | None] = [None]
 _NONE: Any = MappingProxyType({})
+
+
+def bring_gradients() -> None:
+    """Waits for gradients that are on their way."""
+    for bring in list(arriving.values()):
+        bring()
 
 
 def local_mode() -> Any:

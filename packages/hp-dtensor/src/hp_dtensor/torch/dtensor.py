@@ -268,6 +268,8 @@ class DTensor(torch.Tensor):
     # ---- autograd ----
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        if autograd.arriving:
+            autograd.bring_gradients()
         grad = _impl(_get_grad, (), (self,))
         if type(grad) is torch.Tensor and _enabled():
             if self._spec.partial and grad.requires_grad:
@@ -281,6 +283,8 @@ class DTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if autograd.arriving:
+            autograd.bring_gradients()
         if _enabled() and value is not None:
             if not isinstance(value, DTensor):
                 raise TypeError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.torch.autograd import arriving
 from hp_fsdp.agreement import check_alike
 from hp_fsdp.joining import Roster, inner_mesh
 from hp_fsdp.micro_batches import check_modes
@@ -25,10 +26,6 @@ _plain = torch._C.DisableTorchFunctionSubclass
 Moment = tuple[str, ParameterGroup | None, int]
 
 
-# In the order of their backward passes, which all ranks share: what is advanced may start a collective.
-_under_way: dict[RootContext, None] = {}
-
-
 class RootContext:
     """Made by the first forward of the outermost sharded module, for that module and all groups inside it.
 
@@ -43,6 +40,7 @@ class RootContext:
         groups: all groups, the root too, outer before inner.
         several: those of several modules.
         roster: notices what joined the model since the last forward.
+        advancing: reductions are being moved on, so gradients handed out.
         spare: how many reductions may be under way besides the one that starts.
         events: of the user's, to be waited for before the next forward gathers.
         moments: what happened in the pass under way, see `hp_fsdp.timeline`: kind, group, nanoseconds of a clock.
@@ -61,6 +59,7 @@ class RootContext:
         self.backward: int | None = None
         self.ahead: list[ParameterGroup] = []
         self.reductions: list[tuple[Started, ParameterGroup]] = []
+        self.advancing = False
         self.last_backward = True
         self.spare = 0
         self.events: list[Any] = []
@@ -260,7 +259,8 @@ class RootContext:
         if reductions:
             self.moments.append(("reduce", group, perf_counter_ns()))
             self.reductions += [(reduction, group) for reduction in reductions]
-            _under_way[self] = None
+            # In the order of backward passes, which all ranks share: what is advanced may start a collective.
+            arriving[self] = self.bring_gradients
 
     def advance(self, spare: int = 0) -> None:
         """Moves each reduction under way one step on.
@@ -270,6 +270,7 @@ class RootContext:
         """
         if not self.reductions:
             return
+        self.advancing = True
         left = []
         last = set(list(dict.fromkeys(id(group) for _, group in self.reductions))[-spare:]) if spare else ()
         with torch.no_grad(), _plain():
@@ -279,9 +280,9 @@ class RootContext:
                     left.append(each)
                 else:
                     self.moments.append(("reduced", group, perf_counter_ns()))
-        self.reductions = left
+        self.reductions, self.advancing = left, False
         if not left:
-            _under_way.pop(self, None)
+            arriving.pop(self, None)
 
     def drain(self, *, put_off: bool = False) -> None:
         """Waits for the reductions under way.
@@ -291,6 +292,11 @@ class RootContext:
         """
         while any(group.waits or not put_off for _, group in self.reductions):
             self.advance()
+
+    def bring_gradients(self) -> None:
+        """Somebody reads or sets a gradient; in a backward pass, and in hooks, it is what it is."""
+        if self.backward is None and not self.advancing:
+            self.drain()
 
     def settle(self) -> None:
         """Somebody looks at the parameters from outside: they find the sharded ones, and no half of a failed step."""
@@ -309,7 +315,8 @@ class RootContext:
         for reduction, _ in self.reductions:
             reduction.abandon()
         self.reductions.clear()
-        _under_way.pop(self, None)
+        self.advancing = False
+        arriving.pop(self, None)
         self.ahead.clear()
         for group in self.groups:
             group.abandon()
@@ -319,9 +326,10 @@ class RootContext:
 def hsdp_sync_stream() -> None:
     """Waits for the reductions of all sharded models that are still under way, and hands out their gradients.
 
-    They are where the last backward passes ran with ``set_is_last_backward(False)`` or ``hsdp(comm_async=True)``: call
-    it before the gradients are read; an optimizer's step calls it. On a device the host does not wait: the current
-    stream does.
+    They are where the last backward passes ran with ``set_is_last_backward(False)`` or ``hsdp(comm_async=True)``. An
+    optimizer's step calls it, and to read or set ``.grad`` of a parameter waits, too: all ranks must do it, or call
+    this, for with replicas a second reduction follows the first. On a device the host does not wait: the current stream
+    does.
     """
-    for context in list(_under_way):
+    for context in list(arriving):
         context.drain()
