@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
+from hp_platform import count_collectives
 from hp_styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -152,3 +153,54 @@ def test_a_weight_that_is_computed() -> None:
         wrap(model.up)
         with pytest.raises(NotImplementedError, match="up: the weight of .*Linear is no parameter of it, but computed"):
             parallelize_module(model, _mesh(), PLAN)
+
+
+@on_ranks(2, 4)
+def test_plain_parts_of_unequal_widths() -> None:
+    _unequal_widths(lambda model: model)
+
+
+@on_ranks(2)
+def test_plain_parts_of_unequal_widths_compiled() -> None:
+    _unequal_widths(lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"))
+
+
+def _unequal_widths(compiled: Any) -> None:
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh = init_device_mesh(device_type(), (ranks,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dtype": torch.float64, "device": device_type()}
+    one = nn.Sequential(nn.Linear(6, 9, **options), nn.GELU(), nn.Linear(9, 6, **options), nn.Linear(6, 7, **options))
+    model = copy.deepcopy(one)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": ColwiseParallel()})
+    run = compiled(model)
+    x = torch.randn(4, 6, **options)
+    for _ in range(2):
+        want, got = one(x), run(x)
+        wanted = torch.chunk(want, mesh.size(), -1)
+        torch.testing.assert_close(got, wanted[rank] if rank < len(wanted) else want[:, :0])
+        torch.sin(want).sum().backward()
+        torch.sin(got).sum().backward()
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_plain_parts_of_wrong_widths() -> None:
+    mesh, rank = _mesh(), torch.distributed.get_rank()
+    uneven = parallelize_module(nn.Linear(9, 4, device=device_type()), mesh, RowwiseParallel())
+    even = parallelize_module(nn.Linear(8, 4, device=device_type()), mesh, RowwiseParallel())
+    takes = "RowwiseParallel on Linear: a plain input counts as this rank's part of the {} features that the weight"
+    each = takes.format(9) + " takes, rank 0: 5, rank 1: 4; got rank 0: 5, rank 1: 5, of shape .3, 5. here. Pass what a"
+    mine = takes.format(8) + f" takes, rank 0: 4, rank 1: 4; got rank {rank}: {5 - 2 * rank}, .* ColwiseParallel of 8"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=each):
+            uneven(torch.ones(3, 5, device=device_type()))
+        with pytest.raises(ValueError, match=mine):
+            even(torch.ones(3, 5 - 2 * rank, device=device_type()))
+    with count_collectives() as counts:
+        uneven(torch.ones(3, 5 - rank, device=device_type()))
+    assert dict(counts) == {"all_gather": 1, "all_reduce": 1}, "widths are compared until they are right"
+    with count_collectives() as counts:
+        uneven(torch.ones(3, 5 - rank, device=device_type()))
+    assert dict(counts) == {"all_reduce": 1}

@@ -10,6 +10,7 @@ Note [Rounds]
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,8 +62,10 @@ class Rounds(threading.local):
         self.open: list[Any] = []
         self.current = Round()
 
-    def enter(self, root: Any) -> None:
-        """A call of what holds the modules of the style begins."""
+    def enter(self, root: Any, *, anew: bool = False) -> None:
+        """A call of what holds the modules of the style begins; ``anew``, one of it that is open ended by an error."""
+        if anew:
+            self.open = list(itertools.takewhile(lambda each: each is not root, self.open))
         if not self.open:
             self.current = Round()
         self.open.append(root)

@@ -14,6 +14,8 @@ from hp_dtensor.spec import TensorSpec, normalize
 from hp_styles import port
 from hp_styles.arguments import check_mesh
 from hp_styles.context_rounds import Round, Rounds
+from hp_styles.shapes import shapes_of_ranks
+from hp_styles.widths import Widths, check_widths
 
 __all__ = [
     "begin_call",
@@ -42,8 +44,14 @@ def _placements(layout: Placed, mesh: DeviceMesh, ndim: int) -> tuple[Placement,
 
 
 @functools.lru_cache(maxsize=4096)
-def _spec(mesh: DeviceMesh, layout: Placed, local: tuple[int, ...]) -> TensorSpec:
+def _spec(mesh: DeviceMesh, layout: Placed, local: tuple[int, ...], features: int | None = None) -> TensorSpec:
     """What a plain tensor of this shape is a part of.
+
+    Args:
+        mesh: the style's.
+        layout: of the whole.
+        local: the shape.
+        features: of the whole, in the last dim, where that is known; parts may differ in them.
 
     Raises:
         ValueError: its parts are not of one size.
@@ -53,6 +61,8 @@ def _spec(mesh: DeviceMesh, layout: Placed, local: tuple[int, ...]) -> TensorSpe
     for axis, placement in enumerate(placements):
         if not (placement.is_replicate() or placement.is_partial()):
             shape[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
+            if features is not None and placement.is_shard(len(local) - 1):
+                shape[-1] = features
     made = TensorSpec.of(mesh, placements, tuple(shape))
     if made.local_shape != local:
         raise ValueError(
@@ -74,7 +84,7 @@ def _wanted(spec: TensorSpec, mesh: DeviceMesh, desired: Placed) -> TensorSpec:
     return TensorSpec.of(mesh, _placements(desired, mesh, len(spec.shape)), spec.shape)
 
 
-def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> Any:
+def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, features: int | None = None) -> Any:
     """A plain tensor as the local part of ``layout``, or a DTensor, in ``desired``; several readers move it once."""
     if isinstance(value, hp_dtensor.DTensor):
         wanted = _wanted(value._spec, mesh, desired)
@@ -82,7 +92,7 @@ def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -
     if not _is_tensor(value):
         raise TypeError(f"parallel style: {layout!r} is for a tensor, got {type(value).__name__}")
     port.modules().refuse_foreign(value, "parallel style")
-    src = _spec(mesh, layout, tuple(value.shape))
+    src = _spec(mesh, layout, tuple(value.shape), features)
     return port.modules().redistribute_shared(value, _wanted(src, mesh, desired), src)
 
 
@@ -115,9 +125,14 @@ def current_round() -> Round:
     return _rounds.of(0, backward=False)
 
 
-def begin_call(module: Any) -> None:
-    """A call of what `parallelize_module` was given begins: plain parts are compared once in it."""
-    _rounds.enter(module)
+def begin_call(module: Any, *, anew: bool = False) -> None:
+    """A call of what `parallelize_module` was given begins: plain parts are compared once in it.
+
+    Args:
+        module: what was given.
+        anew: a call of it that has not ended was ended by an error, which no hook told.
+    """
+    _rounds.enter(module, anew=anew)
 
 
 def end_call(module: Any) -> None:
@@ -148,7 +163,7 @@ def compare_parts(mesh: DeviceMesh, inputs: Sequence[tuple[Any, Placed | None]])
     if mesh in settled:
         return
     parts = [value if _is_tensor(value) and not isinstance(value, hp_dtensor.DTensor) else None for value, _ in inputs]
-    shapes = port.modules().shapes_of_ranks(parts, mesh)
+    shapes = shapes_of_ranks(parts, mesh)
     if shapes is None:
         return
     settled[mesh] = shapes
@@ -203,25 +218,35 @@ def _convert_once(module: Any, mesh: DeviceMesh, kind: str, names: Iterable[Any]
     module._converted = taken
 
 
-def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed) -> None:
+def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, features: int | None = None) -> None:
     """Converts the first positional input (or, where there is none, the first keyword tensor).
+
+    Args:
+        module: the module.
+        mesh: the style's.
+        layout: of a plain input.
+        desired: what the input is brought to.
+        features: of the whole input, where they are those of a weight.
 
     Raises:
         TypeError: (in forward) there is no such input, or it is no tensor.
+        ValueError: (in forward) parts that are none of ``features``.
     """
     check_mesh(mesh, "parallel style")
-    cuts = _cuts(module, [layout])
+    cuts, widths = _cuts(module, [layout]), Widths(mesh, layout, features)
+
+    def converted(mod: Any, value: Any) -> Any:
+        if cuts:
+            compare_parts(mesh, ((value, layout),))
+        check_widths(widths, mod, value)
+        return _to_dtensor(value, mesh, layout, desired, features)
 
     def convert(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and _is_tensor(args[0]):
-            if cuts:
-                compare_parts(mesh, ((args[0], layout),))
-            return (_to_dtensor(args[0], mesh, layout, desired), *args[1:]), kwargs
+            return (converted(mod, args[0]), *args[1:]), kwargs
         for name, value in kwargs.items():
             if _is_tensor(value):
-                if cuts:
-                    compare_parts(mesh, ((value, layout),))
-                return args, {**kwargs, name: _to_dtensor(value, mesh, layout, desired)}
+                return args, {**kwargs, name: converted(mod, value)}
         given = [type(value).__name__ for value in (*args, *kwargs.values())]
         raise TypeError(
             f"parallel style on {type(mod).__name__}: the first input must be a tensor, the inputs are {given}"

@@ -41,6 +41,10 @@ class Modules(Protocol):
         """Tell a "linear" from an "embedding" and from "other"."""
         ...
 
+    def input_features(self, module: Module) -> int | None:
+        """Count the features of a linear layer's input; None of another module."""
+        ...
+
     def described(self, module: Module) -> str:
         """Name a module's class, for an error."""
         ...
@@ -81,8 +85,8 @@ class Modules(Protocol):
         """Let `hp_styles.inputs` know where a call of the module begins and ends."""
         ...
 
-    def shapes_of_ranks(self, values: Sequence[Tensor | None], mesh: DeviceMesh) -> list[Any] | None:
-        """Gather the shapes that each rank has of some values; None where ranks are not compared."""
+    def gather_numbers(self, numbers: Sequence[int], mesh: DeviceMesh, like: Tensor) -> list[int] | None:
+        """Gather as many numbers of each rank, on the device of `like`; None where autograd runs a module again."""
         ...
 
     def run_replicated(self, module: Module, mesh: DeviceMesh) -> None:

@@ -152,7 +152,7 @@ class ColwiseParallel(ParallelStyle):
                 " modules inside of it, or write a ParallelStyle with an apply() of its own"
             )
         claim(module, self)
-        on_input(module, device_mesh, self.input_layouts, Replicate())
+        on_input(module, device_mesh, self.input_layouts, Replicate(), f.input_features(module))
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 
@@ -209,7 +209,7 @@ class RowwiseParallel(ParallelStyle):
                 " modules inside of it, or write a ParallelStyle with an apply() of its own"
             )
         claim(module, self)
-        on_input(module, device_mesh, given, desired)
+        on_input(module, device_mesh, given, desired, f.input_features(module))
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 

@@ -288,3 +288,35 @@ def test_sequence_parallel_replicates_buffers_and_a_second_style_is_refused():
         parallelize_module(module, mesh, SequenceParallel())
     with pytest.warns(UserWarning, match="parallelize_plan is missing"):
         assert parallelize_module(module, mesh) is module
+
+
+@on_ranks(2)
+def test_parts_of_different_lengths_are_refused_in_any_step():
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_rank()
+    net = built(lambda: nn.SequentialCell(nn.LayerNorm((6,)), nn.LayerNorm((6,))))
+    parallelize_module(net, mesh, {"*": SequenceParallel(use_local_output=True)})
+    whole = Tensor(np.random.default_rng(0).standard_normal((2, 6, 6)).astype(np.float32))
+    mine = whole[:, 3 * rank : 3 * rank + 3]
+    text = r"placed Shard\(1\) over 2 ranks are of different shapes: rank 0: \[2, 3, 6\]; rank 1: \[2, 4, 6\]. .* pad"
+    for _ in range(2):
+        with count_collectives() as counts:
+            net(mine)
+        assert dict(counts) == {"all_gather": 1}, "one for both norms"
+        for _ in range(2):
+            with pytest.raises(ValueError, match=text):
+                net(whole[:, : 3 + rank])
+    run = parallelize_value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())
+    with count_collectives() as counts:
+        loss, grads = run(mine)
+    assert counts["all_gather"] == 1 and len(grads) == 4
+
+
+@on_ranks(2, 4)
+def test_plain_parts_of_unequal_widths(ranks):
+    mesh = init_device_mesh("cpu", (ranks,))
+    net, plain = built(Block), built(Block)
+    parallelize_module(net, mesh, {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()})
+    same_gradients(net, plain, Tensor(X), Tensor(X))
+    with pytest.raises(ValueError, match="RowwiseParallel on Linear: a plain input counts .* of the 9 features"):
+        net.down(ops.ones((2, 7), ms.float32))

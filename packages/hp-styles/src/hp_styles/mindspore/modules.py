@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
-from mindspore import Parameter, Tensor, mint, nn
+import mindspore
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_dtensor import DeviceMesh, Placement, Replicate
 from hp_dtensor.mindspore.api import distribute_parameter, distribute_tensor
+from hp_dtensor.mindspore.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, redistribute, redistribute_shared
 from hp_dtensor.spec import normalize
+from hp_platform import get_platform
+from hp_styles.inputs import begin_call, end_call
 
 __all__ = [
     "Tensor",
     "around_calls",
     "described",
     "divide_inside",
+    "gather_numbers",
+    "input_features",
     "kind",
     "named_modules",
     "named_parameters",
@@ -31,7 +37,6 @@ __all__ = [
     "run_experts",
     "run_pointwise",
     "run_replicated",
-    "shapes_of_ranks",
     "sharded_loss",
 ]
 
@@ -59,6 +64,11 @@ def kind(module: nn.Cell) -> Literal["linear", "embedding", "other"]:
     if isinstance(module, (mint.nn.Embedding, nn.Embedding)):
         return "embedding"
     return getattr(module, "parallel_kind", "other")
+
+
+def input_features(module: nn.Cell) -> int | None:
+    """The features of a linear layer's input; None of another Cell."""
+    return module.weight.shape[1] if kind(module) == "linear" else None
 
 
 def described(module: nn.Cell) -> str:
@@ -109,15 +119,37 @@ def replicate_statistics(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int |
 
 
 def around_calls(module: nn.Cell) -> None:
-    """Does nothing: nothing is compared in a call."""
+    """Hooks that begin and end a call of a Cell that styles are applied to or in, once however often they are.
+
+    No hook runs after an error inside; a call that begins ends the one that is open.
+    """
+    if not getattr(module, "_around_calls", False):
+        module._around_calls = True
+        module.register_forward_pre_hook(_begin)
+        module.register_forward_hook(_end)
+
+
+def _begin(module: nn.Cell, args: Any) -> None:
+    begin_call(module, anew=True)
+
+
+def _end(module: nn.Cell, args: Any, output: Any) -> None:
+    end_call(module)
 
 
 def refuse_foreign(x: Tensor, what: str) -> None:
     """Does nothing: there is no other DTensor on MindSpore."""
 
 
-def shapes_of_ranks(values: Sequence[Tensor | None], mesh: DeviceMesh) -> None:
-    """Shapes are not compared: a collective would be part of what is differentiated."""
+def gather_numbers(numbers: Sequence[int], mesh: DeviceMesh, like: Tensor) -> list[int]:
+    """Every rank's numbers; what is differentiated has no part in it."""
+    with local_mode():
+        rows = Tensor(list(numbers), mindspore.int64)
+        for axis in range(mesh.ndim - 1, -1, -1):
+            everyones = ops.zeros(mesh.size(axis) * rows.shape[0], mindspore.int64)
+            get_platform().collectives.all_gather(everyones, rows, group=mesh.get_group(axis))
+            rows = everyones
+        return rows.asnumpy().tolist()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from hp_dtensor.spec import TensorSpec, named
 from hp_dtensor.torch.compiling import texts, traces_as
 from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
 from hp_dtensor.torch.graph import constant, mesh_of, placements_of
-from hp_styles import inputs
+from hp_styles import inputs, widths
 
 __all__: list[str] = []
 
@@ -25,8 +25,8 @@ def _is_tensor(value: Any) -> bool:
 
 
 @constant
-def _spec(mesh: Any, layout: Any, local: tuple[int, ...]) -> TensorSpec:
-    return inputs._spec(mesh_of(mesh), placements_of(layout), local)
+def _spec(mesh: Any, layout: Any, local: tuple[int, ...], features: Any) -> TensorSpec:
+    return inputs._spec(mesh_of(mesh), placements_of(layout), local, features)
 
 
 @constant
@@ -39,12 +39,12 @@ def _texts(layout: Any) -> Any:
 
 
 @traces_as(inputs._to_dtensor)
-def _to_dtensor(value: Any, mesh: Any, layout: Any, desired: Any) -> Any:
+def _to_dtensor(value: Any, mesh: Any, layout: Any, desired: Any, features: Any = None) -> Any:
     if isinstance(value, DTensor):
         return redistribute_shared(value, _wanted(value._spec.name, mesh._key, _texts(desired)))
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"parallel style: a layout is for a tensor, got {type(value).__name__}")
-    src = _spec(mesh._key, _texts(layout), tuple([int(size) for size in value.shape]))
+    src = _spec(mesh._key, _texts(layout), tuple([int(size) for size in value.shape]), features)
     return redistribute_shared(value, _wanted(src.name, mesh._key, _texts(desired)), src)
 
 
@@ -61,8 +61,13 @@ def _compare_parts(mesh: Any, values: Any) -> None:
     """Nothing: a compiled region communicates what its graph says."""
 
 
+@traces_as(widths.check_widths)
+def _check_widths(known: Any, module: Any, value: Any) -> None:
+    """Nothing: a shape that does not fit is found where it is traced."""
+
+
 @traces_as(inputs.begin_call)
-def _begin_call(module: Any) -> None:
+def _begin_call(module: Any, *, anew: bool = False) -> None:
     """Nothing, as `_compare_parts`."""
 
 

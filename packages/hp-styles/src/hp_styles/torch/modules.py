@@ -24,6 +24,8 @@ __all__ = [
     "base_layer",
     "described",
     "divide_inside",
+    "gather_numbers",
+    "input_features",
     "kind",
     "named_modules",
     "named_parameters",
@@ -37,12 +39,10 @@ __all__ = [
     "run_experts",
     "run_pointwise",
     "run_replicated",
-    "shapes_of_ranks",
     "sharded_loss",
 ]
 
 Tensor = torch.Tensor
-_DIMS = 8  # of a shape, in the message by which ranks compare theirs
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -78,6 +78,14 @@ def kind(module: torch.nn.Module) -> str:
     if isinstance(weight, torch.Tensor) and weight.dim() == 2 and tuple(weight.shape) == features:
         return "transposed"
     return "embedding" if isinstance(module, torch.nn.Embedding) else "other"
+
+
+def input_features(module: torch.nn.Module) -> int | None:
+    """The features of a linear layer's input; None of another module."""
+    if kind(module) not in ("linear", "transposed"):
+        return None
+    weight: torch.Tensor = base_layer(module).weight  # type: ignore[assignment]
+    return weight.shape[1 if kind(module) == "linear" else 0]
 
 
 def described(module: torch.nn.Module) -> str:
@@ -186,17 +194,13 @@ def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
     end_call(module)
 
 
-def shapes_of_ranks(values: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> list[list[tuple[int, ...]]] | None:
-    """Every rank's shapes, None where autograd runs a module again, with what has been compared."""
+def gather_numbers(numbers: Sequence[int], mesh: DeviceMesh, like: torch.Tensor) -> list[int] | None:
+    """Every rank's numbers; None where autograd runs a module again, with what has been compared."""
     if torch._C._current_graph_task_id() != -1:
         return None
-    shapes = [() if value is None else tuple(value.shape[:_DIMS]) for value in values]
-    numbers = [n for shape in shapes for n in (*shape, *[-1] * (_DIMS - len(shape)))]
-    device = next(value.device for value in values if value is not None)
-    rows = torch.tensor(numbers, device=device)
+    rows = torch.tensor(numbers, device=like.device)
     for axis in range(mesh.ndim - 1, -1, -1):
         everyones = rows.new_empty(mesh.size(axis) * rows.numel())
         get_platform().collectives.all_gather(everyones, rows, group=mesh.get_group(axis))
         rows = everyones
-    found = rows.view(-1, len(values), _DIMS).tolist()
-    return [[tuple(n for n in shape if n >= 0) for shape in row] for row in found]
+    return rows.tolist()
