@@ -7,12 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import Net, batch, close, data_mesh, double, pair, same_weights, seeded, train, world
 
-from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, init_device_mesh
+from hp_dtensor import (
+    DTensor,
+    RaggedShard,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    init_empty_weights,
+)
+from hp_dtensor.mindspore.dtensor import local_view
 from hp_fsdp import (
     StateDictOptions,
     full_state_dict,
@@ -83,6 +92,85 @@ def test_between_meshes():
     load_full_state_dict(target, doubled)
     for name, tensor in full_state_dict(target).items():
         close(tensor.asnumpy(), doubled[name].asnumpy(), name, 0.0)
+
+
+# ---- HSDPModule.load_state_dict ----
+def other_values(model):
+    """Whole values, the same on all ranks, by all names of a model."""
+    random = np.random.RandomState(3)
+    made = {}
+    for value in model.state_dict(keep_vars=True).values():
+        made.setdefault(id(value), Tensor(random.randn(*value.shape).astype(np.float32)))
+    return {name: made[id(value)] for name, value in model.state_dict(keep_vars=True).items()}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["whole", "moved", "placed", "parts"])
+def test_load_state_dict_takes_whole_tensors_parts_and_dtensors(kind: str):
+    _, model = pair(Buffered)
+    own, whole = dict(model.state_dict(keep_vars=True)), other_values(model)
+    mesh = model.last.weight.device_mesh
+    state = dict(whole)
+    for name, target in own.items():
+        if isinstance(target, DTensor) and kind != "whole":
+            placements = [Shard(0)] if kind == "moved" else target.placements
+            state[name] = distribute_tensor(whole[name], mesh, placements)
+            state[name] = state[name].to_local() if kind == "parts" else state[name]
+    addresses = {name: local_view(value).data_ptr() for name, value in own.items() if isinstance(value, DTensor)}
+    result = model.load_state_dict(state)
+    assert not result.missing_keys and not result.unexpected_keys and model.tied.weight is model.last.weight
+    for name, value in full_state_dict(model).items():
+        close(value.asnumpy(), whole[name].asnumpy(), name, 0.0)
+    for name, address in addresses.items():
+        assert not own[name].to_local().numel() or local_view(own[name]).data_ptr() == address, "optimizers hold it"
+
+
+@on_ranks(2)
+def test_what_does_not_fit_changes_nothing():
+    reference, model = pair()
+    whole = other_values(model)
+    wrong = {**whole, "last.weight": Tensor(np.zeros((2, 2), np.float32))}
+    text = r"1 of .* tensors do not fit: 'last.weight' has shape \(2, 2\), the model's has .* of which this rank's part"
+    with pytest.raises(RuntimeError, match=text):
+        model.load_state_dict(wrong)
+    moved = {name: distribute_tensor(value, model.last.weight.device_mesh, [Shard(0)]) for name, value in whole.items()}
+    if world()[0] == 0:
+        moved["last.weight"] = wrong["last.weight"]
+    with pytest.raises(RuntimeError, match=text if world()[0] == 0 else "another rank got tensors that do not fit"):
+        model.load_state_dict(moved)
+    less = {name: value for name, value in whole.items() if name != "last.bias"}
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: 'last.bias'\. Unexpected .*: 'more'"):
+        model.load_state_dict({**less, "more": whole["last.bias"]})
+    same_weights(model, reference, 0.0)
+    result = model.load_state_dict({"last.bias": whole["last.bias"], "more": whole["last.bias"]}, strict=False)
+    assert result.unexpected_keys == ["more"] and "first.weight" in result.missing_keys
+    close(model.last.bias.full_tensor().asnumpy(), whole["last.bias"].asnumpy(), "bias", 0.0)
+    model.last.register_load_state_dict_pre_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match=r"last, a Linear, changes a state before it is loaded \(a hook\)"):
+        model.load_state_dict(whole)
+
+
+@on_ranks(2)
+def test_a_cell_around_sharded_ones_loads_whole_tensors():
+    model = nn.SequentialCell(fully_shard(seeded(Net), data_mesh()))
+    whole = other_values(model)
+    model.load_state_dict(whole)
+    for name, value in full_state_dict(model).items():
+        close(value.asnumpy(), whole[name].asnumpy(), name, 0.0)
+    assert model[0].last.weight.to_local().ndim == 1, "still a part"
+
+
+@on_ranks(2)
+def test_load_state_dict_into_parameters_without_values():
+    with init_empty_weights():
+        model = Net()
+    for block in model.blocks:
+        fully_shard(block, data_mesh())
+    fully_shard(model, data_mesh())
+    whole = other_values(model)
+    model.load_state_dict(whole)
+    for name, value in full_state_dict(model).items():
+        close(value.asnumpy(), whole[name].asnumpy(), name, 0.0)
 
 
 def zeroed(model):

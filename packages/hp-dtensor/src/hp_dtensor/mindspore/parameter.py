@@ -103,6 +103,10 @@ class DParameter(DTensor, Parameter):
         autograd.forget()
         return self
 
+    def assign_value(self, value: Any) -> Any:
+        """As `set_data`: ``Cell.load_state_dict`` calls it with whole values."""
+        return super().assign_value(value) if local_only() else self.set_data(value)
+
     def clone(self, init: Any = "same") -> Any:
         """A new Parameter of the same layout, as ``Parameter.clone``: what optimizers make their states of."""
         spec = self._spec

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindspore import nn
 from mindspore.common._register_for_recompute import recompute_registry
 
+from hp_fsdp.loading import check_names, laid_out
+from hp_fsdp.mindspore import loading
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.hooks import run_forward
+from hp_fsdp.norms import spec_of
 from hp_fsdp.sharded_class import make_sharded_class
 from hp_fsdp.tuning import Tuning
 
@@ -42,6 +45,29 @@ class HSDPModule(Tuning):
         """
         inner = self.__dict__.get("_hsdp_construct") or super().construct  # type: ignore[misc]
         return run_forward(self._hsdp_group, group_of, inner, args, kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """As every Cell's, of DTensors, whole plain tensors (the same on all ranks), or this rank's plain parts.
+
+        Args:
+            state_dict: by name. A DTensor in another layout is moved, which all ranks of its mesh take part in.
+            strict: names must be the same.
+
+        Raises:
+            RuntimeError: names that are missing or not known, with ``strict``, or a tensor of neither the whole nor the
+                local shape; before anything is changed.
+            NotImplementedError: a Cell inside changes states before they are loaded.
+        """
+        loading.refuse_hooks(self)  # type: ignore[arg-type]
+        for group in self._groups(True):
+            group.reshard()
+        own = dict(self.state_dict(keep_vars=True))  # type: ignore[attr-defined]
+        missing, unknown = check_names(own, state_dict, type(self).__name__, strict=strict)
+        state = laid_out(own, state_dict, loading)
+        parts = {name: value for name, value in state.items() if spec_of(own.get(name)) is not None}
+        loading.write_parts(own, parts)
+        rest = {name: value for name, value in state.items() if name in own and name not in parts}
+        return super().load_state_dict(rest, False)._replace(missing_keys=missing, unexpected_keys=unknown)  # type: ignore[misc]
 
     def zero_grads(self) -> None:
         """Drops the gradients that wait for a backward pass with gradient sync, here and in the sharded Cells inside.

@@ -26,7 +26,7 @@ from hp_fsdp.norms import spec_of
 from hp_fsdp.state_dicts import Wire
 from hp_platform import get_platform
 
-__all__ = ["WIRE", "fill", "whole", "write"]
+__all__ = ["WIRE", "fill", "part_of", "whole", "write"]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def fill(name: str, target: Tensor, source: Any, spec: TensorSpec | None) -> Non
             moved = source if spec is None or source._spec is spec else source.redistribute(spec.mesh, spec.placements)
             part = whole(source) if spec is None else local_view(moved).copy()
         else:
-            part = local_view(source).copy() if spec is None else _part(source, spec)
+            part = local_view(source).copy() if spec is None else part_of(source, spec)
         with local_mode():
             write(target, part.astype(target.dtype))
     autograd.forget()
@@ -121,7 +121,7 @@ def write(target: Any, part: Tensor) -> None:
         target.init = None  # an initializer that was to give it values is not needed any more
 
 
-def _part(source: Tensor, spec: TensorSpec) -> Tensor:
+def part_of(source: Tensor, spec: TensorSpec) -> Tensor:
     """This rank's part of a whole tensor, in memory of its own."""
     with local_mode():
         made = execute(local_view(source), spec.with_placements([Replicate()] * spec.mesh.ndim), spec)

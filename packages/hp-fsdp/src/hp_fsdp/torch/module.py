@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_fsdp.loading import laid_out
 from hp_fsdp.sharded_class import make_sharded_class
+from hp_fsdp.torch import loading
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.hooks import run_forward
-from hp_fsdp.torch.loading import laid_out, unwrapped
+from hp_fsdp.torch.loading import unwrapped
 from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
 from hp_fsdp.tuning import Tuning
 
@@ -136,7 +138,7 @@ class HSDPModule(Tuning):
         for name, value in super().state_dict(keep_vars=True).items():  # type: ignore[misc]
             if isinstance(value, torch.Tensor):
                 own[name] = own[unwrapped(name)] = value
-        made = super().load_state_dict(laid_out(own, state_dict, assign=assign), strict, assign)  # type: ignore[misc]
+        made = super().load_state_dict(laid_out(own, state_dict, loading, assign=assign), strict, assign)  # type: ignore[misc]
         self._restore()
         return made
 
