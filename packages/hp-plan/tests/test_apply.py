@@ -21,6 +21,9 @@ SMALL = {
 }
 
 
+FLOAT64 = {"dtype": "float64"}
+
+
 def llama(mesh, styles="auto", overrides=(), **sections):
     model = {"config": "LlamaConfig", "overrides": {**SMALL, **dict(overrides)}}
     return ParallelPlan.from_dict({"model": model, "mesh": mesh, "styles": styles, **sections})
@@ -174,3 +177,33 @@ def test_the_learning_rate_follows_the_schedule(section, factors):
     optimizer = build_optimizer(plan, nn.Linear(2, 2).parameters())
     build_schedule(plan, optimizer)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(factors[0] * plan.optimizer.lr)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_an_optimizer_made_before_trains_what_is_applied(mesh):
+    optimizer_made_before(mesh)
+
+
+@on_ranks(4)
+def test_an_optimizer_made_before_trains_what_is_applied_to_both_axes():
+    optimizer_made_before({"dp_shard": 2, "tp": 2})
+
+
+def optimizer_made_before(mesh):
+    plan = llama(mesh, **({"fsdp": {"groups": ["model.layers.*"]}} if "dp_shard" in mesh else {}), run=FLOAT64)
+    model, one = (build_model(plan, device=device_type()) for _ in range(2))
+    optimizer, reference = (build_optimizer(plan, each.parameters()) for each in (model, one))
+    before = list(model.parameters())
+    model = apply(model, plan)
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    tokens = torch.arange(32, device=device_type()).view(4, 8) % 16
+    for _ in range(3):
+        for module, each in ((model, optimizer), (one, reference)):
+            module(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            each.step()
+            each.zero_grad()
+    for (name, got), want in zip(model.named_parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(
+            got.full_tensor(), want, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
+        )

@@ -32,8 +32,8 @@ Model = TypeVar("Model")
 def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> Model:
     """Makes a model run as a plan says, in place and without a change to its code.
 
-    Every rank calls it, with the same plan and a model of the same shapes. Optimizers are made afterwards, from
-    `model.parameters()`.
+    Every rank calls it, with the same plan and a model of the same shapes. Parameters stay the objects that they are:
+    an optimizer may be made before or after, but takes its first step, which makes states of their shapes, after.
 
         plan = ParallelPlan.from_toml("qwen3.toml")
         model = apply(model, plan)

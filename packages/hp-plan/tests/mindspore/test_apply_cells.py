@@ -114,3 +114,32 @@ def test_a_mesh_that_does_not_fit():
     with pytest.raises(PlanError, match="the mesh tp 4 has 4 ranks, and there are 2; start 4 ranks"):
         plan = plan_of({"tp": 4})
         apply(build_model(plan), plan)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_an_optimizer_made_before_trains_what_is_applied(mesh):
+    optimizer_made_before(mesh)
+
+
+@on_ranks(4)
+def test_an_optimizer_made_before_trains_what_is_applied_to_both_axes():
+    optimizer_made_before({"dp_shard": 2, "tp": 2})
+
+
+def optimizer_made_before(mesh):
+    plan, tokens = plan_of(mesh), np.random.default_rng(0).integers(0, 37, (4, 8))
+    model, one = build_model(plan), build_model(plan)
+    before = list(model.trainable_params())
+    optimizer, reference = build_optimizer(plan, before), build_optimizer(plan, one.trainable_params())
+    weights = list(apply(model, plan).trainable_params())
+    assert all(a is b for a, b in zip(weights, before, strict=True))
+    step = parallelize_value_and_grad(lambda given: forward_loss(plan, model, given), None, weights)
+    alone = value_and_grad(lambda given: forward_loss(plan, one, given), None, list(one.trainable_params()))
+    for _ in range(2):
+        gradients = step(Tensor(tokens))[1]
+        with SkipDTensorDispatch():
+            optimizer(gradients)
+        reference(alone(Tensor(tokens))[1])
+    for weight, wanted in zip(weights, one.trainable_params(), strict=True):
+        np.testing.assert_allclose(whole(weight), wanted.asnumpy(), rtol=0, atol=1e-4)

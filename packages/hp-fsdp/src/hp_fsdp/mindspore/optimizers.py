@@ -1,25 +1,27 @@
 """MindSpore's optimizers looked at before their first step: Note [Before an optimizer's first step].
 
 Note [States that were made before]
-    An optimizer of MindSpore makes its states with the parameters' shapes when it is made; before `fully_shard`, or
-    before a forward that takes new parameters in, these are the whole ones. Each rank leaves its run of them.
+    An optimizer of MindSpore makes its states with the parameters' shapes when it is made; before `fully_shard` or
+    tensor parallel styles, or before a forward that takes new parameters in, these are the whole ones. Each rank leaves
+    its part of them.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mindspore import Parameter, ParameterTuple, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.experimental.optim.optimizer import Optimizer
 
+from hp_dtensor.mindspore.api import distribute_tensor
 from hp_dtensor.mindspore.autograd import local_mode
-from hp_dtensor.mindspore.dtensor import local_view
+from hp_dtensor.mindspore.dtensor import DTensor, local_view
 from hp_dtensor.mindspore.parameter import set_local
-from hp_dtensor.placements import RaggedShard
-from hp_fsdp.finding import owner_of
+from hp_dtensor.placements import RaggedShard, Replicate
 from hp_fsdp.mindspore.parameter import run_of
 from hp_fsdp.norms import spec_of
 from hp_fsdp.optimizers import refuse_unreduced, unreduced
@@ -61,23 +63,28 @@ def _check(optimizer: Any) -> None:
         refuse_unreduced(wrong, len(optimizer.parameters), type(optimizer).__name__)
     with local_mode():
         for parameter, state in _states(optimizer):
-            if owner_of(parameter) is not None and tuple(state.shape) != tuple(parameter.shape):
-                _cut(state, parameter, type(optimizer).__name__)
+            if isinstance(parameter, DTensor) and tuple(state.shape) != tuple(parameter.shape):
+                set_local(state, _part_of(state, parameter, type(optimizer).__name__))
 
 
-def _cut(state: Parameter, parameter: Any, name: str) -> None:
-    """Leaves of a state the rank's run."""
-    spec = parameter._spec
-    axis = next(axis for axis, placement in enumerate(spec.placements) if isinstance(placement, RaggedShard))
-    units, rank = spec.placements[axis].units, spec.mesh.get_local_rank(axis)
-    if state.size != sum(units):
+def _part_of(state: Parameter, parameter: Any, name: str) -> Tensor:
+    """The rank's part of a state."""
+    spec, value = parameter._spec, local_view(state)
+    whole = tuple(value.shape) == tuple(spec.shape)
+    others = [Replicate() if isinstance(p, RaggedShard) else p for p in spec.placements]
+    if whole and not all(placement.is_replicate() for placement in others):
+        value = local_view(distribute_tensor(value.value(), spec.mesh, others, src_data_rank=None))
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, RaggedShard) and value.size == sum(placement.units):
+            start = sum(placement.units[: spec.mesh.get_local_rank(axis)])
+            value = run_of(value, start, start + placement.units[spec.mesh.get_local_rank(axis)])
+    if value.size != local_view(parameter).size:
         raise ValueError(
             f"fully_shard: {name} has states of shape {tuple(state.shape)} for parameter {parameter.name!r}, of which"
-            f" this rank has {units[rank]} of {sum(units)} elements. Make the optimizer after the parameter was"
-            " sharded: after a forward of the Cell that it joined, where it is a copy"
+            f" this rank has {local_view(parameter).size} of {math.prod(spec.shape)} elements. Make the optimizer after"
+            " the parameter was sharded: after a forward of the Cell that it joined, where it is a copy"
         )
-    start = sum(units[:rank])
-    set_local(state, run_of(local_view(state), start, start + units[rank]))
+    return value
 
 
 def _states(optimizer: Any) -> Iterator[tuple[Any, Parameter]]:

@@ -10,6 +10,7 @@ from mindspore import nn
 
 from hp_dtensor import DeviceMesh, implicit_replication
 from hp_dtensor.mindspore.api import replicate_parameters
+from hp_fsdp.mindspore.optimizers import watch_optimizers
 from hp_plan.outline import ModelOutline, ModuleOutline
 from hp_styles.mindspore.modules import kind as parallel_kind
 
@@ -69,6 +70,7 @@ def replicate_rest(model: nn.Cell, mesh: DeviceMesh) -> None:
     """Makes the parameters that no style has sharded replicated DTensors."""
     for _, module in named_modules(model):
         replicate_parameters(module, mesh)
+    watch_optimizers()  # one that was made before has whole states
 
 
 def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], Any]) -> None:
