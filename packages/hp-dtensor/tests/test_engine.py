@@ -244,3 +244,49 @@ def test_a_graph_on_the_grad_of_parts_of_a_sum() -> None:
         (given**3).sum().backward(create_graph=True)
     with pytest.raises(RuntimeError, match=r"placed \(Partial\(\),\) after backward\(create_graph=True\).*d.grad\("):
         _ = given.grad
+
+
+# ---- gradients of gradients on a rank without elements ----
+def _written_view(x: Any) -> Any:
+    made = x.unsqueeze(-1)
+    made.mul_(2)
+    return made.square()
+
+
+def _written_source(x: Any) -> Any:
+    made = x.transpose(0, 1)
+    x.mul_(2)
+    return made.square()
+
+
+def _attention(x: Any) -> Any:
+    rows = x.unflatten(-1, (2, 2))[:, None]
+    return F.scaled_dot_product_attention(rows, rows, rows, attn_mask=rows.mT @ rows)
+
+
+ON_NOTHING: dict[str, Callable[[Any], Any]] = {
+    "cumprod": lambda x: x.cumprod(1),
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "cummax": lambda x: x.cummax(1)[0],
+    "var": lambda x: x.var(1),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "attention": _attention,
+    "written view": _written_view,
+    "written source": _written_source,
+}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", ON_NOTHING)
+def test_a_rank_without_elements_is_in_the_graph_of_the_others(name: str) -> None:
+    mesh, whole = _mesh(), _rand(2, 4)
+
+    def gradients(x: Any, move: Callable[[Any], Any]) -> list[Any]:
+        (first,) = torch.autograd.grad(ON_NOTHING[name](move(x * 1)).sum(), x, create_graph=True)
+        again = torch.autograd.grad(first.square().sum(), x) if first.requires_grad else ()
+        return [first.requires_grad, first.detach(), *again]
+
+    is_recorded, *want = gradients(_leaf(whole), lambda y: y * 1)
+    got_recorded, *got = gradients(_place(whole, mesh, R), lambda y: y.redistribute(placements=[Shard(0)]))
+    assert got_recorded == is_recorded
+    _close(got, want)

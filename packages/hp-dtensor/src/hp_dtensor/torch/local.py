@@ -319,7 +319,7 @@ def attention(call: Call) -> Any:
     """Dropout is refused at each call: its probability is a float, which a plan does not depend on."""
     if call.results[0].replicated:
         return None
-    func, placements, empty = call.func, call.results[0].placements, 0 in call.results[0].local_shape
+    func, placements = call.func, call.results[0].placements
 
     def run(*args: Any, **kwargs: Any) -> T:
         probability = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
@@ -328,11 +328,7 @@ def attention(call: Call) -> Any:
                 f"scaled_dot_product_attention with dropout_p={probability} on {placements}: its mask can't be drawn"
                 " for a shard; use eager attention (its dropout is exact), or dropout_p=0"
             )
-        out = func(*args, **kwargs)
-        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        if empty and mask is not None and mask.requires_grad:
-            out = out + mask.sum() * 0  # torch leaves it out, but every rank takes part in its gradient's sum
-        return out
+        return func(*args, **kwargs)
 
     return run
 

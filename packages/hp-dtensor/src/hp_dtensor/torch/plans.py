@@ -15,6 +15,7 @@ from hp_dtensor.rules.views import view_placements
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.empty_parts import with_the_others
 
 __all__ = ["Binding", "Call", "Plan", "make_plan"]
 
@@ -238,12 +239,24 @@ def nothing(results: list[TensorSpec], made: Any) -> Callable[..., Any]:
     return run
 
 
+def _callable(func: Any, local: Any) -> Callable[..., Any]:
+    """What runs on the local tensors, as one function of the call's arguments."""
+    if not isinstance(local, tuple):
+        return local or func
+    function, tail = local
+    if tail is None:
+        return lambda *args: function(args)
+    return lambda x, *args, **kwargs: function(x, *tail)
+
+
 def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     """Plans a call: operands, result shapes, placements, local function.
 
     Raises:
         NoLegalPlacement: an in-place call that would have to move what it writes to.
     """
+    from hp_dtensor.torch.moved_view import VIEWS
+
     call = Call(func, tuple(args), dict(kwargs))
     _collect(call, binding)
     given = [tensor for tensor in call.tensors if tensor is not None]
@@ -300,6 +313,8 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
         local = nothing(call.results, made)
     else:
         local = binding.local(call) if binding.local is not None else None
+    if here and not binding.in_place and any(0 in spec.local_shape for spec in call.targets):
+        local = with_the_others(call, binding.rule, func in VIEWS, _callable(func, local)) or local
     if isinstance(local, tuple) and local[1] is None:
         plan.local, plan.listed = local[0], True
     elif isinstance(local, tuple):
@@ -307,8 +322,6 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     else:
         plan.local = local
     if fixes and not binding.in_place:
-        from hp_dtensor.torch.moved_view import VIEWS
-
         plan.copied = func if func in VIEWS else None
     plan.writes = binding.in_place
     bare = not fixes and plan.tail is None and plan.local is None
