@@ -12,6 +12,7 @@ import hp_dtensor.rules.neural  # noqa: F401  (they define the rules)
 from hp_dtensor.rules.equation import RULES
 from hp_dtensor.torch import filling, local, result_shapes
 from hp_dtensor.torch.plans import Binding
+from hp_platform.torch import heavy
 
 __all__ = ["BINDINGS", "bind", "functions_of"]
 
@@ -149,7 +150,9 @@ def _bind_pointwise() -> None:
 def _bind_products() -> None:
     bind("any_matmul", "matmul mm bmm mv __matmul__ dot")
     bind("outer", "outer ger")
-    bind("linear", F.linear, "input weight bias=None", "input weight bias", local=local.biased)
+    names, shape = ("input weight bias=None", "input weight bias"), result_shapes.linear
+    bind("linear", F.linear, *names, local=local.biased, shape=shape)
+    bind("linear", heavy.linear, *names, local=local.biased, shape=shape)
     bind("einsum", torch.einsum, arguments=local.einsum_arguments)
     bind(
         "embedding",

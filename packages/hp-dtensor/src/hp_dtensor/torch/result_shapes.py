@@ -12,7 +12,7 @@ from hp_dtensor.rules.library import dims_argument
 if TYPE_CHECKING:
     from hp_dtensor.torch.plans import Call
 
-__all__ = ["broadcast", "reduced"]
+__all__ = ["broadcast", "linear", "reduced"]
 
 Shape = tuple[int, ...]
 
@@ -46,3 +46,11 @@ def reduced(call: Call) -> Shape | None:
     if keepdim:
         return tuple(1 if d in dims else size for d, size in enumerate(shape))
     return tuple(size for d, size in enumerate(shape) if d not in dims)
+
+
+def linear(call: Call) -> Shape | None:
+    """The input's shape with as many features as the weight has rows."""
+    shape, weight, *bias = (spec.shape for spec in call.specs)
+    if not shape or len(weight) != 2 or shape[-1] != weight[1] or any(each != weight[:1] for each in bias):
+        return None
+    return (*shape[:-1], weight[0])

@@ -1,0 +1,276 @@
+"""Heavy operations of PyTorch: each asks the frame it runs in, see `hp_platform.frames`.
+
+`mark` gives the modules of a model that hold such an operation a `forward` that goes through it; outside of a frame
+that is torch's own function. A function here asks for `__torch_function__` as torch's do, so that DTensors plan it.
+
+Note [The edge of a weight]
+    An operation whose weight's gradient is put off is applied to the weight without its graph, and remembers the edge
+    that the gradient goes into: that of the leaf, or of what makes the weight (a cast, a DTensor's reduction over
+    ranks). Running backward from all edges at once gives every leaf one gradient, summed over its uses, so hooks and
+    `AccumulateGrad` run as often as in one backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import handle_torch_function, has_torch_function
+
+from hp_platform.frames import Frame, at_site, current_frame, current_site, frame
+
+__all__ = ["DeferredGradients", "KeptOutputs", "linear", "mark"]
+
+T = torch.Tensor
+_native = torch._C._disabled_torch_dispatch_impl
+
+
+def linear(input: T, weight: T, bias: T | None = None) -> T:
+    """Compute `input @ weight.T + bias`, as the current frame says.
+
+    Args:
+        input: (..., in features).
+        weight: (out features, in features).
+        bias: (out features), or None.
+
+    Returns:
+        (..., out features); the bits are those of `torch.nn.functional.linear`, gradients' too.
+    """
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(linear, tensors, input, weight, bias)
+    current = current_frame()
+    if current is None or torch.compiler.is_compiling() or not all(map(_is_native, tensors)):
+        return F.linear(input, weight, bias)
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, weight = _cast(input, dtype), _cast(weight, dtype)
+        bias = None if bias is None else _cast(bias, dtype)
+    edges: tuple[GradientEdge | None, ...] = ()
+    if current.weights is not None and torch.is_grad_enabled():
+        edges = tuple(_edge(tensor) for tensor in (weight, bias))
+        if any(edges):
+            # What `needs_input_grad` says must not depend on the weight: with its graph gone, on the input alone.
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+            if not input.requires_grad:
+                input = input.detach().requires_grad_()  # so that there is a backward at all
+        else:
+            edges = ()
+    return _Linear.apply(input, weight, bias, current, current_site(), edges)
+
+
+def _is_native(tensor: T) -> bool:
+    """True if operations on it run torch's kernels: a subclass with a dispatch of its own keeps its own linear."""
+    return type(tensor).__torch_dispatch__ is _native  # type: ignore[attr-defined]
+
+
+def _cast(tensor: T, dtype: torch.dtype) -> T:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
+
+
+def _edge(tensor: T | None) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor is not None and tensor.requires_grad else None
+
+
+class _Linear(torch.autograd.Function):
+    """`linear` with its frame."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: T,
+        weight: T,
+        bias: T | None,
+        frame: Frame,
+        site: str | None,
+        edges: Sequence[GradientEdge | None],
+    ) -> T:
+        compute = functools.partial(F.linear, input, weight, bias)
+        out = compute() if frame.outputs is None else frame.outputs.output(site, compute)
+        ctx.frame, ctx.edges, ctx.shape = frame, edges, input.shape
+        ctx.handle = None
+        needs_input = ctx.needs_input_grad[1] or any(edges)
+        if frame.inputs is not None and needs_input:
+            ctx.handle = (frame.inputs.save(site, input),)
+            ctx.save_for_backward(weight)
+        else:
+            ctx.save_for_backward(weight, *((input,) if needs_input else ()))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled() and (ctx.edges or ctx.handle):
+            raise RuntimeError(
+                "the gradient of a gradient goes through a linear map whose "
+                + ("weight's gradient is put off" if ctx.edges else "input is kept elsewhere")
+                + " (hp_platform.frames): run such a forward outside of the frame"
+            )
+        weight, *saved = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        to_input = rows.mm(weight.conj()).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        inputs: Callable[[], T] = lambda: ctx.frame.inputs.load(ctx.handle[0]) if ctx.handle else saved[0]  # noqa: E731
+        if ctx.edges:
+            edges = [edge for edge in ctx.edges if edge is not None]
+            wanted = [edge is not None for edge in ctx.edges]
+            ctx.frame.weights.put_off(edges, functools.partial(_weight_gradients, rows, inputs, *wanted))
+            return to_input, None, None, None, None, None
+        gradients = iter(_weight_gradients(rows, inputs, *ctx.needs_input_grad[1:3]))
+        to_weight, to_bias = (next(gradients) if wanted else None for wanted in ctx.needs_input_grad[1:3])
+        return to_input, to_weight, to_bias, None, None, None
+
+
+def _weight_gradients(rows: T, inputs: Callable[[], T], weight: bool, bias: bool = False) -> list[T]:
+    """The gradients of the weight and the bias, those that are wanted."""
+    gradients = []
+    if weight:
+        input = inputs()
+        gradients.append(rows.t().mm(input.reshape(-1, input.shape[-1]).conj()))
+    if bias:
+        gradients.append(rows.sum(0))
+    return gradients
+
+
+def mark(module: nn.Module) -> list[str]:
+    """Let the heavy operations of a model ask for their frame.
+
+    Modules whose `forward` is `torch.nn.Linear`'s own get one that calls `linear`, with the module's name as its site.
+    Marking a module again changes nothing. A module that calls `torch.nn.functional.linear` itself is not reached.
+
+    Args:
+        module: the model, or a part of it.
+
+    Returns:
+        The sites, in the order of `named_modules`.
+    """
+    sites = []
+    for name, child in module.named_modules():
+        own = vars(child).get("forward")
+        if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward and own is None:
+            child.forward = functools.partial(_linear_forward, child, name)  # type: ignore[method-assign]
+            own = child.forward
+        if isinstance(own, functools.partial) and own.func is _linear_forward:
+            sites.append(own.args[1])
+    return sites
+
+
+def _linear_forward(module: nn.Linear, site: str, input: T) -> T:
+    if current_frame() is None:
+        return F.linear(input, module.weight, module.bias)
+    with at_site(site):
+        return linear(input, module.weight, module.bias)
+
+
+class KeptOutputs:
+    """Keeps outputs in one pass over a block and hands them back in the next, in the same order.
+
+    `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=KeptOutputs(sites).contexts)`. The
+    block may run many times; each run's outputs are kept until its own backward.
+
+    Args:
+        sites: those whose outputs are kept; None keeps all.
+    """
+
+    def __init__(self, sites: Sequence[str] | None = None) -> None:
+        self.sites = None if sites is None else frozenset(sites)
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the context of a block's forward and that in which it is computed again."""
+        kept: deque[_Kept] = deque()
+        keeping = frame(outputs=_Keeping(self.sites, kept))
+        return keeping, _Again(current_frame() or Frame(), _HandingBack(self.sites, kept))
+
+
+# A site, its output and the output's version when it was kept.
+_Kept = tuple["str | None", T, int]
+
+
+class _Again:
+    """The context in which a block is computed again; a graph that is retained enters it again, too."""
+
+    def __init__(self, outer: Frame, outputs: _HandingBack) -> None:
+        self._frame = functools.partial(frame, like=outer, outputs=outputs)
+        self._entered: list[AbstractContextManager[Frame]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._frame())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+
+class _Keeping:
+    """`Outputs` of the first pass."""
+
+    def __init__(self, sites: frozenset[str] | None, kept: deque[_Kept]) -> None:
+        self._sites = sites
+        self._kept = kept
+
+    def output(self, site: str | None, compute: Callable[[], T]) -> T:
+        out = compute()
+        if self._sites is None or site in self._sites:
+            self._kept.append((site, out.detach(), out._version))
+        return out
+
+
+class _HandingBack:
+    """`Outputs` of the second pass: what the first kept, given back one by one."""
+
+    def __init__(self, sites: frozenset[str] | None, kept: deque[_Kept]) -> None:
+        self._sites = sites
+        self._kept = kept
+
+    def output(self, site: str | None, compute: Callable[[], T]) -> T:
+        if self._sites is not None and site not in self._sites:
+            return compute()
+        if not self._kept:
+            raise RuntimeError(
+                f"nothing is kept for {site!r}: its block took another way when it was computed again, or it is"
+                " computed again a second time, which retain_graph=True does"
+            )
+        known, out, version = self._kept.popleft()
+        if known != site:
+            raise RuntimeError(f"{site!r} is computed where {known!r} was at first: its block took another way")
+        if out._version != version:
+            raise RuntimeError(
+                f"the output of {site!r} was written in place after it was kept ({out._version - version} times):"
+                " leave this site out of those that are kept, or write to a copy"
+            )
+        return out
+
+
+class DeferredGradients:
+    """The gradients of weights that a backward put off, until `run`.
+
+    `with frame(weights=deferred):` around the forward; its backward computes the gradients of activations and queues
+    the weights' here.
+    """
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[list[GradientEdge], Callable[[], Sequence[T]]]] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put_off(self, edges: Sequence[GradientEdge], compute: Callable[[], Sequence[T]]) -> None:
+        """Queue gradients; see `hp_platform.frames.WeightGradients`."""
+        self._queue.append(([*edges], compute))
+
+    def run(self) -> None:
+        """Compute what was put off, and hand it to the parameters: hooks run once each, as in one backward."""
+        queue, self._queue = self._queue, []
+        edges: list[GradientEdge] = []
+        gradients: list[T] = []
+        with torch.no_grad():
+            for each, compute in queue:
+                edges += each
+                gradients += compute()
+        if edges:
+            torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
