@@ -65,6 +65,7 @@ class RootContext:
         self.events: list[Any] = []
         self.differentiable = False
         self.late = LateGradients()
+        self.owed = LateGradients()
         self.compared = False
         self.moments: list[Moment] = []
         self.last_moments: list[Moment] = []
@@ -172,6 +173,20 @@ class RootContext:
                 self.ahead.append(each)
         group.finish_unshard()
         self.moments.append(("run", group, perf_counter_ns()))
+
+    def expect_owed(self, group: ParameterGroup) -> None:
+        """The forward of ``group`` runs in a frame that puts the weights' gradients off: Note [Gradients put off].
+
+        Raises:
+            NotImplementedError: the group is deterministic.
+        """
+        if group.deterministic:
+            raise NotImplementedError(
+                f"fully_shard(deterministic=True): {group.name} runs in a frame that puts its weights' gradients off"
+                " (hp_platform.frames), and they would count as a micro-batch of their own. Shard it without"
+                " deterministic=True"
+            )
+        self.owed.watch_once(group, functools.partial(self.late_gradient, group))
 
     def drop_ahead(self) -> None:
         """Frees what was gathered ahead of time and then not used."""

@@ -29,6 +29,7 @@ class LateGradients:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
+        self._watched: dict[ParameterGroup, list[Any]] = {}
 
     @property
     def watching(self) -> bool:
@@ -42,11 +43,20 @@ class LateGradients:
                 if parameter.trains and parameter.unsharded is not None:
                     self._handles.append(parameter.unsharded.register_post_accumulate_grad_hook(arrived))
 
+    def watch_once(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
+        """`watch`, unless the parameters that the group has now are watched already."""
+        parameters = [parameter.unsharded for parameter in group.parameters]
+        watched = self._watched.get(group, ())
+        if len(watched) != len(parameters) or any(a is not b for a, b in zip(watched, parameters, strict=True)):
+            self._watched[group] = parameters
+            self.watch(group, arrived)
+
     def forget(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._watched.clear()
 
 
 def check_differentiable(group: ParameterGroup) -> None:

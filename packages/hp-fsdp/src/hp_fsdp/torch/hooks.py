@@ -10,6 +10,12 @@ Note [Where backward begins and ends]
 Note [Forward inside backward]
     Activation checkpointing runs forward again in backward. The hooks of the first run are on the graph already; the
     second run only needs the parameters, which stay until the group's backward ends.
+
+Note [Gradients put off]
+    In a frame that puts weights' gradients off, a backward pass leaves parameters without them; who has them runs
+    autograd once more, on the parameters alone. A hook on each parameter makes that a backward pass of the group's: its
+    end takes the gradients and reduces them. With ``set_requires_gradient_sync(False)`` around the first pass there is
+    one reduction.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import Call, ParameterGroup
 from hp_fsdp.torch.tree import map_tensors, tensors
+from hp_platform.frames import current_frame
 
 __all__ = ["run_forward"]
 
@@ -63,6 +70,9 @@ def run_forward(
             context.begin_forward(group)
         try:
             context.unshard(group, context.order, group.prefetch_in_forward)
+            current = current_frame()
+            if current is not None and current.weights is not None:
+                context.expect_owed(group)
             watch = torch.is_grad_enabled()
             span = group.span
             begins = span is None or span.begins(module)

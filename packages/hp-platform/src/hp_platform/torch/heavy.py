@@ -30,6 +30,7 @@ __all__ = ["DeferredGradients", "KeptOutputs", "linear", "mark"]
 
 T = torch.Tensor
 _native = torch._C._disabled_torch_dispatch_impl
+_plain = torch._C.DisableTorchFunctionSubclass
 
 
 def linear(input: T, weight: T, bias: T | None = None) -> T:
@@ -113,16 +114,17 @@ class _Linear(torch.autograd.Function):
                 + " (hp_platform.frames): run such a forward outside of the frame"
             )
         weight, *saved = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        to_input = rows.mm(weight.conj()).view(ctx.shape) if ctx.needs_input_grad[0] else None
         inputs: Callable[[], T] = lambda: ctx.frame.inputs.load(ctx.handle[0]) if ctx.handle else saved[0]  # noqa: E731
-        if ctx.edges:
-            edges = [edge for edge in ctx.edges if edge is not None]
-            wanted = [edge is not None for edge in ctx.edges]
-            ctx.frame.weights.put_off(edges, functools.partial(_weight_gradients, rows, inputs, *wanted))
-            return to_input, None, None, None, None, None
-        gradients = iter(_weight_gradients(rows, inputs, *ctx.needs_input_grad[1:3]))
-        to_weight, to_bias = (next(gradients) if wanted else None for wanted in ctx.needs_input_grad[1:3])
+        with _plain():  # parameters may be DTensors, whose parts this is about
+            rows = grad.reshape(-1, grad.shape[-1])
+            to_input = rows.mm(weight.conj()).view(ctx.shape) if ctx.needs_input_grad[0] else None
+            if ctx.edges:
+                edges = [edge for edge in ctx.edges if edge is not None]
+                wanted = [edge is not None for edge in ctx.edges]
+                ctx.frame.weights.put_off(edges, functools.partial(_weight_gradients, rows, inputs, *wanted))
+                return to_input, None, None, None, None, None
+            gradients = iter(_weight_gradients(rows, inputs, *ctx.needs_input_grad[1:3]))
+            to_weight, to_bias = (next(gradients) if wanted else None for wanted in ctx.needs_input_grad[1:3])
         return to_input, to_weight, to_bias, None, None, None
 
 
@@ -268,7 +270,7 @@ class DeferredGradients:
         queue, self._queue = self._queue, []
         edges: list[GradientEdge] = []
         gradients: list[T] = []
-        with torch.no_grad():
+        with torch.no_grad(), _plain():
             for each, compute in queue:
                 edges += each
                 gradients += compute()
