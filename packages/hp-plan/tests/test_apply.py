@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -44,6 +45,8 @@ def test_what_goes_in_and_comes_out_is_plain():
     output.loss.backward()
     assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
     assert type(model(tokens, return_dict=False)[0]) is torch.Tensor
+    with pytest.raises(NotImplementedError, match=r"cannot be pickled.*Save module.state_dict\(\)"):
+        pickle.dumps(model)
 
 
 @on_ranks(2)

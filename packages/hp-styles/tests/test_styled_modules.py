@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
 from hp_platform import count_collectives
 from hp_styles import (
     ColwiseParallel,
+    ContextParallel,
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from hp_testing import device_type, on_ranks
@@ -204,3 +208,28 @@ def test_plain_parts_of_wrong_widths() -> None:
     with count_collectives() as counts:
         uneven(torch.ones(3, 5 - rank, device=device_type()))
     assert dict(counts) == {"all_reduce": 1}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["colwise", "sequence", "plain", "context", "prepared"])
+def test_pickling_is_refused_and_copying_is_not(style: str) -> None:
+    mesh = _mesh()
+    options: dict[str, Any] = {"dtype": torch.float64, "device": device_type()}
+    model = nn.Sequential(nn.LayerNorm(4, **options), nn.Linear(4, 4, **options))
+    given: dict[str, Any] = {
+        "colwise": {"1": ColwiseParallel()},
+        "sequence": {"0": SequenceParallel()},
+        "plain": {"1": "plain"},
+        "context": {"1": ContextParallel()},
+        "prepared": {"1": PrepareModuleInput(input_layouts=R, desired_input_layouts=R)},
+    }[style]
+    parallelize_module(model, mesh, given)
+    for pickled in (model, next(iter(model[int(name)] for name in given))):
+        for save in (lambda x: pickle.dumps(x), lambda x: torch.save(x, io.BytesIO())):
+            with pytest.raises(NotImplementedError, match="parallel styles cannot be pickled.*Save module.state_dict"):
+                save(pickled)
+    loaded = pickle.loads(pickle.dumps(model.state_dict()))
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(loaded)
+    if style == "colwise":
+        _same(copied(_input()), model(_input()))

@@ -14,6 +14,7 @@ from hp_dtensor.spec import TensorSpec, normalize
 from hp_styles import port
 from hp_styles.arguments import check_mesh
 from hp_styles.context_rounds import Round, Rounds
+from hp_styles.pickling import hook
 from hp_styles.shapes import shapes_of_ranks
 from hp_styles.widths import Widths, check_widths
 
@@ -252,7 +253,7 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, fea
             f"parallel style on {type(mod).__name__}: the first input must be a tensor, the inputs are {given}"
         )
 
-    module.register_forward_pre_hook(convert, with_kwargs=True)
+    module.register_forward_pre_hook(hook(convert), with_kwargs=True)
 
 
 def _output(value: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> Any:
@@ -266,7 +267,7 @@ def _output(value: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> Any:
 def on_output(module: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> None:
     """Brings the output, a tensor, to ``desired``."""
     check_mesh(mesh, "parallel style")
-    module.register_forward_hook(lambda mod, args, output: _output(output, mesh, desired, local))
+    module.register_forward_hook(hook(lambda mod, args, output: _output(output, mesh, desired, local)))
 
 
 def on_inputs(
@@ -307,7 +308,7 @@ def on_inputs(
             args = tuple(one(*given) for given in zip(args, layouts, desired, strict=True))
         return args, {k: one(v, kwarg_layouts.get(k), desired_kwargs.get(k)) for k, v in kwargs.items()}
 
-    module.register_forward_pre_hook(convert, with_kwargs=True)
+    module.register_forward_pre_hook(hook(convert), with_kwargs=True)
 
 
 def on_outputs(
@@ -339,4 +340,4 @@ def on_outputs(
             return made[0]
         return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
 
-    module.register_forward_hook(convert)
+    module.register_forward_hook(hook(convert))

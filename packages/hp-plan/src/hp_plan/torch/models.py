@@ -14,6 +14,7 @@ from hp_dtensor.torch.api import become
 from hp_fsdp.joining import Roster
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_plan.torch import library
+from hp_styles.pickling import hook
 from hp_styles.torch import modules as styles_modules
 
 
@@ -117,7 +118,7 @@ def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Callable[[Any],
         plain: makes the model's output plain.
     """
     _run_inside_replication(model, mesh)
-    model.register_forward_hook(lambda module, inputs, output: plain(output))
+    model.register_forward_hook(hook(lambda module, inputs, output: plain(output)))
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for block in module:
@@ -141,8 +142,8 @@ def _run_inside_replication(module: nn.Module, mesh: DeviceMesh) -> None:
         if entered:
             entered.pop().close()
 
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave, always_call=True)
+    module.register_forward_pre_hook(hook(enter), prepend=True)
+    module.register_forward_hook(hook(leave), always_call=True)
 
 
 def _roster(model: nn.Module) -> Roster:
@@ -162,7 +163,7 @@ def _take_distributed_inputs(block: nn.Module, mesh: DeviceMesh) -> None:
             return None
         return tuple(map(convert, inputs)), {name: convert(value) for name, value in keywords.items()}
 
-    block.register_forward_pre_hook(enter, with_kwargs=True)
+    block.register_forward_pre_hook(hook(enter), with_kwargs=True)
 
 
 def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, StridedShard
 from hp_dtensor.torch.random import compare_generators
+from hp_styles.pickling import NotPickled, hook
 
 __all__ = ["divide_inside", "run_experts", "run_pointwise", "run_replicated"]
 
@@ -122,7 +123,7 @@ def divide_inside(module: torch.nn.Module, mesh: DeviceMesh) -> None:
             for value in args
         )
 
-    module.register_forward_pre_hook(divide)
+    module.register_forward_pre_hook(hook(divide))
 
 
 def _around(module: torch.nn.Module, run: Callable[..., Any]) -> None:
@@ -133,6 +134,7 @@ def _around(module: torch.nn.Module, run: Callable[..., Any]) -> None:
 
     module._forward_inside = module.forward  # type: ignore[assignment]
     module.forward = types.MethodType(forward, module)
+    module._not_pickled = NotPickled()  # type: ignore[assignment]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

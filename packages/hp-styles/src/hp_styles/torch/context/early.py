@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hp_dtensor import DTensor
+from hp_styles.pickling import hook
 from hp_styles.torch.context.arguments import refuse_compiled
 from hp_styles.torch.context.gather import Gathering, Whole
 
@@ -135,8 +136,8 @@ def register(module: nn.Module, projections: Mapping[str, nn.Module], blocks: Bl
         refuse_compiled(blocks.style)
         blocks.open.append(_Block())
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(lambda mod, args, output: blocks.close(), always_call=True)
+    module.register_forward_pre_hook(hook(enter))
+    module.register_forward_hook(hook(lambda mod, args, output: blocks.close()), always_call=True)
 
     def sender(path: str) -> Any:
         def send(module: nn.Module, args: Any, output: Any) -> None:
@@ -147,4 +148,4 @@ def register(module: nn.Module, projections: Mapping[str, nn.Module], blocks: Bl
         return send
 
     for path, projection in projections.items():
-        projection.register_forward_hook(sender(path))
+        projection.register_forward_hook(hook(sender(path)))

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from hp_dtensor import DeviceMesh, DTensor
 from hp_styles.context_plan import Settings
 from hp_styles.context_rounds import Rounds
+from hp_styles.pickling import hook
 from hp_styles.torch.context.arguments import mapped
 from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside
 from hp_styles.torch.context.call import Call, call_of, left_out
@@ -123,13 +124,13 @@ def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, rounds: Roun
             " attention, and the ring overlaps its exchanges itself; use ContextParallel"
         )
     for name, path in settings.projections.items():
-        _projection(module, path).register_forward_hook(_sender(group, name, settings))
+        _projection(module, path).register_forward_hook(hook(_sender(group, name, settings)))
     module._context_parallel = True  # type: ignore[assignment]
     if settings.takes_qkv:
-        module.register_forward_pre_hook(_receiver(group, settings), with_kwargs=True)
-        module.register_forward_hook(_giver(group, settings))
+        module.register_forward_pre_hook(hook(_receiver(group, settings)), with_kwargs=True)
+        module.register_forward_hook(hook(_giver(group, settings)))
     else:
-        module.register_forward_pre_hook(_enter(group, settings), with_kwargs=True)
+        module.register_forward_pre_hook(hook(_enter(group, settings)), with_kwargs=True)
     if not settings.takes_qkv or group.degrees.ring > 1:
         module.register_forward_hook(_check_met)
     module.register_forward_hook(_end_alone)
@@ -157,9 +158,9 @@ def enclose(root: nn.Module, rounds: Rounds, mesh: DeviceMesh, load_balance: boo
         if rounds.open == [module]:
             end_round(rounds.current, rounds)
 
-    root.register_forward_pre_hook(enter, with_kwargs=True)
-    root.register_forward_hook(end)
-    root.register_forward_hook(lambda module, args, output: rounds.leave(module), always_call=True)
+    root.register_forward_pre_hook(hook(enter), with_kwargs=True)
+    root.register_forward_hook(hook(end))
+    root.register_forward_hook(hook(lambda module, args, output: rounds.leave(module)), always_call=True)
 
 
 def _cut_otherwise(mesh: DeviceMesh, load_balance: bool, args: Any, kwargs: dict[str, Any]) -> Exception | None:

@@ -16,6 +16,7 @@ from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from hp_platform import get_platform
 from hp_styles.context_sparse import DSAIndexerLossContextParallel, EarlySparseStyle, SparseStyle
 from hp_styles.inputs import current_round, note_comparing
+from hp_styles.pickling import hook
 from hp_styles.torch.context.arguments import Arguments, mapped, refuse_compiled
 from hp_styles.torch.context.early import Blocks, register
 from hp_styles.torch.context.gather import Whole, gather
@@ -64,9 +65,9 @@ def attach_sparse(module: nn.Module, mesh: DeviceMesh, style: SparseStyle) -> No
     if projections and group.size > 1:
         register(module, projections, blocks, lambda path, output: _check_early(group, style, path, output))
     receive = _receiver(group, style, plan, arguments, blocks, queries)
-    core.register_forward_pre_hook(receive, with_kwargs=True)
-    core.register_forward_hook(_giver(group, style, queries))
-    core.register_forward_hook(lambda mod, args, output: _leave(queries), always_call=True)
+    core.register_forward_pre_hook(hook(receive), with_kwargs=True)
+    core.register_forward_hook(hook(_giver(group, style, queries)))
+    core.register_forward_hook(hook(lambda mod, args, output: _leave(queries)), always_call=True)
 
 
 def _submodule(module: nn.Module, path: str, what: str) -> nn.Module:
