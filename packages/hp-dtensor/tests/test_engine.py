@@ -13,7 +13,7 @@ from torch.autograd import functional
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
@@ -290,3 +290,12 @@ def test_a_rank_without_elements_is_in_the_graph_of_the_others(name: str) -> Non
     got_recorded, *got = gradients(_place(whole, mesh, R), lambda y: y.redistribute(placements=[Shard(0)]))
     assert got_recorded == is_recorded
     _close(got, want)
+
+
+@on_ranks(2)
+def test_a_rank_without_a_run_of_a_matrix_takes_part():
+    mesh = init_device_mesh(device_type(), (2,))
+    x = torch.arange(6.0, device=device_type()).view(2, 3)
+    ragged = distribute_tensor(x, mesh, [RaggedShard((0, 1), (1, 0))]).requires_grad_()
+    (ragged * 2).sin().sum().backward()
+    assert torch.equal(ragged.grad.full_tensor(), 2 * (2 * x).cos())

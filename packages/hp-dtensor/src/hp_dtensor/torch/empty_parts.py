@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.grad_mode import _force_original_view_tracking
 
+from hp_dtensor.placements import RaggedShard
+
 if TYPE_CHECKING:
     from hp_dtensor.torch.plans import Call
 
@@ -75,7 +77,9 @@ def _on_stand_ins(call: Call, compute: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _filled(spec: Any) -> tuple[int, ...]:
-    """This rank's shape, with one element in place of none of a dim that has some."""
+    """This rank's shape, with one element in place of none of a dim that has some; a run has no dims of its own."""
+    if any(isinstance(placement, RaggedShard) for placement in spec.placements):
+        return spec.local_shape
     return tuple(1 if size and not local else local for size, local in zip(spec.shape, spec.local_shape, strict=True))
 
 
