@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.mesh_axes import overlap
-from hp_dtensor.placements import Placement, RaggedShard, Replicate
+from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.submesh import axes_within
 from hp_platform import get_platform
@@ -243,7 +243,7 @@ class DataAxes(_Grouped):
         return True
 
     def sharded_spec(
-        self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None
+        self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None, dim: int | None = None
     ) -> TensorSpec:
         """The layout of a sharded parameter.
 
@@ -253,13 +253,14 @@ class DataAxes(_Grouped):
             shape: the parameter's global shape.
             inner: its own layout, if it is a DTensor already: on other axes (tensor parallel), or on a mesh that has
                 these axes, too.
+            dim: the dim that is cut; None where runs of elements are.
 
         Raises:
-            ValueError: ``inner`` is on a mesh that cannot be joined with this one.
+            ValueError: ``inner`` is on a mesh that cannot be joined with this one, or divides ``dim``, too.
         """
         ours: list[Placement] = [Replicate()] * self.mesh.ndim
         if self.shards:
-            ours[-1] = RaggedShard(tuple(range(len(shape))), tuple(units))
+            ours[-1] = RaggedShard(tuple(range(len(shape))), tuple(units)) if dim is None else Shard(dim)
         if inner is None:
             return TensorSpec.of(self.mesh, ours, shape)
         here = self.axes_of(inner.mesh)
@@ -271,6 +272,12 @@ class DataAxes(_Grouped):
         others = [axis for axis in range(inner.mesh.ndim) if axis not in here]
         if not others:
             return TensorSpec.of(self.mesh, ours, shape)
+        if dim is not None and any(_divides(inner.placements[axis], dim) for axis in others):
+            raise ValueError(
+                f"fully_shard: shard_placement_fn returned Shard({dim}) for {name!r}, which is placed"
+                f" {inner.placements} on {inner.mesh} and so divided along that dim already. Return a Shard of another"
+                " dim, or None to cut it anywhere"
+            )
         mesh = self._joined(name, inner.mesh, others)
         return TensorSpec.of(mesh, [*ours, *(inner.placements[axis] for axis in others)], shape)
 
@@ -302,3 +309,7 @@ class DataAxes(_Grouped):
             " Both must be slices of one mesh, by name: mesh = init_device_mesh(..., mesh_dim_names=("
             '"dp", "tp")); parallelize on mesh["tp"] or on the whole mesh, shard on mesh["dp"]'
         )
+
+
+def _divides(placement: Placement, dim: int) -> bool:
+    return dim in getattr(placement, "dims", (getattr(placement, "dim", None),))

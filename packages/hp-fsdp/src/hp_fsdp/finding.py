@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["find_parameters", "mark", "owner_of"]
+__all__ = ["find_parameters", "is_copy", "mark", "owner_of"]
 
 P = TypeVar("P")
 
@@ -24,6 +24,11 @@ def owner_of(parameter: Any) -> str | None:
     """What `mark` noted; None for a parameter that no group has."""
     key, owner = getattr(parameter, "_hsdp_owner", None) or (None, None)
     return owner if key == id(parameter) else None
+
+
+def is_copy(parameter: Any) -> bool:
+    """Whether a parameter is a copy (``copy.deepcopy``) of one that a group has."""
+    return getattr(parameter, "_hsdp_owner", None) is not None and owner_of(parameter) is None
 
 
 def find_parameters(

@@ -11,7 +11,7 @@ from hp_fsdp.controls import check_reshard
 from hp_fsdp.norms import BLOCK
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["GroupOptions", "ParameterFacts", "check_options"]
+__all__ = ["BucketPlan", "GroupOptions", "ParameterFacts", "check_options"]
 
 ALIGNMENT = 64
 """Parameters and pieces start at multiples of this many bytes: a cache line, and more than vector loads ask for."""
@@ -41,6 +41,23 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Parameters that are communicated as one, and how they are cut.
+
+    Attributes:
+        parameters: the managed parameters.
+        unit: how many elements stay together: a row's, or those of a slice along ``dim``.
+        sharded: False for such that stay whole on each rank.
+        dim: of its one parameter, the dim that is cut; None where runs of elements in their order are.
+    """
+
+    parameters: list[Any]
+    unit: int = 1
+    sharded: bool = True
+    dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GroupOptions:
     """How a group communicates and where it lives, as `fully_shard` was told.
 
@@ -53,6 +70,7 @@ class GroupOptions:
         deterministic: sums don't depend on the number of ranks.
         threshold: parameters of fewer bytes stay whole on each rank, and their gradients are averaged.
         bucket_bytes: what is communicated as one holds no more, but one parameter at least; None for no limit.
+        any_dim: the framework can cut parameters along another dim than the first.
     """
 
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -63,30 +81,30 @@ class GroupOptions:
     deterministic: bool = False
     threshold: float = 0
     bucket_bytes: int | None = None
+    any_dim: bool = False
 
     @property
     def reshards(self) -> bool:
         """Whether gathered parameters are freed after forward; one rank alone holds what was gathered."""
         return self.reshard_after_forward is True or self.reshard_after_forward > 1
 
-    def together(self, facts: Iterable[ParameterFacts]) -> list[tuple[list[Any], int, bool]]:
+    def together(self, facts: Iterable[ParameterFacts]) -> list[BucketPlan]:
         """Which parameters of a group are communicated as one.
 
         Args:
             facts: of the group's parameters, in order.
-
-        Returns:
-            By bucket: its parameters, how many elements stay together, and whether they are sharded.
         """
         kinds: dict[Any, list[ParameterFacts]] = {}
         for each in facts:
-            # What is to keep whole rows is cut by itself; what differs in dtype or takes no part in reductions, too.
-            unit = self.unit_of(each.name, each.original, each.shape)
-            alone = each.name if self.by_parameter or unit > 1 else ""
-            kinds.setdefault((each.dtype, each.trains, alone, unit, each.nbytes >= self.threshold), []).append(each)
+            # What is to keep whole slices is cut by itself; what differs in dtype or takes no part in reductions, too.
+            unit, dim = self.cut_of(each.name, each.original, each.shape)
+            alone = each.name if self.by_parameter or unit > 1 or dim is not None else ""
+            kinds.setdefault((each.dtype, each.trains, alone, unit, each.nbytes >= self.threshold, dim), []).append(
+                each
+            )
         return [
-            ([each.parameter for each in members], unit, sharded)
-            for (*_, unit, sharded), alike in kinds.items()
+            BucketPlan([each.parameter for each in members], unit, sharded, dim)
+            for (*_, unit, sharded, dim), alike in kinds.items()
             for members in self._in_buckets(alike)
         ]
 
@@ -102,44 +120,54 @@ class GroupOptions:
             bucket.append(each)
         yield bucket
 
-    def alignment(self, unit: int, itemsize: int) -> int:
+    def alignment(self, plan: BucketPlan, itemsize: int) -> int:
         """Where parameters and pieces may start in a flat buffer, in elements.
 
         Args:
-            unit: number of elements that stay together.
+            plan: of the bucket.
             itemsize: bytes of an element, in the smallest of the buffer's dtypes.
         """
-        if self.deterministic or unit > 1:
-            return math.lcm(unit, BLOCK if self.deterministic else 1)
+        if self.deterministic or plan.unit > 1 or plan.dim is not None:
+            return math.lcm(plan.unit, BLOCK if self.deterministic else 1)
         return max(1, ALIGNMENT // itemsize)
 
-    def unit_of(self, name: str, parameter: Any, shape: Sequence[int]) -> int:
-        """How many elements of a parameter stay together: a row's where ``shard_placement_fn`` gives ``Shard(0)``.
+    def cut_of(self, name: str, parameter: Any, shape: Sequence[int]) -> tuple[int, int | None]:
+        """How many elements of a parameter stay together, and along which dim other than the first it is cut.
 
         Args:
             name: the parameter's, for errors.
-            parameter: what to ask the function about.
+            parameter: what to ask ``shard_placement_fn`` about.
             shape: of the unsharded tensor on this rank.
 
         Raises:
             TypeError: it gives something that is neither a ``Shard`` nor None.
-            NotImplementedError: it gives a ``Shard`` of another dim.
+            ValueError: it gives a ``Shard`` of a dim that the parameter has not.
+            NotImplementedError: it gives a ``Shard`` of a dim that can't be cut here.
         """
         placement = None if self.placement_of is None else self.placement_of(parameter)
         if placement is None:
-            return 1
+            return 1, None
         dim = getattr(placement, "dim", None)
         if type(placement).__name__ != "Shard" or not isinstance(dim, int):
             raise TypeError(
-                f"fully_shard: shard_placement_fn must return Shard(0) or None, got {placement!r} for {name!r}"
+                f"fully_shard: shard_placement_fn must return a Shard or None, got {placement!r} for {name!r}"
             )
-        if not shape or dim not in (0, -len(shape)):
+        what = f"fully_shard: shard_placement_fn returned {placement!r} for {name!r} of shape {tuple(shape)}"
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"{what}, which has no such dim. Return a Shard of one of its dims, or None")
+        dim %= len(shape)
+        if dim and (self.deterministic or not self.any_dim):
+            why = (
+                "deterministic=True adds in blocks of consecutive elements"
+                if self.any_dim
+                else "on MindSpore a rank holds one run of a parameter's elements"
+            )
             raise NotImplementedError(
-                f"fully_shard: shard_placement_fn returned {placement!r} for {name!r} of shape {tuple(shape)}: a rank"
-                " holds one run of a parameter's elements, so it can be cut between rows (Shard(0)), not along another"
-                " dim. Return Shard(0), or None to cut it anywhere"
+                f"{what}: {why}, so it can be cut between rows (Shard(0)), not along another dim. Return Shard(0), or"
+                " None to cut it anywhere"
             )
-        return max(1, math.prod(shape[1:]))
+        unit = math.prod(size for at, size in enumerate(shape) if at != dim)
+        return (unit, dim or None) if unit else (1, None)
 
 
 def _ours(policy: Any) -> Any:
@@ -163,6 +191,7 @@ def check_options(
     shard_placement_fn: Any,
     deterministic: Any,
     zero_copy: bool,
+    any_dim: bool = False,
 ) -> GroupOptions:
     """Checks the options of `fully_shard`.
 
@@ -176,6 +205,7 @@ def check_options(
         shard_placement_fn: as given.
         deterministic: as given.
         zero_copy: what ``comm_fusion_zero_copy`` is with this framework.
+        any_dim: whether it can cut parameters along another dim than the first.
 
     Raises:
         ValueError, TypeError, NotImplementedError: see `fully_shard`.
@@ -200,5 +230,11 @@ def check_options(
             f"fully_shard: comm_fusion_zero_copy={comm_fusion_zero_copy} is not supported yet; leave it out: {advice}"
         )
     return GroupOptions(
-        policy, reshard_after_forward, offload, not comm_fusion, shard_placement_fn, bool(deterministic)
+        policy,
+        reshard_after_forward,
+        offload,
+        not comm_fusion,
+        shard_placement_fn,
+        bool(deterministic),
+        any_dim=any_dim,
     )

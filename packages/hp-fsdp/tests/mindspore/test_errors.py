@@ -24,7 +24,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"shard_placement_fn": lambda p: Replicate()},
         TypeError,
-        r"return Shard\(0\) or None, got Replicate\(\) for 'first.w",
+        r"return a Shard or None, got Replicate\(\) for 'first.w",
     ),
     (
         {"shard_placement_fn": lambda p: Shard(1)},

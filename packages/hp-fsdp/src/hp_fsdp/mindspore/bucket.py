@@ -31,7 +31,7 @@ from hp_fsdp.layout import FlatLayout
 from hp_fsdp.mindspore.deterministic import MicroBatchSums
 from hp_fsdp.mindspore.host import to_device, to_host
 from hp_fsdp.mindspore.parameter import ManagedParameter, run_of
-from hp_fsdp.options import GroupOptions
+from hp_fsdp.options import BucketPlan, GroupOptions
 from hp_platform import get_platform
 
 __all__ = ["Bucket", "itemsize"]
@@ -41,38 +41,36 @@ class Bucket:
     """Parameters of one dtype, all trained or all frozen, sharded, gathered and reduced together.
 
     Args:
-        parameters: in the order in which they lie in the buffer.
+        plan: the parameters, in the order in which they lie in the buffer, and how they are cut.
         axes: the axes of data parallelism.
         options: what `fully_shard` was told.
         owner: text that names the group in errors.
-        unit: number of elements that stay together, such as a row's.
     """
 
     def __init__(
         self,
-        parameters: Sequence[ManagedParameter],
+        plan: BucketPlan,
         axes: DataAxes,
         options: GroupOptions,
         owner: str,
-        unit: int = 1,
     ) -> None:
-        self.parameters = list(parameters)
+        self.parameters: list[ManagedParameter] = plan.parameters
         self.axes = axes
         self.owner = owner
         policy = options.policy
         # Where the host is the device, shards are there anyway.
         self.offload = options.offload if get_platform().devices.kind != "cpu" else None
-        self.dtype: Any = parameters[0].parameter.dtype
+        self.dtype: Any = self.parameters[0].parameter.dtype
         self.compute_dtype: Any = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
         self.reduce_dtype: Any = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
         smallest = min(itemsize(dtype) for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype))
         self.layout = FlatLayout.of(
-            [parameter.numel for parameter in parameters],
+            [parameter.numel for parameter in self.parameters],
             axes.shard_size,
-            align=options.alignment(unit, smallest),
+            align=options.alignment(plan, smallest),
         )
         self.sums = MicroBatchSums(axes, self.layout) if options.deterministic else None
-        self.has_inner = any(parameter.inner is not None for parameter in parameters)
+        self.has_inner = any(parameter.inner is not None for parameter in self.parameters)
         self.full: Any = None
         self.source: Tensor | None = None
         self.near: Tensor | None = None

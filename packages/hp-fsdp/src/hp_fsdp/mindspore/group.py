@@ -111,8 +111,8 @@ class ParameterGroup:
                 ParameterFacts(each, each.name, parameter, parameter.dtype, parameter.requires_grad, each.shape, nbytes)
             )
         self.buckets += [
-            Bucket(members, self.axes if sharded else self.axes.whole(), self.options, self.class_name, unit)
-            for members, unit, sharded in self.options.together(facts)
+            Bucket(plan, self.axes if plan.sharded else self.axes.whole(), self.options, self.class_name)
+            for plan in self.options.together(facts)
         ]
         self.parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         self.standing = [parameter.parameter for parameter in self.parameters]

@@ -84,7 +84,8 @@ def fully_shard(
         comm_fusion: communicate by group (the default). False communicates each parameter by itself.
         comm_fusion_zero_copy: None or True: collectives read and write the parameters' memory.
         shard_placement_fn: called with each parameter; where it returns ``Shard(0)`` the parameter is cut between its
-            rows (along dim 0) only, and communicated by itself. None cuts it anywhere, with the group; the default.
+            rows only, where it returns ``Shard(d)`` of another dim along that one, with that placement, and it is
+            communicated by itself: Note [Cut along another dim]. None cuts it anywhere, with the group; the default.
         ignored_params: parameters to leave as they are.
         mp_policy: torch's name for ``mixed_precision``.
         deterministic: gradients, and norms of `clip_grad_norm_`, are the same bits for any number of ranks that divides
@@ -103,7 +104,7 @@ def fully_shard(
         ValueError: arguments that contradict each other, a mesh of more than two axes, a module that is sharded
             already, a parameter that another group has, a size to reshard to that does not divide the shard axis.
         TypeError: something that is not a module, a mesh or a policy.
-        NotImplementedError: ``comm_fusion_zero_copy=False``, or a placement other than ``Shard(0)``.
+        NotImplementedError: ``comm_fusion_zero_copy=False``; with ``deterministic``, a ``Shard`` of another dim than 0.
     """
     modules = roots_of(module, nn.Module, lambda each: each.modules())
     for each in modules:
@@ -118,6 +119,7 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         deterministic=deterministic,
         zero_copy=True,
+        any_dim=True,
     )
     mesh = data_axes(mesh, dp_mesh_dims)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -147,8 +149,8 @@ def shard(
     found = find_parameters(modules, ignored, lambda child: group_of(child) is not None)
     mesh = all_ranks(found) if mesh is None else mesh
     axes = DataAxes.of(mesh)
-    parameters = [parameter for parameter in found if not axes.divided(parameter.name, parameter.inner)]
-    ignored += [parameter.original for parameter in found if axes.divided(parameter.name, parameter.inner)]
+    parameters = [p for p in found if p.copied or not axes.divided(p.name, p.inner)]
+    ignored += [p.original for p in found if p not in parameters]
     device = _device(modules, parameters, mesh)
     watch_optimizers()
     for parameter in ignored:

@@ -11,7 +11,7 @@ Note [Three buffers]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from hp_fsdp.axes import DataAxes, Near
 from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
-from hp_fsdp.options import GroupOptions
+from hp_fsdp.options import BucketPlan, GroupOptions
 from hp_fsdp.torch.adoption import adopt
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.deterministic import MicroBatchBuffer
@@ -40,24 +40,22 @@ class Bucket:
     """Parameters of one dtype, sharded, gathered and reduced together.
 
     Args:
-        parameters: in the order in which they lie in the buffer; all of one dtype.
+        plan: the parameters, in the order in which they lie in the buffer, all of one dtype, and how they are cut.
         axes: the axes of data parallelism.
         device: where the buffers live; meta where the parameters are to be materialised later.
         options: what `fully_shard` was told.
         owner: text that names the group in errors.
-        unit: number of elements that stay together, such as a row's.
     """
 
     def __init__(
         self,
-        parameters: Sequence[ManagedParameter],
+        plan: BucketPlan,
         axes: DataAxes,
         device: torch.device,
         options: GroupOptions,
         owner: str,
-        unit: int = 1,
     ) -> None:
-        self.parameters = list(parameters)
+        self.parameters: list[ManagedParameter] = plan.parameters
         self.axes = axes
         self.owner = owner
         self.deterministic = options.deterministic
@@ -66,22 +64,26 @@ class Bucket:
         self.device = device if options.offload is None else transport(axes.mesh)
         self.home = device if options.offload is None or device.type == "meta" else torch.device("cpu")
         self.policy = options.policy
-        self.dtype: torch.dtype = parameters[0].original.dtype  # type: ignore[union-attr]
+        self.dtype: torch.dtype = self.parameters[0].original.dtype  # type: ignore[union-attr]
         self.choose_dtypes()
         smallest = min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
         self.layout = FlatLayout.of(
-            [parameter.numel for parameter in parameters],
+            [parameter.numel for parameter in self.parameters],
             axes.shard_size,
-            align=options.alignment(unit, smallest),
+            align=options.alignment(plan, smallest),
         )
         self.near: torch.Tensor | None = None
         self.communication: Communication | None = None
         self.prepared = False
         # Layouts first: what can't be laid out raises before any parameter is changed.
         self.specs = [
-            axes.sharded_spec(parameter.name, self.layout.units(index), parameter.global_shape, parameter.inner)
+            axes.sharded_spec(
+                parameter.name, self.layout.units(index), parameter.global_shape, parameter.inner, plan.dim
+            )
             for index, parameter in enumerate(self.parameters)
         ]
+        for parameter in self.parameters:
+            parameter.front = plan.dim
 
     def choose_dtypes(self) -> None:
         """Of what is computed with, and of what is reduced."""
@@ -101,7 +103,7 @@ class Bucket:
                 view = self.shard_view(index)
                 if view.device.type != "meta":
                     start, stop = layout.part(index, rank)
-                    view.view(-1).copy_(parameter.flat()[start:stop])
+                    self.run(index).copy_(parameter.flat()[start:stop])
                 parameter.make_sharded(view, spec, f"{parameter.name!r} of {self.owner}")
         self.note_sharded()
         self.show_sharded()
@@ -112,11 +114,14 @@ class Bucket:
             return torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
         return empty_on_host(self.layout.piece, self.dtype, self.offload.pin_memory).zero_()
 
-    def shard_view(self, index: int) -> torch.Tensor:
-        """The part of the rank's piece that is a parameter's: a run of elements, or all of one that stays whole."""
+    def run(self, index: int) -> torch.Tensor:
+        """The part of the rank's piece that is a parameter's."""
         start, stop = self.layout.place(index, self.axes.shard_rank)
-        run = self.shard[start:stop]
-        return run if self.axes.shards else run.view(self.parameters[index].shape)
+        return self.shard[start:stop]
+
+    def shard_view(self, index: int) -> torch.Tensor:
+        """The same as the sharded parameter has it: a run of elements, slices, or all of one that stays whole."""
+        return self.parameters[index].part(self.run(index), self.axes.shards)
 
     def note_sharded(self) -> None:
         """Takes note of new sharded parameters."""

@@ -76,6 +76,7 @@ class GradientBuffer:
         ]
         inner = {parameter.inner.mesh for parameter in parameters if parameter.inner is not None}
         self.averaged = {mesh: axes.axes_of(mesh) for mesh in inner}
+        self.shaped = not axes.shards or any(parameter.front is not None for parameter in parameters)
         self.filled: set[int] = set()
         self.pin: bool | None = None
         self.divisor: float | None = None
@@ -85,7 +86,7 @@ class GradientBuffer:
         if not self.alone:
             self.buffer = torch.empty(layout.total, dtype=reduce_dtype, device=device)
             self.views = [
-                self.buffer[offset : offset + parameter.numel].view(parameter.shape)
+                parameter.part(self.buffer[offset : offset + parameter.numel])
                 for parameter, offset in zip(parameters, layout.offsets)
             ]
             self.storage = self.buffer.untyped_storage()
@@ -212,7 +213,7 @@ class GradientBuffer:
             gradient = _get_grad(parameter.unsharded)
             if gradient is not None:
                 _set_grad(parameter.unsharded, None)
-                gradient = gradient.reshape(-1).detach()
+                gradient = parameter.flattened(gradient).detach()
                 if self.divisor is not None:
                     gradient = gradient / self.divisor
                 gradient = gradient.to(device=parameter.sharded.device, dtype=self.dtype)
@@ -230,7 +231,7 @@ class GradientBuffer:
                 missing.append(index)
                 continue
             _set_grad(parameter.unsharded, None)
-            flat[offset : offset + parameter.numel].copy_(gradient.reshape(-1))
+            flat[offset : offset + parameter.numel].copy_(parameter.flattened(gradient))
         communication.run_hook(flat)
         if not self.hand_out(flat, missing, self.divisor):
             self.arrive()
@@ -242,8 +243,8 @@ class GradientBuffer:
             if piece is None or not parameter.trains:
                 continue
             sharded = parameter.sharded
-            if not self.axes.shards:
-                piece = piece.view(parameter.shape)
+            if self.shaped:
+                piece = parameter.part(piece, self.axes.shards)
             if sharded._backward_hooks:
                 piece = _hooked(sharded._backward_hooks, piece)
             have = _get_grad(sharded)

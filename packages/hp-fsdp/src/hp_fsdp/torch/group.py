@@ -137,8 +137,8 @@ class ParameterGroup:
         """Shards parameters and makes them the group's."""
         options = self.options
         buckets = [
-            Bucket(members, self.axes if sharded else self.axes.whole(), self.device, options, self.class_name, unit)
-            for members, unit, sharded in options.together(parameter.facts() for parameter in parameters)
+            Bucket(plan, self.axes if plan.sharded else self.axes.whole(), self.device, options, self.class_name)
+            for plan in options.together(parameter.facts() for parameter in parameters)
         ]
         for bucket in buckets:
             bucket.shard_originals()
@@ -173,7 +173,7 @@ class ParameterGroup:
         found = find_parameters(
             self.members, ignored, stop, {id(tensor): parameter for tensor, parameter in self.stand_ins()}
         )
-        divided = [parameter for parameter in found if self.axes.divided(parameter.name, parameter.inner)]
+        divided = [p for p in found if not p.copied and self.axes.divided(p.name, p.inner)]
         for parameter in divided:
             self.ignored.append(parameter.original)
             ignore(parameter.original)
@@ -184,6 +184,8 @@ class ParameterGroup:
         self.reshard()
         for parameter in found:
             parameter.join(self.axes.mesh, inner, self.class_name)
+            if self.device.type == "meta":  # the group's were there when it was made
+                self.device = parameter.original.device  # type: ignore[union-attr]
         self.add(found)
         if moved:
             for bucket in self.buckets:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hp_fsdp.state_dicts import load_optimizer_state, optimizer_state
 from hp_fsdp.state_options import StateDictOptions
 from hp_fsdp.torch.state_dict import communication_device, exported, parameter_names
-from hp_fsdp.torch.whole import fill, ragged_axis, spec_of, wire
+from hp_fsdp.torch.whole import cut_axis, fill, spec_of, wire
 
 __all__ = ["get_optimizer_state_dict", "set_optimizer_state_dict"]
 
@@ -174,7 +174,7 @@ def _agreed(states: dict[str, State], parameters: Mapping[str, Any]) -> dict[str
     """The states that any rank has, in one order: Note [States that a rank does not have]."""
     lines: dict[Any, list[str]] = {}
     for name, parameter in parameters.items():
-        spec, axis = spec_of(parameter), ragged_axis(spec_of(parameter))
+        spec, axis = spec_of(parameter), cut_axis(spec_of(parameter))
         if spec is not None and axis is not None and spec.mesh.size(axis) > 1:
             lines.setdefault(spec.mesh.get_group(axis), []).append(name)
     for group, names in lines.items():

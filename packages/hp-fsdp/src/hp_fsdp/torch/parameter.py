@@ -1,4 +1,11 @@
-"""ManagedParameter: one parameter of a group, sharded and unsharded."""
+"""ManagedParameter: one parameter of a group, sharded and unsharded.
+
+Note [Cut along another dim]
+    A rank's part of a buffer is one run of it. A parameter that is cut along a dim other than the first lies in the
+    buffer with that dim moved to the front, so that its slices along the dim are runs, and a rank has as many as
+    ``Shard`` of that dim gives it. The sharded parameter, the unsharded one and gradients look into the buffer with the
+    dim in its place: their strides are not those of a contiguous tensor, and nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -62,18 +69,34 @@ class ManagedParameter:
         original: the parameter as it was found; None once it is sharded.
         shape: shape of the unsharded tensor on this rank.
         inner: the unsharded tensor's layout where it is a DTensor (tensor parallel), else None.
+        front: the dim that lies first in the buffer, see Note [Cut along another dim]; None where the order is its own.
+        copied: it is a copy of one that a group has.
         trains: whether it requires gradients.
         sharded: what the user and the optimizer see: a DTensor, locally a run of elements of the rank's flat shard.
         unsharded: what forward and backward use: a leaf that looks into the gathered buffer.
     """
 
-    __slots__ = ("cls", "inner", "name", "original", "places", "shape", "sharded", "trains", "unsharded")
+    __slots__ = (
+        "cls",
+        "copied",
+        "front",
+        "inner",
+        "name",
+        "original",
+        "places",
+        "shape",
+        "sharded",
+        "trains",
+        "unsharded",
+    )
 
     def __init__(self, name: str, original: nn.Parameter) -> None:
         check_kind(name, original)
         self.name = name
         self.original: nn.Parameter | None = original
         self.cls = type(original)
+        self.front: int | None = None
+        self.copied = finding.is_copy(original)
         self.inner: TensorSpec | None = original._spec if isinstance(original, DTensor) else None
         with _plain():
             self.shape = torch.Size(original.shape)
@@ -99,7 +122,8 @@ class ManagedParameter:
         where = f"fully_shard: parameter {self.name!r} joined {owner} after it was sharded, and"
         if made.is_meta:
             raise RuntimeError(f"{where} is on the meta device. Give it values before the next forward")
-        if self.inner is not None and any(isinstance(p, RaggedShard) for p in self.inner.placements):
+        ragged = self.inner is not None and any(isinstance(p, RaggedShard) for p in self.inner.placements)
+        if self.inner is not None and (ragged or self.copied):
             if self.inner.mesh != mesh:
                 raise RuntimeError(
                     f"{where} is a copy of one that is placed {self.inner.placements} on {self.inner.mesh}. Add the"
@@ -111,7 +135,7 @@ class ManagedParameter:
                 _set_data(made, whole)
             made.__class__ = nn.Parameter
             del made._spec
-            self.inner, self.shape, self.cls = None, whole.shape, nn.Parameter
+            self.inner, self.shape, self.cls, self.copied = None, whole.shape, nn.Parameter, False
         if self.inner is None and inner is not None:
             become(made, distribute_tensor(made.detach(), inner, [Replicate()] * inner.ndim))
             self.inner = made._spec
@@ -133,16 +157,32 @@ class ManagedParameter:
         return ParameterFacts(self, self.name, made, made.dtype, self.trains, self.shape, nbytes)
 
     def flat(self) -> torch.Tensor:
-        """The original's elements in one dim, as a plain tensor."""
+        """The original's elements in the buffer's order, as a plain tensor of one dim."""
         assert self.original is not None
         with torch.no_grad(), _plain():
-            return torch.Tensor.detach(self.original).reshape(-1)
+            return self.flattened(torch.Tensor.detach(self.original))
+
+    def flattened(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the unsharded shape, in one dim and the buffer's order."""
+        return (tensor if self.front is None else tensor.movedim(self.front, 0)).reshape(-1)
+
+    def part(self, run: torch.Tensor, shards: bool = False) -> torch.Tensor:
+        """The whole, or a rank's part, of the parameter or its gradient in a run of a buffer.
+
+        Args:
+            run: of one dim.
+            shards: it is a rank's part; else the whole.
+        """
+        if self.front is None:
+            return run if shards else run.view(self.shape)
+        rest = [size for dim, size in enumerate(self.shape) if dim != self.front]
+        return run.view(run.numel() // math.prod(rest), *rest).movedim(0, self.front)
 
     def make_sharded(self, view: torch.Tensor, spec: TensorSpec, owner: str) -> None:
         """Makes the original the sharded parameter over ``view``, a part of the flat shard.
 
         Args:
-            view: the rank's run of elements, 1-d.
+            view: what `part` gave for the rank's run of elements.
             spec: the sharded parameter's layout.
             owner: text for the error where another group finds this parameter, too.
         """
@@ -158,8 +198,8 @@ class ManagedParameter:
         give_memory(self.sharded, view)
 
     def make_unsharded(self, view: torch.Tensor) -> None:
-        """Makes the unsharded parameter over ``view``, which is a part of the gathered buffer."""
-        self.unsharded = _leaf(view.view(self.shape), self.inner, self.trains)
+        """Makes the unsharded parameter over ``view``, which is a run of the gathered buffer."""
+        self.unsharded = _leaf(self.part(view), self.inner, self.trains)
         if self.inner is None and issubclass(self.cls, nn.Parameter):
             self.unsharded.__class__ = self.cls
         self.unsharded._hsdp_gathered = True

@@ -21,7 +21,7 @@ from hp_dtensor.torch.redistribute import execute
 from hp_fsdp.state_dicts import Wire
 from hp_platform import collectives, get_platform
 
-__all__ = ["fill", "ragged_axis", "spec_of", "transport", "whole", "wire"]
+__all__ = ["cut_axis", "fill", "ragged_axis", "spec_of", "transport", "whole", "wire"]
 
 
 def spec_of(tensor: Any) -> TensorSpec | None:
@@ -41,6 +41,14 @@ def ragged_axis(spec: TensorSpec | None) -> int | None:
             if isinstance(placement, RaggedShard) and len(placement.dims) == len(spec.shape):
                 return axis
     return None
+
+
+def cut_axis(spec: TensorSpec | None) -> int | None:
+    """The mesh axis over which a parameter is sharded, or else the first that divides it; None where it is whole."""
+    axis = ragged_axis(spec)
+    if axis is None and spec is not None:
+        return next((axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()), None)
+    return axis
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
