@@ -25,6 +25,7 @@ from hp_dtensor.redistribution import (
     planner,
     simulate,
 )
+from hp_dtensor.redistribution.prices import step_cost
 from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
 from hp_dtensor.sharding import local_shape, take
 
@@ -117,7 +118,7 @@ def _naive(placements: tuple, target: tuple, shape: tuple, mesh_shape: tuple) ->
         after = (*state[:axis], R, *state[axis + 1 :])
         if not isinstance(state[axis], Replicate):
             kind = AllReduce if isinstance(state[axis], Partial) else AllGather
-            total += 4 * planner.step_cost(kind(axis, state, after), shape, mesh_shape)
+            total += 4 * step_cost(kind(axis, state, after), shape, mesh_shape)
         state = after
     assert state == everything
     return total

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import hp_dtensor.rules.moving  # noqa: F401  (defines the rules)
 from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.redistribution import cost
 from hp_dtensor.rules import RULES, FactorMap, NoLegalPlacement, rule, solve
 from hp_dtensor.rules.equation import from_equation
 from hp_dtensor.rules.library import dims_argument
@@ -141,7 +146,7 @@ def test_ragged_operands_of_one_layout_go_element_by_element() -> None:
     assert _solve("matmul", [(5, 3), (3, 2)], [(5, 2)], [ragged, R])[0] == [R, R]
 
 
-def test_axes_are_solved_one_by_one() -> None:
+def test_operands_on_two_axes() -> None:
     operands, results, vary = _solve("matmul", [(4, 8), (8, 6)], [(4, 6)], [(Shard(0), R), (R, Shard(1))], ranks=(2, 2))
     assert operands == [(Shard(0), R), (R, Shard(1))] and results == [(Shard(0), Shard(1))]
     assert vary == [(False, True), (True, False)]
@@ -150,6 +155,45 @@ def test_axes_are_solved_one_by_one() -> None:
 def test_a_dim_cut_by_two_axes() -> None:
     twice = (Shard(0), Shard(0))
     assert _solve("add", [(8, 3), (8, 3)], [(8, 3)], [twice, twice], ranks=(2, 2))[1] == [twice]
+
+
+def test_an_operand_costs_what_is_local_of_it() -> None:
+    # The left operand is larger, but 8 ranks of the other axis have a part of it each.
+    shapes, placements = [(8, 8, 64)] * 2, [(Shard(0), Shard(2)), (Shard(1), R)]
+    operands = _solve("add", shapes, shapes[:1], placements, ranks=(2, 8), sizes=[8, 4])[0]
+    assert operands[1] == (Shard(0), Shard(2)), "moved after it is sliced: nothing is cheaper"
+    operands = _solve("matmul", [(512, 256), (256, 512)], [(512, 512)], [(Shard(0), Shard(1))] * 2, ranks=(2, 4))[0]
+    assert operands == [(Shard(0), Shard(1)), (R, Shard(0))]
+
+
+CUTS = [R, Shard(0), Shard(1), Shard(2)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_legal_choice_costs_less(data) -> None:
+    mesh = data.draw(st.tuples(*[st.sampled_from([2, 4, 8])] * 2))
+    name, dims = data.draw(st.sampled_from([("matmul", 2), ("add", 3), ("mul", 2)]))
+    m, k, n = data.draw(st.tuples(*[st.sampled_from([5, 8, 64])] * 3))
+    shapes = [(m, k), (k, n)] if name == "matmul" else [(m, k, n)[:dims]] * 2
+    out = [(m, n)] if name == "matmul" else shapes[:1]
+    placed = st.tuples(*[st.sampled_from(CUTS[: 1 + dims])] * 2)
+    placements, sizes = data.draw(st.tuples(placed, placed)), data.draw(st.tuples(*[st.sampled_from([2, 8])] * 2))
+
+    def price(targets) -> int:
+        moves = zip(placements, targets, shapes, sizes, strict=True)
+        return sum(cost(src, dst, shape, mesh, size) for src, dst, shape, size in moves)
+
+    def considered(axis: int, targets) -> bool:
+        """True if on this axis all are replicated, or one that is not stays."""
+        pairs = [(src[axis], dst[axis]) for src, dst in zip(placements, targets, strict=True)]
+        return all(dst == R for _, dst in pairs) or any(src == dst != R for src, dst in pairs)
+
+    operands = _solve(name, shapes, out, placements, ranks=mesh, sizes=sizes)[0]
+    for targets in itertools.product(itertools.product(CUTS[: 1 + dims], repeat=2), repeat=2):
+        if considered(0, targets) and considered(1, targets) and price(targets) < price(operands):
+            there = _solve(name, shapes, out, targets, ranks=mesh, sizes=sizes)[0]  # the rule can't compute on them
+            assert there != [*targets], f"{targets} costs {price(targets)}, {operands} {price(operands)}"
 
 
 def test_what_is_written_to_stays() -> None:

@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from math import prod
 
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step, ToPartial
-from hp_dtensor.sharding import chunk, cut_dim, normalize, ragged_fits, ragged_of
+from hp_dtensor.redistribution.prices import LOCAL, step_cost, step_type
+from hp_dtensor.redistribution.steps import Step
+from hp_dtensor.sharding import cut_dim, normalize, ragged_fits, ragged_of
 
 __all__ = ["cost", "explain", "plan", "step_cost"]
 
 Placements = tuple[Placement, ...]
-
-_LOCAL = (Slice, ToPartial)
 
 
 def plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[Step, ...]:
@@ -62,7 +60,7 @@ def _plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: 
         if (moved, collectives, count) > best[state]:
             continue
         for step in search.steps(state, choices):
-            price = (moved + search.cost(step), collectives + (not isinstance(step, _LOCAL)), count + 1)
+            price = (moved + search.cost(step), collectives + (not isinstance(step, LOCAL)), count + 1)
             if price < best.get(step.after, (price[0] + 1, 0, 0)):
                 best[step.after] = price
                 came[step.after] = step
@@ -133,7 +131,7 @@ class _Search:
             for target in targets:
                 if target == source:
                     continue
-                kind = _kind(source, target)
+                kind = step_type(source, target)
                 if kind is None or not _last(target, axis, state):
                     continue
                 after = (*state[:axis], target, *state[axis + 1 :])
@@ -192,30 +190,6 @@ def _commute(a: str, b: str) -> bool:
     return a == b or {a, b} == {"sum", "avg"}
 
 
-def _kind(source: Placement, target: Placement) -> type[Step] | None:
-    """The step from one placement to another on one axis, None where there is none (then it goes through Replicate)."""
-    if isinstance(source, Replicate):
-        return ToPartial if isinstance(target, Partial) else Slice
-    if isinstance(source, Partial):
-        return AllReduce if isinstance(target, Replicate) else None if isinstance(target, Partial) else ReduceScatter
-    if isinstance(target, Replicate):
-        return AllGather
-    if isinstance(target, Partial):
-        return None
-    if isinstance(source, RaggedShard) or isinstance(target, RaggedShard):
-        return AllToAll if _run_start(source) == _run_start(target) and _same_run(source, target) else None
-    return AllToAll
-
-
-def _run_start(placement: Placement) -> int:
-    return (placement.dims or (0,))[0] if isinstance(placement, RaggedShard) else cut_dim(placement) or 0
-
-
-def _same_run(source: Placement, target: Placement) -> bool:
-    both = isinstance(source, RaggedShard) and isinstance(target, RaggedShard)
-    return not both or source.dims == target.dims  # type: ignore[union-attr]
-
-
 def _cut_sizes(sizes: set[int], placement: Placement, n: int) -> set[int]:
     """The sizes that ranks may have of a dim after a cut of what may have any of ``sizes``."""
     found: set[int] = set()
@@ -234,50 +208,6 @@ def _cut_sizes(sizes: set[int], placement: Placement, n: int) -> set[int]:
 
 def _factor(placement: Placement) -> int:
     return placement.split_factor if isinstance(placement, StridedShard) else 1
-
-
-@lru_cache(maxsize=16384)
-def _largest(size: int, cuts: tuple[tuple[int, int], ...]) -> int:
-    """The largest part of a dim after (split factor, ranks) cuts."""
-    for factor, n in cuts:
-        size = chunk(size // factor, n, 0)[1] * factor
-    return size
-
-
-def _largest_local(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[int, ...]) -> int:
-    """Elements of the largest local tensor."""
-    cuts: dict[int, tuple[tuple[int, int], ...]] = {}
-    ragged = (1, 1)
-    for placement, n in zip(placements, mesh_shape, strict=True):
-        if isinstance(placement, Shard):
-            cuts[placement.dim] = (*cuts.get(placement.dim, ()), (1, n))
-        elif isinstance(placement, StridedShard):
-            cuts[placement.dim] = (*cuts.get(placement.dim, ()), (placement.split_factor, n))
-        elif isinstance(placement, RaggedShard):
-            ragged = (max(placement.units), sum(placement.units) or 1)
-    elements = prod(_largest(size, cuts[dim]) if dim in cuts else size for dim, size in enumerate(shape))
-    return -(-elements * ragged[0] // ragged[1])
-
-
-def step_cost(step: Step, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
-    """Elements that a rank sends or receives in a step, whichever is more, for the rank where that is the most.
-
-    With n ranks on the axis, ``w`` elements without a cut on it and ``p`` in the largest piece with it: all-gather
-    ``(n - 1) p``, as uneven pieces are padded, or ``w`` where that is less; reduce-scatter ``(n - 1) p``; all-reduce
-    ``2 (n - 1) ceil(w / n)``; all-to-all ``ceil((n - 1) p / n)`` with the larger piece of the two placements.
-    """
-    n = mesh_shape[step.axis]
-    if isinstance(step, _LOCAL) or n == 1:
-        return 0
-    before = _largest_local(shape, step.before, mesh_shape)
-    if isinstance(step, AllReduce):
-        return 2 * (n - 1) * -(-before // n)
-    after = _largest_local(shape, step.after, mesh_shape)
-    if isinstance(step, AllGather):
-        return min((n - 1) * before, after)
-    if isinstance(step, ReduceScatter):
-        return (n - 1) * after
-    return -(-(n - 1) * max(before, after) // n)
 
 
 def cost(

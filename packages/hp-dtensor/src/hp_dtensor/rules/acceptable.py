@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hp_dtensor.placements import Placement
-from hp_dtensor.rules.factors import Solution, _move_bytes
+from hp_dtensor.redistribution.choice import cheapest
+from hp_dtensor.rules.factors import Solution
 from hp_dtensor.spec import TensorSpec, normalize
 
 __all__ = ["check_results", "choose"]
@@ -22,7 +23,7 @@ def choose(
     itemsizes: Sequence[int],
     results: Sequence[Sequence[int]],
 ) -> Solution:
-    """The acceptable placements that move the fewest bytes, on each axis by itself; of equal ones the first.
+    """Choose the acceptable placements that move the fewest bytes; of equal ones the first.
 
     A replicated operand whose results are sharded or partial on an axis has a partial gradient there, as with every
     rule.
@@ -43,18 +44,12 @@ def choose(
     read = [_pair(name, pair, specs, results) for pair in acceptable]
     if not read:
         raise ValueError(f"{name}: its sharding function accepts nothing; accept Replicate() for all at least")
-    sizes = [math.prod(spec.shape) * itemsize for spec, itemsize in zip(specs, itemsizes, strict=True)]
-    targets: list[tuple[Placement, ...]] = []
-    outs: list[tuple[Placement, ...]] = []
-    for axis, ranks in enumerate(mesh.shape):
-
-        def cost(pair: tuple[Any, Any], axis: int = axis, ranks: int = ranks) -> float:
-            moves = zip(specs, pair[1], sizes, strict=True)
-            return sum(_move_bytes(spec.placements[axis], want, size, ranks) for spec, want, size in moves)
-
-        out, want = min(read, key=cost)
-        targets.append(want)
-        outs.append(out)
+    choices = [*itertools.product(read, repeat=mesh.ndim)]
+    wanted = [[*zip(*(want for _, want in choice), strict=True)] for choice in choices]
+    sources, shapes = [spec.placements for spec in specs], [spec.shape for spec in specs]
+    chosen = cheapest(choices, wanted, sources, shapes, mesh.shape, itemsizes)
+    outs = [out for out, _ in chosen]
+    targets = [want for _, want in chosen]
     varies = [any(not placement.is_replicate() for placement in out) for out in outs]
     operands = tuple(zip(*targets, strict=True))
     vary = tuple(

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.redistribution.choice import cheapest
 
 __all__ = ["LINEAR", "Dims", "FactorMap", "NoLegalPlacement", "Solution", "solve"]
 
@@ -76,16 +78,6 @@ class Solution:
     results: tuple[tuple[Placement, ...], ...]
 
 
-def _move_bytes(have: Placement, want: Placement, size: int, ranks: int) -> float:
-    """Bytes a rank receives when an operand of ``size`` bytes goes from ``have`` to ``want`` on an axis."""
-    if have == want or have.is_replicate():
-        return 0.0
-    share = size * (ranks - 1) / ranks
-    if have.is_partial():
-        return 2 * share if want.is_replicate() else share
-    return share if want.is_replicate() else share / ranks
-
-
 def _shard_factor(dims: Dims, placement: Placement) -> int | None:
     if isinstance(placement, (Shard, StridedShard)) and placement.dim < len(dims):
         return dims[placement.dim]
@@ -109,38 +101,10 @@ def solve(
     results: Sequence[Sequence[int]],
     in_place: int | None = None,
 ) -> Solution:
-    """The legal placements that move the fewest bytes; see ``_solve``, whose choices by axis may not exist together.
+    """Choose the legal placements that move the fewest bytes.
 
-    A run of elements is cut in units of what the other axes leave of it: beside another cut than its own there may be
-    no such tensor. Then runs are gathered.
-    """
-    found = _solve(factors, shapes, placements, mesh_shape, itemsizes, results, in_place, ragged=True)
-    known = {(tuple(given), tuple(shape)) for given, shape in zip(placements, shapes, strict=True)}
-    chosen = [*zip(found.operands, shapes, strict=True), *zip(found.results, results, strict=True)]
-    if any(_run_and_cut(given) and (given, tuple(shape)) not in known for given, shape in chosen):
-        return _solve(factors, shapes, placements, mesh_shape, itemsizes, results, in_place, ragged=False)
-    return found
-
-
-def _run_and_cut(placements: Sequence[Placement]) -> bool:
-    kinds = [type(placement) for placement in placements]
-    return RaggedShard in kinds and (Shard in kinds or StridedShard in kinds)
-
-
-def _solve(
-    factors: FactorMap,
-    shapes: Sequence[Sequence[int]],
-    placements: Sequence[Sequence[Placement]],
-    mesh_shape: Sequence[int],
-    itemsizes: Sequence[int],
-    results: Sequence[Sequence[int]],
-    in_place: int | None,
-    ragged: bool,
-) -> Solution:
-    """The legal placements that move the fewest bytes, on each axis by itself.
-
-    Each axis is solved by itself: a factor that some operand is sharded on there, partial values passed through an
-    operation that is linear in them, or everything replicated. Of equal candidates the sharded one wins.
+    On each axis a factor that some operand is sharded on there, partial values passed through an operation that is
+    linear in them, or everything replicated. Of equal prices the sharded one wins, on the first axis first.
 
     Args:
         factors: the call's factors.
@@ -150,65 +114,89 @@ def _solve(
         itemsizes: bytes an element of each operand.
         results: global shape of each result.
         in_place: index of an operand that is written to and so can't move.
-        ragged: whether runs of elements may stay runs.
 
     Raises:
         NoLegalPlacement: ``in_place`` leaves no legal combination.
     """
-    count = len(shapes)
-    sizes = [math.prod(shape) * itemsize for shape, itemsize in zip(shapes, itemsizes, strict=True)]
-    splits: dict[int, int] = {}
-    targets: list[list[Placement]] = [[] for _ in range(count)]
-    vary: list[list[bool]] = [[] for _ in range(count)]
-    outs: list[list[Placement]] = [[] for _ in factors.results]
+    search = _Search(factors, shapes, placements, mesh_shape, results, in_place)
+    sources = [tuple(given) for given in placements]
+    known = {(given, tuple(shape)) for given, shape in zip(sources, shapes, strict=True)}
+    solutions = []
+    for choice in search.choices(0, {}):
+        found = Solution(
+            *(_by_tensor(choice, part, n) for part, n in ((0, len(shapes)), (1, len(shapes)), (2, len(results))))
+        )
+        chosen = [*zip(found.operands, shapes, strict=True), *zip(found.results, results, strict=True)]
+        # A run is cut in units of what the other axes leave of it: beside another cut there may be no such tensor.
+        if not any(_run_and_cut(given) and (given, tuple(shape)) not in known for given, shape in chosen):
+            solutions.append(found)
+    if not solutions:
+        axis = search.stuck
+        have = [given[axis] for given in placements]
+        raise NoLegalPlacement(
+            f"the operand that is written in place is {have[in_place or 0]!r} on axis {axis} of mesh"
+            f" {tuple(mesh_shape)}, the operands are {have} of shapes {[tuple(s) for s in shapes]}: it would have"
+            " to be redistributed first. Use the function that returns its result, or x = x.redistribute(...)"
+            " (of a Partial: x = x.reduce_partial()) before it is written"
+        )
+    return cheapest(solutions, [found.operands for found in solutions], sources, shapes, mesh_shape, itemsizes)
 
-    for axis, ranks in enumerate(mesh_shape):
-        have = [placements[i][axis] for i in range(count)]
-        best: tuple[float, list[Placement], list[bool], list[Placement], int | None] | None = None
 
-        def offer(
-            want: list[Placement],
-            varies: list[bool],
-            out: list[Placement],
-            factor: int | None,
-            have: list[Placement] = have,
-            ranks: int = ranks,
-        ) -> None:
-            nonlocal best
-            if in_place is not None and (
-                want[in_place] != have[in_place] or varies[in_place] or any(o != have[in_place] for o in out)
-            ):
-                return
-            cost = sum(_move_bytes(h, w, size, ranks) for h, w, size in zip(have, want, sizes, strict=True))
-            if best is None or cost < best[0]:
-                best = (cost, want, varies, out, factor)
+def _by_tensor(choice: Sequence[Candidate], part: int, count: int) -> tuple[tuple[Any, ...], ...]:
+    """A part of each axis's candidate, by tensor and axis."""
+    return tuple(tuple(candidate[part][i] for candidate in choice) for i in range(count))  # type: ignore[index]
 
-        for candidate in _sharded(factors, have, shapes, ranks, splits):
-            offer(*candidate)
-        for candidate in _partial(factors, have, shapes, results, in_place is not None):
-            offer(*candidate)
-        if factors.elementwise and ragged:
-            for candidate in _ragged(have, shapes, results):
-                offer(*candidate)
+
+def _run_and_cut(placements: Sequence[Placement]) -> bool:
+    kinds = [type(placement) for placement in placements]
+    return RaggedShard in kinds and (Shard in kinds or StridedShard in kinds)
+
+
+@dataclass(slots=True)
+class _Search:
+    """The legal combinations of candidates, one for each axis."""
+
+    factors: FactorMap
+    shapes: Sequence[Sequence[int]]
+    placements: Sequence[Sequence[Placement]]
+    mesh_shape: Sequence[int]
+    results: Sequence[Sequence[int]]
+    in_place: int | None
+    stuck: int = 0
+    """The last axis that had no legal candidate."""
+
+    def choices(self, axis: int, splits: dict[int, int]) -> Iterator[tuple[Candidate, ...]]:
+        """Yield a candidate for ``axis`` and each to its right; ``splits`` are the factors' shards on those before."""
+        if axis == len(self.mesh_shape):
+            yield ()
+            return
+        ranks, legal = self.mesh_shape[axis], False
+        have = [given[axis] for given in self.placements]
+        for candidate in self._candidates(have, ranks, splits):
+            if not self._stays(have, candidate):
+                continue
+            legal, factor = True, candidate[3]
+            inner = splits if factor is None else {**splits, factor: splits.get(factor, 1) * ranks}
+            for rest in self.choices(axis + 1, inner):
+                yield (candidate, *rest)
+        if not legal:
+            self.stuck = axis
+
+    def _candidates(self, have: list[Placement], ranks: int, splits: dict[int, int]) -> Iterator[Candidate]:
+        factors, count, outs = self.factors, len(have), len(self.factors.results)
+        yield from _sharded(factors, have, self.shapes, ranks, splits)
+        yield from _partial(factors, have, self.shapes, self.results, self.in_place is not None)
+        if factors.elementwise:
+            yield from _ragged(have, self.shapes, self.results)
         if factors.forgetful and any(p.is_partial() for p in have):
-            offer(list(have), [False] * count, [REPLICATE] * len(outs), None)
-        offer([REPLICATE] * count, [False] * count, [REPLICATE] * len(outs), None)
-        if best is None:
-            raise NoLegalPlacement(
-                f"the operand that is written in place is {have[in_place or 0]!r} on axis {axis} of mesh"
-                f" {tuple(mesh_shape)}, the operands are {have} of shapes {[tuple(s) for s in shapes]}: it would have"
-                " to be redistributed first. Use the function that returns its result, or x = x.redistribute(...)"
-                " (of a Partial: x = x.reduce_partial()) before it is written"
-            )
-        _, want, varies, out, factor = best
-        if factor is not None:
-            splits[factor] = splits.get(factor, 1) * ranks
-        for i in range(count):
-            targets[i].append(want[i])
-            vary[i].append(varies[i])
-        for i, placement in enumerate(out):
-            outs[i].append(placement)
-    return Solution(tuple(map(tuple, targets)), tuple(map(tuple, vary)), tuple(map(tuple, outs)))
+            yield list(have), [False] * count, [REPLICATE] * outs, None
+        yield [REPLICATE] * count, [False] * count, [REPLICATE] * outs, None
+
+    def _stays(self, have: list[Placement], candidate: Candidate) -> bool:
+        """True if the operand that is written in place, if any, is left and its result is where it is."""
+        want, varies, out, _ = candidate
+        i = self.in_place
+        return i is None or (want[i] == have[i] and not varies[i] and all(o == have[i] for o in out))
 
 
 def _sharded(
