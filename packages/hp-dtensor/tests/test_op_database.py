@@ -45,6 +45,7 @@ def test_every_operator(part: int) -> None:
         assert verdict.right or reason, verdict.name
 
 
+@on_ranks(2)  # which have the database already: it takes seconds to import
 def test_what_is_refused_is_known() -> None:
     names = list(op_database.operators())
     assert set(REFUSED) <= set(names)
