@@ -142,11 +142,18 @@ class GroupOptions:
         Raises:
             TypeError: it gives something that is neither a ``Shard`` nor None.
             ValueError: it gives a ``Shard`` of a dim that the parameter has not.
-            NotImplementedError: it gives a ``Shard`` of a dim that can't be cut here.
+            NotImplementedError: it gives a ``Shard`` of a dim that can't be cut here, or a mesh.
         """
         placement = None if self.placement_of is None else self.placement_of(parameter)
         if placement is None:
             return 1, None
+        if type(placement).__name__ == "ShardPlacementResult":
+            raise NotImplementedError(
+                f"fully_shard: shard_placement_fn returned a mesh for {name!r}, but parameters of one group are on one"
+                " mesh. Make a group of those on another mesh: call fully_shard(experts, mesh_of_experts) on their"
+                " module, before the module around it; experts.set_gradient_divide_factor(ranks of the other mesh)"
+                " makes their gradients the mean over the same ranks"
+            )
         dim = getattr(placement, "dim", None)
         if type(placement).__name__ != "Shard" or not isinstance(dim, int):
             raise TypeError(

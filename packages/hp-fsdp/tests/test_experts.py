@@ -1,0 +1,116 @@
+"""Experts on a mesh of their own: a group for them, beside the groups of all ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hp_dtensor import RaggedShard, Shard, distribute_tensor, init_device_mesh
+from hp_fsdp import clip_grad_norm_, fully_shard
+from hp_testing import device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_models import batch, close, data_mesh, loss_of, same_gradients, same_weights, seeded
+
+pytestmark = pytest.mark.framework("torch")
+
+
+class Gather(torch.autograd.Function):
+    """All tokens of a group; the gradient of each is the sum of the ranks'. ``back`` swaps the two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, back: bool) -> torch.Tensor:
+        ctx.group, ctx.back = group, back
+        return own_sum(x, group) if back else everyone(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return (everyone if ctx.back else own_sum)(grad, ctx.group), None, None
+
+
+def everyone(x: torch.Tensor, group: Any) -> torch.Tensor:
+    made = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(made, x.contiguous(), group=group)
+    return torch.cat(made)
+
+
+def own_sum(x: torch.Tensor, group: Any) -> torch.Tensor:
+    summed = x.clone()
+    dist.all_reduce(summed, group=group)
+    return summed.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+class Experts(nn.Module):
+    """Four experts, each for every token; with a group, each rank has some of them and computes them for all."""
+
+    group: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 5, 5) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return torch.einsum("td,edh->teh", x, self.weight).tanh().sum(1)
+        weight: Any = self.weight
+        tokens = Gather.apply(x, self.group, False)
+        made = torch.einsum("td,edh->teh", tokens, weight.to_local()).tanh().sum(1)
+        return Gather.apply(made, self.group, True)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts, self.last = nn.Linear(5, 5), Experts(), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.experts(self.first(x)))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dim", [None, 1, 2])
+def test_experts_have_a_group_on_a_mesh_of_their_own(dim: int | None):
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp_shard", "ep"))
+    reference = seeded(Sparse)
+    model: Any = copy.deepcopy(reference)
+    experts = model.experts
+    experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["ep"], [Shard(0)]))
+    experts.group = mesh.get_group("ep")
+    fully_shard(experts, mesh["dp_shard"], shard_placement_fn=lambda p: None if dim is None else Shard(dim))
+    experts.set_gradient_divide_factor(4)  # tokens of all ranks come to an expert
+    fully_shard(model, mesh["dp_shard", "ep"]._flatten("dp"))
+    placement = experts.weight.placements[0]
+    assert isinstance(placement, RaggedShard) if dim is None else placement == Shard(dim)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (reference, model)]
+    for step in range(2):
+        for net, x in zip((reference, model), batch(step), strict=True):
+            loss_of(net(x)).backward()
+        same_gradients(model, reference)
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1), "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_weights(model, reference)
+
+
+@dataclasses.dataclass
+class ShardPlacementResult:
+    """As torch names it."""
+
+    placement: Any
+    mesh_info: Any
+
+
+@on_ranks(1)
+def test_a_mesh_for_a_parameter_of_a_group_is_refused():
+    with pytest.raises(NotImplementedError, match=r"mesh for 'first.weight'.*call fully_shard\(experts, mesh_of_exp"):
+        fully_shard(seeded(Sparse), data_mesh(), shard_placement_fn=lambda _: ShardPlacementResult(Shard(0), None))
