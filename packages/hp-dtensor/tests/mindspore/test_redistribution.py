@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
 
 from hp_dtensor import (
     DeviceMesh,
+    DTensor,
     Partial,
     RaggedShard,
     Replicate,
@@ -18,12 +20,16 @@ from hp_dtensor import (
     StridedShard,
     distribute_tensor,
     init_device_mesh,
+    parallelize_value_and_grad,
 )
+from hp_dtensor.mindspore import autograd
 from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
 from hp_dtensor.sharding import take
 from hp_dtensor.spec import TensorSpec
 from hp_testing import on_ranks
+
+R = Replicate()
 
 
 def parts(shape, placements, mesh_shape, seed):
@@ -96,3 +102,31 @@ def test_ranks_in_any_order(ranks_in_mesh):
     x = distribute_tensor(Tensor(np.arange(8.0, dtype=np.float32) + mesh.get_rank()), mesh, [Shard(0)] * mesh.ndim)
     first = int(mesh.mesh.reshape(-1)[0])  # the mesh's first rank has the values that count
     np.testing.assert_array_equal(x.full_tensor().asnumpy(), np.arange(8.0, dtype=np.float32) + first)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtypes", [(ms.float16, None), (ms.float16, ms.float16), (None, ms.float16)], ids=str)
+@pytest.mark.parametrize("way", [(Shard(0), R), (Shard(0), Shard(1)), (R, Shard(0)), (Partial(), R)], ids=repr)
+def test_values_and_gradients_are_sent_in_dtypes_of_their_own(dtypes, way):
+    forward, backward = dtypes
+    mesh, sent = init_device_mesh("cpu", (2,)), []
+    part = Tensor(np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32))
+
+    def program(part, forward=None, backward=None):
+        x = DTensor.from_local(part, mesh, [way[0]])
+        made = x.redistribute(placements=[way[1]], forward_dtype=forward, backward_dtype=backward)
+        assert made.dtype == (forward or ms.float32) and made.placements == (way[1],)
+        return (made.to(ms.float32) ** 2).sum()
+
+    run, execute = parallelize_value_and_grad(program, 0, None), autograd.execute
+    wanted, want = run(part)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autograd, "execute", lambda x, *rest: sent.append(x.dtype) or execute(x, *rest))
+        value, grad = run(part, forward, backward)
+    assert sent[0] == (forward or ms.float32) and (backward or ms.float32) in sent
+    assert grad.dtype == ms.float32
+    np.testing.assert_allclose(grad.asnumpy(), want.asnumpy(), rtol=5e-3, atol=5e-3)
+    np.testing.assert_allclose(value.asnumpy(), wanted.asnumpy(), rtol=5e-3)
+    still = DTensor.from_local(part, mesh, [way[0]])
+    assert still.redistribute(placements=[way[0]], forward_dtype=ms.float16).dtype == ms.float16
+    assert still.redistribute(placements=[way[1]], forward_dtype=ms.float16).dtype == ms.float16

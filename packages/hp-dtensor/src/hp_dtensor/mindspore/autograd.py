@@ -24,7 +24,7 @@ from hp_dtensor.mindspore.redistribute import execute
 from hp_dtensor.spec import TensorSpec
 
 __all__ = ["alias", "convert", "forget", "grad_enabled", "gradient_as"]
-__all__ += ["local_mode", "local_only", "move", "recall", "remember"]
+__all__ += ["local_mode", "local_only", "move", "move_in", "recall", "remember"]
 
 _local_depth: contextvars.ContextVar[int] = contextvars.ContextVar("local_depth", default=0)
 _memo: list[tuple[Any, ...]] = []
@@ -86,6 +86,29 @@ class _Redistribute(_Function):
             return once_differentiable(back, lambda: _of(src, dst), grad), None, None, None
 
 
+class _InDtypes(_Function):
+    """A move whose value and whose gradient are sent in dtypes of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backward: Any) -> Tensor:  # type: ignore[override]
+        ctx.layouts, ctx.dtypes = (src, dst), (backward or x.dtype, x.dtype)
+        with local_mode():
+            return execute(x.to(forward or x.dtype), src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        _memo.clear()
+        (src, dst), (sent, own) = ctx.layouts, ctx.dtypes
+        scale = backward_scale(src, dst)
+
+        def back(grad: Tensor) -> Tensor:
+            moved = execute(grad.to(sent), grad_spec(dst), grad_spec(src)).to(own)
+            return moved if scale == 1.0 else moved * scale
+
+        with local_mode():
+            return once_differentiable(back, lambda: _of(src, dst), grad), None, None, None, None
+
+
 class _GradientAs(_Function):
     """A value as it is, whose gradient is moved to another layout."""
 
@@ -124,6 +147,14 @@ def move(local: Tensor, src: TensorSpec, dst: TensorSpec, vary: tuple[bool, ...]
         return local
     with local_mode():
         return execute(ops.stop_gradient(local), src, dst)
+
+
+def move_in(local: Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backward: Any) -> Tensor:
+    """As ``move``, the value and its gradient sent in dtypes of their own; None is the tensor's."""
+    if grad_enabled() and local._requires_grad:
+        return _InDtypes.apply(alias(local), src, dst, forward, backward)
+    with local_mode():
+        return execute(ops.stop_gradient(local).to(forward or local.dtype), src, dst)
 
 
 def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:

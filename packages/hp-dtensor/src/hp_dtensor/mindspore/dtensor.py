@@ -157,6 +157,8 @@ class DTensor(Tensor):
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: Any = None,
+        backward_dtype: Any = None,
     ) -> DTensor:
         """The same value in another layout; differentiable.
 
@@ -164,6 +166,8 @@ class DTensor(Tensor):
             device_mesh: the tensor's own mesh (default), or a ``Layout``.
             placements: one an axis.
             async_op: accepted; the result is ready when the call returns.
+            forward_dtype: what the value is cast to before it is sent, the dtype of the result; default the tensor's.
+            backward_dtype: what the gradient is cast to before it is sent; default the tensor's, which it is in after.
 
         Raises:
             ValueError: a different mesh, placements that do not fit.
@@ -174,9 +178,12 @@ class DTensor(Tensor):
                 f"redistribute: the tensor is on {self._spec.mesh}, asked for {mesh}; only the same mesh is supported "
                 "(gather with full_tensor() and distribute_tensor() it anew)"
             )
-        return redistribute(
-            self, self._spec.with_placements(normalize(wanted, mesh, len(self._spec.shape), "redistribute"))
-        )
+        spec = self._spec.with_placements(normalize(wanted, mesh, len(self._spec.shape), "redistribute"))
+        if forward_dtype is None and backward_dtype is None:
+            return redistribute(self, spec)
+        if spec is self._spec:  # nothing is sent
+            return redistribute(self if forward_dtype is None else self.to(forward_dtype), spec)
+        return wrap(autograd.move_in(self, self._spec, spec, forward_dtype, backward_dtype), spec)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, plain, on every rank; differentiable."""
