@@ -219,3 +219,64 @@ def test_dims_of_size_one_join_and_leave_a_tensor_of_which_a_rank_has_nothing() 
         assert torch.equal(x.reshape(5, 1).full_tensor().cpu(), whole.view(5, 1))
         assert torch.equal((x.squeeze_(dim) * 2).full_tensor().cpu(), whole.unsqueeze(dim).squeeze(dim) * 2)
         assert tuple(x.to_local().shape) == tuple(x._spec.local_shape)
+
+
+OVERLAPPING: dict[str, Any] = {
+    "columns": lambda x: x[:, 1:].add_(x[:, :-1]),
+    "rows": lambda x: x[1:].copy_(x[:-1]),
+    "one of three": lambda x: x[:, 1:].addcmul_(x[:, 1:], x[:, :-1]),
+    "transposed": lambda x: x.add_(x.t()),
+    "flat": lambda x: x.view(-1)[1:].add_(x.view(-1)[:-1]),
+    "list": lambda x: torch._foreach_add_([x[:, 1:]], [x[:, :-1]]),
+    "out": lambda x: torch.add(x[:, :-1], 1, out=x[:, 1:]),
+    "out of a list": lambda x: torch.cat([x[:, 1:], x[:, :1]], 1, out=x),
+    "expanded": lambda x: x.expand(3, 4, 4).add_(1),
+    "expanded column": lambda x: x[:, :1].expand(4, 4).mul_(0.5),
+}
+APART: dict[str, Any] = {
+    "columns": lambda x: x[:, 0].add_(x[:, 1]),
+    "rows": lambda x: x[0].add_(x[1]),
+    "transposed": lambda x: x[:2, 2:].add_(x[2:, :2].t()),
+    "the same": lambda x: x[:, 1:].mul_(x[:, 1:]),
+    "itself": lambda x: x.add_(x).mul_(0.5),
+    "list": lambda x: torch._foreach_mul_([x[:, 0], x[:, 1]], [x[:, 2], x[:, 3]]),
+    "out": lambda x: torch.mul(x[:, 1:], 2, out=x[:, 1:]),
+    "a number": lambda x: x.masked_fill_(x > 0.5, x[0, 0]),
+    "expanded": lambda x: x[:, :1].add_(x[:, 1:2].expand(4, 1)),
+}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_a_write_to_memory_that_is_read_is_refused_on_all_ranks(name: str, placement: Any) -> None:
+    """Of four rows the last rank has none, and torch's own check would let it pass there."""
+    mesh = init_device_mesh(device_type(), (3,))
+    x = distribute_tensor(torch.rand(4, 4, device=device_type()), mesh, [placement])
+    before = x.full_tensor()
+    with pytest.raises(RuntimeError, match=r"unsupported operation: .*clone\(\) "):
+        OVERLAPPING[name](x)
+    assert torch.equal(x.full_tensor(), before)
+
+
+@on_ranks(2)
+def test_what_one_element_of_a_list_writes_and_another_reads() -> None:
+    (whole,), (x,) = operands(Shard(0))
+    for lists in (([x[0], x[1]], [x[1], x[0]]), ([x[0], x[0]], [x[1], x[2]])):
+        with pytest.raises(RuntimeError, match=r"writes to element 0, .* what element 1 of its lists shows as well"):
+            torch._foreach_add_(*lists)
+    torch._foreach_add_([x[0], x[1]], [x[2], x[3]])
+    torch._foreach_add_([whole[0], whole[1]], [whole[2], whole[3]])
+    same(x, whole)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("name", APART)
+def test_a_write_beside_what_is_read_is_done(name: str, placement: Any) -> None:
+    whole = torch.rand(4, 4, dtype=torch.float64)
+    x = distribute_tensor(whole.to(device_type()), init_device_mesh(device_type(), (3,)), [placement])
+    same(x, whole)
+    APART[name](x)
+    APART[name](whole)
+    same(x, whole)

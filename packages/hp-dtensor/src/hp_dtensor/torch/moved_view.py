@@ -25,6 +25,7 @@ from hp_dtensor.torch import dispatch
 from hp_dtensor.torch.dtensor import DTensor, redistribute
 from hp_dtensor.torch.functions import functions_of
 from hp_dtensor.torch.kept import HANDED_OUT
+from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
 
 __all__ = ["VIEWS", "MovedView", "link"]
 
@@ -83,6 +84,7 @@ class _Link:
         storage: the source's when the view was taken. Where ``source.data = other`` has replaced it, the view stays on
             the old one, as on one device.
         spec: the source's layout when the view was taken.
+        shows: which elements of the source the view shows, as ``take`` does; None where those are all, in their order.
     """
 
     source: Any
@@ -92,6 +94,7 @@ class _Link:
     recorded: bool
     storage: Any
     spec: Any
+    shows: Callable[[Any], Any] | None
 
 
 class MovedView(DTensor):
@@ -136,6 +139,8 @@ class MovedView(DTensor):
             for view in views:
                 _follow(view)
             views = [view for view in views if type(view) is MovedView]
+        if func is not T.__setitem__:
+            refuse_overlaps_of_call(func, args, kwargs)
         before = [_counted(view) for view in views]
         with _as_dtensors(views):
             out = func(*args, **kwargs)
@@ -173,7 +178,7 @@ def _linked(x: Any, source: Any, func: Any, args: Any, kwargs: Any, which: int |
     x.__class__ = MovedView
     x.__dict__["_spec"] = spec
     x.__dict__["_link"] = _Link(
-        source, take, put, _counted(source), torch.is_grad_enabled(), _storage(source), source._spec
+        source, take, put, _counted(source), torch.is_grad_enabled(), _storage(source), source._spec, take
     )
     return x
 
@@ -181,10 +186,10 @@ def _linked(x: Any, source: Any, func: Any, args: Any, kwargs: Any, which: int |
 _EXPANDING = frozenset(functions_of("expand expand_as broadcast_to"))
 
 
-def _shares(x: Any, source: Any) -> Any:
+def _shares(x: Any, source: Any, shows: Callable[[Any], Any] | None = None) -> Any:
     """``x``, which shares the memory of the view ``source``, as one that goes by it."""
     x.__class__ = MovedView
-    x.__dict__["_link"] = _Link(source, None, lambda source, _: None, None, torch.is_grad_enabled(), None, None)
+    x.__dict__["_link"] = _Link(source, None, lambda source, _: None, None, torch.is_grad_enabled(), None, None, shows)
     return x
 
 
@@ -194,11 +199,12 @@ def _views_of_views(func: Any, args: Any, kwargs: Any, out: Any, views: list[Any
         return out
     memory = _storage(source)._cdata
     for n, x in enumerate(_listed(out)):
+        which = n if isinstance(out, (list, tuple)) else None
         if type(x) is DTensor:  # not moved: of a copy on one rank alone, all ranks go by the source in the same steps
             if _storage(x)._cdata == memory:
-                _shares(x, source)
+                _shares(x, source, _taking(func, args, kwargs, which))
             else:
-                _linked(x, source, func, args, kwargs, n if isinstance(out, (list, tuple)) else None, out)
+                _linked(x, source, func, args, kwargs, which, out)
     return out
 
 
@@ -220,12 +226,7 @@ def _ways(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out
     index = _index(source, func, args, kwargs, which, out)
     if index is not None:
         return lambda source: source[index], lambda source, view: source.__setitem__(index, view)
-    rest, named = args[1:], {name: value for name, value in kwargs.items() if name != "input"}
-
-    def take(source: Any) -> Any:
-        made = func(source, *rest, **named)
-        return made if which is None else made[which]
-
+    take = _taking(func, args, kwargs, which)
     if func in WHOLE:
         return take, lambda source, view: source.copy_(view.reshape(source.shape))
 
@@ -241,6 +242,17 @@ def _ways(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out
             source[torch.unravel_index(places, shape)] = view
 
     return take, put
+
+
+def _taking(func: Any, args: Any, kwargs: Any, which: int | None) -> Callable[[Any], Any]:
+    """A view, the ``which``-th of several, as a function of what it is taken of."""
+    rest, named = args[1:], {name: value for name, value in kwargs.items() if name != "input"}
+
+    def take(source: Any) -> Any:
+        made = func(source, *rest, **named)
+        return made if which is None else made[which]
+
+    return take
 
 
 def _index(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out: Any) -> Any:
@@ -339,7 +351,7 @@ def _writes(func: Any, view: Any, args: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-    first = args[:1] if not name.startswith("_f") else args
+    first = args if name.startswith("_fused") else args[:1]  # fused steps write several lists
     return any(x is view for x in _views((first, kwargs.get("out")))) and (
         in_place or operator or name == "__setitem__" or "out" in kwargs
     )

@@ -16,6 +16,7 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.empty_parts import with_the_others
+from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
 
 __all__ = ["Binding", "Call", "Plan", "make_plan"]
 
@@ -154,6 +155,16 @@ class Plan:
                 items[path[1]] = convert(items[path[1]], target, vary)
                 args[place] = items
         return args, kwargs
+
+
+class _CheckedPlan(Plan):
+    """A planned write of which torch's own check of overlapping memory may differ by rank."""
+
+    __slots__ = ()
+
+    def compute(self, args: Any, kwargs: Any) -> Any:
+        refuse_overlaps_of_call(self.func, args, kwargs)
+        return super().compute(args, kwargs)
 
 
 def _collect(call: Call, binding: Binding) -> None:
@@ -308,7 +319,10 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
         varies = tuple(v and p.is_replicate() for v, p in zip(vary, target.placements, strict=True))
         if target is not spec or any(varies):
             fixes.append((path, target, varies if any(varies) else None))
-    plan = Plan(func, fixes, call.results, single, binding.hot)
+    first, *others = call.specs
+    checked = first.thin or any(spec is not first and spec.shape and not spec.replicated for spec in others)
+    checked = checked and binding.in_place
+    plan = (_CheckedPlan if checked else Plan)(func, fixes, call.results, single, binding.hot)
     if not here and not (binding.like or binding.in_place):
         local = nothing(call.results, made)
     else:
@@ -326,7 +340,7 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     plan.writes = binding.in_place
     bare = not fixes and plan.tail is None and plan.local is None
     plan.direct = bare and single and not plan.writes
-    plan.plain = bare and (plan.writes or not call.results)
+    plan.plain = bare and (plan.writes or not call.results) and not checked
     if single and not plan.writes and not fixes and plan.tail is not None:
         plan.call = plan.func
     return plan

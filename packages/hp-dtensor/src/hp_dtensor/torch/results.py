@@ -10,6 +10,7 @@ from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import dispatch
 from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
 
 __all__ = ["write_out"]
 
@@ -22,7 +23,8 @@ def write_out(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs ``func`` with ``out=``, a DTensor or a tuple of them.
 
     Raises:
-        RuntimeError: the results require gradients, or have another shape or a dtype that ``out`` can't hold.
+        RuntimeError: the results require gradients, or have another shape or a dtype that ``out`` can't hold, or
+            ``out`` shows some of the elements that are read, not each at its own place.
         ValueError: plain tensors on one side, DTensors on the other, or a Partial to be written.
     """
     named = {name: value for name, value in kwargs.items() if name != "out"}
@@ -49,6 +51,7 @@ def write_out(func: Any, args: Any, kwargs: Any) -> Any:
     for tensor in outs:
         if tensor.is_partial():
             raise ValueError(f"{what} a DTensor placed {tensor.placements}: reduce_partial() it first")
+    refuse_overlaps_of_call(func, args, kwargs)
     made = func(*args, **named)
     if func in _FACTORIES:
         made = wrap(made, TensorSpec.of(outs[0]._spec.mesh, [Replicate()] * outs[0]._spec.mesh.ndim, made.shape))
