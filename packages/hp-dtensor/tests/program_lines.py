@@ -1,8 +1,10 @@
 """Templates of the lines that `program_grammar` draws: expressions over ``x`` and ``y``, and statements.
 
 ``d`` is a dim; ``start``, ``length`` and ``at`` lie in it, ``order`` is a list of its indices, ``k`` is
-between 1 and its size. Templates of a table are parted by `` | ``. A user's own `torch.autograd.Function` is in none: its
-backward sees this rank's parts, as the README says.
+between 1 and its size. Templates of a table are parted by `` | ``.
+
+A line that registers a hook reads ``grad_fn`` first: of a view whose source was written, torch gives ``register_hook`` no
+graph and crashes.
 """
 
 # ruff: noqa: E501
@@ -20,7 +22,7 @@ UNARY = _split("""
     {x}.square().sum() | {x}[None] | {x}[..., None] | {x}.reshape(-1) | {x}.double() + 1 | {x}.max() | {x}.norm()
     {x}.masked_fill({x} > 0.3, 0.25) | torch.addcmul({x}, {x}, {x}, value=0.5) | torch.sin({x})
     torch.logical_or({x} > 0.2, {x} < -0.4) * {x} | {x}.requires_grad_({x}.requires_grad) * 1
-    {x} + torch.ones_like({x}) | {x} * torch.full_like({x}, 0.5) |  | ({x}.detach() * 4).round().float() + {x}
+    {x} + torch.ones_like({x}) | {x} * torch.full_like({x}, 0.5) | Cubed.apply({x}) | ({x}.detach() * 4).round().float() + {x}
     ({x} * 2).long().double() + {x} | ({x} > 0.1).any().double() * {x} | torch.complex({x}, {x} * 0.5).abs()
     torch.view_as_real(torch.complex({x}, {x} * 0.5)) | torch.polar({x}, {x}).real | {x} * {x}.sum()
     {x}.sum() + {x}.max() | {x} * {x}.detach().max().item() | F.hardtanh({x}) | F.leaky_relu({x}, 0.2) | F.elu({x})
@@ -89,7 +91,7 @@ BINARY = _split("""
     {x} + {y} | {x} - {y} | {x} * {y} | {y} * {x} | torch.sub({x}, {y}, alpha=0.5) | torch.maximum({x}, {y})
     torch.where({x} > {y}, {x}, {y}) | torch.lerp({x}, {y}, 0.3) | {x} / (1 + {y}.abs())
     torch.atan2({x}, 1.5 + {y}.abs()) | torch.hypot({x}, 0.5 + {y}.abs()) | torch.broadcast_tensors({x}, {y})[0] * 2
-    ({x} > {y}).double() + {x} | torch.add({x}, {y}) |  | torch.where({x} > 0.1, {x}, {y})
+    ({x} > {y}).double() + {x} | torch.add({x}, {y}) | mixed({x}, {y}) | torch.where({x} > 0.1, {x}, {y})
     torch.where({y} > 0, {y}, 0.5) | {x} * {y}.detach() | torch.logaddexp({x}, {y}) | torch.fmax({x}, {y})
     {x}.mul({y}).add({x}) | torch.complex({x} * torch.ones_like({y}), {y} * torch.ones_like({x})).abs()
     torch.clamp({x}, {y}, {y} + 1) | ({x} - {y}).abs().sqrt() | torch.copysign({x}, {y}.detach()) | {x} * {y}.sum()
@@ -170,9 +172,9 @@ WRITTEN_LEAF = _split("""
     with torch.no_grad(): {x}.copy_({x}.detach().flip(0))
 """)
 WATCHED = _split("""
-    {x}.register_hook(lambda g: g * 1.5) | {x}.register_hook(lambda g: g + 0.1) | {x}.retain_grad()
-    {x}.register_hook(lambda g: None) |  | {x}.register_hook(lambda g: g * 3).remove()
-    {x}.register_hook(lambda g: g.clamp(-1, 1)) | {x}.register_hook(lambda g: g * {x}.detach())
+    {x}.grad_fn; {x}.register_hook(lambda g: g * 1.5) | {x}.grad_fn; {x}.register_hook(lambda g: g + 0.1) | {x}.retain_grad()
+    {x}.grad_fn; {x}.register_hook(lambda g: None) |  | {x}.grad_fn; {x}.register_hook(lambda g: g * 3).remove()
+    {x}.grad_fn; {x}.register_hook(lambda g: g.clamp(-1, 1)) | {x}.grad_fn; {x}.register_hook(lambda g: g * {x}.detach())
     {x}.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5)) | ({x} * {x}).sum().backward(retain_graph=True)
     {x}.sin().sum().backward(retain_graph=True) | {x}.backward(torch.ones_like({x}), retain_graph=True)
     {x}.sum().backward(retain_graph=True)

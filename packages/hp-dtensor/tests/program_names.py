@@ -22,6 +22,40 @@ def same(x: Any, *ignored: Any) -> Any:
     return x.view_as(x)
 
 
+class Cubed(torch.autograd.Function):
+    """Saves its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grad
+
+
+class Mixed(torch.autograd.Function):
+    """Two arguments, the second a number, and two results, the second a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, y: Any) -> Any:
+        ctx.save_for_backward(x, y)
+        return x * y, x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, of_sum: Any) -> Any:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return grad * y + of_sum, (grad * x).sum()
+
+
+def mixed(x: Any, y: Any) -> Any:
+    """Both results of ``Mixed`` in one."""
+    product, total = Mixed.apply(x, y.mean())
+    return product + 0.1 * total
+
+
 def namespace(
     move: Callable[..., Any] = same, through_local: Any = same, through_full: Any = same, local: Any = same
 ) -> dict[str, Any]:
@@ -53,4 +87,6 @@ def namespace(
         "offloaded": offloaded,
         "copy": copy,
         "untied": untied,
+        "Cubed": Cubed,
+        "mixed": mixed,
     }
