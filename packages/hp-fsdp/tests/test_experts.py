@@ -15,6 +15,7 @@ from torch import nn
 
 from hp_dtensor import RaggedShard, Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import clip_grad_norm_, fully_shard
+from hp_platform import collectives
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -37,14 +38,14 @@ class Gather(torch.autograd.Function):
 
 
 def everyone(x: torch.Tensor, group: Any) -> torch.Tensor:
-    made = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(made, x.contiguous(), group=group)
-    return torch.cat(made)
+    made = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+    collectives.all_gather(made, x.contiguous(), group=group)
+    return made
 
 
 def own_sum(x: torch.Tensor, group: Any) -> torch.Tensor:
     summed = x.clone()
-    dist.all_reduce(summed, group=group)
+    collectives.all_reduce(summed, "sum", group=group)
     return summed.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
