@@ -112,7 +112,7 @@ def test_what_was_redistributed_can_be_written(source: Any, target: Any):
 
 
 RENORM = pytest.param(
-    "renorm_", marks=pytest.mark.not_on("torch-npu-sim", reason="its CANN kernel for float64 has no stand-in")
+    "renorm_", marks=pytest.mark.not_on("torch-npu-sim", reason="it casts by the kernel Cast, which has no stand-in")
 )
 
 
