@@ -111,7 +111,7 @@ LIKE = _split("""
     torch.dot({x}.flatten(), {y}.flatten()) | {x}.masked_fill({y} > 0, 0.0)
     {x}.gather({d}, untied({y}).argsort({d})) | {x}.scatter_add({d}, untied({y}).argsort({d}), {y})
     {x}.index_add({d}, torch.zeros({x}.shape[{d}], dtype=torch.int64), {y})
-    {x}.index_copy({d}, torch.arange({x}.shape[{d}]), {y}) | torch.kron({x}, {y}) if {x}.numel() < 12 else {x} * 1
+    {x}.index_copy({d}, torch.arange({x}.shape[{d}]), {y}) | torch.kron({x} * 1, {y} * 1) if {x}.numel() < 12 else {x} * 1
     torch.tensordot({x}, {y}, {x}.dim()) | torch.cross({x}, {y}, dim={d}) if {x}.shape[{d}] == 3 else {x} - {y}
     torch.cdist({x}, {y} + 9) if {x}.dim() == 2 else {x} * 1
     torch.cat([{x}, {y}.detach()], {d}).std({d}, unbiased=False)

@@ -123,7 +123,9 @@ def run_distributed(program: Program, mesh: Any) -> Tensors:
         return DTensor.from_local(x.full_tensor(), mesh, [Replicate()] * mesh.ndim, shape=x.shape)
 
     def local(x: Any) -> Any:
-        return x.to_local() if isinstance(x, DTensor) else x
+        if isinstance(x, DTensor) and not any(p.is_partial("product") for p in x.placements):
+            return x.to_local()
+        return x  # half of each factor is not half of the product
 
     plain = inputs(program)
     space = namespace(move, through_local, through_full, local)

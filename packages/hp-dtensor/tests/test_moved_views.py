@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
-from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_replication, init_device_mesh
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 
@@ -266,11 +267,12 @@ def test_with_parts_that_have_nothing() -> None:
 def test_what_is_no_view_on_one_device() -> None:
     def program(x: Any) -> Any:
         copied, taken, cloned = x.t().reshape(30), x[[1, 2]], x[1:3].clone()
-        whole = x[1:3] * 1.0
-        for each in (copied, taken, cloned, whole):
+        whole, masked, of_a_view = x[1:3] * 1.0, x[x > 0], x[1:4][x[1:4] > 0]
+        picked, turned = x[1:4][[0, 1]], x[1:4].t().reshape_as(x[:3])
+        for each in (copied, taken, cloned, whole, masked, of_a_view, picked, turned):
             each.zero_()
         x.add_(1.0)
-        return copied, taken, cloned, whole
+        return copied, taken, cloned, whole, masked, of_a_view, picked, turned
 
     for place in LAYOUTS[:3]:
         alike(program, rand(5, 6), place)
@@ -313,3 +315,75 @@ def test_a_view_stays_on_memory_that_its_source_left(name: str) -> None:
         return [seen, view, t]
 
     alike(program, rand(5, 6), Shard(0))
+
+
+@on_ranks(2)
+def test_the_part_of_a_view_may_be_read_and_not_written() -> None:
+    x = placed(rand(5, 6), Shard(0))
+    view = x[1:4]
+    part = view.to_local()
+    close(part * 2 + 1, rand(5, 6)[1:4] * 2 + 1)
+    close(part.clone().mul_(2.0), rand(5, 6)[1:4] * 2)
+    assert type(part + 1) is torch.Tensor and part.shape == (3, 6)
+    writes = [
+        lambda t: t.mul_(2.0),
+        lambda t: t[0].zero_(),
+        lambda t: t.__setitem__(0, 1.0),
+        lambda t: t.view(18).data.add_(1.0),
+        lambda t: torch.add(t, 1.0, out=t),
+        lambda t: torch.nn.functional.relu(t, inplace=True),
+        lambda t: torch._foreach_mul_([t], 2.0),
+    ]
+    for write in writes:
+        with pytest.raises(RuntimeError, match="had to be moved, so that it is a copy, and a write to it can't reach"):
+            write(part)
+    view.add_(1.0)
+    close(part * 1, rand(5, 6)[1:4] + 1)
+    x.mul_(2.0)
+    with pytest.raises(RuntimeError, match="was written since; call to_local.. of the view again"):
+        part * 1
+    close(view.to_local() * 1, (rand(5, 6) + torch.ones_like(rand(5, 6)))[1:4] * 2)
+    whole = view.full_tensor()
+    whole.zero_()  # a copy, as of all DTensors that are moved
+    close(view, (rand(5, 6)[1:4] + 1) * 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_dtensor_of_the_part_of_a_view_is_a_view_of_the_source(recorded: bool) -> None:
+    def program(x: Any) -> Any:
+        y = x * 1.0
+        view = y.diagonal()
+        again = view * 1
+        if isinstance(view, DTensor):
+            again = DTensor.from_local(view.to_local(), view.device_mesh, view.placements, shape=view.shape)
+        else:
+            again = view.view_as(view)
+        again[0:2] = 0.25
+        seen = again * 3
+        y.add_(1.0)
+        return y, view, again, seen
+
+    plain = rand(5, 6).requires_grad_(recorded)
+    given = placed(rand(5, 6), Shard(0)).requires_grad_(recorded)
+    expected, got = program(plain), program(given)
+    for one, other in zip(got, expected, strict=True):
+        close(one.detach(), other.detach())
+    if recorded:
+        sum((value**2).sum() for value in expected).backward()
+        sum((value**2).sum() for value in got).backward()
+        close(given.grad, plain.grad)
+
+
+@on_ranks(2)
+def test_a_part_of_a_view_meets_a_dtensor_as_any_plain_tensor() -> None:
+    x = placed(rand(5, 6), Shard(0))
+    part = x[1].to_local()
+    for operation in (lambda: x + part, lambda: part + x):
+        with pytest.raises(ValueError, match=r"a plain tensor of shape \(6,\) meets a DTensor"):
+            operation()
+        with implicit_replication():
+            close(operation(), rand(5, 6) + rand(5, 6)[1])
+    same = copy.deepcopy(part)
+    assert type(same) is torch.Tensor
+    same.zero_()

@@ -10,6 +10,7 @@ from typing import Any
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard, kind_of
 from hp_dtensor.sharding import local_shape
+from hp_dtensor.strides import is_thin
 from hp_platform.endings import when_groups_end
 
 __all__ = ["TensorSpec", "meshes", "named", "normalize"]
@@ -25,7 +26,7 @@ class TensorSpec:
         local_shape: the shape of this rank's part.
         replicated: every placement is ``Replicate``.
         partial: some placement is ``Partial``.
-        thin: of a dim that is cut, some rank may have one index or none.
+        thin: of a dim that is cut, some rank has one index or none; see Note [Thin parts] in `hp_dtensor.strides`.
         name: of this spec alone, in this process; ``named`` finds it.
     """
 
@@ -55,7 +56,7 @@ class TensorSpec:
                 found.local_shape = tuple(local_shape(key[2], key[1], mesh.shape, coordinate))
             found.replicated = all(placement.is_replicate() for placement in key[1])
             found.partial = any(placement.is_partial() for placement in key[1])
-            found.thin = _is_thin(key[2], key[1], mesh.shape)
+            found.thin = is_thin(key[2], key[1], mesh.shape)
             found.name = str(next(_numbers))
             _specs[key] = found
         return found
@@ -72,16 +73,6 @@ class TensorSpec:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSpec:
         return self
-
-
-def _is_thin(shape: tuple[int, ...], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> bool:
-    parts: dict[int, int] = {}
-    for placement, size in zip(placements, mesh_shape, strict=True):
-        if isinstance(placement, (Shard, StridedShard)):
-            parts[placement.dim] = parts.get(placement.dim, 1) * size
-        elif isinstance(placement, RaggedShard):
-            return True
-    return any(shape[dim] % count or shape[dim] < 2 * count for dim, count in parts.items())
 
 
 def _rebuild(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> TensorSpec:

@@ -20,6 +20,8 @@ from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.foreign import refuse_foreign
 from hp_dtensor.torch.gradient_hooks import on_local_gradient
+from hp_dtensor.torch.moved_view import shares
+from hp_dtensor.torch.part_of_view import whole_of
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import get_platform
 
@@ -40,6 +42,7 @@ def from_local(
     """See ``DTensor.from_local``."""
     refuse_foreign(local, "from_local")
     check_local(local, DTensor, torch.Tensor)
+    view, local = whole_of(local)
     mesh, wanted = as_placements(
         device_mesh,
         placements,
@@ -57,7 +60,8 @@ def from_local(
     if run_check:
         _check(local, spec)
     gradient = gradient_layout(spec, grad_placements)
-    return wrap(local.view_as(local) if gradient is None else gradient_as(local, spec, gradient), spec)
+    made = wrap(local.view_as(local) if gradient is None else gradient_as(local, spec, gradient), spec)
+    return made if view is None else shares(made, view)
 
 
 def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

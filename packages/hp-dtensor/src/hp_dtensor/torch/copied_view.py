@@ -15,24 +15,15 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.dtensor import DTensor
+from hp_dtensor.torch.missing import writes_first
 from hp_dtensor.torch.moved_view import VIEWS
 
-__all__ = ["CopiedView", "REFUSED", "writes_first"]
+__all__ = ["CopiedView", "REFUSED"]
 
 REFUSED = (
     "torch.compile: a view of a DTensor along a dim that is cut had to be moved, so that inside of a compiled region it"
     " is a copy"
 )
-
-
-def writes_first(func: Any) -> bool:
-    """Whether ``func`` writes to its first argument, by its name."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
-
-
-_NOT_IN_PLACE = ("__index__", "__int__", "__invert__")
 
 
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

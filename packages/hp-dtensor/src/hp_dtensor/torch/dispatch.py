@@ -26,6 +26,7 @@ from hp_dtensor.torch.asking import in_a_mode
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.functions import BINDINGS
 from hp_dtensor.torch.overrides import compiler as _compiler
+from hp_dtensor.torch.part_of_view import PartOfView
 from hp_dtensor.torch.plans import make_plan
 from hp_platform.endings import when_groups_end
 
@@ -237,7 +238,7 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return value
         if transforms.is_wrapped(value):
             transforms.refuse("a transform of torch.func around an operation", some)
-        if type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
+        if type(value) is not Tensor and not isinstance(value, (torch.nn.Parameter, PartOfView)):
             raise ValueError(f"{_name(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
         if value.dim() and not replicates_plain():
             if why := some.__dict__.get("_meets_plain"):

@@ -27,6 +27,7 @@ from hp_dtensor.torch.checkpoint import chunk_list, tensor_shard, write_items
 from hp_dtensor.torch.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
 from hp_dtensor.torch.overrides import compiler as _compiler
 from hp_dtensor.torch.overrides import overrides
+from hp_dtensor.torch.strides import keep, local_strides, strides_of
 
 __all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "wrap"]
 
@@ -46,7 +47,7 @@ _set_data = T.data.__set__  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _OWN = frozenset(  # not a copy's
     "_spec _called_in _link _meets_plain _moved_from _node_taken _outside_graphs _passed_by _reads _retired"
-    " _shadows".split()
+    " _shadows _strides".split()
 )
 
 
@@ -81,6 +82,7 @@ class DTensor(torch.Tensor):
     """
 
     _spec: TensorSpec
+    _strides: tuple[int, ...]
     is_nested = False
     __create_write_items__, __create_chunk_list__, __get_tensor_shard__ = write_items, chunk_list, tensor_shard
 
@@ -239,15 +241,8 @@ class DTensor(torch.Tensor):
 
     @overrides(T.stride)
     def stride(self, dim: int | None = None) -> Any:
-        local = _impl(T.stride, (), (self,))
-        if _enabled() and not _compiler._is_compiling_flag and len(local) == len(self._spec.shape):
-            order = sorted(range(len(local)), key=lambda d: (local[d], -d))
-            strides, step = [0] * len(local), 1
-            for d in order:
-                strides[d] = step if local[d] else 0
-                step *= self._spec.shape[d] if local[d] else 1
-            local = tuple(strides)
-        return local if dim is None else local[dim]
+        strides = (strides_of if _enabled() and not _compiler._is_compiling_flag else local_strides)(self)
+        return strides if dim is None else strides[dim]
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -302,7 +297,10 @@ class DTensor(torch.Tensor):
     def data(self) -> torch.Tensor:  # type: ignore[override]
         hand_out(self)
         data = _impl(_get_data, (), (self,))
-        return wrap(data, self._spec) if _enabled() else data
+        if _enabled():
+            keep(wrap(data, self._spec), self)
+            hand_out(data)
+        return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -310,6 +308,7 @@ class DTensor(torch.Tensor):
             raise TypeError("data of a DTensor must be a DTensor: distribute_tensor(value, mesh, placements)")
         if isinstance(value, DTensor) and _enabled():
             self._spec = value._spec
+            keep(self, value)
         autograd.retire_shadows(self)  # they are on the old memory
         hand_out(self)
         _impl(_set_data, (), (self, value))
@@ -370,7 +369,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
     """``x`` in layout ``spec``, a new DTensor; remembers what it came from, so that its gradient moves once."""
     if x._spec is spec:
-        return wrap(_impl(T.view_as, (), (x, x)), spec)
+        view = wrap(_impl(T.view_as, (), (x, x)), spec)
+        keep(view, x)
+        return view
     made = wrap(_impl(autograd.move, (), (x, x._spec, spec)), spec)
     if made.requires_grad:
         autograd.moved_from(made, x)

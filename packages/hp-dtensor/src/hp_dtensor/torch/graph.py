@@ -20,8 +20,9 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec import TensorSpec, meshes, named, normalize
 from hp_dtensor.torch import autograd, dispatch
-from hp_dtensor.torch.copied_view import REFUSED, writes_first
+from hp_dtensor.torch.copied_view import REFUSED
 from hp_dtensor.torch.dtensor import wrap
+from hp_dtensor.torch.missing import writes_first
 from hp_dtensor.torch.moved_view import VIEWS
 
 __all__ = [
@@ -147,9 +148,7 @@ def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes:
         plan = dispatch.plan_for(func, _fill(args, given), {k: _fill(v, given) for k, v in kwargs.items()})
     name = f"{_shown(func)} {len(_calls)}"
     results = tuple(plan.outs) if plan.spec is None else (plan.spec,)
-    _calls[name] = _Call(
-        plan.compute, args, kwargs, tuple(specs), results, plan.spec is not None, plan.copied is not None
-    )
+    _calls[name] = _Call(plan.compute, args, kwargs, tuple(specs), results, plan.spec is not None, plan.copied)
     return name
 
 

@@ -167,7 +167,9 @@ def index(call: Call) -> Any:
 def view(call: Call) -> Any:
     """The same view with the local sizes of its result."""
     size = call.results[0].local_shape
-    copies = call.func.__name__ in ("reshape", "reshape_as", "flatten", "ravel")
+    if call.func.__name__ == "ravel":  # it copies where reshape would not: a row of every other element
+        return T.ravel, ()
+    copies = call.func.__name__ in ("reshape", "reshape_as", "flatten")
     if call.func is T.view and call.args[1:] and isinstance(call.args[1], torch.dtype):
         raise NotImplementedError(
             "Tensor.view(dtype) of a DTensor: reinterpret the local tensor, to_local().view(dtype)"

@@ -8,7 +8,7 @@ import torch
 
 from hp_dtensor.torch.dtensor import DTensor
 
-__all__ = ["advice", "writes"]
+__all__ = ["advice", "writes", "writes_first"]
 
 T = torch.Tensor
 
@@ -41,6 +41,16 @@ def writes(func: Any) -> bool:
         return func._schema.is_mutable
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
+
+
+def writes_first(func: Any) -> bool:
+    """Whether ``func`` writes to its first argument, by its name."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+
+
+_NOT_IN_PLACE = ("__index__", "__int__", "__invert__")
 
 
 def _kinds(value: Any) -> list[bool]:

@@ -21,13 +21,16 @@ from typing import Any
 import torch
 
 from hp_dtensor.modes import implicit_replication
+from hp_dtensor.placements import Placement
 from hp_dtensor.torch import dispatch
 from hp_dtensor.torch.dtensor import DTensor, redistribute
 from hp_dtensor.torch.functions import functions_of
 from hp_dtensor.torch.kept import HANDED_OUT
 from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
+from hp_dtensor.torch.part_of_view import part_of
+from hp_dtensor.torch.strides import note, on_one_device, storage_of
 
-__all__ = ["VIEWS", "MovedView", "link"]
+__all__ = ["MAY_COPY", "VIEWS", "MovedView", "link", "linked", "shares"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
@@ -40,7 +43,8 @@ _data = T.data.__get__  # type: ignore[attr-defined]
 
 WHOLE = frozenset(functions_of("view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as"))
 """Views of all elements in their order."""
-_MAY_COPY = frozenset(functions_of("reshape flatten ravel reshape_as"))
+MAY_COPY = frozenset(functions_of("reshape flatten ravel reshape_as contiguous"))
+"""Functions that give a view of all elements in their order, or a copy, as strides allow."""
 _ALONG = {
     func: names.split()
     for names, funcs in (
@@ -112,13 +116,20 @@ class MovedView(DTensor):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         made: Any = DTensor.data.fget(self)  # type: ignore[attr-defined]
-        return _shares(made, self) if _enabled() else made
+        return shares(made, self) if _enabled() else made
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         del vars(self)["_link"]
         self.__class__ = DTensor  # type: ignore[assignment]  # it is a view of nothing any more
         self.data = value
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        return part_of(self, super().to_local(grad_placements=grad_placements))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        made = super().full_tensor(grad_placements=grad_placements)
+        return made.clone() if self._spec.replicated else made  # what is written to it would not reach the source
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with _as_dtensors([self]):
@@ -162,11 +173,19 @@ def link(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs: its keyword arguments.
     """
     source = args[0] if args else kwargs["input"]
-    if not isinstance(source, DTensor) or not _is_view(func, source, out):
+    if not isinstance(source, DTensor) or _picks(func, args):
         return out
+    made, is_view = on_one_device(func, source, args, kwargs)
+    return linked(out, source, func, args, kwargs, made) if is_view else out
+
+
+def linked(out: Any, source: Any, func: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor]) -> Any:
+    """As ``link``, where one device gives the views ``made``, which are on meta."""
     several = isinstance(out, (list, tuple))
-    made = [_linked(x, source, func, args, kwargs, n if several else None, out) for n, x in enumerate(_listed(out))]
-    return type(out)(made) if several else made[0]
+    views = [_linked(x, source, func, args, kwargs, n if several else None, out) for n, x in enumerate(_listed(out))]
+    for view, meta in zip(views, made, strict=True):
+        note(view, meta.stride())
+    return type(out)(views) if several else views[0]
 
 
 def _linked(x: Any, source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out: Any) -> Any:
@@ -178,7 +197,7 @@ def _linked(x: Any, source: Any, func: Any, args: Any, kwargs: Any, which: int |
     x.__class__ = MovedView
     x.__dict__["_spec"] = spec
     x.__dict__["_link"] = _Link(
-        source, take, put, _counted(source), torch.is_grad_enabled(), _storage(source), source._spec, take
+        source, take, put, _counted(source), torch.is_grad_enabled(), storage_of(source), source._spec, take
     )
     return x
 
@@ -186,7 +205,7 @@ def _linked(x: Any, source: Any, func: Any, args: Any, kwargs: Any, which: int |
 _EXPANDING = frozenset(functions_of("expand expand_as broadcast_to"))
 
 
-def _shares(x: Any, source: Any, shows: Callable[[Any], Any] | None = None) -> Any:
+def shares(x: Any, source: Any, shows: Callable[[Any], Any] | None = None) -> Any:
     """``x``, which shares the memory of the view ``source``, as one that goes by it."""
     x.__class__ = MovedView
     x.__dict__["_link"] = _Link(source, None, lambda source, _: None, None, torch.is_grad_enabled(), None, None, shows)
@@ -195,29 +214,24 @@ def _shares(x: Any, source: Any, shows: Callable[[Any], Any] | None = None) -> A
 
 def _views_of_views(func: Any, args: Any, kwargs: Any, out: Any, views: list[Any]) -> Any:
     source = args[0] if args else kwargs.get("input")
-    if type(source) is not MovedView or not _is_view(func, source, out):
+    if type(source) is not MovedView or _picks(func, args):
         return out
-    memory = _storage(source)._cdata
+    if func in (T.__getitem__, *MAY_COPY) and not on_one_device(func, source, args, kwargs)[1]:
+        return out
+    memory = storage_of(source)._cdata
     for n, x in enumerate(_listed(out)):
         which = n if isinstance(out, (list, tuple)) else None
         if type(x) is DTensor:  # not moved: of a copy on one rank alone, all ranks go by the source in the same steps
-            if _storage(x)._cdata == memory:
-                _shares(x, source, _taking(func, args, kwargs, which))
+            if storage_of(x)._cdata == memory:
+                shares(x, source, _taking(func, args, kwargs, which))
             else:
                 _linked(x, source, func, args, kwargs, which, out)
     return out
 
 
-def _is_view(func: Any, source: Any, out: Any) -> bool:
-    """Whether one device gives a view: ``reshape`` and its kin copy where strides don't allow one."""
-    if func not in _MAY_COPY:
-        return True
-    meta = torch.empty_strided(source.shape, source.stride(), device="meta")
-    try:
-        meta.view(_listed(out)[0].shape)
-    except RuntimeError:
-        return False
-    return True
+def _picks(func: Any, args: Any) -> bool:
+    """Whether ``func`` is an index with tensors in it, which gives a copy."""
+    return func is T.__getitem__ and any(True for _ in dispatch._tensors(args[1:], {}))
 
 
 # ---- where a view lies ----
@@ -227,7 +241,7 @@ def _ways(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out
     if index is not None:
         return lambda source: source[index], lambda source, view: source.__setitem__(index, view)
     take = _taking(func, args, kwargs, which)
-    if func in WHOLE:
+    if func in WHOLE or func in MAY_COPY:
         return take, lambda source, view: source.copy_(view.reshape(source.shape))
 
     def put(source: Any, view: Any) -> None:
@@ -286,7 +300,7 @@ def _follow(view: Any) -> None:
     _follow(source)
     if found.take is None:
         return
-    if _storage(source)._cdata != found.storage._cdata:
+    if storage_of(source)._cdata != found.storage._cdata:
         del vars(view)["_link"]
         view.__class__ = DTensor  # type: ignore[assignment]
         return
@@ -381,8 +395,3 @@ def _views(value: Any) -> Iterator[Any]:
 
 def _listed(out: Any) -> list[Any]:
     return list(out) if isinstance(out, (list, tuple)) else [out]
-
-
-def _storage(x: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.untyped_storage()

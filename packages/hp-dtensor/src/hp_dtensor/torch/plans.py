@@ -17,6 +17,7 @@ from hp_dtensor.torch.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.empty_parts import with_the_others
 from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
+from hp_dtensor.torch.strides import settle
 
 __all__ = ["Binding", "Call", "Plan", "make_plan"]
 
@@ -86,12 +87,14 @@ class Plan:
         call: a function that is called on the first operand as it is, followed by ``tail``; None elsewhere.
         plain: the function itself is called, on the operands as they are, and gives no new tensor: it writes its first
             operand, or tells something.
-        copied: the function that is called, where it gives a view of what had to be moved; else None.
+        copied: the results are views, on one device, of an operand that has to be moved.
+        finish: a function of the results, ``args`` and ``kwargs`` that gives the results; None where they are as they
+            should be.
     """
 
     __slots__ = (
-        *("call", "copied", "direct", "fixes", "func", "hot", "listed", "local", "outs", "plain", "spec", "tail"),
-        "writes",
+        *("call", "copied", "direct", "finish", "fixes", "func", "hot", "listed", "local", "outs", "plain", "spec"),
+        *("tail", "writes"),
     )
 
     def __init__(self, func: Any, fixes: list[Any], outs: list[TensorSpec], single: bool, hot: bool) -> None:
@@ -102,7 +105,8 @@ class Plan:
         self.local: Any = None
         self.tail: tuple[Any, ...] | None = None
         self.hot = hot
-        self.copied: Any = None
+        self.copied = False
+        self.finish: Callable[[Any, Any, Any], Any] | None = None
         self.direct = False
         self.call: Any = None
         self.listed = False
@@ -116,18 +120,13 @@ class Plan:
         if spec is not None:
             out.__class__ = DTensor
             out._spec = spec
-            return out if self.copied is None else self._linked(out, args, kwargs)
+            return out if self.finish is None else self.finish(out, args, kwargs or {})
         if self.outs:
             flat = [value for value in out if isinstance(value, Tensor)]
             for value, layout in zip(flat, self.outs, strict=True):
                 wrap(value, layout)
-            return out if self.copied is None else self._linked(out, args, kwargs)
+            return out if self.finish is None else self.finish(out, args, kwargs or {})
         return out
-
-    def _linked(self, out: Any, args: Any, kwargs: Any) -> Any:
-        from hp_dtensor.torch.moved_view import link
-
-        return link(out, self.copied, args, kwargs or {})
 
     def compute(self, args: Any, kwargs: Any) -> Any:
         """The results' local parts, as the framework gives them."""
@@ -260,6 +259,17 @@ def _callable(func: Any, local: Any) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: function(x, *tail)
 
 
+def _finish(plan: Plan, func: Any, thin: bool) -> None:
+    """Sets how the results of ``func`` become the views or copies that one device gives."""
+    from hp_dtensor.torch import moved_view
+
+    if plan.fixes and func in moved_view.VIEWS:
+        plan.copied = True
+        plan.finish = lambda out, args, kwargs: moved_view.link(out, func, args, kwargs)
+    elif thin and func in moved_view.VIEWS | moved_view.MAY_COPY:
+        plan.finish = lambda out, args, kwargs: settle(out, func, args, kwargs)
+
+
 def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     """Plans a call: operands, result shapes, placements, local function.
 
@@ -335,12 +345,12 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
         plan.func, plan.tail = local
     else:
         plan.local = local
-    if fixes and not binding.in_place:
-        plan.copied = func if func in VIEWS else None
+    if not binding.in_place:
+        _finish(plan, func, any(spec.thin for spec in (*call.specs, *call.results)))
     plan.writes = binding.in_place
     bare = not fixes and plan.tail is None and plan.local is None
-    plan.direct = bare and single and not plan.writes
+    plan.direct = bare and single and not plan.writes and plan.finish is None
     plan.plain = bare and (plan.writes or not call.results) and not checked
-    if single and not plan.writes and not fixes and plan.tail is not None:
+    if single and not plan.writes and not fixes and plan.tail is not None and plan.finish is None:
         plan.call = plan.func
     return plan

@@ -35,6 +35,7 @@ from hp_dtensor.torch.dtensor import _rebuild as rebuild
 from hp_dtensor.torch.functions import bind
 from hp_dtensor.torch.kept import hand_out
 from hp_dtensor.torch.overrides import Override
+from hp_dtensor.torch.strides import keep, note, on_one_device
 from hp_dtensor.torch.whole import on_whole
 
 __all__ = ["install"]
@@ -61,7 +62,10 @@ def _local(func: Any, args: Any, kwargs: Any) -> Any:
 def _same(func: Any, args: Any, kwargs: Any) -> Any:
     """On the local tensor; the result has the operand's layout."""
     out = _impl(func, (), args, kwargs)
-    return wrap(out, args[0]._spec) if type(out) is T else out
+    if type(out) is T:
+        wrap(out, args[0]._spec)
+        keep(out, args[0])
+    return out
 
 
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
@@ -201,12 +205,14 @@ def _reshaping(base: Any) -> Handler:
         if base is torch.squeeze:  # by the sizes of the whole: a part may have others of size 1
             asked = dims_argument(args[1] if len(args) > 1 else kwargs.get("dim"), x.dim())
             args, kwargs = (x, tuple(dim for dim in asked if x.shape[dim] == 1)), {}
+        after, _ = on_one_device(base, x, args, kwargs)
         if not any(isinstance(p, RaggedShard) for p in x._spec.placements):  # its part is flat
             _impl(func, (), args, kwargs)
             part = torch.empty(plan.spec.local_shape, device="meta")
             if _impl(T.size, (), (x,)) != part.shape:  # of several dims of size 1 another one is cut: it is empty
                 _impl(T.as_strided_, (), (x, part.shape, part.stride()))
         x._spec = plan.spec
+        note(x, after[0].stride())
         return x
 
     return handle

@@ -1,0 +1,92 @@
+"""Strides of DTensors as wholes, alike on all ranks: Note [Thin parts] in `hp_dtensor.strides`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hp_dtensor.strides import contiguous, of_whole
+
+__all__ = ["keep", "local_strides", "note", "on_one_device", "settle", "storage_of", "strides_of"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+T = torch.Tensor
+
+
+def local_strides(x: Any) -> tuple[int, ...]:
+    """The strides of this rank's part."""
+    return _impl(T.stride, (), (x,))
+
+
+def strides_of(x: Any) -> tuple[int, ...]:
+    """The strides of the DTensor ``x`` as a whole."""
+    spec = x._spec
+    if spec.thin or 0 in spec.local_shape:
+        return x.__dict__.get("_strides") or contiguous(spec.shape)
+    return of_whole(local_strides(x), spec.local_shape, spec.shape)
+
+
+def keep(x: Any, source: Any) -> None:
+    """Notes that ``x`` has the strides of ``source``."""
+    x.__dict__.pop("_strides", None)
+    if "_strides" in source.__dict__:
+        x._strides = source._strides
+
+
+def note(x: Any, strides: tuple[int, ...]) -> None:
+    """Notes the strides of ``x``, whose parts may not show them."""
+    x.__dict__.pop("_strides", None)
+    spec = x.__dict__["_spec"]  # of a view that moved, without taking it again
+    if spec.thin and strides != contiguous(spec.shape):
+        x._strides = strides
+
+
+def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
+    """What ``func`` of ``source`` gives on one device, as tensors without memory, and whether it is a view.
+
+    Args:
+        func: a function that gives views, or may.
+        source: its first operand.
+        args: its positional arguments, the source the first unless it is named ``input``.
+        kwargs: its keyword arguments.
+    """
+    meta = torch.empty_strided(source._spec.shape, strides_of(source), dtype=source.dtype, device="meta")
+    named = {name: value for name, value in kwargs.items() if name != "input"}
+    rest = [torch.empty(x.shape, device="meta") if isinstance(x, T) else x for x in args[1:]]  # reshape_as, view_as
+    with torch.no_grad(), _disable_current_modes():  # a counter of operations must not count this one
+        made = func(meta, *rest, **named)
+    made = list(made) if isinstance(made, (list, tuple)) else [made]
+    return made, all(x.untyped_storage()._cdata == meta.untyped_storage()._cdata for x in made)
+
+
+def settle(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Makes what ``func`` gave of a thin DTensor a view on all ranks or a copy on all, and notes its strides.
+
+    Args:
+        out: a DTensor or several.
+        func: a function that gives views, or may.
+        args: its positional arguments, the source the first unless it is named ``input``.
+        kwargs: its keyword arguments.
+    """
+    from hp_dtensor.torch import moved_view
+
+    source = args[0] if args else kwargs["input"]
+    made, is_view = on_one_device(func, source, args, kwargs)
+    if func in moved_view.MAY_COPY:
+        shares = storage_of(out)._cdata == storage_of(source)._cdata
+        if is_view and not shares:
+            return moved_view.linked(out, source, func, args, kwargs, made)
+        if shares and not is_view:
+            spec, out = out._spec, _impl(T.clone, (), (out,), {"memory_format": torch.contiguous_format})
+            out.__class__, out._spec = source.__class__, spec
+    for x, meta in zip(out if isinstance(out, (list, tuple)) else [out], made, strict=True):
+        note(x, meta.stride())
+    return out
+
+
+def storage_of(x: Any) -> Any:
+    """The storage of a tensor or of a DTensor's part."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.untyped_storage()
