@@ -246,6 +246,18 @@ def test_a_graph_on_the_grad_of_parts_of_a_sum() -> None:
         _ = given.grad
 
 
+@on_ranks(2)
+def test_a_gradient_of_parts_of_a_sum_is_written() -> None:
+    mesh, whole = _mesh(), _rand(4)
+
+    def second(x: Any) -> Any:
+        (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        first.mul_(2.0)
+        return torch.autograd.grad(first.square().sum(), x)
+
+    _close(second(_part(whole, mesh)), second(_leaf(whole)))
+
+
 # ---- gradients of gradients on a rank without elements ----
 def _written_view(x: Any) -> Any:
     made = x.unsqueeze(-1)

@@ -140,7 +140,9 @@ def _gradient(index: int, x: Any, own: Any, parts: Sequence[Any], unused: bool, 
     if own is None or not isinstance(x, DTensor):
         return own
     spec, parts = autograd.grad_spec(x._spec), tuple(placement.is_partial() for placement in x._spec.placements)
-    return wrap(autograd.of_parts(own, spec, parts).view_as(own), spec)
+    made = autograd.of_parts(own, spec, parts)
+    # autograd lets nobody write to a view out of a function
+    return wrap(made.view_as(own) if made is own else made.clone(), spec)
 
 
 def _one_by_one(func: Any, outputs: Any, inputs: Any, gradients: Any, bound: dict[str, Any]) -> tuple[Any, ...]:
