@@ -65,7 +65,7 @@ def attach_sparse(module: nn.Module, mesh: DeviceMesh, style: SparseStyle) -> No
     if projections and group.size > 1:
         register(module, projections, blocks, lambda path, output: _check_early(group, style, path, output))
     receive = _receiver(group, style, plan, arguments, blocks, queries)
-    core.register_forward_pre_hook(hook(receive), with_kwargs=True)
+    core.register_forward_pre_hook(receive, with_kwargs=True)
     core.register_forward_hook(hook(_giver(group, style, queries)))
     core.register_forward_hook(hook(lambda mod, args, output: _leave(queries)), always_call=True)
 
