@@ -280,3 +280,16 @@ def test_a_write_beside_what_is_read_is_done(name: str, placement: Any) -> None:
     APART[name](x)
     APART[name](whole)
     same(x, whole)
+
+
+@on_ranks(2)
+def test_one_of_several_views_is_detached_after_another_was_written() -> None:
+    (whole,), (x,) = operands(Shard(0))
+    for value in (whole, x):
+        value.requires_grad_()
+    for _ in range(2):
+        (first, second), (a, b) = ((value * 1).split([1, 2], 1) for value in (whole, x))
+        second.detach().mul_(0.5)
+        b.detach().mul_(0.5)
+        same(a.detach(), first.detach())
+        same(b.detach(), second.detach())

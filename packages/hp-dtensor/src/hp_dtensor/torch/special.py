@@ -71,7 +71,11 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     """As ``_same``; of a leaf it may be the way to an array of numpy's on the same memory."""
     out = _same(func, args, kwargs)
-    if out is args[0] or _impl(_is_leaf, (), (args[0],)):
+    try:
+        leaf = _impl(_is_leaf, (), (args[0],))
+    except RuntimeError:  # one of several views, of which another was written: autograd tells nothing of its graph
+        leaf = False
+    if out is args[0] or leaf:
         hand_out(args[0])
         hand_out(out)
     return out
