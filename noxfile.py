@@ -126,13 +126,14 @@ def backends(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, import-linter, the lists of public names, no failing row in docs/backends.md; `-- --fix` for ruff."""
+    """ruff, the imports, the lists of public names, no failing row in docs/backends.md; `-- --fix` for ruff."""
     install(session, others=("ruff", "import-linter", "griffelib"))
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     session.run("python", "docs/make_backends.py", "--check")
     session.run("python", "docs/public_api.py", "--check")
+    session.run("python", "docs/structure.py", "--check")
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
 
 

@@ -2,11 +2,13 @@
 
     python docs/structure.py            the working tree
     python docs/structure.py REVISION   a commit, tag or branch
+    python docs/structure.py --check    fail where the working tree imports another package's internals
 
 A wing is `neutral`, `torch` or `mindspore`, by the folder a module is in. Code is what is left of the lines without
 docstrings, comments and blank ones. An import counts wherever it stands, in a function too, but not under
 `TYPE_CHECKING`. A circle is a strongly connected set of two or more modules of one package. An import of internals
-goes to a module of another package that is neither the package itself nor one of its declared extension modules.
+goes to a module of another package that is neither the package itself, nor a role of the platform, nor the `extend` that
+declares what other packages of this repository may use: `<package>.extend`, `<package>.torch.extend` and so on.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WINGS = ("neutral", "torch", "mindspore")
-DECLARED = ("extend", "testing")
-"""Modules of a package that other packages may import beside its public names."""
+ROLES = frozenset(
+    f"hp_platform.{role}" for role in "collectives devices frames fused groups random torch.heavy".split()
+)
+"""Modules that are public by themselves."""
 
 
 @dataclass
@@ -49,7 +53,14 @@ def main() -> None:
     """Print the tables of the working tree or of a revision."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", help="default: the working tree")
-    revision = parser.parse_args().revision
+    parser.add_argument("--check", action="store_true", help="print undeclared imports alone; the status tells of any")
+    options = parser.parse_args()
+    revision = options.revision
+    if options.check:
+        undeclared = sorted(internals(read(ROOT)))
+        for package, name in undeclared:
+            print(f"{package} imports {name}: export what it needs in an `extend` module and import it from there")
+        sys.exit(bool(undeclared))
     if revision is None:
         print("\n".join(tables(read(ROOT))))
         return
@@ -170,7 +181,7 @@ def internals(modules: dict[str, Module]) -> Counter[tuple[str, str]]:
         for other in module.imports:
             target = modules[other]
             own = other.split(".")
-            if target.package != module.package and len(own) > 1 and own[1] not in DECLARED:
+            if target.package != module.package and len(own) > 1 and own[-1] != "extend" and other not in ROLES:
                 counts[module.package, other] += 1
     return counts
 
