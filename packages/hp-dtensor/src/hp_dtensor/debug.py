@@ -22,7 +22,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.spec import meshes as known_meshes
 from hp_dtensor.text_table import text_table
 from hp_platform import get_platform
-from hp_platform.observing import observers
+from hp_platform.extend import observers
 
 __all__ = ["Collective", "CommDebugMode", "Names", "Total", "running"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.mesh_errors import MeshValueError
 from hp_platform import get_platform
-from hp_platform.endings import when_groups_end
+from hp_platform.extend import when_groups_end
 
 if TYPE_CHECKING:
     from hp_dtensor.mesh import DeviceMesh

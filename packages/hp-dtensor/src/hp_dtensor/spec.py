@@ -11,7 +11,7 @@ from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard, kind_of
 from hp_dtensor.sharding import local_shape
 from hp_dtensor.strides import is_thin
-from hp_platform.endings import when_groups_end
+from hp_platform.extend import when_groups_end
 
 __all__ = ["TensorSpec", "meshes", "named", "normalize"]
 

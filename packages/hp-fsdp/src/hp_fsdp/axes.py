@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.mesh_axes import overlap
-from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.submesh import axes_within
+from hp_dtensor import DeviceMesh, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.extend import TensorSpec, axes_within, overlap
 from hp_platform import get_platform
-from hp_platform.endings import when_groups_end
+from hp_platform.extend import when_groups_end
 
 __all__ = ["DataAxes", "Near"]
 

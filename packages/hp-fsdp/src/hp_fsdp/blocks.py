@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor import DeviceMesh
+from hp_dtensor.extend import TensorSpec
 from hp_fsdp.norms import BLOCK, spec_of
 
 __all__ = ["BlockLine", "block_lines", "check_norm_type", "in_blocks", "mark_in_blocks"]

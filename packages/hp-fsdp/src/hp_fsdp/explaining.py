@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hp_dtensor.text_table import text_table
+from hp_dtensor.extend import text_table
 from hp_fsdp.held import Held
 from hp_fsdp.timeline import Timeline
 

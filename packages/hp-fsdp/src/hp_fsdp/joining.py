@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor import DeviceMesh
 
 __all__ = ["Roster", "inner_mesh"]
 

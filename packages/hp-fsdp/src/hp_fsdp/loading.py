@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor import DeviceMesh
 from hp_fsdp.norms import spec_of
 
 __all__ = ["Loading", "check_names", "laid_out"]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_dtensor import init_device_mesh
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_platform import get_platform
 
 __all__ = ["DataParallelMeshDims", "all_ranks", "data_axes"]

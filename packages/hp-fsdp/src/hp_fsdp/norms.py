@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.mesh_axes import within
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor import DeviceMesh
+from hp_dtensor.extend import TensorSpec, within
 
 __all__ = ["BLOCK", "counts", "joint_mesh", "spec_of"]
 

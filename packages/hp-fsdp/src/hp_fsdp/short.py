@@ -17,9 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hp_dtensor import init_device_mesh
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor import DeviceMesh, init_device_mesh
+from hp_dtensor.extend import TensorSpec
 from hp_fsdp.norms import spec_of
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.policies import MixedPrecisionPolicy

@@ -9,7 +9,7 @@ from hp_plan.outline import ModelOutline, ModuleOutline
 from hp_plan.patterns import generalise, matching
 from hp_plan.plan import ParallelPlan
 from hp_plan.tables import resolve, style_table
-from hp_styles.names import ALIASES, PARAMETER_STYLES, STYLES
+from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

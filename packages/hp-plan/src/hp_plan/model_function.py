@@ -10,7 +10,7 @@ from typing import Any
 
 from hp_plan.findings import Finding, PlanError, near_misses
 from hp_platform import get_platform
-from hp_platform.settings import PLATFORMS
+from hp_platform.extend import PLATFORMS
 
 
 def model_function(name: str, folder: str | None = None) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hp_dtensor.sharding_plan import matches
+from hp_dtensor.extend import matches
 
 __all__ = ["generalise", "matches", "matching"]
 

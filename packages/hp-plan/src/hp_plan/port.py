@@ -9,7 +9,7 @@ from hp_dtensor import DeviceMesh
 from hp_plan.findings import Finding
 from hp_plan.outline import ModelOutline
 from hp_plan.plan import ParallelPlan
-from hp_platform.ports import load_port
+from hp_platform.extend import load_port
 
 Module = Any
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hp_plan.outline import ModelOutline
 from hp_plan.patterns import matching
-from hp_styles.names import sequence_parallel_plan
+from hp_styles.extend import sequence_parallel_plan
 
 _BLOCK = {
     "model.layers.*.self_attn.q_proj": "colwise",

@@ -11,7 +11,7 @@ from hp_plan.outline import ModelOutline
 from hp_plan.patterns import generalise, matching
 from hp_plan.plan import ParallelPlan
 from hp_plan.style_names import SEQUENCE_FAMILIES, TABLES, scattered, with_sequence
-from hp_styles.names import canonical
+from hp_styles.extend import canonical
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor import DeviceMesh, get_current_mesh
-from hp_dtensor.sharding_plan import matches, matching
+from hp_dtensor.extend import matches, matching
 from hp_styles import port
 from hp_styles.arguments import check_mesh
 from hp_styles.inputs import comparing_in_calls_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement
-from hp_dtensor.placements import kind_of
+from hp_dtensor.extend import kind_of
 
 __all__ = ["check_mesh", "check_placements"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement
-from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.extend import TensorSpec, normalize
 from hp_styles import port
 from hp_styles.arguments import check_mesh
 from hp_styles.context_rounds import Round, Rounds

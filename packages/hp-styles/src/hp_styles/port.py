@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hp_dtensor import DeviceMesh, Placement
-from hp_platform.ports import load_port
+from hp_platform.extend import load_port
 
 if TYPE_CHECKING:
-    from hp_dtensor.spec import TensorSpec
+    from hp_dtensor.extend import TensorSpec
     from hp_styles.context import Settings
     from hp_styles.context_rounds import Rounds
     from hp_styles.context_sparse import SparseStyle

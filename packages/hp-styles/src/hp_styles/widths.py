@@ -7,7 +7,7 @@ from typing import Any
 
 import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement, Shard
-from hp_dtensor.sharding import local_shape
+from hp_dtensor.extend import local_shape
 from hp_styles.shapes import shapes_of_ranks
 
 __all__ = ["Widths", "check_widths"]

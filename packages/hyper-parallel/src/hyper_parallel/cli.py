@@ -15,15 +15,19 @@ from typing import Annotated, Any
 import typer
 
 from hp_plan import Finding, ParallelPlan, PlanError, VerifyResult
-from hp_plan.findings import near_misses
-from hp_plan.linting import UNREAD, Report, examine
-from hp_plan.memory import memory_shortage
-from hp_plan.plan import read_plan, read_toml
-from hp_plan.tables import style_notes
-from hp_plan.verification import TORCH_ONLY
+from hp_plan.extend import (
+    TORCH_ONLY,
+    UNREAD,
+    Report,
+    examine,
+    memory_shortage,
+    near_misses,
+    read_plan,
+    read_toml,
+    style_notes,
+)
 from hp_platform import get_platform
-from hp_platform.ports import platform_name
-from hp_platform.settings import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, wanted_platform
+from hp_platform.extend import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, platform_name, wanted_platform
 from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text
 from hyper_parallel.display import fault_table, make_console, verify_table

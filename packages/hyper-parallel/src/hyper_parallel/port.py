@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hp_plan import ParallelPlan
-from hp_platform.ports import load_port
+from hp_platform.extend import load_port
 from hyper_parallel.launch import Job, Place
 
 Result = TypeVar("Result")

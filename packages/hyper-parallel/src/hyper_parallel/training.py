@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from hp_plan import ParallelPlan
-from hp_plan.samples import data_parallel_rows
+from hp_plan.extend import data_parallel_rows
 from hp_platform import get_platform
 from hyper_parallel.data import ByteText
 from hyper_parallel.display import Reporter

@@ -13,7 +13,7 @@ import hp_plan
 import hp_platform
 from hp_plan import VerifyResult
 from hp_platform import get_platform
-from hp_platform.orphans import end_with_parent, watch_parent
+from hp_platform.extend import end_with_parent, watch_parent
 from hyper_parallel.display import make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, launcher_place

@@ -13,7 +13,7 @@ from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
 from hp_dtensor.debug import Names, running
 from hp_dtensor.mindspore.shard_module import named_modules
-from hp_platform.observing import communicating_for
+from hp_platform.extend import communicating_for
 
 __all__ = ["Modules"]
 

@@ -26,7 +26,7 @@ from hp_dtensor.modes import replicates_plain
 from hp_dtensor.placements import Replicate
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
-from hp_platform.endings import when_groups_end
+from hp_platform.extend import when_groups_end
 
 __all__ = ["dispatch", "forget_plans", "run_kernel"]
 

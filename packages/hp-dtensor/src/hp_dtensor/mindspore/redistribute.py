@@ -16,7 +16,7 @@ from hp_dtensor.mindspore.exchange import Run
 from hp_dtensor.redistribution.cuts import Cut, Place
 from hp_dtensor.redistribution.planner import plan
 from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
-from hp_platform.endings import when_groups_end
+from hp_platform.extend import when_groups_end
 
 if TYPE_CHECKING:
     from hp_dtensor.spec import TensorSpec

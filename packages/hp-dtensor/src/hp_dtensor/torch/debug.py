@@ -20,7 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hp_dtensor.debug import Names, running
-from hp_platform.observing import communicating_for
+from hp_platform.extend import communicating_for
 
 __all__ = ["Modules"]
 

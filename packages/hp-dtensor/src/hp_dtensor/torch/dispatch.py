@@ -28,7 +28,7 @@ from hp_dtensor.torch.functions import BINDINGS
 from hp_dtensor.torch.overrides import compiler as _compiler
 from hp_dtensor.torch.part_of_view import PartOfView
 from hp_dtensor.torch.plans import make_plan
-from hp_platform.endings import when_groups_end
+from hp_platform.extend import when_groups_end
 
 __all__ = ["dispatch"]
 

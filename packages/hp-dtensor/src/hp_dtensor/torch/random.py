@@ -21,7 +21,7 @@ from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.redistribute import execute
 from hp_platform import get_platform
-from hp_platform.endings import when_groups_end
+from hp_platform.extend import when_groups_end
 
 __all__ = ["compare_generators", "draw", "fill", "special"]
 

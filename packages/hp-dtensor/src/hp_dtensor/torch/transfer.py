@@ -28,7 +28,7 @@ from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.kept import drop
 from hp_dtensor.torch.redistribute import as_movable, execute
 from hp_platform import get_platform
-from hp_platform.endings import when_groups_end
+from hp_platform.extend import when_groups_end
 
 __all__ = ["execute_transfer", "relayout"]
 

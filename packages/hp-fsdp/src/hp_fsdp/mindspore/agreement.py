@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from mindspore import Tensor, _no_grad
 
-from hp_dtensor.mindspore.autograd import local_mode
+from hp_dtensor.mindspore.extend import local_mode
 from hp_fsdp.agreement import lines_of
 from hp_fsdp.axes import DataAxes
 from hp_platform import get_platform

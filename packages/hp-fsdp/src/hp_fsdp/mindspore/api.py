@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from mindspore import Parameter, nn
 
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor import DeviceMesh
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.mesh_dims import all_ranks
 from hp_fsdp.mindspore.group import ParameterGroup

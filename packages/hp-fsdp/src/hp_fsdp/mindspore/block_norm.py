@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspore import Tensor, mint, ops
 
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor import DeviceMesh
 from hp_fsdp.blocks import block_lines, check_norm_type
 from hp_fsdp.norms import BLOCK, spec_of
 from hp_platform import get_platform

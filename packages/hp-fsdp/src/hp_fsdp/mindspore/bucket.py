@@ -21,10 +21,7 @@ from typing import Any
 from mindspore import Tensor, mint, ops
 from mindspore.common import dtype as mstype
 
-from hp_dtensor.mindspore import autograd
-from hp_dtensor.mindspore.autograd import local_mode
-from hp_dtensor.mindspore.dtensor import local_view
-from hp_dtensor.mindspore.parameter import set_local
+from hp_dtensor.mindspore.extend import autograd, local_mode, local_view, set_local
 from hp_fsdp.axes import DataAxes, Near
 from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout

@@ -8,7 +8,7 @@ from typing import Any
 from mindspore import _no_grad
 from mindspore.graph.api import _pynative_executor
 
-from hp_dtensor.mindspore.redistribute import own_dtypes
+from hp_dtensor.mindspore.extend import own_dtypes
 from hp_fsdp.agreement import check_alike
 from hp_fsdp.joining import Roster, inner_mesh
 from hp_fsdp.micro_batches import check_modes

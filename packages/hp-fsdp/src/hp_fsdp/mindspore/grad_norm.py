@@ -9,8 +9,7 @@ from typing import Any
 from mindspore import Tensor, _no_grad, ops
 from mindspore.common import dtype as mstype
 
-from hp_dtensor.mindspore.autograd import local_mode
-from hp_dtensor.mindspore.dtensor import local_view
+from hp_dtensor.mindspore.extend import local_mode, local_view
 from hp_fsdp.blocks import in_blocks
 from hp_fsdp.mindspore.block_norm import block_power_sum
 from hp_fsdp.mindspore.host import on_host, to_device, to_host

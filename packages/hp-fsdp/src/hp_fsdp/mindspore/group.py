@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mindspore import Tensor, _no_grad, nn
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.mindspore.autograd import local_mode
+from hp_dtensor import DeviceMesh
+from hp_dtensor.mindspore.extend import local_mode
 from hp_fsdp.agreement import check_counts
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.controls import divisor_of
@@ -21,7 +21,7 @@ from hp_fsdp.mindspore.unsharding import Call, unsharded_tensors
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions, ParameterFacts
 from hp_platform import get_platform
-from hp_platform.observing import communicate_for
+from hp_platform.extend import communicate_for
 
 if TYPE_CHECKING:
     from hp_fsdp.mindspore.context import RootContext

@@ -24,10 +24,7 @@ from mindspore import Tensor
 from mindspore.common import dtype as mstype
 from mindspore.graph.api import _pynative_executor
 
-from hp_dtensor.mindspore.autograd import alias, grad_enabled, local_mode
-from hp_dtensor.mindspore.dtensor import DTensor, wrap
-from hp_dtensor.mindspore.once import once_differentiable
-from hp_dtensor.mindspore.redistribute import own_dtypes
+from hp_dtensor.mindspore.extend import DTensor, alias, grad_enabled, local_mode, once_differentiable, own_dtypes, wrap
 from hp_fsdp.mindspore.context import RootContext, in_backward
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.tree import map_tensors, tensors

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, _no_grad, nn
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.mindspore import autograd
-from hp_dtensor.mindspore.autograd import local_mode
-from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
+from hp_dtensor import DeviceMesh
+from hp_dtensor.mindspore.extend import DTensor, autograd, local_mode, local_view, wrap
 from hp_fsdp.mindspore.whole import part_of, whole, write
 from hp_fsdp.norms import spec_of
 from hp_platform import get_platform

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from hp_dtensor.mindspore.dtensor import local_view
+from hp_dtensor.mindspore.extend import local_view
 from hp_fsdp.explainer import optimizer_row, unsharded_rows
 from hp_fsdp.explaining import Event, MemoryRow
 from hp_fsdp.held import Held

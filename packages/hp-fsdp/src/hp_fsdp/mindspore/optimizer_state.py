@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
-from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
+from hp_dtensor.mindspore.extend import DTensor, local_view, wrap
 from hp_fsdp.mindspore.state_dict import exported, parameter_names
 from hp_fsdp.mindspore.whole import WIRE, fill, write
 from hp_fsdp.norms import spec_of

@@ -17,11 +17,8 @@ from typing import Any
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.experimental.optim.optimizer import Optimizer
 
-from hp_dtensor.mindspore.api import distribute_tensor
-from hp_dtensor.mindspore.autograd import local_mode
-from hp_dtensor.mindspore.dtensor import DTensor, local_view
-from hp_dtensor.mindspore.parameter import set_local
-from hp_dtensor.placements import RaggedShard, Replicate
+from hp_dtensor import RaggedShard, Replicate
+from hp_dtensor.mindspore.extend import DTensor, distribute_tensor, local_mode, local_view, set_local
 from hp_fsdp.mindspore.parameter import run_of
 from hp_fsdp.norms import spec_of
 from hp_fsdp.optimizers import refuse_unreduced, unreduced

@@ -8,12 +8,9 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, mint, nn
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.mindspore.api import distribute_parameter
-from hp_dtensor.mindspore.dtensor import DTensor, local_view, unwrap, wrap
-from hp_dtensor.mindspore.parameter import set_local
-from hp_dtensor.placements import RaggedShard, Replicate
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor import DeviceMesh, RaggedShard, Replicate
+from hp_dtensor.extend import TensorSpec
+from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_view, set_local, unwrap, wrap
 from hp_fsdp import finding
 
 __all__ = ["ManagedParameter", "find_parameters"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
-from hp_dtensor.mindspore.dtensor import local_view, wrap
+from hp_dtensor.mindspore.extend import local_view, wrap
 from hp_fsdp.mindspore.module import group_of
 from hp_fsdp.mindspore.whole import WIRE, fill, whole
 from hp_fsdp.norms import spec_of

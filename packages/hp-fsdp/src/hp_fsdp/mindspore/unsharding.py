@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspore import Tensor, _Function, _no_grad
 
-from hp_dtensor.mindspore.autograd import alias, local_mode
-from hp_dtensor.mindspore.once import once_differentiable
+from hp_dtensor.mindspore.extend import alias, local_mode, once_differentiable
 
 if TYPE_CHECKING:
     from hp_fsdp.mindspore.group import ParameterGroup

@@ -13,13 +13,9 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, Tensor, _no_grad, mint, ops
 
-from hp_dtensor.mindspore import autograd
-from hp_dtensor.mindspore.autograd import local_mode
-from hp_dtensor.mindspore.dtensor import DTensor, local_view
-from hp_dtensor.mindspore.parameter import set_local
-from hp_dtensor.mindspore.redistribute import execute
-from hp_dtensor.placements import RaggedShard, Replicate
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor import RaggedShard, Replicate
+from hp_dtensor.extend import TensorSpec
+from hp_dtensor.mindspore.extend import DTensor, autograd, execute, local_mode, local_view, set_local
 from hp_fsdp.mindspore.host import on_host, to_device, to_host
 from hp_fsdp.mindspore.parameter import run_of
 from hp_fsdp.norms import spec_of

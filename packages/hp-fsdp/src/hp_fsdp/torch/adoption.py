@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hp_dtensor.torch.dtensor import local_view
-from hp_dtensor.torch.init import give_memory
+from hp_dtensor.torch.extend import give_memory, local_view
 from hp_fsdp import finding
 from hp_fsdp.torch.parameter import ManagedParameter
 

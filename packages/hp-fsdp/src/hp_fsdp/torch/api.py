@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor import DeviceMesh
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.mesh_dims import all_ranks, data_axes
 from hp_fsdp.optimizers import ignore

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.torch.dtensor import local_view
+from hp_dtensor import DeviceMesh
+from hp_dtensor.torch.extend import local_view
 from hp_fsdp.blocks import BlockLine, block_lines, check_norm_type
 from hp_fsdp.norms import BLOCK, spec_of
 from hp_platform import collectives

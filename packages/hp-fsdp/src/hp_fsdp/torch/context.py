@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch.autograd import arriving
+from hp_dtensor.torch.extend import arriving
 from hp_fsdp.agreement import check_alike
 from hp_fsdp.joining import Roster, inner_mesh
 from hp_fsdp.micro_batches import check_modes

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch.dtensor import local_view
+from hp_dtensor.torch.extend import local_view
 from hp_fsdp.micro_batches import OwnMicroBatches, TreeSum, subtrees
 from hp_fsdp.torch.gradients import GradientBuffer
 from hp_platform import collectives
-from hp_platform.observing import communicate_for
+from hp_platform.extend import communicate_for
 
 __all__ = ["Exchange", "MicroBatchBuffer"]
 

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_dtensor.torch.dtensor import DTensor
+from hp_dtensor.torch.extend import DTensor
 from hp_fsdp.torch.activations import Activations, SavedBytes, groups_of, storages_of
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.module import HSDPModule

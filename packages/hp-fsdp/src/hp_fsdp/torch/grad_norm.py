@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hp_dtensor.torch.dtensor import DTensor, local_view
+from hp_dtensor.torch.extend import DTensor, local_view
 from hp_fsdp.blocks import in_blocks
 from hp_fsdp.norms import counts, joint_mesh, spec_of
 from hp_fsdp.torch.block_norm import block_power_sum

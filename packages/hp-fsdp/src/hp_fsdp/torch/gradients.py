@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch.autograd import grad_spec, reduce_partial_grads
-from hp_dtensor.torch.dtensor import wrap
+from hp_dtensor.torch.extend import grad_spec, reduce_partial_grads, wrap
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.host import Homecoming
 from hp_fsdp.torch.parameter import ManagedParameter
 from hp_platform import collectives
-from hp_platform.observing import communicate_for
+from hp_platform.extend import communicate_for
 
 __all__ = ["GradientBuffer", "Reduction"]
 

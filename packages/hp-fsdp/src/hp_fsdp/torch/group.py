@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor import DeviceMesh
 from hp_fsdp.agreement import check_counts
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.controls import divisor_of
@@ -26,7 +26,7 @@ from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer
 from hp_fsdp.torch.gradients import Reduction
 from hp_fsdp.torch.higher_order import check_differentiable
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
-from hp_platform.observing import communicate_for
+from hp_platform.extend import communicate_for
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.context import RootContext

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.extend import DTensor, wrap
 from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import Call, ParameterGroup
 from hp_fsdp.torch.tree import map_tensors, tensors

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor import DeviceMesh
 from hp_platform import get_platform
 
 __all__ = ["Homecoming", "aside", "empty_on_host", "transport"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.parameter import is_lazy
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Replicate
-from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
-from hp_dtensor.torch.redistribute import execute
+from hp_dtensor import DeviceMesh, Replicate
+from hp_dtensor.torch.extend import DTensor, execute, local_view, wrap
 from hp_fsdp.torch.whole import spec_of, transport
 from hp_platform import collectives
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hp_dtensor.torch.dtensor import local_view
+from hp_dtensor.torch.extend import local_view
 from hp_fsdp.explainer import activation_row, optimizer_row, unsharded_rows
 from hp_fsdp.explaining import Event, MemoryRow
 from hp_fsdp.held import Held

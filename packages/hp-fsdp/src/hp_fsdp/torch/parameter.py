@@ -17,13 +17,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hp_dtensor import distribute_tensor
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import RaggedShard, Replicate
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch.api import become
-from hp_dtensor.torch.dtensor import DTensor, wrap
-from hp_dtensor.torch.init import give_memory
+from hp_dtensor import DeviceMesh, RaggedShard, Replicate, distribute_tensor
+from hp_dtensor.extend import TensorSpec
+from hp_dtensor.torch.extend import DTensor, become, give_memory, wrap
 from hp_fsdp import finding
 from hp_fsdp.options import ParameterFacts
 

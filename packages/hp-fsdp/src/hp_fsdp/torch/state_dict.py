@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hp_dtensor.torch.dtensor import local_view, wrap
+from hp_dtensor.torch.extend import local_view, wrap
 from hp_fsdp.state_dicts import load_model_state, model_state
 from hp_fsdp.state_options import StateDictOptions
 from hp_fsdp.torch.loading import unwrapped

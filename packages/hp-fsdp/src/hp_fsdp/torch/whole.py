@@ -13,11 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import RaggedShard, Replicate
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch.dtensor import DTensor, local_view
-from hp_dtensor.torch.redistribute import execute
+from hp_dtensor import DeviceMesh, RaggedShard, Replicate
+from hp_dtensor.extend import TensorSpec
+from hp_dtensor.torch.extend import DTensor, execute, local_view
 from hp_fsdp.state_dicts import Wire
 from hp_platform import collectives, get_platform
 

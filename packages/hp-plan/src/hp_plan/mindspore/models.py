@@ -9,10 +9,10 @@ import mindspore
 from mindspore import nn
 
 from hp_dtensor import DeviceMesh, implicit_replication
-from hp_dtensor.mindspore.api import replicate_parameters
-from hp_fsdp.mindspore.optimizers import watch_optimizers
+from hp_dtensor.mindspore.extend import replicate_parameters
+from hp_fsdp.mindspore.extend import watch_optimizers
 from hp_plan.outline import ModelOutline, ModuleOutline
-from hp_styles.mindspore.modules import kind as parallel_kind
+from hp_styles.mindspore.extend import kind as parallel_kind
 
 
 def base(model: nn.Cell) -> nn.Cell:

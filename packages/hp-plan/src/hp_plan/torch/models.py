@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implicit_replication
-from hp_dtensor.torch.api import become
-from hp_fsdp.joining import Roster
+from hp_dtensor.torch.extend import become
+from hp_fsdp.extend import Roster
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_plan.torch import library
-from hp_styles.pickling import hook
-from hp_styles.torch import modules as styles_modules
+from hp_styles.extend import hook
+from hp_styles.torch.extend import modules as styles_modules
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -21,7 +21,7 @@ from hp_plan.torch.float64 import Float64
 from hp_plan.torch.samples import forward_loss
 from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform import get_platform
-from hp_styles.regions import runs_on_parts
+from hp_styles.extend import runs_on_parts
 
 _KINDS = ("output", "gradient", "weight")
 # Of the largest gradient, or weight: some have none but rounding errors, such as a key's bias under a softmax.

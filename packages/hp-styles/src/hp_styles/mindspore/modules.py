@@ -10,10 +10,15 @@ import mindspore
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_dtensor import DeviceMesh, Placement, Replicate
-from hp_dtensor.mindspore.api import distribute_parameter, distribute_tensor
-from hp_dtensor.mindspore.autograd import local_mode
-from hp_dtensor.mindspore.dtensor import DTensor, redistribute, redistribute_shared
-from hp_dtensor.spec import normalize
+from hp_dtensor.extend import normalize
+from hp_dtensor.mindspore.extend import (
+    DTensor,
+    distribute_parameter,
+    distribute_tensor,
+    local_mode,
+    redistribute,
+    redistribute_shared,
+)
 from hp_platform import get_platform
 from hp_styles.inputs import begin_call, end_call
 

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 
 from hp_dtensor import DTensor
-from hp_dtensor.spec import TensorSpec, named
-from hp_dtensor.torch.compiling import texts, traces_as
-from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
-from hp_dtensor.torch.graph import constant, mesh_of, placements_of
+from hp_dtensor.extend import TensorSpec, named
+from hp_dtensor.torch.extend import (
+    constant,
+    mesh_of,
+    placements_of,
+    redistribute,
+    redistribute_shared,
+    texts,
+    traces_as,
+)
 from hp_styles import inputs, widths
 
 __all__: list[str] = []

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 from hp_dtensor import DeviceMesh, DTensor, Placement, Replicate
-from hp_dtensor.spec import normalize
-from hp_dtensor.torch.api import distribute_parameter, replicate_parameters
-from hp_dtensor.torch.dtensor import redistribute, redistribute_shared
-from hp_dtensor.torch.foreign import refuse_foreign
-from hp_dtensor.torch.parallel_loss import sharded_loss
+from hp_dtensor.extend import normalize
+from hp_dtensor.torch.extend import (
+    distribute_parameter,
+    redistribute,
+    redistribute_shared,
+    refuse_foreign,
+    replicate_parameters,
+    sharded_loss,
+)
 from hp_platform import get_platform
 from hp_styles.inputs import begin_call, end_call
 from hp_styles.torch import compiling  # noqa: F401  (what torch.compile traces)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, StridedShard
-from hp_dtensor.torch.random import compare_generators
+from hp_dtensor.torch.extend import compare_generators
 from hp_styles.pickling import NotPickled, hook
 
 __all__ = ["divide_inside", "run_experts", "run_pointwise", "run_replicated"]

@@ -9,7 +9,7 @@ from mindspore import nn
 
 from hp_fsdp import full_state_dict
 from hp_plan import ParallelPlan
-from hp_plan.mindspore.models import named_parameters
+from hp_plan.mindspore.extend import named_parameters
 from hp_platform import get_platform
 
 

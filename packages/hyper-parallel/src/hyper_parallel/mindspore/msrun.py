@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hp_platform.orphans import end_with_parent
+from hp_platform.extend import end_with_parent
 
 
 def main(launcher: int, command: list[str]) -> None:

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from hp_platform.orphans import end_with_parent
+from hp_platform.extend import end_with_parent
 from hyper_parallel.launch import launcher_place
 
 JOB = "job"

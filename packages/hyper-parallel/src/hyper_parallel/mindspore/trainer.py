@@ -10,7 +10,7 @@ from mindspore import Tensor, ops
 from hp_dtensor import SkipDTensorDispatch, parallelize_value_and_grad
 from hp_fsdp import clip_grad_norm_, global_grad_norm
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
-from hp_plan.mindspore.samples import forward_loss
+from hp_plan.mindspore.extend import forward_loss
 from hp_platform import get_platform
 
 

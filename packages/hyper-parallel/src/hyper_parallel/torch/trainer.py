@@ -8,7 +8,7 @@ import torch
 
 from hp_fsdp import clip_grad_norm_, global_grad_norm
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
-from hp_plan.torch.samples import forward_loss
+from hp_plan.torch.extend import forward_loss
 from hp_platform import get_platform
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DeviceMesh
-from hp_dtensor.torch.engine import backward
+from hp_dtensor.torch.extend import backward
 from hp_styles.context_rounds import Rounds
 from hp_styles.torch.context.attention import ContextGroup, attend
 from hp_styles.torch.context.call import Call

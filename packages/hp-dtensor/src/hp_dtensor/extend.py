@@ -1,0 +1,25 @@
+"""Names that other packages of this repository may import, beside the public ones."""
+
+from __future__ import annotations
+
+from hp_dtensor.mesh_axes import overlap, within
+from hp_dtensor.placements import kind_of
+from hp_dtensor.sharding import local_shape
+from hp_dtensor.sharding_plan import matches, matching
+from hp_dtensor.spec import TensorSpec, named, normalize
+from hp_dtensor.submesh import axes_within
+from hp_dtensor.text_table import text_table
+
+__all__ = [
+    "TensorSpec",
+    "axes_within",
+    "kind_of",
+    "local_shape",
+    "matches",
+    "matching",
+    "named",
+    "normalize",
+    "overlap",
+    "text_table",
+    "within",
+]

@@ -1,0 +1,31 @@
+"""Names on MindSpore that other packages of this repository may import, beside the public ones."""
+
+from __future__ import annotations
+
+from hp_dtensor.mindspore import autograd
+from hp_dtensor.mindspore.api import distribute_parameter, distribute_tensor, replicate_parameters
+from hp_dtensor.mindspore.autograd import alias, grad_enabled, local_mode
+from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, redistribute_shared, unwrap, wrap
+from hp_dtensor.mindspore.once import once_differentiable
+from hp_dtensor.mindspore.parameter import set_local
+from hp_dtensor.mindspore.redistribute import execute, own_dtypes
+
+__all__ = [
+    "DTensor",
+    "alias",
+    "autograd",
+    "distribute_parameter",
+    "distribute_tensor",
+    "execute",
+    "grad_enabled",
+    "local_mode",
+    "local_view",
+    "once_differentiable",
+    "own_dtypes",
+    "redistribute",
+    "redistribute_shared",
+    "replicate_parameters",
+    "set_local",
+    "unwrap",
+    "wrap",
+]

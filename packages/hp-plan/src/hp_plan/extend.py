@@ -1,0 +1,24 @@
+"""Names that other packages of this repository may import, beside the public ones."""
+
+from __future__ import annotations
+
+from hp_plan.findings import near_misses
+from hp_plan.linting import UNREAD, Report, examine
+from hp_plan.memory import memory_shortage
+from hp_plan.plan import read_plan, read_toml
+from hp_plan.samples import data_parallel_rows
+from hp_plan.tables import style_notes
+from hp_plan.verification import TORCH_ONLY
+
+__all__ = [
+    "Report",
+    "TORCH_ONLY",
+    "UNREAD",
+    "data_parallel_rows",
+    "examine",
+    "memory_shortage",
+    "near_misses",
+    "read_plan",
+    "read_toml",
+    "style_notes",
+]

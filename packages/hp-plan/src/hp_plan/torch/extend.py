@@ -1,0 +1,7 @@
+"""Names on PyTorch that other packages of this repository may import, beside the public ones."""
+
+from __future__ import annotations
+
+from hp_plan.torch.samples import forward_loss
+
+__all__ = ["forward_loss"]

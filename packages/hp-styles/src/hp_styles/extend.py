@@ -1,0 +1,9 @@
+"""Names that other packages of this repository may import, beside the public ones."""
+
+from __future__ import annotations
+
+from hp_styles.names import ALIASES, PARAMETER_STYLES, STYLES, canonical, sequence_parallel_plan
+from hp_styles.pickling import hook
+from hp_styles.regions import runs_on_parts
+
+__all__ = ["ALIASES", "PARAMETER_STYLES", "STYLES", "canonical", "hook", "runs_on_parts", "sequence_parallel_plan"]
