@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.dtensor import DTensor
+from hp_dtensor.torch.strides import strides_of
 
 __all__ = ["refuse_overlaps", "refuse_overlaps_of_call"]
 
@@ -70,8 +71,8 @@ def refuse_overlaps(name: str, written: Any, read: tuple[Any, ...]) -> None:
     if not isinstance(written, DTensor) or not any(map(_may_share, (written, *read))):
         return
     if "_link" not in vars(written):
-        strides = _impl(T.stride, (), (written,))
-        if any(size > 1 and not stride for size, stride in zip(written._spec.shape, strides, strict=False)):
+        strides = strides_of(written)
+        if any(size > 1 and not stride for size, stride in zip(written._spec.shape, strides, strict=True)):
             raise RuntimeError(
                 f"unsupported operation: {name} writes to a DTensor of shape {tuple(written._spec.shape)} that shows an"
                 " element of memory several times; clone() it first"
