@@ -125,7 +125,9 @@ def draw(seed: int, axes: int, steps: int = 14, calm: bool = False) -> Program:
     values = inputs(program)
     names = namespace()
     lines: list[str] = []
-    shared: set[int] = set()  # memory that two values have, or have not, as the layout falls out: not written any more
+    # Memory that two values have, or have not, as the layout falls out: not written any more. Kept alive, so that no
+    # other value gets its address.
+    shared: dict[int, Any] = {}
     kinds = [*RESULTS, (2, lambda rng, values: nested(rng, values, axes))]
     weights = [weight for weight, _ in kinds]
     while len(lines) < steps:
@@ -140,11 +142,15 @@ def draw(seed: int, axes: int, steps: int = 14, calm: bool = False) -> Program:
         if not written and not moves and rng.random() < 0.05:
             code = pair(rng, values)
             line = None if code is None else f"{name}, {name}b = {code}"
-        if line is None or (written and shared & _memory(line, values)) or not _accepts(line, values, names):
+        if (
+            line is None
+            or (written and shared.keys() & _memory(line, values).keys())
+            or not _accepts(line, values, names)
+        ):
             continue
         lines.append(line)
         if any(name in line for name in MAYBE_COPIES):
-            shared |= _memory(line, values)
+            shared.update(_memory(line, values))
     program = replace(program, lines=tuple(lines))
     made = [name for name in values if name not in {leaf.name for leaf in leaves} and values[name].requires_grad]
     roots = tuple(rng.sample(made, min(3, len(made))))
@@ -153,9 +159,10 @@ def draw(seed: int, axes: int, steps: int = 14, calm: bool = False) -> Program:
     return replace(program, roots=roots, mode=mode)
 
 
-def _memory(line: str, values: Values) -> set[int]:
-    """The storages of the values that a line names."""
-    return {values[name].untyped_storage().data_ptr() for name in _names(line) & values.keys()}
+def _memory(line: str, values: Values) -> dict[int, Any]:
+    """The storages of the values that a line names, by address."""
+    storages = (values[name].untyped_storage() for name in _names(line) & values.keys())
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def _accepts(line: str, values: Values, names: dict[str, Any]) -> bool:
@@ -165,7 +172,7 @@ def _accepts(line: str, values: Values, names: dict[str, Any]) -> bool:
         exec(line, space)
     except Exception:
         return False
-    made = {name: space[name] for name in _targets(line)}
+    made = {name: space[name] for name in sorted(_targets(line))}  # sets of strings have another order in each process
     for value in made.values():
         if (
             not isinstance(value, torch.Tensor)

@@ -84,6 +84,8 @@ class DTensor(torch.Tensor):
     _spec: TensorSpec
     _strides: tuple[int, ...]
     is_nested = False
+    # A graph is traced for the sizes and strides of local parts, and reads those of the whole when it runs: static.
+    _dynamo_static_indices = set(range(64))
     __create_write_items__, __create_chunk_list__, __get_tensor_shard__ = write_items, chunk_list, tensor_shard
 
     # ---- making one ----

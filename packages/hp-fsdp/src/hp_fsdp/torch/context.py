@@ -95,6 +95,7 @@ class RootContext:
         groups = list(dict.fromkeys(group for each in modules if (group := self.group_of(each)) is not None))
         for group in groups:
             check_inside(group.members, names, type(self.root.module).__name__)
+            group.rename(", ".join(names[id(module)] for module in group.members))
         check_modes(groups)
         for group in groups:
             group.check()
@@ -106,7 +107,6 @@ class RootContext:
         self.groups = groups
         self.several = [group for group in groups if len(group.members) > 1]
         for group in groups:
-            group.rename(", ".join(names[id(module)] for module in group.members))
             group.context = self
             group.modules = (*group.members, self.root.module)
             group.enter_backward = functools.partial(self.enter_backward, group)
