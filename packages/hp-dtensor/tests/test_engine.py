@@ -13,7 +13,16 @@ from torch.autograd import functional
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hp_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor import (
+    DTensor,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+)
 from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
@@ -311,3 +320,31 @@ def test_a_rank_without_a_run_of_a_matrix_takes_part():
     ragged = distribute_tensor(x, mesh, [RaggedShard((0, 1), (1, 0))]).requires_grad_()
     (ragged * 2).sin().sum().backward()
     assert torch.equal(ragged.grad.full_tensor(), 2 * (2 * x).cos())
+
+
+RESHAPED = {
+    "unsqueeze_": lambda x: x.clone().unsqueeze_(0),
+    "squeeze_": lambda x: x.view(1, 1).clone().squeeze_(0),
+    "t_": lambda x: x.view(1, 1).clone().t_(),
+    "a write to a part of einsum's": lambda x: torch.einsum("bi,bi->b", x.view(1, 1), x.view(1, 1)).put_(
+        torch.zeros(1, dtype=torch.int64, device=device_type()), x.detach() * 2, accumulate=True
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", RESHAPED)
+def test_a_rank_without_elements_is_in_the_graph_of_what_is_reshaped_in_place(name):
+    mesh = init_device_mesh(device_type(), (2,))
+    whole = torch.full((1,), 0.5, dtype=torch.float64, device=device_type(), requires_grad=True)
+    x = distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
+    outcomes = []
+    for value in (whole, x):
+        with implicit_replication():
+            y = RESHAPED[name](value)
+        (first,) = torch.autograd.grad((y * 3).sum() + y.pow(3).sum(), [value], create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), [value])
+        outcomes.append((y, first, second))
+    for expected, own in zip(*outcomes, strict=True):
+        assert own.shape == expected.shape
+        assert torch.equal(own.full_tensor(), expected)

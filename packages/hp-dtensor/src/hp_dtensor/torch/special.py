@@ -212,14 +212,30 @@ def _reshaping(base: Any) -> Handler:
         after, _ = on_one_device(base, x, args, kwargs)
         if not any(isinstance(p, RaggedShard) for p in x._spec.placements):  # its part is flat
             _impl(func, (), args, kwargs)
-            part = torch.empty(plan.spec.local_shape, device="meta")
-            if _impl(T.size, (), (x,)) != part.shape:  # of several dims of size 1 another one is cut: it is empty
-                _impl(T.as_strided_, (), (x, part.shape, part.stride()))
+            if _impl(T.size, (), (x,)) != plan.spec.local_shape:  # of several dims of size 1 another one is cut: empty
+                _reshape_nothing(x, plan.spec.local_shape)
         x._spec = plan.spec
         note(x, after[0].stride())
         return x
 
     return handle
+
+
+def _reshape_nothing(x: Any, shape: tuple[int, ...]) -> None:
+    """Gives a part without elements another shape of the same dims, by views: ``as_strided_`` has no gradient of none.
+
+    Args:
+        x: whose part has the dims of ``shape`` in another order, those of size 1 apart.
+        shape: what the part becomes.
+    """
+    _impl(T.squeeze_, (), (x,))
+    for dim, size in enumerate(size for size in shape if size != 1):
+        found = _impl(T.size, (), (x,)).index(size, dim)
+        if found != dim:
+            _impl(T.transpose_, (), (x, dim, found))
+    for dim, size in enumerate(shape):
+        if size == 1:
+            _impl(T.unsqueeze_, (), (x, dim))
 
 
 # ---- metadata ----
