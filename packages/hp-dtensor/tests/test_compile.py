@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -216,3 +217,22 @@ def test_what_is_not_traced_is_named() -> None:
 
 def _whole(x: Any) -> torch.Tensor:
     return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
+
+
+def of_any_size(x):
+    return (x * 2).view(x.shape[0], x.size(1), -1).sin().sum(-1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strided", [False, True])
+def test_sizes_and_strides_that_change(strided):
+    mesh = init_device_mesh(device_type(), (2,))
+    torch.compiler.reset()  # it counts how often a function is compiled
+    compiled = torch.compile(of_any_size, backend="aot_eager", fullgraph=True)
+    for dim in (0, 1):
+        for size in (4, 6, 8):
+            shape = (size, 2, 3) if dim == 0 else (2, size, 3)
+            whole = torch.linspace(0, 1, math.prod(shape), dtype=torch.float64, device=device_type()).view(shape)
+            part = whole.chunk(2, dim)[mesh.get_local_rank()]
+            x = DTensor.from_local(part if strided else part.contiguous(), mesh, [Shard(dim)])
+            assert torch.allclose(compiled(x).full_tensor(), of_any_size(whole))

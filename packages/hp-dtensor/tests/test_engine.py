@@ -322,7 +322,10 @@ def test_a_rank_without_a_run_of_a_matrix_takes_part():
     assert torch.equal(ragged.grad.full_tensor(), 2 * (2 * x).cos())
 
 
-RESHAPED = {
+RECORDED = {
+    "embedding": lambda x: F.embedding(
+        torch.zeros(1, dtype=torch.int64, device=device_type()), x.view(1, 1), padding_idx=None
+    ),
     "unsqueeze_": lambda x: x.clone().unsqueeze_(0),
     "squeeze_": lambda x: x.view(1, 1).clone().squeeze_(0),
     "t_": lambda x: x.view(1, 1).clone().t_(),
@@ -333,15 +336,15 @@ RESHAPED = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", RESHAPED)
-def test_a_rank_without_elements_is_in_the_graph_of_what_is_reshaped_in_place(name):
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_rank_without_elements_records_what_the_others_record(name):
     mesh = init_device_mesh(device_type(), (2,))
     whole = torch.full((1,), 0.5, dtype=torch.float64, device=device_type(), requires_grad=True)
     x = distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
     outcomes = []
     for value in (whole, x):
         with implicit_replication():
-            y = RESHAPED[name](value)
+            y = RECORDED[name](value)
         (first,) = torch.autograd.grad((y * 3).sum() + y.pow(3).sum(), [value], create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), [value])
         outcomes.append((y, first, second))

@@ -64,7 +64,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     name = graph.planned(func, tuple(template), tuple(kwargs), tuple(values), tuple(layouts), tuple(dtypes))
     out = graph.execute(name, *operands)
     results = graph.results(name)
-    graph.note_write(func, operands[0]._spec.shape, dtypes[0])
+    graph.note_write(func, name, dtypes[0])
     taken = graph.taken(name, dtypes[0])
     if graph.is_single(name):
         return _wrap(out, results[0]) if taken is None else _copy(out, results[0], taken)
@@ -113,7 +113,7 @@ def _hollow(value: Any, operands: list[Any]) -> Any:
 
 def _answer(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    shape = x._spec.shape
+    shape = graph.shape_of(x._spec.name)
     if kind == "size":
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         return torch.Size(shape) if dim is None else shape[dim]
@@ -245,11 +245,11 @@ def _from_local(
 
 
 def _shape(self: Any) -> Any:
-    return torch.Size(self._spec.shape)
+    return torch.Size(graph.shape_of(self._spec.name))
 
 
 def _ndim(self: Any) -> Any:
-    return len(self._spec.shape)
+    return len(graph.shape_of(self._spec.name))
 
 
 def _dtype(self: Any) -> Any:

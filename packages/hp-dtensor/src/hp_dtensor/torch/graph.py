@@ -40,6 +40,7 @@ __all__ = [
     "question",
     "replicated",
     "results",
+    "shape_of",
     "shows_varying",
     "vary",
 ]
@@ -163,10 +164,16 @@ _written: list[tuple[int, torch.dtype]] = []
 
 
 @constant
-def note_write(func: Any, shape: Any, dtype: Any) -> None:
-    """A call was traced, perhaps one that writes to its first operand."""
+def note_write(func: Any, name: str, dtype: Any) -> None:
+    """A planned call was traced, perhaps one that writes to its first operand."""
     if writes_first(getattr(T, func) if type(func) is str else func):
-        _written.append((math.prod(shape), dtype))
+        _written.append((math.prod(_calls[name].operands[0].shape), dtype))
+
+
+@constant
+def shape_of(layout: str) -> Any:
+    """The global shape, as constants: Dynamo takes numbers that it reads from a layout itself for ones that change."""
+    return tuple(named(layout).shape)
 
 
 @constant

@@ -255,7 +255,7 @@ def _callable(func: Any, local: Any) -> Callable[..., Any]:
         return local or func
     function, tail = local
     if tail is None:
-        return lambda *args: function(args)
+        return lambda *args, **kwargs: function(args)
     return lambda x, *args, **kwargs: function(x, *tail)
 
 
