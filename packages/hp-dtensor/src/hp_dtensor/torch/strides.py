@@ -13,6 +13,7 @@ __all__ = ["keep", "local_strides", "note", "on_one_device", "settle", "storage_
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
+_outcomes: dict[Any, tuple[list[torch.Tensor], bool]] = {}
 
 
 def local_strides(x: Any) -> tuple[int, ...]:
@@ -61,6 +62,25 @@ def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[
     return made, all(x.untyped_storage()._cdata == meta.untyped_storage()._cdata for x in made)
 
 
+def _known(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
+    """``on_one_device``, asked once for each layout and arguments: torch's meta functions take longer than a plan."""
+    rest = (*args[1:], *(value for name, value in kwargs.items() if name != "input"))
+    flat = [item for value in rest for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    names = tuple(name for name in kwargs if name != "input")
+    key = (func, source._spec, strides_of(source), source.dtype, names, rest, tuple(map(type, flat)))
+    try:
+        found = None if any(isinstance(value, T) for value in flat) else _outcomes.get(key)
+    except TypeError:  # lists and slices
+        return on_one_device(func, source, args, kwargs)
+    if found is None:
+        found = on_one_device(func, source, args, kwargs)
+        if not any(isinstance(value, T) for value in flat):
+            if len(_outcomes) >= 8192:
+                _outcomes.clear()
+            _outcomes[key] = found
+    return found
+
+
 def settle(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Makes what ``func`` gave of a thin DTensor a view on all ranks or a copy on all, and notes its strides.
 
@@ -73,7 +93,7 @@ def settle(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     from hp_dtensor.torch import moved_view
 
     source = args[0] if args else kwargs["input"]
-    made, is_view = on_one_device(func, source, args, kwargs)
+    made, is_view = _known(func, source, args, kwargs)
     if func in moved_view.MAY_COPY:
         shares = storage_of(out)._cdata == storage_of(source)._cdata
         if is_view and not shares:
