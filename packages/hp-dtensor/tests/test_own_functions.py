@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,23 +27,12 @@ from hp_dtensor import (
 )
 from hp_testing import device_type, on_ranks
 
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from program_names import Cubed
+
 pytestmark = pytest.mark.framework("torch")
 
 LAYOUTS = (Shard(0), Shard(1), Replicate(), Partial(), RaggedShard((0, 1), (1, 4)))
-
-
-class Cubed(torch.autograd.Function):
-    """Saves its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * grad
 
 
 class Exponential(torch.autograd.Function):

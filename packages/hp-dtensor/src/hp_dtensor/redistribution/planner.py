@@ -19,7 +19,7 @@ from hp_dtensor.redistribution.prices import LOCAL, step_cost, step_type
 from hp_dtensor.redistribution.steps import Step
 from hp_dtensor.sharding import cut_dim, normalize, ragged_fits, ragged_of
 
-__all__ = ["cost", "explain", "plan", "step_cost"]
+__all__ = ["cost", "explain", "plan"]
 
 Placements = tuple[Placement, ...]
 

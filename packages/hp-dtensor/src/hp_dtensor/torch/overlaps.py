@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.dtensor import DTensor
+from hp_dtensor.torch.missing import writes_first
 from hp_dtensor.torch.strides import strides_of
 
 __all__ = ["refuse_overlaps", "refuse_overlaps_of_call"]
@@ -43,7 +44,7 @@ def refuse_overlaps_of_call(func: Any, args: Any, kwargs: Any) -> None:
         out = kwargs["out"]
         for written in out if isinstance(out, (list, tuple)) else (out,):
             refuse_overlaps(name, written, tuple(_tensors((args, {**kwargs, "out": None}))))
-    elif args and (name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))):
+    elif args and writes_first(func):
         rest = (*args[1:], *(kwargs or {}).values())
         if not isinstance(args[0], (list, tuple)):
             refuse_overlaps(name, args[0], tuple(_tensors(rest)))

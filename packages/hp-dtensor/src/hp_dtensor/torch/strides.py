@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ __all__ = ["keep", "local_strides", "note", "on_one_device", "settle", "storage_
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
-_outcomes: dict[Any, tuple[list[torch.Tensor], bool]] = {}
 
 
 def local_strides(x: Any) -> tuple[int, ...]:
@@ -53,32 +53,33 @@ def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[
         args: its positional arguments, the source the first unless it is named ``input``.
         kwargs: its keyword arguments.
     """
-    meta = torch.empty_strided(source._spec.shape, strides_of(source), dtype=source.dtype, device="meta")
-    named = {name: value for name, value in kwargs.items() if name != "input"}
-    rest = [torch.empty(x.shape, device="meta") if isinstance(x, T) else x for x in args[1:]]  # reshape_as, view_as
+    rest = tuple(torch.empty(x.shape, device="meta") if isinstance(x, T) else x for x in args[1:])  # view_as
+    named = tuple((name, value) for name, value in kwargs.items() if name != "input")
+    given = (func, source._spec.shape, strides_of(source), source.dtype, rest, named)
+    values = (*rest, *(value for _, value in named))
+    flat = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    if any(isinstance(value, T) for value in flat):
+        return _on_meta(*given)
+    try:
+        return _asked_once(*given, tuple(map(type, flat)))
+    except TypeError:  # lists and slices have no hash
+        return _on_meta(*given)
+
+
+def _on_meta(func: Any, shape: Any, strides: Any, dtype: Any, rest: Any, named: Any) -> tuple[list[torch.Tensor], bool]:
+    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     with torch.no_grad(), _disable_current_modes():  # a counter of operations must not count this one
-        made = func(meta, *rest, **named)
+        made = func(meta, *rest, **dict(named))
     made = list(made) if isinstance(made, (list, tuple)) else [made]
     return made, all(x.untyped_storage()._cdata == meta.untyped_storage()._cdata for x in made)
 
 
-def _known(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
-    """``on_one_device``, asked once for each layout and arguments: torch's meta functions take longer than a plan."""
-    rest = (*args[1:], *(value for name, value in kwargs.items() if name != "input"))
-    flat = [item for value in rest for item in (value if isinstance(value, (tuple, list)) else (value,))]
-    names = tuple(name for name in kwargs if name != "input")
-    key = (func, source._spec, strides_of(source), source.dtype, names, rest, tuple(map(type, flat)))
-    try:
-        found = None if any(isinstance(value, T) for value in flat) else _outcomes.get(key)
-    except TypeError:  # lists and slices
-        return on_one_device(func, source, args, kwargs)
-    if found is None:
-        found = on_one_device(func, source, args, kwargs)
-        if not any(isinstance(value, T) for value in flat):
-            if len(_outcomes) >= 8192:
-                _outcomes.clear()
-            _outcomes[key] = found
-    return found
+@functools.lru_cache(8192)
+def _asked_once(
+    func: Any, shape: Any, strides: Any, dtype: Any, rest: Any, named: Any, kinds: Any
+) -> tuple[list[torch.Tensor], bool]:
+    """``_on_meta``; torch's meta functions take longer than a plan. ``kinds``: ``True`` and ``1`` are one key."""
+    return _on_meta(func, shape, strides, dtype, rest, named)
 
 
 def settle(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -93,7 +94,7 @@ def settle(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     from hp_dtensor.torch import moved_view
 
     source = args[0] if args else kwargs["input"]
-    made, is_view = _known(func, source, args, kwargs)
+    made, is_view = on_one_device(func, source, args, kwargs)
     if func in moved_view.MAY_COPY:
         shares = storage_of(out)._cdata == storage_of(source)._cdata
         if is_view and not shares:
