@@ -28,6 +28,7 @@ class Widths:
         cut = (local_shape((features or 0,), (Shard(0),), (mesh.size(),), (i,))[0] for i in range(mesh.size()))
         self.parts = list(cut)
         self.compared = len(set(self.parts)) == 1  # a rank alone could have a right one of unequal parts
+        self.known = features is not None and mesh.size() > 1
 
 
 def check_widths(widths: Widths, module: Any, value: Any) -> None:
@@ -38,10 +39,10 @@ def check_widths(widths: Widths, module: Any, value: Any) -> None:
     Raises:
         ValueError: on all ranks, where parts are unequal or no rank has as many.
     """
-    mesh, features, last = widths.mesh, widths.features, len(value.shape) - 1
-    if features is None or mesh.size() == 1 or isinstance(value, hp_dtensor.DTensor) or last < 0:
+    if not widths.known or isinstance(value, hp_dtensor.DTensor):
         return
-    if not any(p.is_shard() and p.dim in (-1, last) for p in widths.placements):  # type: ignore[attr-defined]
+    mesh, features, last = widths.mesh, widths.features, len(value.shape) - 1
+    if last < 0 or not any(p.is_shard() and p.dim in (-1, last) for p in widths.placements):  # type: ignore[attr-defined]
         return
     shapes = None if widths.compared else shapes_of_ranks([value], mesh)
     widths.compared |= shapes is not None

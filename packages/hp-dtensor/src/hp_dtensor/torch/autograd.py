@@ -111,6 +111,15 @@ class _Redistribute(torch.autograd.Function):
         return moved_back(grad, *ctx.layouts), None, None, None, None
 
 
+_apply: Any = super(torch.autograd.Function, _Redistribute).apply  # type: ignore[attr-defined]
+_transforming = torch._C._are_functorch_transforms_active
+
+
+def _redistributed(*args: Any) -> torch.Tensor:
+    """``_Redistribute.apply``, without torch's look at each argument for a transform that has ended."""
+    return (_Redistribute.apply if _transforming() else _apply)(*args)
+
+
 def moved_back(grad: torch.Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> torch.Tensor:
     """The gradient of a value that was moved from ``src`` to ``dst``."""
     scale = backward_scale(src, dst)
@@ -118,7 +127,7 @@ def moved_back(grad: torch.Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) 
         axes = [(a.is_partial(), b.is_partial()) for a, b in zip(src.placements, dst.placements, strict=True)]
         read = tuple(a and not b for a, b in axes)
         grad = of_parts(grad, grad_spec(dst, vary), tuple(b and not a for a, b in axes))
-        moved = _Redistribute.apply(grad, grad_spec(dst, vary), grad_spec(src), read, None)
+        moved = _redistributed(grad, grad_spec(dst, vary), grad_spec(src), read, None)
     else:
         moved = move(grad, grad_spec(dst, vary), grad_spec(src))
     return moved if scale == 1.0 else moved * scale
@@ -265,7 +274,7 @@ def reduce_partial_grads(
         if grad is not None:
             if leaf.__dict__.get("_called_in") == task:
                 _refuse_parts(leaf)
-            apart = [axis for axis in averaged.get(leaf._spec.mesh, ()) if vary[axis]]
+            apart = [axis for axis in averaged.get(leaf._spec.mesh, ()) if vary[axis]] if averaged else None
             if apart:
                 grad = grad * math.prod(leaf._spec.mesh.shape[axis] for axis in apart)
                 vary = tuple(varies and axis not in apart for axis, varies in enumerate(vary))
@@ -275,13 +284,15 @@ def reduce_partial_grads(
             buckets.setdefault((leaf._spec.mesh, vary, grad.dtype, grad.device), []).append((leaf, grad))
     with torch._C.DisableTorchFunctionSubclass():
         for (mesh, vary, _, _), entries in buckets.items():
-            alone = len(entries) == 1
-            flat = entries[0][1] if alone else torch.cat([grad.reshape(-1) for _, grad in entries])
+            if len(entries) == 1:
+                [(leaf, grad)] = entries
+                _add_grad(leaf, move(grad, grad_spec(leaf._spec, vary), grad_spec(leaf._spec)))
+                continue
+            flat = torch.cat([grad.reshape(-1) for _, grad in entries])
             whole = TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, flat.shape)
             flat = move(flat, grad_spec(whole, vary), whole)
-            pieces = (flat,) if alone else flat.split([grad.numel() for _, grad in entries])
-            for (leaf, _), piece in zip(entries, pieces, strict=True):
-                _add_grad(leaf, piece if alone else piece.view_as(leaf).clone())
+            for (leaf, grad), piece in zip(entries, flat.split([grad.numel() for _, grad in entries]), strict=True):
+                _add_grad(leaf, piece.view_as(grad).clone())
 
 
 def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
@@ -307,7 +318,7 @@ def read_in_parts(grad: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     parts = tuple(placement.is_partial() for placement in spec.placements)
     if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
         return grad
-    return _Redistribute.apply(grad, grad_spec(spec), grad_spec(spec), parts, None)
+    return _redistributed(grad, grad_spec(spec), grad_spec(spec), parts, None)
 
 
 class AsView(torch.autograd.Function):
@@ -376,10 +387,10 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
     source = _source(x) if src is dst and "_moved_from" in x.__dict__ else None
     if source is not None:
         value = _impl(torch.Tensor.detach, (), (x,))
-        made = _impl(_Redistribute.apply, (), (source, source._spec, dst, vary, value))
+        made = _impl(_redistributed, (), (source, source._spec, dst, vary, value))
         x._passed_by = True
     else:
-        made = _impl(_Redistribute.apply, (), (x, src, dst, vary, None))
+        made = _impl(_redistributed, (), (x, src, dst, vary, None))
     return remember(x, dst, vary, made)
 
 

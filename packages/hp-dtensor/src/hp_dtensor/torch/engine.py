@@ -21,6 +21,7 @@ __all__ = ["backward", "backward_of", "grad"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
+_requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]
 _BACKWARD = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
 _GRAD = (
     "outputs",
@@ -195,7 +196,8 @@ def _start(index: int, tensor: DTensor, gradient: Any) -> Any:
     """The local part of the gradient that backward starts from."""
     spec = tensor._spec
     if type(gradient) is DTensor and gradient._spec is spec and not spec.partial:
-        return _impl(T.view_as, (), (gradient, gradient))
+        in_graph = _impl(_requires_grad, (), (gradient,))
+        return _impl(T.view_as, (), (gradient, gradient)) if in_graph else local_view(gradient)
     if gradient is None:
         if not tensor.requires_grad:
             return None

@@ -17,7 +17,7 @@ from hp_dtensor.torch.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.empty_parts import with_the_others
 from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
-from hp_dtensor.torch.strides import settle
+from hp_dtensor.torch.strides import Settle
 
 __all__ = ["Binding", "Call", "Plan", "make_plan"]
 
@@ -267,7 +267,7 @@ def _finish(plan: Plan, func: Any, thin: bool) -> None:
         plan.copied = True
         plan.finish = lambda out, args, kwargs: moved_view.link(out, func, args, kwargs)
     elif thin and func in moved_view.VIEWS | moved_view.MAY_COPY:
-        plan.finish = lambda out, args, kwargs: settle(out, func, args, kwargs)
+        plan.finish = Settle(func, func in moved_view.MAY_COPY)
 
 
 def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hp_dtensor.strides import contiguous, of_whole
+from hp_dtensor.strides import of_whole
 
-__all__ = ["keep", "local_strides", "note", "on_one_device", "settle", "storage_of", "strides_of"]
+__all__ = ["Settle", "keep", "local_strides", "note", "on_one_device", "storage_of", "strides_of"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
+_dtype = T.dtype.__get__  # type: ignore[attr-defined]
+_same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def local_strides(x: Any) -> tuple[int, ...]:
@@ -25,7 +27,7 @@ def strides_of(x: Any) -> tuple[int, ...]:
     """The strides of the DTensor ``x`` as a whole."""
     spec = x._spec
     if spec.thin or 0 in spec.local_shape:
-        return x.__dict__.get("_strides") or contiguous(spec.shape)
+        return x.__dict__.get("_strides") or spec.contiguous
     return of_whole(local_strides(x), spec.local_shape, spec.shape)
 
 
@@ -40,7 +42,7 @@ def note(x: Any, strides: tuple[int, ...]) -> None:
     """Notes the strides of ``x``, whose parts may not show them."""
     x.__dict__.pop("_strides", None)
     spec = x.__dict__["_spec"]  # of a view that moved, without taking it again
-    if spec.thin and strides != contiguous(spec.shape):
+    if spec.thin and strides != spec.contiguous:
         x._strides = strides
 
 
@@ -82,29 +84,41 @@ def _asked_once(
     return _on_meta(func, shape, strides, dtype, rest, named)
 
 
-def settle(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Makes what ``func`` gave of a thin DTensor a view on all ranks or a copy on all, and notes its strides.
+class Settle:
+    """Makes what a planned call gave of a thin DTensor a view on all ranks or a copy on all, and notes its strides.
+
+    What that is depends on the strides of the operand alone: it is asked once for each, as a plan is.
 
     Args:
-        out: a DTensor or several.
-        func: a function that gives views, or may.
-        args: its positional arguments, the source the first unless it is named ``input``.
-        kwargs: its keyword arguments.
+        func: a function that gives views, or may; its layouts and its other arguments are those of one plan.
+        may_copy: it gives a copy where strides don't allow a view.
     """
-    from hp_dtensor.torch import moved_view
 
-    source = args[0] if args else kwargs["input"]
-    made, is_view = on_one_device(func, source, args, kwargs)
-    if func in moved_view.MAY_COPY:
-        shares = storage_of(out)._cdata == storage_of(source)._cdata
-        if is_view and not shares:
-            return moved_view.linked(out, source, func, args, kwargs, made)
-        if shares and not is_view:
+    __slots__ = ("_func", "_known", "_may_copy")
+
+    def __init__(self, func: Any, may_copy: bool) -> None:
+        self._func, self._may_copy = func, may_copy
+        self._known: dict[Any, tuple[list[torch.Tensor], bool, list[tuple[int, ...]]]] = {}
+
+    def __call__(self, out: Any, args: Any, kwargs: Any) -> Any:
+        source = args[0] if args else kwargs["input"]
+        strides = source.__dict__.get("_strides") if source._spec.thin else local_strides(source)
+        key = strides, _impl(_dtype, (), (source,))
+        known = self._known.get(key)
+        if known is None:
+            made, is_view = on_one_device(self._func, source, args, kwargs)
+            known = self._known[key] = made, is_view, [meta.stride() for meta in made]
+        made, is_view, noted = known
+        if self._may_copy and is_view is not _same_memory(out, source):
+            if is_view:
+                from hp_dtensor.torch import moved_view
+
+                return moved_view.linked(out, source, self._func, args, kwargs, made)
             spec, out = out._spec, _impl(T.clone, (), (out,), {"memory_format": torch.contiguous_format})
             out.__class__, out._spec = source.__class__, spec
-    for x, meta in zip(out if isinstance(out, (list, tuple)) else [out], made, strict=True):
-        note(x, meta.stride())
-    return out
+        for x, strides in zip(out if isinstance(out, (list, tuple)) else (out,), noted, strict=True):
+            note(x, strides)
+        return out
 
 
 def storage_of(x: Any) -> Any:
