@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -11,6 +12,7 @@ from hp_dtensor.gradients import grad_spec
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, kind_of
 from hp_dtensor.spec import TensorSpec, normalize
+from hp_platform.extend import when_groups_end
 
 __all__ = [
     "check_inside",
@@ -75,6 +77,21 @@ def layout_of(
         NotImplementedError: a part of a maximum or the like that requires gradients.
         ValueError: placements that don't fit, or a global shape that is not known.
     """
+    given = local, mesh, wanted, shape if shape is None else tuple(shape), requires_grad
+    try:
+        return _layouts(*given)
+    except TypeError:  # what has no hash is no placement
+        return _layouts.__wrapped__(*given)
+
+
+@functools.lru_cache(1024)
+def _layouts(
+    local: tuple[int, ...],
+    mesh: DeviceMesh,
+    wanted: Sequence[Placement],
+    shape: Sequence[int] | None,
+    requires_grad: bool,
+) -> TensorSpec:
     for placement in wanted if requires_grad else ():
         if placement.is_partial() and not placement.is_partial("sum") and not placement.is_partial("avg"):
             raise NotImplementedError(
@@ -103,6 +120,9 @@ def layout_of(
                 sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
         shape = sizes
     return TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
+
+
+when_groups_end(_layouts.cache_clear)
 
 
 def check_inside(mesh: DeviceMesh, what: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard, kind_of
 from hp_dtensor.sharding import local_shape
-from hp_dtensor.strides import contiguous, is_thin
+from hp_dtensor.strides import is_thin
 from hp_platform.extend import when_groups_end
 
 __all__ = ["TensorSpec", "meshes", "named", "normalize"]
@@ -26,14 +26,14 @@ class TensorSpec:
         local_shape: the shape of this rank's part.
         replicated: every placement is ``Replicate``.
         partial: some placement is ``Partial``.
-        contiguous: the strides of a contiguous tensor of the shape.
+        size: the global shape in the framework's own type, once it was asked for.
         thin: of a dim that is cut, some rank has one index or none; see Note [Thin parts] in `hp_dtensor.strides`.
         name: of this spec alone, in this process; ``named`` finds it.
     """
 
     __slots__ = (
-        *("__weakref__", "contiguous", "local_shape", "mesh", "name", "partial", "placements", "replicated", "shape"),
-        "thin",
+        *("__weakref__", "local_shape", "mesh", "name", "partial", "placements", "replicated", "shape"),
+        *("size", "thin"),
     )
 
     mesh: DeviceMesh
@@ -42,7 +42,7 @@ class TensorSpec:
     local_shape: tuple[int, ...]
     replicated: bool
     partial: bool
-    contiguous: tuple[int, ...]
+    size: Any
     thin: bool
     name: str
 
@@ -61,7 +61,6 @@ class TensorSpec:
                 found.local_shape = tuple(local_shape(key[2], key[1], mesh.shape, coordinate))
             found.replicated = all(placement.is_replicate() for placement in key[1])
             found.partial = any(placement.is_partial() for placement in key[1])
-            found.contiguous = contiguous(key[2])
             found.thin = is_thin(key[2], key[1], mesh.shape)
             found.name = str(next(_numbers))
             _specs[key] = found

@@ -11,13 +11,15 @@ of a contiguous tensor where none did: results of operations count as contiguous
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from hp_dtensor.placements import Placement, RaggedShard, Shard, StridedShard
 
 __all__ = ["contiguous", "is_thin", "of_whole"]
 
 
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """``contiguous((2, 3, 4)) == (12, 4, 1)``, as torch counts them."""
     strides, step = [1] * len(shape), 1
     for dim in reversed(range(len(shape))):
@@ -65,10 +67,6 @@ def is_thin(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: S
 
 
 def _chunks(size: int, ranks: int) -> set[int]:
-    """The different lengths of ``size`` indices in chunks of ``ceil(size / ranks)``."""
+    """The longest and the shortest of the chunks of ``ceil(size / ranks)`` indices that ``size`` is cut into."""
     length = -(-size // ranks)
-    if not length:
-        return {0}
-    full, rest = divmod(size, length)
-    some = {length, rest} if rest else {length}
-    return some if full + (rest > 0) == ranks else some | {0}
+    return {length, max(size - length * (ranks - 1), 0)}

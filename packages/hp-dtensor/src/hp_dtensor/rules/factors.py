@@ -8,6 +8,7 @@ sharding it leaves the result partial. This is the factor form of Shardy's shard
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,14 +122,17 @@ def solve(
     search = _Search(factors, shapes, placements, mesh_shape, results, in_place)
     sources = [tuple(given) for given in placements]
     known = {(given, tuple(shape)) for given, shape in zip(sources, shapes, strict=True)}
-    solutions = []
+    solutions: list[Solution] = []
     for choice in search.choices(0, {}):
         found = Solution(
             *(_by_tensor(choice, part, n) for part, n in ((0, len(shapes)), (1, len(shapes)), (2, len(results))))
         )
+        unmoved = not solutions and all(map(operator.eq, found.operands, sources))
         chosen = [*zip(found.operands, shapes, strict=True), *zip(found.results, results, strict=True)]
         # A run is cut in units of what the other axes leave of it: beside another cut there may be no such tensor.
         if not any(_run_and_cut(given) and (given, tuple(shape)) not in known for given, shape in chosen):
+            if unmoved:
+                return found
             solutions.append(found)
     if not solutions:
         axis = search.stuck

@@ -14,12 +14,13 @@ on, and a tensor that was saved as a DTensor is handed over as one: to the mode 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
 
-__all__ = ["in_a_mode", "local_asked"]
+__all__ = ["in_a_mode", "local_asked", "without_modes"]
 
 _modes: Any = torch.utils._python_dispatch
 _NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
@@ -42,3 +43,11 @@ def in_a_mode(frame: Any) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def without_modes() -> Any:
+    """A context in which no mode is handed what runs: a counter of operations must not count our questions."""
+    return _modes._disable_current_modes() if _modes.is_in_torch_dispatch_mode() else _NOTHING

@@ -309,7 +309,7 @@ def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
     if src is dst:
         return local
     if torch.is_grad_enabled() and _requires_grad(local):
-        return _Redistribute.apply(local, src, dst, None, None)
+        return _redistributed(local, src, dst, None, None)
     return execute(local, src, dst)
 
 

@@ -85,12 +85,12 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         out = _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
         out.__class__ = DTensor
         out._spec = plan.spec
-        return out
+        return out if plan.finish is None else plan.finish(out, args, kwargs or {})
     if plan.call is not None:
         out = _impl(plan.call, types, (args[0], *plan.tail))
         out.__class__ = DTensor
         out._spec = plan.spec
-        return out
+        return out if plan.finish is None else plan.finish(out, args, kwargs or {})
     if plan.plain:
         return _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
     return plan.run(args, kwargs)

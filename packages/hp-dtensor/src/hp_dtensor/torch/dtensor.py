@@ -212,7 +212,12 @@ class DTensor(torch.Tensor):
         whole = _enabled() and not _compiler._is_compiling_flag
         if not whole or (_graph_task() != -1 and local_asked(sys._getframe(1))):
             return _impl(_shape, (), (self,))
-        return torch.Size(self._spec.shape)
+        spec = self._spec
+        try:
+            return spec.size
+        except AttributeError:
+            spec.size = torch.Size(spec.shape)
+            return spec.size
 
     @overrides(T.size)
     def size(self, dim: int | None = None) -> Any:

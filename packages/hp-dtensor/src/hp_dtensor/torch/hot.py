@@ -64,7 +64,7 @@ def _method(base: Any) -> Override:
             return plan.run((self, *args), None)
         out.__class__ = DTensor
         out._spec = plan.spec
-        return out
+        return out if plan.finish is None else plan.finish(out, (self, *args), kwargs)
 
     return Override(base, apply)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hp_dtensor.rules.equation import RULES
 from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
 from hp_dtensor.rules.views import view_placements
 from hp_dtensor.spec import TensorSpec
+from hp_dtensor.torch.asking import without_modes
 from hp_dtensor.torch.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.empty_parts import with_the_others
@@ -83,8 +83,9 @@ class Plan:
     """A planned call: moves, the local function, the results' layouts.
 
     Attributes:
-        direct: the function itself is called, on the operands as they are.
-        call: a function that is called on the first operand as it is, followed by ``tail``; None elsewhere.
+        direct: the function itself is called, on the operands as they are, and gives one result.
+        call: a function that is called on the first operand as it is, followed by ``tail``, and gives one result; None
+            elsewhere.
         plain: the function itself is called, on the operands as they are, and gives no new tensor: it writes its first
             operand, or tells something.
         copied: the results are views, on one device, of an operand that has to be moved.
@@ -220,7 +221,7 @@ def _on_meta(call: Call, binding: Binding) -> Any:
             return [change(v) for v in value]
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    with torch.no_grad(), _disable_current_modes():  # a counter of operations must not count this one
+    with torch.no_grad(), without_modes():
         return call.func(*[change(a) for a in call.args], **{k: change(v) for k, v in call.kwargs.items()})
 
 
@@ -259,14 +260,20 @@ def _callable(func: Any, local: Any) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: function(x, *tail)
 
 
-def _finish(plan: Plan, func: Any, thin: bool) -> None:
-    """Sets how the results of ``func`` become the views or copies that one device gives."""
+def _finish(plan: Plan, func: Any, specs: Iterable[TensorSpec]) -> None:
+    """Sets how the results of ``func`` become the views or copies that one device gives.
+
+    Args:
+        plan: of a call that writes nothing.
+        func: the function.
+        specs: the operands' layouts and the results'.
+    """
     from hp_dtensor.torch import moved_view
 
     if plan.fixes and func in moved_view.VIEWS:
         plan.copied = True
         plan.finish = lambda out, args, kwargs: moved_view.link(out, func, args, kwargs)
-    elif thin and func in moved_view.VIEWS | moved_view.MAY_COPY:
+    elif (func in moved_view.VIEWS or func in moved_view.MAY_COPY) and any(spec.thin for spec in specs):
         plan.finish = Settle(func, func in moved_view.MAY_COPY)
 
 
@@ -330,8 +337,9 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
         if target is not spec or any(varies):
             fixes.append((path, target, varies if any(varies) else None))
     first, *others = call.specs
-    checked = first.thin or any(spec is not first and spec.shape and not spec.replicated for spec in others)
-    checked = checked and binding.in_place
+    checked = binding.in_place and (
+        first.thin or any(spec is not first and spec.shape and not spec.replicated for spec in others)
+    )
     plan = (_CheckedPlan if checked else Plan)(func, fixes, call.results, single, binding.hot)
     if not here and not (binding.like or binding.in_place):
         local = nothing(call.results, made)
@@ -346,11 +354,11 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     else:
         plan.local = local
     if not binding.in_place:
-        _finish(plan, func, any(spec.thin for spec in (*call.specs, *call.results)))
+        _finish(plan, func, (*call.specs, *call.results))
     plan.writes = binding.in_place
     bare = not fixes and plan.tail is None and plan.local is None
-    plan.direct = bare and single and not plan.writes and plan.finish is None
+    plan.direct = bare and single and not plan.writes
     plan.plain = bare and (plan.writes or not call.results) and not checked
-    if single and not plan.writes and not fixes and plan.tail is not None and plan.finish is None:
+    if single and not plan.writes and not fixes and plan.tail is not None:
         plan.call = plan.func
     return plan

@@ -63,8 +63,10 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     """On the local tensor; the result has the operand's layout."""
     out = _impl(func, (), args, kwargs)
     if type(out) is T:
-        wrap(out, args[0]._spec)
-        keep(out, args[0])
+        spec = args[0]._spec
+        wrap(out, spec)
+        if spec.thin:
+            keep(out, args[0])
     return out
 
 

@@ -6,15 +6,14 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from hp_dtensor.strides import of_whole
+from hp_dtensor.strides import contiguous, of_whole
+from hp_dtensor.torch.asking import without_modes
 
 __all__ = ["Settle", "keep", "local_strides", "note", "on_one_device", "storage_of", "strides_of"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
-_dtype = T.dtype.__get__  # type: ignore[attr-defined]
 _same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
@@ -27,7 +26,7 @@ def strides_of(x: Any) -> tuple[int, ...]:
     """The strides of the DTensor ``x`` as a whole."""
     spec = x._spec
     if spec.thin or 0 in spec.local_shape:
-        return x.__dict__.get("_strides") or spec.contiguous
+        return x.__dict__.get("_strides") or contiguous(spec.shape)
     return of_whole(local_strides(x), spec.local_shape, spec.shape)
 
 
@@ -42,7 +41,7 @@ def note(x: Any, strides: tuple[int, ...]) -> None:
     """Notes the strides of ``x``, whose parts may not show them."""
     x.__dict__.pop("_strides", None)
     spec = x.__dict__["_spec"]  # of a view that moved, without taking it again
-    if spec.thin and strides != spec.contiguous:
+    if spec.thin and strides != contiguous(spec.shape):
         x._strides = strides
 
 
@@ -70,7 +69,7 @@ def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[
 
 def _on_meta(func: Any, shape: Any, strides: Any, dtype: Any, rest: Any, named: Any) -> tuple[list[torch.Tensor], bool]:
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    with torch.no_grad(), _disable_current_modes():  # a counter of operations must not count this one
+    with torch.no_grad(), without_modes():
         made = func(meta, *rest, **dict(named))
     made = list(made) if isinstance(made, (list, tuple)) else [made]
     return made, all(x.untyped_storage()._cdata == meta.untyped_storage()._cdata for x in made)
@@ -98,16 +97,14 @@ class Settle:
 
     def __init__(self, func: Any, may_copy: bool) -> None:
         self._func, self._may_copy = func, may_copy
-        self._known: dict[Any, tuple[list[torch.Tensor], bool, list[tuple[int, ...]]]] = {}
+        self._known: dict[Any, tuple[list[torch.Tensor], bool, Any]] = {}
 
     def __call__(self, out: Any, args: Any, kwargs: Any) -> Any:
         source = args[0] if args else kwargs["input"]
         strides = source.__dict__.get("_strides") if source._spec.thin else local_strides(source)
-        key = strides, _impl(_dtype, (), (source,))
-        known = self._known.get(key)
+        known = self._known.get(strides)
         if known is None:
-            made, is_view = on_one_device(self._func, source, args, kwargs)
-            known = self._known[key] = made, is_view, [meta.stride() for meta in made]
+            known = self._known[strides] = self._ask(out, source, args, kwargs)
         made, is_view, noted = known
         if self._may_copy and is_view is not _same_memory(out, source):
             if is_view:
@@ -116,9 +113,21 @@ class Settle:
                 return moved_view.linked(out, source, self._func, args, kwargs, made)
             spec, out = out._spec, _impl(T.clone, (), (out,), {"memory_format": torch.contiguous_format})
             out.__class__, out._spec = source.__class__, spec
-        for x, strides in zip(out if isinstance(out, (list, tuple)) else (out,), noted, strict=True):
-            note(x, strides)
+        if noted is not None:
+            for x, strides in zip(out if isinstance(out, (list, tuple)) else (out,), noted, strict=True):
+                if x is not source:  # `contiguous` may give its operand
+                    x._strides = strides
         return out
+
+    def _ask(self, out: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool, Any]:
+        """What one device gives, whether that is a view, and the strides to note, None where nothing is."""
+        made, is_view = on_one_device(self._func, source, args, kwargs)
+        specs = [x._spec for x in (out if isinstance(out, (list, tuple)) else (out,))]
+        noted = [
+            meta.stride() if spec.thin and meta.stride() != contiguous(spec.shape) else None
+            for spec, meta in zip(specs, made, strict=True)
+        ]
+        return made, is_view, noted if any(noted) else None
 
 
 def storage_of(x: Any) -> Any:
