@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import hp_dtensor
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement
 from hp_dtensor.spec import normalize
@@ -15,8 +15,9 @@ from hp_platform import get_platform
 __all__ = ["apply_function", "custom_shard", "framework", "refuse_second_call"]
 
 
+@functools.cache
 def framework(module: str) -> Any:
-    """A module of the framework folder in use."""
+    """Import a module of the framework folder in use."""
     return importlib.import_module(f"hp_dtensor.{get_platform().name}.{module}")
 
 
@@ -95,7 +96,7 @@ def custom_shard(
         given = []
         for position, value in enumerate(args):
             wanted = in_placements[position] if in_placements is not None and position < len(in_placements) else None
-            if isinstance(value, hp_dtensor.DTensor):
+            if isinstance(value, f.DTensor):
                 if wanted is not None:
                     spec = value._spec.with_placements(
                         normalize(
@@ -117,7 +118,7 @@ def custom_shard(
         several = isinstance(out, (tuple, list))
         placements = out_placements if several or _is_tuple_of_one(out_placements) else (out_placements,)
         made = [
-            value if wanted is None else hp_dtensor.DTensor.from_local(value, device_mesh, wanted)
+            value if wanted is None else f.DTensor.from_local(value, device_mesh, wanted)
             for value, wanted in zip(out if several else (out,), placements, strict=True)
         ]
         return tuple(made) if several else made[0]

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import hp_dtensor
 from hp_dtensor.border import framework
 from hp_dtensor.errors import LocalMapError
 from hp_dtensor.layout import Layout
@@ -64,8 +63,8 @@ def local_map(
 
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves = list(_leaves(args))
-        given = [value for value in leaves if isinstance(value, hp_dtensor.DTensor)]
+        leaves, dtensor = list(_leaves(args)), framework("dtensor").DTensor
+        given = [value for value in leaves if isinstance(value, dtensor)]
         if not given:
             return func(*args, **kwargs)
         for name, entries in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
@@ -89,15 +88,15 @@ def _local(
     index: int, value: Any, wanted: Any, gradients: Any, redistribute: bool, mesh: DeviceMesh, varies: set[int]
 ) -> Any:
     """One argument as ``func`` sees it."""
-    entry = None if wanted is None else wanted[index]
-    if not isinstance(value, hp_dtensor.DTensor):
+    entry, f = None if wanted is None else wanted[index], framework("dtensor")
+    if not isinstance(value, f.DTensor):
         if entry is not None and not isinstance(value, _tensor()):
             raise LocalMapError(
                 f"local_map: in_placements[{index}] is {entry}, the argument is a {type(value).__name__}: give None for"
                 " what is no tensor"
             )
         return value
-    f, spec = framework("dtensor"), value._spec
+    spec = value._spec
     if wanted is not None:
         spec = spec.with_placements(_checked(index, entry, spec, "in_placements"))
         if spec is not value._spec:
@@ -133,22 +132,22 @@ def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
             f"local_map: out_placements has {len(entries)} entries for {len(values)} results; give a tuple of one a"
             " result, None for what is no tensor"
         )
-    made, tensor = [], _tensor()
+    made, tensor, dtensor = [], _tensor(), framework("dtensor").DTensor
     for index, (value, entry) in enumerate(zip(values, entries, strict=True)):
-        if isinstance(value, hp_dtensor.DTensor):
+        if isinstance(value, dtensor):
             raise LocalMapError(f"local_map: result {index} is a DTensor; func works on local tensors and returns such")
         if isinstance(value, tensor) != (entry is not None):
             raise LocalMapError(
                 f"local_map: out_placements[{index}] is {entry}, the result is a {type(value).__name__}: a tensor needs"
                 " placements, anything else None"
             )
-        made.append(value if entry is None else hp_dtensor.DTensor.from_local(value, mesh, _placements(entry)))
+        made.append(value if entry is None else dtensor.from_local(value, mesh, _placements(entry)))
     return _rebuilt(out, iter(made))
 
 
 def _tensor() -> type:
     """The framework's class of tensors."""
-    return hp_dtensor.DTensor.__base__  # type: ignore[return-value]
+    return framework("dtensor").DTensor.__base__
 
 
 # ---- what placements are written as ----

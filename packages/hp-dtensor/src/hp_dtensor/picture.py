@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from hp_dtensor.visualize import Grid, Holders
+from hp_dtensor.holders import Grid, Holders
 
 __all__ = ["draw"]
 

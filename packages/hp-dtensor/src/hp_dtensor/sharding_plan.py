@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import hp_dtensor
 from hp_dtensor.border import framework
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh
@@ -215,15 +214,16 @@ class _Hook:
 
     def _place(self, value: Any, placed: Placed) -> Any:
         mesh, placements = placed
+        f = framework("dtensor")
         if not isinstance(value, framework("shard_module").Tensor):
             raise TypeError(f"shard_module: {self.key!r} is a {type(value).__name__}, a tensor is needed")
         what = f"shard_module: {self.key!r}"
-        if not isinstance(value, hp_dtensor.DTensor):
-            value = hp_dtensor.DTensor.from_local(value, mesh, placements)
+        if not isinstance(value, f.DTensor):
+            value = f.DTensor.from_local(value, mesh, placements)
         if value.device_mesh != mesh:
             raise ValueError(f"{what} is on {value.device_mesh}, the plan's layout on {mesh}")
         wanted = value._spec.with_placements(normalize(placements, mesh, value.ndim, what))
-        return value if value._spec is wanted else framework("dtensor").redistribute_shared(value, wanted)
+        return value if value._spec is wanted else f.redistribute_shared(value, wanted)
 
 
 def _hooks(section: Mapping[str, Any], modules: Mapping[str, Any], module: Any, kind: str) -> list[tuple[Any, _Hook]]:
