@@ -26,6 +26,7 @@ class TensorSpec:
         local_shape: the shape of this rank's part.
         replicated: every placement is ``Replicate``.
         partial: some placement is ``Partial``.
+        ragged: some placement is ``RaggedShard``.
         size: the global shape in the framework's own type, once it was asked for.
         thin: of a dim that is cut, some rank has one index or none; see Note [Thin parts] in `hp_dtensor.strides`.
         name: of this spec alone, in this process; ``named`` finds it.
@@ -33,7 +34,7 @@ class TensorSpec:
 
     __slots__ = (
         *("__weakref__", "local_shape", "mesh", "name", "partial", "placements", "replicated", "shape"),
-        *("size", "thin"),
+        *("ragged", "size", "thin"),
     )
 
     mesh: DeviceMesh
@@ -42,6 +43,7 @@ class TensorSpec:
     local_shape: tuple[int, ...]
     replicated: bool
     partial: bool
+    ragged: bool
     size: Any
     thin: bool
     name: str
@@ -61,6 +63,7 @@ class TensorSpec:
                 found.local_shape = tuple(local_shape(key[2], key[1], mesh.shape, coordinate))
             found.replicated = all(placement.is_replicate() for placement in key[1])
             found.partial = any(placement.is_partial() for placement in key[1])
+            found.ragged = any(isinstance(placement, RaggedShard) for placement in key[1])
             found.thin = is_thin(key[2], key[1], mesh.shape)
             found.name = str(next(_numbers))
             _specs[key] = found

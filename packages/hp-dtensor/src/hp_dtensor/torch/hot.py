@@ -13,7 +13,7 @@ import torch
 
 from hp_dtensor.torch.dispatch import _PLANS
 from hp_dtensor.torch.dtensor import DTensor
-from hp_dtensor.torch.overlaps import refuse_overlaps
+from hp_dtensor.torch.overlaps import apart, refuse_overlaps
 from hp_dtensor.torch.overrides import Override
 
 __all__ = ["install"]
@@ -80,7 +80,7 @@ def _writing(base: Any) -> Override:
                 if value._spec is not spec if kind is DTensor else kind is not float:
                     break
             else:
-                if spec.thin:
+                if spec.thin and not spec.ragged and not apart(self, args):
                     refuse_overlaps(base.__name__, self, args)
                 if not kwargs:
                     return _impl(base, (), (self, *args))

@@ -7,13 +7,14 @@ on what all ranks know. Views that share memory cut the same dim of it, so they 
 the cut dims. Views that had to be moved are followed to what they are views of.
 
 Where every rank has two indices of each cut dim or more (``TensorSpec.thin`` is False), torch decides alike on all of
-them, and writes of tensors in one layout go unchecked.
+them, and writes of tensors in one layout go unchecked; so do those of ``RaggedShard``, which no view keeps that shows a
+part of its source, or another order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.missing import writes_first
 from hp_dtensor.torch.strides import strides_of
 
-__all__ = ["refuse_overlaps", "refuse_overlaps_of_call"]
+__all__ = ["apart", "refuse_overlaps", "refuse_overlaps_of_call"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
+_same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
+_NOTES = frozenset(("_link", "_strides"))
+"""A view that moved has the one; strides that are not those of a contiguous tensor are the other."""
 
 
 def refuse_overlaps_of_call(func: Any, args: Any, kwargs: Any) -> None:
@@ -50,10 +54,29 @@ def refuse_overlaps_of_call(func: Any, args: Any, kwargs: Any) -> None:
             refuse_overlaps(name, args[0], tuple(_tensors(rest)))
             return
         lists = [value for value in rest if isinstance(value, (list, tuple)) and len(value) == len(args[0])]
-        for written, *read in zip(args[0], *lists, strict=True):
-            refuse_overlaps(name, written, tuple(_tensors(read)))
-        if any("_link" in getattr(x, "__dict__", ()) for x in _tensors((args[0], *lists))):
+        linked = False
+        for operands in zip(args[0], *lists, strict=True):
+            written, *read = operands
+            if not apart(written, read):
+                linked |= any("_link" in vars(x) for x in operands if isinstance(x, DTensor))
+                refuse_overlaps(name, written, tuple(read))
+        if linked:
             _refuse_crossing(name, args[0], lists)
+
+
+def apart(written: Any, read: Sequence[Any]) -> bool:
+    """Tell quickly that there is nothing to refuse; False where that has to be looked into.
+
+    Args:
+        written: what an operation writes, a thin DTensor.
+        read: what it reads besides.
+    """
+    if type(written) is not DTensor or not written._spec.thin or not _NOTES.isdisjoint(vars(written)):
+        return False
+    for x in read:
+        if isinstance(x, DTensor) and ("_link" in vars(x) or _same_memory(written, x)):
+            return False
+    return True
 
 
 def refuse_overlaps(name: str, written: Any, read: tuple[Any, ...]) -> None:
