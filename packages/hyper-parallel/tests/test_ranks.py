@@ -1,4 +1,8 @@
-"""The command with ranks: they start, they train, and none outlives the others."""
+"""The command with ranks: they start, they train, and none outlives the others.
+
+Most tests share one launcher, whose libraries are loaded once: a process that runs the command again and again. Those
+of a launcher's own start and end, and of torchrun, start their own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -17,41 +23,40 @@ pytestmark = [
     pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it"),
 ]
 
-# A model that needs no transformers, and does at a call what the environment says.
+# A model that needs no transformers, and does at a call what its arguments say.
 MODEL = """
 import os, signal, time
 import torch
 from torch import nn
 
 class Bigram(nn.Module):
-    def __init__(self, width):
+    def __init__(self, run, victim, end):
         super().__init__()
-        self.embed, self.head, self.calls = nn.Embedding(256, width), nn.Linear(width, 256), 0
+        self.embed, self.head, self.calls = nn.Embedding(256, 9), nn.Linear(9, 256), 0
+        self.run, self.victim, self.end = run, victim, end
 
     def forward(self, input_ids, labels):
         self.calls += 1
         rank = int(os.environ["RANK"])
         if self.calls == 1:
-            open(f"rank{rank}.pid", "w").write(str(os.getpid()))
-        if self.calls == 3 and rank == int(os.environ.get("VICTIM", "-1")):
-            if os.environ["END"] == "raise":
+            open(f"{self.run}.rank{rank}.pid", "w").write(str(os.getpid()))
+        if self.calls == 3 and rank == self.victim:
+            if self.end == "raise":
                 raise ValueError("the weights went bad")
             os.kill(os.getpid(), signal.SIGKILL)
-        if os.environ.get("END") == "wait":
+        if self.end == "wait":
             time.sleep(0.05)
-        if os.environ.get("END") == "hang" and rank == 1:
+        if self.end == "hang" and rank == 1:
             time.sleep(1e6)  # and rank 0 waits for it in a collective
         logits = self.head(self.embed(input_ids[:, :-1]))
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())}
 
-def bigram(width):
-    return Bigram(width)
+def bigram(run="run", victim=-1, end=""):
+    return Bigram(run, victim, end)
 """
 PLAN = """
 [model]
 function = "bigram:bigram"
-[model.overrides]
-width = 9
 [mesh]
 dp_shard = 2
 [data]
@@ -61,36 +66,56 @@ batch_size = 8
 lr = 0.05
 [run]
 steps = 4
+[model.overrides]
 """
 COMMAND = [sys.executable, "-m", "hyper_parallel"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *COMMAND[1:]]
+ENDLESS = ["--data", "text", "--steps", "100000", "--json"]
+LIMIT = 300  # seconds: a hang, not a slow machine
+
+# Runs the command for each line of arguments that it reads, and answers with its exit status; what the command and its
+# ranks write is appended to two files.
+LAUNCHER = """
+import json, os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, which ranks would inherit
+answers = os.fdopen(os.dup(1), "w")
+for number, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+from hyper_parallel import cli
+for line in sys.stdin:
+    status = 0
+    try:
+        cli.main(json.loads(line))
+    except SystemExit as ended:
+        status = ended.code or 0
+    sys.stdout.flush()
+    print(status, file=answers, flush=True)
+"""
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "bigram.py").write_text(MODEL)
-    (tmp_path / "plan.toml").write_text(PLAN)
-    (tmp_path / "text").write_bytes(b"to be or not to be, " * 20)
-    return tmp_path
+def write_plan(folder: Path, run: str, **overrides: object) -> str:
+    """Write a plan that the folder's model takes; get the name of its file."""
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in {"run": run, **overrides}.items()]
+    (folder / f"{run}.toml").write_text(PLAN + "".join(lines))
+    return f"{run}.toml"
+
+
+def fill(folder: Path) -> Path:
+    (folder / "bigram.py").write_text(MODEL)
+    (folder / "text").write_bytes(b"to be or not to be, " * 20)
+    write_plan(folder, "run")
+    return folder
 
 
 STARTED: list[subprocess.Popen[str]] = []
 
 
-@pytest.fixture(autouse=True)
-def _end_what_a_failed_test_left():
-    yield
-    while STARTED:
-        process = STARTED.pop()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [*arguments],
         cwd=folder,
-        env={**os.environ, "HYPER_PARALLEL_DEVICE": "cpu", **environment},
+        env={**os.environ, "HYPER_PARALLEL_DEVICE": "cpu"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -100,31 +125,96 @@ def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
     return process
 
 
-def alive(folder: Path) -> list[int]:
+def end(process: subprocess.Popen[str]) -> None:
+    STARTED.remove(process)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+class Launcher:
+    """A process that runs the command once for each `begin`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = fill(folder)
+        self.running = False
+        self.process = start(folder, sys.executable, "-c", LAUNCHER)
+        self._read = {"out": 0, "err": 0}
+
+    def begin(self, *arguments: str) -> None:
+        assert self.process.stdin is not None
+        self.running = True
+        self.process.stdin.write(json.dumps(arguments) + "\n")
+        self.process.stdin.flush()
+
+    def written(self, name: str) -> str:
+        """What "out" or "err" has got since the last command ended."""
+        path = self.folder / name
+        return path.read_text()[self._read[name] :] if path.exists() else ""
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for the command's end; get its exit status and what it wrote."""
+        assert self.process.stdout is not None
+        assert wait([self.process.stdout], LIMIT), self.written("err")
+        answer = self.process.stdout.readline()
+        out, err = self.written("out"), self.written("err")
+        assert answer, err
+        self.running = False
+        self._read = {"out": self._read["out"] + len(out), "err": self._read["err"] + len(err)}
+        return int(answer), out, err
+
+
+@pytest.fixture(scope="module")
+def _launchers() -> Iterator[list[Launcher]]:
+    launchers: list[Launcher] = []
+    yield launchers
+    for launcher in launchers:
+        end(launcher.process)
+
+
+@pytest.fixture
+def launcher(_launchers, tmp_path_factory) -> Launcher:
+    """The shared launcher; a new one where a failed test has left it in the middle of a command."""
+    if _launchers and (_launchers[0].running or _launchers[0].process.poll() is not None):
+        end(_launchers.pop().process)
+    if not _launchers:
+        _launchers.append(Launcher(tmp_path_factory.mktemp("launcher")))
+    return _launchers[0]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Iterator[Path]:
+    """A folder for a command of the test's own, of which no process is left."""
+    before = [*STARTED]
+    yield fill(tmp_path)
+    for process in [process for process in STARTED if process not in before]:
+        end(process)
+
+
+def alive(folder: Path, run: str = "run") -> list[int]:
     """The ranks that still run."""
     found = []
-    for path in folder.glob("rank*.pid"):
+    for path in folder.glob(f"{run}.rank*.pid"):
         try:
             os.kill(int(path.read_text()), 0)
             if "\nState:\tZ" in Path(f"/proc/{path.read_text()}/status").read_text():
                 continue  # whom nobody waited for
         except (ProcessLookupError, FileNotFoundError, ValueError):  # ended, or not written yet
             continue
-        found.append(int(path.stem.removeprefix("rank")))
-    return found
+        found.append(int(path.stem.removeprefix(f"{run}.rank")))
+    return sorted(found)
 
 
 def wait_until(done) -> None:
-    deadline = time.monotonic() + 300  # a hang, not a slow machine
+    deadline = time.monotonic() + LIMIT
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_training_leaves_its_files_and_speaks_json(folder):
-    arguments = ["train", "plan.toml", "--data", "text", "--out", "run", "--steps", "30", "--json"]
-    process = start(folder, *COMMAND, *arguments)
-    out, err = process.communicate(timeout=300)
+    process = start(folder, *COMMAND, "train", "run.toml", "--data", "text", "--out", "run", "--steps", "30", "--json")
+    out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
     *steps, summary = map(json.loads, out.splitlines())
     assert [step["step"] for step in steps] == list(range(1, 31))
@@ -140,93 +230,75 @@ def test_training_leaves_its_files_and_speaks_json(folder):
 
 
 def test_training_joins_torchrun(folder):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = start(folder, *launcher, *COMMAND[1:], "train", "plan.toml", "--data", "text", "--out", "run", "--json")
-    out, err = process.communicate(timeout=300)
+    process = start(folder, *TORCHRUN, "train", "run.toml", "--data", "text", "--out", "run", "--json")
+    out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
     assert [json.loads(line).get("step") for line in out.splitlines()] == [1, 2, 3, 4, None]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_raises_ends_all_and_is_named(folder, victim):
-    environment = {"VICTIM": str(victim), "END": "raise"}
-    process = start(folder, *COMMAND, "train", "plan.toml", "--data", "text", "--out", "run", **environment)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 1
+def test_a_rank_that_raises_ends_all_and_is_named(launcher, victim):
+    run = f"raises{victim}"
+    plan = write_plan(launcher.folder, run, victim=victim, end="raise")
+    launcher.begin("train", plan, "--data", "text", "--out", run)
+    status, _, err = launcher.finish()
+    assert status == 1
     assert f"error: rank {victim} failed first; all ranks are ended" in err
     assert "Traceback (most recent call last)" in err
     assert 'raise ValueError("the weights went bad")' in err
-    assert not alive(folder)
+    assert not alive(launcher.folder, run)
 
 
-def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(folder):
-    environment = {"VICTIM": "1", "END": "kill"}
-    process = start(folder, *COMMAND, "train", "plan.toml", "--data", "text", "--out", "run", **environment)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 1
+def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(launcher):
+    plan = write_plan(launcher.folder, "killed", victim=1, end="kill")
+    launcher.begin("train", plan, "--data", "text", "--out", "killed")
+    status, _, err = launcher.finish()
+    assert status == 1
     assert "error: rank 1 failed first; all ranks are ended. Its end:\nkilled by SIGKILL (process" in err
-    assert not alive(folder)
+    assert not alive(launcher.folder, "killed")
 
 
 @pytest.mark.parametrize("whom", ["launcher", "everyone"])
-def test_an_interrupt_ends_every_rank(folder, whom):
-    process = start(
-        folder,
-        *COMMAND,
-        "train",
-        "plan.toml",
-        "--data",
-        "text",
-        "--out",
-        "run",
-        "--steps",
-        "100000",
-        "--json",
-        END="wait",
-    )
-    assert process.stdout is not None
-    process.stdout.readline()  # The first step is done.
-    assert sorted(alive(folder)) == [0, 1]
+def test_an_interrupt_ends_every_rank(launcher, whom):
+    run = f"interrupted-{whom}"
+    launcher.begin("train", write_plan(launcher.folder, run, end="wait"), "--out", run, *ENDLESS)
+    wait_until(lambda: "\n" in launcher.written("out"))  # the first step is done
+    assert alive(launcher.folder, run) == [0, 1]
     if whom == "launcher":
-        process.send_signal(signal.SIGINT)
+        launcher.process.send_signal(signal.SIGINT)
     else:  # What a terminal does.
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(launcher.process.pid, signal.SIGINT)
     started = time.monotonic()
-    _, err = process.communicate(timeout=300)
+    status, _, err = launcher.finish()
     assert time.monotonic() - started < 30
-    assert process.returncode == 130
-    assert err.strip() == "error: interrupted by SIGINT: all ranks are ended"
-    assert not alive(folder)
+    assert (status, err.strip()) == (130, "error: interrupted by SIGINT: all ranks are ended")
+    assert not alive(launcher.folder, run)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL"])
-def test_no_rank_outlives_its_launcher(folder, name):
-    arguments = ["train", "plan.toml", "--data", "text", "--out", "run", "--steps", "100000", "--json"]
-    process = start(folder, *COMMAND, *arguments, END="hang")
-    wait_until(lambda: sorted(alive(folder)) == [0, 1])
-    process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=300)
-    if name == "SIGKILL":
-        assert process.returncode == -signal.SIGKILL
-    else:
-        assert (process.returncode, err.strip()) == (130, f"error: interrupted by {name}: all ranks are ended")
-    wait_until(lambda: not alive(folder))
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_ends_ranks_that_hang(launcher, name):
+    launcher.begin("train", write_plan(launcher.folder, name, end="hang"), "--out", name, *ENDLESS)
+    wait_until(lambda: alive(launcher.folder, name) == [0, 1])
+    launcher.process.send_signal(getattr(signal, name))
+    status, _, err = launcher.finish()
+    assert (status, err.strip()) == (130, f"error: interrupted by {name}: all ranks are ended")
+    assert not alive(launcher.folder, name)
 
 
-def test_no_rank_outlives_torchrun(folder):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["train", "plan.toml", "--data", "text", "--out", "run", "--steps", "100000", "--json"]
-    process = start(folder, *launcher, *COMMAND[1:], *arguments, END="wait")
-    wait_until(lambda: sorted(alive(folder)) == [0, 1])
+@pytest.mark.parametrize(("command", "means"), [(COMMAND, "hang"), (TORCHRUN, "wait")], ids=["launcher", "torchrun"])
+def test_no_rank_outlives_what_started_it(folder, command, means):
+    process = start(folder, *command, "train", write_plan(folder, "run", end=means), "--out", "run", *ENDLESS)
+    wait_until(lambda: alive(folder) == [0, 1])
     process.kill()
-    process.communicate(timeout=300)
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == -signal.SIGKILL
     wait_until(lambda: not alive(folder))
 
 
-def test_verify_finds_the_bigram_equal(folder):
-    process = start(folder, *COMMAND, "verify", "plan.toml", "--json")
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+def test_verify_finds_the_bigram_equal(launcher):
+    launcher.begin("verify", write_plan(launcher.folder, "equal"), "--json")
+    status, out, err = launcher.finish()
+    assert status == 0, err
     result = json.loads(out)
     assert result["passed"]
     assert result["ranks"] == 2

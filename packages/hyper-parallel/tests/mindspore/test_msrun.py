@@ -1,12 +1,19 @@
-"""The command with ranks of MindSpore: they start, they train, and none outlives the others."""
+"""The command with ranks of MindSpore: they start, they train, and none outlives the others.
+
+What the launcher does where ranks raise, or a signal comes, is tried on ranks that load no MindSpore: each of msrun's
+processes takes seconds for that.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,9 +21,13 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from hp_plan import ParallelPlan
+from hyper_parallel.launch import Interrupted, Job, RankFailure
+from hyper_parallel.mindspore.launch import _Signalled, _signals_raise, launch
+
 # A model that does at a call what the environment says.
 MODEL = """
-import os, signal, time
+import os, signal
 from mindspore import mint, nn, ops
 
 class Embedding(mint.nn.Embedding):
@@ -36,11 +47,7 @@ class Bigram(nn.Cell):
         if "SAY" in os.environ:
             print(f"rank {rank}, training: {self.training}")
         if self.calls == 3 and rank == int(os.environ.get("VICTIM", "-1")):
-            if os.environ["END"] == "raise":
-                raise ValueError("the weights went bad")
             os.kill(os.getpid(), signal.SIGKILL)
-        if os.environ.get("END") == "wait":
-            time.sleep(0.05)
         likely = ops.log_softmax(self.head(self.embed(input_ids[:, :-1])), -1)
         return {"loss": -ops.mean(ops.gather_elements(likely, 2, ops.expand_dims(labels[:, 1:], -1)))}
 
@@ -141,49 +148,107 @@ def _free_port() -> int:
         return reserved.getsockname()[1]
 
 
-def test_a_rank_that_raises_ends_all_and_is_named(folder):
-    process = start(folder, *COMMAND, *TRAIN, VICTIM="1", END="raise")
-    _, err = process.communicate(timeout=180)
-    assert process.returncode == 1
-    assert "error: rank 1 failed first; all ranks are ended" in err
-    assert 'raise ValueError("the weights went bad")' in err
-    assert not alive(folder)
-
-
 def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(folder):
-    process = start(folder, *COMMAND, *TRAIN, VICTIM="1", END="kill")
+    process = start(folder, *COMMAND, *TRAIN, VICTIM="1")
     _, err = process.communicate(timeout=180)
     assert process.returncode == 1
     assert "error: rank 1 failed first; all ranks are ended. Its end:\nkilled by SIGKILL (process" in err
     assert not alive(folder)
 
 
-def test_an_interrupt_ends_every_rank(folder):
-    process = start(folder, *COMMAND, *TRAIN, "--steps", "100000", "--json", END="wait")
-    assert process.stdout is not None
-    process.stdout.readline()  # The first step is done.
-    assert sorted(alive(folder)) == [0, 1]
-    os.killpg(process.pid, signal.SIGINT)  # What a terminal does.
-    started = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - started < 30
-    assert process.returncode == 130
-    assert err.strip() == "error: interrupted by SIGINT: all ranks are ended"
-    assert not alive(folder)
+# Work for ranks without MindSpore; msrun's scheduler does it, too.
+WORK = """
+import os, time
+from hyper_parallel.launch import launcher_place
+
+def hang(job):
+    rank = launcher_place().rank
+    if rank >= 0:
+        open(f"rank{rank}.pid", "w").write(str(os.getpid()))
+    time.sleep(120)
+
+def fail(job):
+    if launcher_place().rank == 1:
+        raise ValueError("the weights went bad")
+    hang(job)
+"""
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_no_process_outlives_the_launcher(folder, name):
-    process = start(folder, *COMMAND, *TRAIN, "--steps", "100000", "--json", END="wait")
-    deadline = time.monotonic() + 120
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    (tmp_path / "work_of_ranks.py").write_text(WORK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield importlib.import_module("work_of_ranks")
+    del sys.modules["work_of_ranks"]
+
+
+LAUNCHER = """
+import pickle, work_of_ranks
+from hyper_parallel.mindspore.launch import launch
+launch(work_of_ranks.hang, pickle.load(open("job", "rb")), ranks=2)
+"""
+JOB = Job(ParallelPlan.from_dict({"mesh": {"dp_shard": 2}}))
+
+
+def msruns_processes(folder: Path) -> list[psutil.Process]:
+    """Wait until both ranks are there; get msrun, its scheduler and its ranks."""
+    deadline = time.monotonic() + 100
     while sorted(alive(folder)) != [0, 1]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    started = psutil.Process(process.pid).children(recursive=True)  # msrun, its scheduler and its ranks
+    msrun = psutil.Process(int((folder / "rank0.pid").read_text())).parent()
+    assert msrun is not None
+    started = [msrun, *msrun.children()]
     assert len(started) >= 4
-    process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=60)
-    if name == "SIGTERM":
-        assert (process.returncode, err.strip()) == (130, "error: interrupted by SIGTERM: all ranks are ended")
+    return started
+
+
+def all_ended(started: list[psutil.Process]) -> bool:
     _, still = psutil.wait_procs(started, timeout=60)
-    assert not [each for each in still if each.status() != psutil.STATUS_ZOMBIE]
+    return all(each.status() == psutil.STATUS_ZOMBIE for each in still)
+
+
+def test_a_rank_that_raises_ends_all_and_is_named(work, tmp_path):
+    with pytest.raises(RankFailure, match="rank 1 failed first; all ranks are ended") as caught:
+        launch(work.fail, JOB, ranks=2)
+    assert caught.value.rank == 1
+    assert 'raise ValueError("the weights went bad")' in str(caught.value)
+    assert not alive(tmp_path)
+
+
+def test_a_signal_ends_every_rank(work, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    started: list[psutil.Process] = []
+
+    def interrupt() -> None:
+        started.extend(msruns_processes(tmp_path))
+        assert signal.getsignal(signal.SIGTERM) is not before  # else it would end the tests
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(Interrupted, match="SIGTERM: all ranks are ended"):
+        launch(work.hang, JOB, ranks=2)
+    sender.join()
+    assert all_ended(started)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_the_launcher_takes_a_signal_for_all(name):
+    with pytest.raises(_Signalled, match=name), _signals_raise():
+        signal.raise_signal(getattr(signal, name))
+
+
+def test_no_process_outlives_the_launcher(work, tmp_path):
+    (tmp_path / "job").write_bytes(pickle.dumps(JOB))
+    process = start(tmp_path, sys.executable, "-c", LAUNCHER)
+    try:
+        started = msruns_processes(tmp_path)
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+    assert all_ended(started)
