@@ -89,11 +89,13 @@ class Results:
             "elsewhere", where nothing of the backend is in it.
         skipped: how many tests were skipped, by the reason that they gave.
         left_out: the modules that weren't collected, as the plugin tells them.
+        seconds: how long the tests of each package took.
     """
 
     outcomes: Counter[tuple[str, str]]
     skipped: Counter[str]
     left_out: tuple[str, ...]
+    seconds: Counter[str]
 
     def count(self, outcome: str, feature: Feature | None = None) -> int:
         """The number of tests with an outcome, of a feature or of all."""
@@ -124,6 +126,7 @@ def read_results(text: str) -> Results:
     """Reads what `pytest --junitxml` wrote."""
     outcomes: Counter[tuple[str, str]] = Counter()
     skipped: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
     suites = list(ElementTree.fromstring(text).iter("testsuite"))
     for case in (case for suite in suites for case in suite.iter("testcase")):
         children = {child.tag: child for child in case}
@@ -135,9 +138,11 @@ def read_results(text: str) -> Results:
             reason = children["skipped"].get("message", "")
             skipped[reason] += 1
             outcome = "elsewhere" if ELSEWHERE in reason else outcome
-        outcomes[_test(case.get("classname", ""), case.get("name", "")), outcome] += 1
+        test = _test(case.get("classname", ""), case.get("name", ""))
+        outcomes[test, outcome] += 1
+        seconds["".join(test.split("/")[1:2])] += float(case.get("time", "0"))  # type: ignore[assignment]
     properties = [entry for suite in suites for entry in suite.iter("property") if entry.get("name") == "left out"]
-    return Results(outcomes, skipped, tuple(entry.get("value", "") for entry in properties))
+    return Results(outcomes, skipped, tuple(entry.get("value", "") for entry in properties), seconds)
 
 
 def _test(classname: str, name: str) -> str:
@@ -190,12 +195,13 @@ def _untested(reason: str | None, siblings: Mapping[str, str]) -> str:
     return next(iter(siblings.values()))
 
 
-def make_page(features: list[Feature], results: Mapping[str, Results]) -> str:
+def make_page(features: list[Feature], results: Mapping[str, Results], budgets: Mapping[str, list[int]]) -> str:
     """The page's text.
 
     Args:
         features: the rows.
         results: by backend; all of CI's, and those on hardware that there are.
+        budgets: seconds for the tests of each package on the backends of CI.
 
     Raises:
         DeclarationError: patterns without a test and cells that `cells_of` can't fill, all of them.
@@ -218,7 +224,32 @@ def make_page(features: list[Feature], results: Mapping[str, Results]) -> str:
     lines = [["package", "feature", *backends], ["---"] * (2 + len(backends)), *rows]
     table = "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
     runs = "".join(_run(backend, results[backend]) for backend in backends if backend in results)
-    return f"{INTRODUCTION}\n{table}\n## The runs\n{runs}"
+    return f"{INTRODUCTION}\n{table}\n{_seconds(results, budgets)}\n## The runs\n{runs}"
+
+
+def _seconds(results: Mapping[str, Results], budgets: Mapping[str, list[int]]) -> str:
+    rows = []
+    for package, budget in budgets.items():
+        measured = [results[backend].seconds[package] for backend in CI]
+        rows.append([package, *(f"{took:.0f} of {most}" for took, most in zip(measured, budget, strict=True))])
+    totals = [(sum(results[name].seconds.values()), sum(most)) for name, most in zip(CI, zip(*budgets.values()))]
+    rows.append(["all", *(f"{took:.0f} of {most}" for took, most in totals)])
+    lines = [["package", *CI], ["---"] * (1 + len(CI)), *rows]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return (
+        "## Seconds\n\nWhat the tests took in these runs, of what they should take on two cores with nothing else to"
+        f"\ndo. Nothing fails by it: a machine may be slower, or busy.\n\n{table}"
+    )
+
+
+def over_budget(results: Mapping[str, Results], budgets: Mapping[str, list[int]]) -> list[str]:
+    """A line for each package and backend whose tests took longer than they should."""
+    return [
+        f"{package} on {backend}: {results[backend].seconds[package]:.0f} s, the budget is {most} s"
+        for package, budget in budgets.items()
+        for backend, most in zip(CI, budget, strict=True)
+        if results[backend].seconds[package] > most
+    ]
 
 
 def _run(backend: str, results: Results) -> str:
@@ -253,14 +284,18 @@ def main() -> int:
         print(f"{', '.join(absent)}: not there; first run {COMMAND.partition(' && ')[0]}", file=sys.stderr)
         return 1
     results = {name: read_results(path.read_text("utf-8")) for name, path in files.items() if path.exists()}
+    declared = (ROOT / "docs/features.toml").read_text("utf-8")
+    budgets = tomllib.loads(declared)["seconds"]
     try:
-        page = make_page(read_features((ROOT / "docs/features.toml").read_text("utf-8")), results)
+        page = make_page(read_features(declared), results, budgets)
     except DeclarationError as error:
         print(f"{error}\n(docs/features.toml says which tests show a feature, and why it is missing)", file=sys.stderr)
         return 1
     options.output.write_text(page, "utf-8")
     counts = ", ".join(f"{name} {found.count('passed')}" for name, found in results.items())
     print(f"{options.output}: tests passed: {counts}")
+    for line in over_budget(results, budgets):
+        print(f"over budget: {line}")
     return 0
 
 

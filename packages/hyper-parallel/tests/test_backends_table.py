@@ -16,8 +16,8 @@ pytestmark = [
 SCRIPT = Path(__file__).resolve().parents[3] / "docs/make_backends.py"
 TORCH = """<testsuites><testsuite name="pytest" hostname="h">
 <properties><property name="left out" value="for MindSpore only: 1 test module (1 in p/mindspore)" /></properties>
-<testcase classname="packages.p.tests.test_a" name="test_one[2.5-ranks1]" />
-<testcase classname="packages.p.tests.test_a" name="test_one[2.5-ranks2]" />
+<testcase classname="packages.p.tests.test_a" name="test_one[2.5-ranks1]" time="1.75" />
+<testcase classname="packages.p.tests.test_a" name="test_one[2.5-ranks2]" time="2.5" />
 <testcase classname="packages.p.tests.test_a" name="test_two"><skipped message="needs | more">x</skipped></testcase>
 <testcase classname="packages.p.tests.test_b" name="test_one"><failure message="no">x.py:2</failure></testcase>
 </testsuite></testsuites>"""
@@ -36,6 +36,7 @@ package = "p"
 name = "second"
 tests = ["p/tests/*test_b.py"]
 """
+BUDGETS = {"p": [4, 5, 0]}
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +60,27 @@ def feature(tests, **missing):
 
 
 def row(script, results, text):
-    page = script.make_page(script.read_features(text), results)
+    page = script.make_page(script.read_features(text), results, BUDGETS)
     (line,) = (line for line in page.splitlines() if line.startswith("| p | it |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")][2:]
     return dict(zip((*script.CI, *script.HARDWARE), cells, strict=True))
 
 
 def test_the_page(script, results):
-    page = script.make_page(script.read_features(FEATURES), results)
+    page = script.make_page(script.read_features(FEATURES), results, BUDGETS)
     absent = "code present, untested on hardware"
     tested = "tested in CI (2 tests) | tested in CI (2 tests) | tested in CI (1 test)"
     assert f"| p | first | {tested} | {absent} | {absent} | {absent} |\n" in page
     assert "| p | second | FAILING | FAILING | FAILING | FAILING on torch-cpu |" in page
     assert "torch-cpu: 2 tests passed, 1 FAILED.\n\n- left out, for MindSpore only: 1 test module (1 in" in page
     assert "- skipped, 1: needs | more\n" in page and "mindspore-cpu: 1 tests passed, 1 FAILED.\n" in page
+
+
+def test_seconds_are_told_beside_the_budget(script, results):
+    page = script.make_page(script.read_features(FEATURES), results, BUDGETS)
+    assert "| p | 4 of 4 | 4 of 5 | 0 of 0 |\n| all | 4 of 4 | 4 of 5 | 0 of 0 |\n" in page
+    assert script.over_budget(results, BUDGETS) == ["p on torch-cpu: 4 s, the budget is 4 s"]
+    assert script.over_budget(results, {"p": [5, 5, 0]}) == []
 
 
 def test_an_empty_cell_needs_a_reason(script, results):
@@ -105,7 +113,7 @@ def test_what_has_no_framework_in_it_is_run_once(script, results):
 
 def test_a_failing_row_is_told(script, results, tmp_path, monkeypatch, capsys):
     page = tmp_path / "backends.md"
-    page.write_text(script.make_page(script.read_features(FEATURES), results))
+    page.write_text(script.make_page(script.read_features(FEATURES), results, BUDGETS))
     monkeypatch.setattr(sys, "argv", ["make_backends.py", "--check", "--output", str(page)])
     assert script.main() == 1
     assert f"{page}: p: second is FAILING: mend it, then nox -t torch-cpu" in capsys.readouterr().err
