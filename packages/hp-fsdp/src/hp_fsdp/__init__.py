@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from hp_fsdp.controls import UnshardHandle, share_comm_ctx
 from hp_fsdp.joint_states import get_state_dict, set_state_dict
 from hp_fsdp.mesh_dims import DataParallelMeshDims
+from hp_fsdp.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.state_dict import (
+    full_state_dict,
+    get_model_state_dict,
+    load_full_state_dict,
+    set_model_state_dict,
+)
 from hp_fsdp.state_options import StateDictOptions
 from hp_platform import lazy_exports
 
@@ -22,14 +29,7 @@ if TYPE_CHECKING:
     from hp_fsdp.torch.forward_methods import register_fsdp_forward_method
     from hp_fsdp.torch.grad_norm import clip_grad_norm_, global_grad_norm
     from hp_fsdp.torch.module import FSDPModule, HSDPModule
-    from hp_fsdp.torch.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
     from hp_fsdp.torch.short import hsdp, modules_by_size
-    from hp_fsdp.torch.state_dict import (
-        full_state_dict,
-        get_model_state_dict,
-        load_full_state_dict,
-        set_model_state_dict,
-    )
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -67,18 +67,12 @@ __getattr__, __dir__ = lazy_exports(
         "HSDPModule": "module",
         "clip_grad_norm_": "grad_norm",
         "explain": "explain",
-        "full_state_dict": "state_dict",
         "fully_shard": "api",
-        "get_model_state_dict": "state_dict",
-        "get_optimizer_state_dict": "optimizer_state",
         "global_grad_norm": "grad_norm",
         "hsdp": "short",
         "hsdp_sync_stream": "context",
-        "load_full_state_dict": "state_dict",
         "modules_by_size": "short",
         "register_fsdp_forward_method": "forward_methods",
-        "set_model_state_dict": "state_dict",
-        "set_optimizer_state_dict": "optimizer_state",
         "watch_activations": "activations",
     },
 )

@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from hp_fsdp.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
+from hp_fsdp.state_dict import get_model_state_dict, set_model_state_dict
 from hp_fsdp.state_options import StateDictOptions
-from hp_platform.extend import load_port
 
 __all__ = ["get_state_dict", "set_state_dict"]
-
-State = dict[str, Any]
-
-
-class ModelState(Protocol):
-    """The state of a model; `<framework>/state_dict.py`."""
-
-    def get_model_state_dict(self, model: Any, *, options: StateDictOptions | None = None) -> State:
-        """Get the model's state."""
-        ...
-
-    def set_model_state_dict(
-        self, model: Any, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
-    ) -> Any:
-        """Load the model's state, and return its missing and unexpected keys."""
-        ...
-
-
-class OptimizerState(Protocol):
-    """The state of optimizers; `<framework>/optimizer_state.py`."""
-
-    def get_optimizer_state_dict(
-        self, model: Any, optimizers: Any, *, options: StateDictOptions | None = None
-    ) -> State:
-        """Get the optimizers' state."""
-        ...
-
-    def set_optimizer_state_dict(
-        self,
-        model: Any,
-        optimizers: Any,
-        optim_state_dict: Mapping[str, Any],
-        *,
-        options: StateDictOptions | None = None,
-    ) -> None:
-        """Load the optimizers' state."""
-        ...
 
 
 def get_state_dict(
     model: Any, optimizers: Any, *, submodules: Iterable[Any] | None = None, options: StateDictOptions | None = None
-) -> tuple[State, State]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's state and its optimizers': `get_model_state_dict` and `get_optimizer_state_dict`.
 
     Example:
@@ -72,9 +36,8 @@ def get_state_dict(
             "get_state_dict: submodules is not supported, torch deprecates it; call get_model_state_dict(submodule), or"
             " keep the names of the whole state that begin with the submodule's"
         )
-    state = load_port(ModelState, "state_dict").get_model_state_dict(model, options=options)
-    optimizer_state = load_port(OptimizerState, "optimizer_state")
-    return state, optimizer_state.get_optimizer_state_dict(model, optimizers, options=options)
+    state = get_model_state_dict(model, options=options)
+    return state, get_optimizer_state_dict(model, optimizers, options=options)
 
 
 def set_state_dict(
@@ -101,8 +64,7 @@ def set_state_dict(
         ValueError: names or shapes that do not fit.
     """
     options = StateDictOptions.of(options)
-    result = load_port(ModelState, "state_dict").set_model_state_dict(model, model_state_dict, options=options)
+    result = set_model_state_dict(model, model_state_dict, options=options)
     if optimizers:
-        optimizer_state = load_port(OptimizerState, "optimizer_state")
-        optimizer_state.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return result

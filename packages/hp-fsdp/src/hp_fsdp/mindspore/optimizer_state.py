@@ -1,4 +1,4 @@
-"""Optimizer states by the names of parameters: out of optimizers and into them.
+"""Optimizers, for `hp_fsdp.optimizer_state`.
 
 Note [What an optimizer holds]
     An optimizer is a Cell. What it keeps for its parameters are tuples as long as that of its parameters
@@ -18,75 +18,18 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from hp_dtensor.mindspore.extend import DTensor, local_view, wrap
-from hp_fsdp.mindspore.state_dict import exported, parameter_names
-from hp_fsdp.mindspore.whole import WIRE, fill, write
+from hp_fsdp.mindspore.whole import fill, write
 from hp_fsdp.norms import spec_of
-from hp_fsdp.state_dicts import load_optimizer_state, optimizer_state
-from hp_fsdp.state_options import StateDictOptions
 
-__all__ = ["States", "get_optimizer_state_dict", "set_optimizer_state_dict"]
+__all__ = ["States", "adapted"]
 
 State = dict[str, Any]
 _LARGEST = "max_exp_avg_sq"
 """Kept by some optimizers whether they use it (``amsgrad``) or not, by others in the parameter groups."""
 
 
-def get_optimizer_state_dict(
-    model: nn.Cell, optimizers: nn.Cell | Iterable[nn.Cell], *, options: StateDictOptions | None = None
-) -> State:
-    """The optimizers' state, by the parameters' names in the unsharded Cell.
-
-    Example:
-        >>> state = get_optimizer_state_dict(model, optimizer)      # experimental.optim.AdamW, sharded
-        >>> state["state"]["layer.weight"]                          # exp_avg and exp_avg_sq are DTensors as the weight
-        {'exp_avg': ..., 'exp_avg_sq': ..., 'state_step': ...}
-        >>> state["param_groups"][0]["params"]
-        ['layer.weight', 'layer.bias']
-
-    Args:
-        model: whose parameters the optimizers have.
-        optimizers: one or several, of ``mindspore.experimental.optim``, ``mindspore.mint.optim`` or ``mindspore.nn``;
-            made after ``fully_shard``. See Note [What an optimizer holds].
-        options: see `StateDictOptions`. Full, states are gathered one at a time, and every rank has to call it.
-            Sharded, they look into the optimizer's memory.
-
-    Returns:
-        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``, or a flat dictionary.
-
-    Raises:
-        TypeError: something that is no optimizer of MindSpore.
-        ValueError: an optimizer has a parameter that is not the model's, or states of another shape than its
-            parameters, as one that was made before ``fully_shard``.
-    """
-    return optimizer_state(_adapted(optimizers), parameter_names(model), StateDictOptions.of(options), exported)
-
-
-def set_optimizer_state_dict(
-    model: nn.Cell,
-    optimizers: nn.Cell | Iterable[nn.Cell],
-    optim_state_dict: Mapping[str, Any],
-    *,
-    options: StateDictOptions | None = None,
-) -> None:
-    """Loads the optimizers' state: whole tensors, of which each rank takes its part, or DTensors.
-
-    Args:
-        model: whose parameters the optimizers have.
-        optimizers: one or several; the state's parameter groups may be other ones than theirs.
-        optim_state_dict: what `get_optimizer_state_dict` gave, nested or flat; full, by any number of ranks.
-        options: see `StateDictOptions`.
-
-    Raises:
-        TypeError: something that is no optimizer of MindSpore.
-        ValueError: with ``strict``, parameters or states that are missing or not known; a tensor of another shape;
-            parameters of one group that were saved with different hyperparameters, of one optimizer with different
-            numbers of steps.
-    """
-    options = StateDictOptions.of(options)
-    load_optimizer_state(_adapted(optimizers), parameter_names(model), optim_state_dict, options, WIRE)
-
-
-def _adapted(optimizers: nn.Cell | Iterable[nn.Cell]) -> list[States]:
+def adapted(optimizers: nn.Cell | Iterable[nn.Cell]) -> list[States]:
+    """Wrap one optimizer or several."""
     return [States(each) for each in ((optimizers,) if isinstance(optimizers, nn.Cell) else optimizers)]
 
 

@@ -16,10 +16,10 @@ from mindspore import Parameter, Tensor, _no_grad, mint, ops
 from hp_dtensor import RaggedShard, Replicate
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.mindspore.extend import DTensor, autograd, execute, local_mode, local_view, set_local
+from hp_fsdp.from_rank0 import Wire
 from hp_fsdp.mindspore.host import on_host, to_device, to_host
 from hp_fsdp.mindspore.parameter import run_of
 from hp_fsdp.norms import spec_of
-from hp_fsdp.state_dicts import Wire
 from hp_platform import get_platform
 
 __all__ = ["WIRE", "fill", "part_of", "whole", "write"]

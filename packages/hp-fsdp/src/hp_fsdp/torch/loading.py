@@ -7,7 +7,8 @@ from torch.nn.parameter import is_lazy
 
 from hp_dtensor import DeviceMesh, Replicate
 from hp_dtensor.torch.extend import DTensor, execute, local_view, wrap
-from hp_fsdp.torch.whole import spec_of, transport
+from hp_fsdp.torch.host import transport
+from hp_fsdp.torch.whole import spec_of
 from hp_platform import collectives
 
 __all__ = ["Tensor", "has_memory", "is_checked", "part", "somewhere", "unwrapped"]

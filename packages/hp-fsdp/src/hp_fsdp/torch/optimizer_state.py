@@ -1,4 +1,4 @@
-"""Optimizer states by the names of parameters: out of optimizers and into them.
+"""Optimizers, for `hp_fsdp.optimizer_state`.
 
 Note [States that a rank does not have]
     A rank that owns no element of a parameter gets no gradient for it, so its optimizer has no state for it either. A
@@ -13,70 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
-from hp_fsdp.state_dicts import load_optimizer_state, optimizer_state
-from hp_fsdp.state_options import StateDictOptions
-from hp_fsdp.torch.state_dict import communication_device, exported, parameter_names
-from hp_fsdp.torch.whole import cut_axis, fill, spec_of, wire
+from hp_fsdp.torch.whole import cut_axis, fill, spec_of
 
-__all__ = ["get_optimizer_state_dict", "set_optimizer_state_dict"]
+__all__ = ["adapted"]
 
 State = dict[str, Any]
-
-
-def get_optimizer_state_dict(
-    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: StateDictOptions | None = None
-) -> State:
-    """The optimizers' state, by the parameters' names in the unsharded model.
-
-    An optimizer that has not stepped yet gets its states first, of zeros, so that a checkpoint can be loaded into them.
-
-    Example:
-        >>> state = get_optimizer_state_dict(model, optimizer)      # AdamW, sharded
-        >>> state["state"]["layer.weight"]                          # exp_avg and exp_avg_sq are DTensors as the weight
-        {'step': ..., 'exp_avg': ..., 'exp_avg_sq': ...}
-        >>> state["param_groups"][0]["params"]
-        ['layer.weight', 'layer.bias']
-
-    Args:
-        model: whose parameters the optimizers have.
-        optimizers: one or several; made after ``fully_shard``.
-        options: see `StateDictOptions`. Full, states are gathered one at a time, and every rank has to call it.
-
-    Returns:
-        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``, or a flat dictionary.
-
-    Raises:
-        ValueError: an optimizer has a parameter that is not the model's.
-    """
-    options = StateDictOptions.of(options)
-    return optimizer_state(_adapted(optimizers), parameter_names(model), options, exported)
-
-
-def set_optimizer_state_dict(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
-    optim_state_dict: Mapping[str, Any],
-    *,
-    options: StateDictOptions | None = None,
-) -> None:
-    """Loads the optimizers' state in place: whole tensors, of which each rank takes its part, or DTensors.
-
-    Args:
-        model: whose parameters the optimizers have.
-        optimizers: one or several; the state's parameter groups may be other ones than theirs.
-        optim_state_dict: what `get_optimizer_state_dict` gave, nested or flat.
-        options: see `StateDictOptions`.
-
-    Raises:
-        ValueError: with ``strict``, parameters that the state does not know, or that no optimizer has; a tensor of
-            another shape; parameters of one group that were saved with different hyperparameters.
-    """
-    options = StateDictOptions.of(options)
-    told = wire(communication_device(model))
-    load_optimizer_state(_adapted(optimizers), parameter_names(model), optim_state_dict, options, told)
 
 
 def initialize(optimizer: Optimizer) -> None:
@@ -110,7 +53,8 @@ def initialize(optimizer: Optimizer) -> None:
             state["step"] = 0
 
 
-def _adapted(optimizers: Optimizer | Iterable[Optimizer]) -> list[_States]:
+def adapted(optimizers: Optimizer | Iterable[Optimizer]) -> list[_States]:
+    """Wrap one optimizer or several."""
     return [_States(each) for each in ((optimizers,) if isinstance(optimizers, Optimizer) else optimizers)]
 
 

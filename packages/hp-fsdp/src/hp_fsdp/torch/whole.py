@@ -13,23 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hp_dtensor import DeviceMesh, RaggedShard, Replicate
+from hp_dtensor import RaggedShard, Replicate
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.torch.extend import DTensor, execute, local_view
-from hp_fsdp.state_dicts import Wire
-from hp_platform import collectives, get_platform
+from hp_fsdp.from_rank0 import Wire
+from hp_fsdp.torch.host import transport
+from hp_platform import collectives
 
-__all__ = ["cut_axis", "fill", "ragged_axis", "spec_of", "transport", "whole", "wire"]
+__all__ = ["cut_axis", "fill", "ragged_axis", "spec_of", "whole", "wire"]
 
 
 def spec_of(tensor: Any) -> TensorSpec | None:
     """The layout of a DTensor; None of anything else."""
     return tensor._spec if isinstance(tensor, DTensor) else None
-
-
-def transport(mesh: DeviceMesh) -> torch.device:
-    """The device on which this process communicates over ``mesh``; parameters may live elsewhere."""
-    return torch.device("cpu") if mesh.device_type == "cpu" else get_platform().devices.current_device()
 
 
 def ragged_axis(spec: TensorSpec | None) -> int | None:

@@ -1,0 +1,163 @@
+"""Optimizer states by the names of parameters: out of optimizers and into them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from hp_fsdp import port
+from hp_fsdp.from_rank0 import from_rank0
+from hp_fsdp.port import OptimizerStates
+from hp_fsdp.state_dict import exported, parameter_names
+from hp_fsdp.state_options import StateDictOptions, flatten_optimizer_state, unflatten_optimizer_state
+from hp_platform import get_platform
+
+__all__ = ["get_optimizer_state_dict", "set_optimizer_state_dict"]
+
+State = dict[str, Any]
+
+
+def get_optimizer_state_dict(model: Any, optimizers: Any, *, options: StateDictOptions | None = None) -> State:
+    """Get the optimizers' state, by the parameters' names in the unsharded model.
+
+    On PyTorch an optimizer that has not stepped yet gets its states first, of zeros, so that a checkpoint can be loaded
+    into them; MindSpore's have them from the beginning.
+
+    Example:
+        >>> state = get_optimizer_state_dict(model, optimizer)      # AdamW, sharded
+        >>> state["state"]["layer.weight"]                          # exp_avg and exp_avg_sq are DTensors as the weight
+        {'step': ..., 'exp_avg': ..., 'exp_avg_sq': ...}
+        >>> state["param_groups"][0]["params"]
+        ['layer.weight', 'layer.bias']
+
+    Args:
+        model: whose parameters the optimizers have.
+        optimizers: one or several; created after ``fully_shard``. On MindSpore of ``mindspore.experimental.optim``,
+            ``mindspore.mint.optim`` or ``mindspore.nn``: Note [What an optimizer holds].
+        options: see `StateDictOptions`. Full, states are gathered one at a time, and every rank has to call it.
+            Sharded, they look into the optimizer's memory.
+
+    Returns:
+        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``, or a flat dictionary.
+
+    Raises:
+        TypeError: something that is no optimizer of MindSpore.
+        ValueError: an optimizer has a parameter that is not the model's; on MindSpore, states of another shape than its
+            parameters, as one that was created before ``fully_shard``.
+    """
+    options = StateDictOptions.of(options)
+    adapted, names = port.optimizers().adapted(optimizers), parameter_names(model)
+    keep = not (options.full_state_dict and options.cpu_offload) or get_platform().groups.rank() == 0
+
+    def export(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: export(inside) for key, inside in value.items()}
+        return exported(value, options, keep)
+
+    result: State = {"state": {}, "param_groups": []}
+    for optimizer in adapted:
+        own = _first_names(optimizer, names)
+        states = optimizer.states(own, whole=options.full_state_dict)
+        result["state"] |= {name: export(states[name]) for name in own if name in states}
+        for values, members in optimizer.groups():
+            result["param_groups"].append({**export(values), "params": [own[at] for at in members]})
+    if not keep:
+        return {}
+    return flatten_optimizer_state(result) if options.flatten_optimizer_state_dict else result
+
+
+def set_optimizer_state_dict(
+    model: Any, optimizers: Any, optim_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> None:
+    """Load the optimizers' state in place: full tensors, of which each rank takes its part, or DTensors.
+
+    Args:
+        model: whose parameters the optimizers have.
+        optimizers: one or several; the state's parameter groups may be other ones than theirs.
+        optim_state_dict: the result of `get_optimizer_state_dict`, nested or flat; full, of any number of ranks.
+        options: see `StateDictOptions`.
+
+    Raises:
+        TypeError: something that is no optimizer of MindSpore.
+        ValueError: with ``strict``, parameters that the state does not know, or that no optimizer has; a tensor of
+            another shape; an optimizer's parameter that is not the model's; parameters of one group that were saved
+            with different hyperparameters, on MindSpore of one optimizer with different numbers of steps.
+    """
+    options = StateDictOptions.of(options)
+    adapted, names = port.optimizers().adapted(optimizers), parameter_names(model)
+    states, groups = unflatten_optimizer_state(optim_state_dict, [name for each in names.values() for name in each])
+    entries: dict[Any, Any] = {(name, key): value for name, inside in states.items() for key, value in inside.items()}
+    entries |= groups
+    known: set[Any] = set(entries)
+    values: Iterator[tuple[Any, Any]] = iter(entries.items())
+    if options.broadcast_from_rank0:
+        known, values = from_rank0(entries, port.model_states().wire(model))
+    found = _matched(adapted, names, {name for name in known if isinstance(name, str)}, options.strict)
+    fresh: dict[str, State] = {name: {} for name in found}
+    hyper: dict[str, State] = {}
+    for entry, value in values:
+        if isinstance(entry, str):
+            hyper[entry] = value
+        elif entry[0] in found:
+            optimizer, number = found[entry[0]]
+            fresh[entry[0]][entry[1]] = optimizer.loaded(number, entry[0], entry[1], value)
+        del value  # before the next one is sent
+    for optimizer in adapted:
+        own = {number: name for name, (owner, number) in found.items() if owner is optimizer}
+        shared = [_shared([own[at] for at in members if at in own], hyper) for _, members in optimizer.groups()]
+        optimizer.load({number: fresh[name] for number, name in own.items()}, shared, strict=options.strict)
+
+
+def _first_names(optimizer: OptimizerStates, names: Mapping[int, Sequence[str]]) -> list[str]:
+    """The first name of each of the optimizer's parameters, in their order."""
+    strange = [parameter for parameter in optimizer.parameters if id(parameter) not in names]
+    if strange:
+        raise ValueError(
+            f"optimizer state: {len(strange)} of {len(optimizer.parameters)} parameters of {optimizer.kind} are not the"
+            f" model's, the first of shape {tuple(strange[0].shape)}. What replaces parameters (to_empty, an"
+            " adapter) comes before the optimizer"
+        )
+    return [names[id(parameter)][0] for parameter in optimizer.parameters]
+
+
+def _matched(
+    optimizers: Sequence[OptimizerStates], names: Mapping[int, Sequence[str]], saved: Collection[str], strict: bool
+) -> dict[str, tuple[OptimizerStates, int]]:
+    """The optimizer and the number of each saved name; of a tied parameter's names, the saved one."""
+    found: dict[str, tuple[OptimizerStates, int]] = {}
+    missing: list[str] = []
+    for optimizer in optimizers:
+        first = _first_names(optimizer, names)
+        for number, parameter in enumerate(optimizer.parameters):
+            name = next((name for name in names[id(parameter)] if name in saved), None)
+            if name is None:
+                missing.append(first[number])
+            else:
+                found[name] = (optimizer, number)
+    unknown = sorted(name for name in saved if name not in found)
+    if strict and (missing or unknown):
+        raise ValueError(
+            f"set_optimizer_state_dict: {len(missing)} parameters of the optimizers are missing in the state"
+            f" ({', '.join(missing[:5])}), {len(unknown)} in it are of no optimizer ({', '.join(unknown[:5])}). Use"
+            " strict=False to load the rest"
+        )
+    return found
+
+
+def _shared(members: Sequence[str], hyper: Mapping[str, State]) -> State:
+    """The hyperparameters that all members of a group were saved with."""
+    for name in members[1:]:
+        if not _same(hyper[members[0]], hyper[name]):
+            raise ValueError(
+                f"set_optimizer_state_dict: {name!r} was saved with {hyper[name]}, others of its group with"
+                f" {hyper[members[0]]}. Group the parameters as they were saved"
+            )
+    return hyper[members[0]] if members else {}
+
+
+def _same(a: State, b: State) -> bool:
+    return a is b or (a.keys() == b.keys() and all(_equal(a[key] == b[key]) for key in a))
+
+
+def _equal(compared: Any) -> bool:
+    return bool(compared.all() if hasattr(compared, "all") else compared)

@@ -1,0 +1,161 @@
+"""Model states: full or sharded, out of a model and into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hp_fsdp.from_rank0 import from_rank0
+from hp_fsdp.port import model_states
+from hp_fsdp.state_options import StateDictOptions
+from hp_platform import get_platform
+
+__all__ = [
+    "exported",
+    "full_state_dict",
+    "get_model_state_dict",
+    "load_full_state_dict",
+    "parameter_names",
+    "set_model_state_dict",
+]
+
+State = dict[str, Any]
+
+
+def get_model_state_dict(model: Any, *, options: StateDictOptions | None = None) -> State:
+    """Get the model's state, by the names of the unsharded model.
+
+    Sharded (the default), parameters are DTensors that look into the model's memory. On PyTorch
+    `torch.distributed.checkpoint` saves it, and loads into it in place; on MindSpore save or copy it before the next
+    step, or take ``cpu_offload=True``, which copies. Full, they are plain tensors; every rank has to call it, one
+    parameter is gathered at a time. Tied parameters appear under each name, as one tensor.
+
+    Example:
+        >>> torch.distributed.checkpoint.save({"model": get_model_state_dict(model)}, checkpoint_id=path)
+        >>> state = get_model_state_dict(model)                 # MindSpore: each rank saves what it owns
+        >>> numpy.savez(f"{path}/{rank}.npz", **{name: value.to_local().asnumpy() for name, value in state.items()})
+
+    Args:
+        model: holds sharded modules, is one, or is not sharded.
+        options: see `StateDictOptions`.
+    """
+    options = StateDictOptions.of(options)
+    return _state(model, options, rank0_only=options.full_state_dict and options.cpu_offload)
+
+
+def set_model_state_dict(
+    model: Any, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> Any:
+    """Load a state into the model in place: full tensors, of which each rank takes its part, or DTensors.
+
+    Example:
+        >>> state = torch.load(path, mmap=True) if rank == 0 else {}        # or mindspore.load_checkpoint(path)
+        >>> options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        >>> set_model_state_dict(model, state, options=options)
+
+    Args:
+        model: on PyTorch with memory, not on the meta device; a Cell's parameters need no values yet
+            (``init_empty_weights``).
+        model_state_dict: by the names of the unsharded model. DTensors in another layout of the same ranks are moved; a
+            state that another number of ranks saved is loaded by ``torch.distributed.checkpoint.load``, on MindSpore
+            full.
+        options: see `StateDictOptions`.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, both empty where ``strict``.
+
+    Raises:
+        ValueError: with ``strict``, names that are missing or not known; a tensor of another shape.
+        TypeError: a value that is no tensor but should be one.
+        RuntimeError: a parameter on the meta device.
+    """
+    options = StateDictOptions.of(options)
+    port = model_states()
+    own = port.entries(model)
+    names: set[str] = set(model_state_dict)
+    values: Iterator[tuple[str, Any]] = iter(model_state_dict.items())
+    if options.broadcast_from_rank0:
+        names, values = from_rank0(dict(model_state_dict), port.wire(model))
+    optional = _left_out(model, options)
+    missing = [name for name in own if name not in names and name not in optional]
+    unknown = sorted(name for name in names if name not in own)
+    if options.strict and (missing or unknown):
+        raise ValueError(
+            f"set_model_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}), {len(unknown)} are not"
+            f" known ({', '.join(unknown[:5])}). Use strict=False to load the rest"
+        )
+    extra: State = {}
+    for name, value in values:
+        if name in own and port.is_tensor(own[name]):
+            port.fill(name, own[name], value)
+        elif name in own:
+            extra[name] = value
+        del value  # before the next one is sent
+    if extra:
+        port.load_extra(model, extra)
+    return port.incompatible_keys(missing, unknown)
+
+
+def full_state_dict(model: Any, *, rank0_only: bool = False, cpu: bool = False) -> State:
+    """Get the model's state as full plain tensors: `get_model_state_dict` with ``full_state_dict=True``.
+
+    Args:
+        model: holds sharded modules, or is one.
+        rank0_only: other ranks than the first take part and get an empty dictionary. Default False: all get the same.
+        cpu: put the tensors on the host.
+    """
+    return _state(model, StateDictOptions(full_state_dict=True, cpu_offload=cpu), rank0_only=rank0_only)
+
+
+def load_full_state_dict(model: Any, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load full tensors, the same on every rank: `set_model_state_dict`. Nothing is communicated.
+
+    Args:
+        model: holds sharded modules, or is one.
+        state: the result of ``full_state_dict``, or an unsharded model's ``state_dict()``; the same on every rank.
+        strict: every name must be in both. Default True.
+
+    Raises:
+        ValueError: with ``strict``, names that are missing or not known; a tensor of another shape.
+    """
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=strict))
+
+
+def exported(value: Any, options: StateDictOptions, keep: bool) -> Any:
+    """Convert a value of a state dict as ``options`` say; return what is no tensor as it is.
+
+    Args:
+        value: a DTensor is gathered where the options ask for it, so every rank has to call it.
+        options: full or not, on the host or not.
+        keep: False drops the full tensor and gives None.
+    """
+    port = model_states()
+    if not port.is_tensor(value):
+        return value
+    if options.full_state_dict:
+        full = port.full(value, on_host=options.cpu_offload and keep)
+        return full if keep else None
+    return port.part(value, on_host=options.cpu_offload)
+
+
+def parameter_names(model: Any) -> dict[int, list[str]]:
+    """List the names of each parameter, by its id: more than one where it is tied."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model_states().parameters(model):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def _state(model: Any, options: StateDictOptions, *, rank0_only: bool) -> State:
+    """Export each object of the model once, whatever number of names it has."""
+    keep = not rank0_only or get_platform().groups.rank() == 0
+    entries, left_out = model_states().entries(model), _left_out(model, options)
+    own = {name: value for name, value in entries.items() if name not in left_out}
+    by_id = {id(value): exported(value, options, keep) for value in {id(each): each for each in own.values()}.values()}
+    return {name: by_id[id(value)] for name, value in own.items()} if keep else {}
+
+
+def _left_out(model: Any, options: StateDictOptions) -> set[str]:
+    if not options.ignore_frozen_params:
+        return set()
+    return {name for name, parameter in model_states().parameters(model) if not parameter.requires_grad}
