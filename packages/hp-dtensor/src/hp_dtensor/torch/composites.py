@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor.torch import dispatch
-from hp_dtensor.torch.functions import bind, functions_of
+from hp_dtensor.torch.calls import functions_of, tensors_of
+from hp_dtensor.torch.functions import bind
 from hp_dtensor.torch.whole import on_whole
 
 __all__ = ["special"]
@@ -196,7 +197,7 @@ def interpolate(func: Any, args: Any, kwargs: Any) -> Any:
     """The result's shape depends on floats, so its plan does."""
     bound = inspect.signature(func).bind(*args, **kwargs).arguments
     size, scale = bound.get("size"), bound.get("scale_factor")
-    if any(dispatch._tensors((size, scale), {})):
+    if any(tensors_of((size, scale), {})):
         return on_whole(func, args, kwargs)
     exact = tuple(scale) if isinstance(scale, (tuple, list)) else scale
     return dispatch.planned(func, args, kwargs, ("scale", exact))

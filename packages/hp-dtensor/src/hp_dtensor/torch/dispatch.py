@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -23,11 +21,13 @@ from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import aten, missing, transforms
 from hp_dtensor.torch.asking import in_a_mode
+from hp_dtensor.torch.calls import name_of, tensors_of
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.functions import BINDINGS
 from hp_dtensor.torch.overrides import compiler as _compiler
 from hp_dtensor.torch.part_of_view import PartOfView
-from hp_dtensor.torch.plans import make_plan
+from hp_dtensor.torch.plans import Plan, make_plan
+from hp_dtensor.torch.results import write_out
 from hp_platform.extend import when_groups_end
 
 __all__ = ["dispatch"]
@@ -136,7 +136,7 @@ def _key_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     except _Unhashable:
         return None
     except TypeError as error:
-        raise TypeError(f"{_name(func)}: an argument of a DTensor operation can't be hashed: {error}") from None
+        raise TypeError(f"{name_of(func)}: an argument of a DTensor operation can't be hashed: {error}") from None
     return key
 
 
@@ -149,8 +149,6 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if public is not None:
             return public(*args, **(kwargs or {}))
     if kwargs and kwargs.get("out") is not None:
-        from hp_dtensor.torch.results import write_out
-
         return write_out(func, args, kwargs)
     if kwargs and not _NAMES.keys().isdisjoint(kwargs) and func is not torch.segment_reduce:
         named: Any = {_NAMES.get(name, name): value for name, value in kwargs.items()}
@@ -204,23 +202,6 @@ def _is_local(func: Any, kwargs: Any) -> bool:
     return in_a_mode(sys._getframe(2))
 
 
-def _name(func: Any) -> str:
-    owner = getattr(func, "__self__", None)
-    if isinstance(owner, GetSetDescriptorType):  # an attribute that is read or set
-        return f"Tensor.{owner.__name__}" + ("" if func.__name__ == "__get__" else f".{func.__name__}")
-    if aten.is_operator(func):
-        return aten.name_of(func)
-    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
-
-
-def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value, {})
-
-
 def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Plain tensors as replicated DTensors: scalars always, others where the user said so.
 
@@ -228,7 +209,7 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         ValueError: others (a TypeError would be taken for an operator that is not supported).
         RuntimeError: others, where the DTensor says of itself (``_meets_plain``) why it meets none.
     """
-    some = next(tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor)
+    some = next(tensor for tensor in tensors_of(args, kwargs) if type(tensor) is DTensor)
     mesh = some._spec.mesh
 
     def change(value: Any) -> Any:
@@ -239,15 +220,15 @@ def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if transforms.is_wrapped(value):
             transforms.refuse("a transform of torch.func around an operation", some)
         if type(value) is not Tensor and not isinstance(value, (torch.nn.Parameter, PartOfView)):
-            raise ValueError(f"{_name(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
+            raise ValueError(f"{name_of(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
         if value.dim() and not replicates_plain():
             if why := some.__dict__.get("_meets_plain"):
-                raise RuntimeError(f"{_name(func)}: {why}")
+                raise RuntimeError(f"{name_of(func)}: {why}")
             shared = (
                 " Where two modules share it as their weight, give both a style." if hasattr(some, "_is_param") else ""
             )
             raise ValueError(
-                f"{_name(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"
+                f"{name_of(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"
                 f" {tuple(some.shape)} placed {some._spec.placements}. Distribute it (distribute_tensor or"
                 " DTensor.from_local), or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
                 + shared
@@ -262,7 +243,7 @@ def _writes_plain(func: Any, first: Any) -> bool:
     """Whether a function writes into its first operand, and that is a plain tensor."""
     if type(first) is DTensor or not isinstance(first, Tensor):
         return False
-    return _name(func).rstrip(")").endswith("_") and not _name(func).endswith("__")
+    return name_of(func).rstrip(")").endswith("_") and not name_of(func).endswith("__")
 
 
 def write_into_plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -274,10 +255,10 @@ def write_into_plain(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         ValueError: plain tensors are not taken as replicated here.
     """
-    some = next((tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor and tensor.dim()), None)
+    some = next((tensor for tensor in tensors_of(args, kwargs) if type(tensor) is DTensor and tensor.dim()), None)
     if some is not None and not replicates_plain():
         raise ValueError(
-            f"{_name(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape"
+            f"{name_of(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape"
             f" {tuple(args[0].shape)}; gather it first: full_tensor()"
         )
 
@@ -304,8 +285,6 @@ def _keep(key: Any, plan: Any) -> None:
 
 def remember_plain(func: Any, spec: TensorSpec) -> None:
     """From now on ``func`` of one tensor in this layout runs on the local tensor without asking its handler."""
-    from hp_dtensor.torch.plans import Plan
-
     plan = Plan(func, [], [], single=False, hot=True)
     plan.plain = True
     _keep((func, spec), plan)
@@ -315,16 +294,16 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
     binding = BINDINGS.get(func)
     if binding is None:
         shown = ", ".join(
-            f"{tuple(t.shape)} {t._spec.placements}" for t in _tensors(args, kwargs) if type(t) is DTensor
+            f"{tuple(t.shape)} {t._spec.placements}" for t in tensors_of(args, kwargs) if type(t) is DTensor
         )
         raise NotImplementedError(
-            f"no sharding rule for {_name(func)} (DTensors: {shown}). {missing.advice(func, args, kwargs)}"
+            f"no sharding rule for {name_of(func)} (DTensors: {shown}). {missing.advice(func, args, kwargs)}"
         )
     mesh_of(func, args, kwargs)
     try:
         return make_plan(func, binding, args, kwargs)
     except NoLegalPlacement as error:
-        raise RuntimeError(f"{_name(func)}: {error}") from None
+        raise RuntimeError(f"{name_of(func)}: {error}") from None
 
 
 def mesh_of(func: Any, args: Any, kwargs: Any) -> DeviceMesh:
@@ -333,10 +312,10 @@ def mesh_of(func: Any, args: Any, kwargs: Any) -> DeviceMesh:
     Raises:
         ValueError: they are on several.
     """
-    meshes = list(dict.fromkeys(t._spec.mesh for t in _tensors(args, kwargs) if isinstance(t, DTensor)))
+    meshes = list(dict.fromkeys(t._spec.mesh for t in tensors_of(args, kwargs) if isinstance(t, DTensor)))
     if len(meshes) > 1:
         raise ValueError(
-            f"{_name(func)}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the"
+            f"{name_of(func)}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the"
             " other's mesh first"
         )
     return meshes[0]

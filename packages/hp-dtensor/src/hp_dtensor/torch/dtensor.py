@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,22 @@ _OWN = frozenset(  # not a copy's
     "_spec _called_in _link _meets_plain _moved_from _node_taken _outside_graphs _passed_by _reads _retired"
     " _shadows _strides".split()
 )
+
+_from_local: Callable[..., DTensor]
+_relayout: Callable[..., DTensor]
+_on_local_gradient: Callable[[DTensor, Callable[[Any], Any]], Any]
+
+
+def install(from_local: Any, relayout: Any, on_local_gradient: Any) -> None:
+    """Set the functions that stand on this module; `hp_dtensor.torch` hands them over once.
+
+    Args:
+        from_local: what `DTensor.from_local` does.
+        relayout: what `DTensor.redistribute` does.
+        on_local_gradient: makes a hook of local gradients out of one of DTensors.
+    """
+    global _from_local, _relayout, _on_local_gradient
+    _from_local, _relayout, _on_local_gradient = from_local, relayout, on_local_gradient
 
 
 def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:
@@ -118,9 +134,7 @@ class DTensor(torch.Tensor):
                 this rank's part, or (``run_check``) ranks that disagree.
             NotImplementedError: parts of a max, min or product that require gradients.
         """
-        from hp_dtensor.torch.api import from_local
-
-        return from_local(
+        return _from_local(
             local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
         )
 
@@ -180,9 +194,7 @@ class DTensor(torch.Tensor):
                 is sent.
             NotImplementedError: a dtype together with another mesh.
         """
-        from hp_dtensor.torch.transfer import relayout
-
-        return relayout(self, device_mesh, placements, async_op, forward_dtype, backward_dtype)
+        return _relayout(self, device_mesh, placements, async_op, forward_dtype, backward_dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, plain, on every rank; differentiable."""
@@ -324,16 +336,7 @@ class DTensor(torch.Tensor):
         autograd.refuse_late(self, "register_hook")
         autograd.retire_shadows(self)  # their gradients would pass the hook by
         _impl(_grad_fn, (), (self,))  # torch dies where it first makes this for a view whose base was written
-        from hp_dtensor.torch.gradient_hooks import on_local_gradient
-
-        return _impl(T.register_hook, (), (self, on_local_gradient(self, hook)))
-
-    # ---- interception ----
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from hp_dtensor.torch import dispatch  # replaced by dispatch.install() at its import
-
-        return dispatch.dispatch(func, types, args, kwargs)
+        return _impl(T.register_hook, (), (self, _on_local_gradient(self, hook)))
 
     # ---- copies, pickles, text ----
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:

@@ -11,10 +11,11 @@ import hp_dtensor.rules.moving
 import hp_dtensor.rules.neural  # noqa: F401  (they define the rules)
 from hp_dtensor.rules.equation import RULES
 from hp_dtensor.torch import filling, local, result_shapes
+from hp_dtensor.torch.calls import functions_of
 from hp_dtensor.torch.plans import Binding
 from hp_platform.torch import heavy
 
-__all__ = ["BINDINGS", "bind", "functions_of"]
+__all__ = ["BINDINGS", "bind"]
 
 T = torch.Tensor
 BINDINGS: dict[Any, Binding] = {}
@@ -29,14 +30,6 @@ def _signature(text: str) -> tuple[tuple[str, Any], ...]:
         if default.lstrip("-").isdigit():
             made[-1] = (name, int(default))
     return tuple(made)
-
-
-def functions_of(names: str) -> list[Any]:
-    """The torch functions of these names, wherever torch has them."""
-    internal: Any = torch._C
-    places = (torch, T, F, torch.special, torch.linalg, torch.functional, internal._nn, internal._VariableFunctions)
-    found = {getattr(place, name): None for name in names.split() for place in places if hasattr(place, name)}
-    return [func for func in found if callable(func)]
 
 
 def bind(rule: str, functions: Any, signature: str | None = None, operands: str | None = None, **options: Any) -> None:

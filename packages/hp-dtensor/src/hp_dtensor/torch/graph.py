@@ -19,7 +19,7 @@ from hp_dtensor.gradients import varying
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec import TensorSpec, meshes, named, normalize
-from hp_dtensor.torch import autograd, dispatch
+from hp_dtensor.torch import autograd, dispatch, special
 from hp_dtensor.torch.copied_view import REFUSED
 from hp_dtensor.torch.dtensor import wrap
 from hp_dtensor.torch.missing import writes_first
@@ -96,8 +96,6 @@ def enter() -> None:
 @constant
 def question(func: Any) -> str:
     """How ``func`` is traced: a kind of metadata, ``"local"``, ``"same"``, ``"dropout"``, or ``"plan"``."""
-    from hp_dtensor.torch import special
-
     if type(func) is str:  # an override's name
         func = getattr(T, func)
     kinds = {T.size: "size", T.dim: "dim", T.ndimension: "dim", T.numel: "numel", T.nelement: "numel", T.__len__: "len"}

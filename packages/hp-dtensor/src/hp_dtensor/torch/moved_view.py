@@ -22,9 +22,8 @@ import torch
 
 from hp_dtensor.modes import implicit_replication
 from hp_dtensor.placements import Placement
-from hp_dtensor.torch import dispatch
+from hp_dtensor.torch.calls import functions_of, tensors_of
 from hp_dtensor.torch.dtensor import DTensor, redistribute
-from hp_dtensor.torch.functions import functions_of
 from hp_dtensor.torch.kept import HANDED_OUT
 from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
 from hp_dtensor.torch.part_of_view import part_of
@@ -145,7 +144,7 @@ class MovedView(DTensor):
                 f" be moved: use {func.__name__[:-1]}, or clone() it first"
             )
         if func in _SEVERAL:
-            return dispatch._SPECIAL[func](func, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         if func is not T.__hash__:
             for view in views:
                 _follow(view)
@@ -231,7 +230,7 @@ def _views_of_views(func: Any, args: Any, kwargs: Any, out: Any, views: list[Any
 
 def _picks(func: Any, args: Any) -> bool:
     """Whether ``func`` is an index with tensors in it, which gives a copy."""
-    return func is T.__getitem__ and any(True for _ in dispatch._tensors(args[1:], {}))
+    return func is T.__getitem__ and any(True for _ in tensors_of(args[1:], {}))
 
 
 # ---- where a view lies ----

@@ -16,8 +16,9 @@ from hp_dtensor.torch.asking import without_modes
 from hp_dtensor.torch.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.empty_parts import with_the_others
+from hp_dtensor.torch.moved_view import MAY_COPY, VIEWS, link
 from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
-from hp_dtensor.torch.strides import Settle
+from hp_dtensor.torch.settle import Settle
 
 __all__ = ["Binding", "Call", "Plan", "make_plan"]
 
@@ -268,13 +269,11 @@ def _finish(plan: Plan, func: Any, specs: Iterable[TensorSpec]) -> None:
         func: the function.
         specs: the operands' layouts and the results'.
     """
-    from hp_dtensor.torch import moved_view
-
-    if plan.fixes and func in moved_view.VIEWS:
+    if plan.fixes and func in VIEWS:
         plan.copied = True
-        plan.finish = lambda out, args, kwargs: moved_view.link(out, func, args, kwargs)
-    elif (func in moved_view.VIEWS or func in moved_view.MAY_COPY) and any(spec.thin for spec in specs):
-        plan.finish = Settle(func, func in moved_view.MAY_COPY)
+        plan.finish = lambda out, args, kwargs: link(out, func, args, kwargs)
+    elif (func in VIEWS or func in MAY_COPY) and any(spec.thin for spec in specs):
+        plan.finish = Settle(func, func in MAY_COPY)
 
 
 def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
@@ -283,8 +282,6 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     Raises:
         NoLegalPlacement: an in-place call that would have to move what it writes to.
     """
-    from hp_dtensor.torch.moved_view import VIEWS
-
     call = Call(func, tuple(args), dict(kwargs))
     _collect(call, binding)
     given = [tensor for tensor in call.tensors if tensor is not None]

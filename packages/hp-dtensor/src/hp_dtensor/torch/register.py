@@ -11,6 +11,7 @@ import torch
 from hp_dtensor.rules.acceptable import check_results, choose
 from hp_dtensor.rules.factors import Solution
 from hp_dtensor.torch import dispatch, missing
+from hp_dtensor.torch.calls import name_of
 from hp_dtensor.torch.dtensor import DTensor, local_of
 from hp_dtensor.torch.functions import BINDINGS
 from hp_dtensor.torch.plans import Binding, Call
@@ -65,7 +66,7 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
             named = {name: _described(value) for name, value in call.kwargs.items()}
             given = [tensor for tensor in call.tensors if tensor is not None]
             sizes = [tensor.element_size() for tensor in given]
-            return choose(dispatch._name(call.func), rule(*values, **named), call.specs, sizes, shapes)
+            return choose(name_of(call.func), rule(*values, **named), call.specs, sizes, shapes)
 
         for form in ops:
             BINDINGS[form] = Binding("registered", solve=solve, local=_checked, hot=False)
@@ -81,7 +82,7 @@ def _forms(op: Any) -> list[Any]:
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
     if missing.writes(op):
         raise NotImplementedError(
-            f"register_sharding: {op if isinstance(op, torch._ops.OpOverload) else dispatch._name(op)} writes"
+            f"register_sharding: {op if isinstance(op, torch._ops.OpOverload) else name_of(op)} writes"
             " to its arguments, which a registered rule can't express; run it on local tensors with custom_shard"
         )
     if isinstance(op, torch._ops.OpOverload):
@@ -126,7 +127,7 @@ def _checked(call: Call) -> Any:
         made = [
             value for value in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(value, torch.Tensor)
         ]
-        check_results(dispatch._name(func), "operation", [value.shape for value in made], layouts)
+        check_results(name_of(func), "operation", [value.shape for value in made], layouts)
         return out
 
     return run

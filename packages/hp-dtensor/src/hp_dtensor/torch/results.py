@@ -8,7 +8,7 @@ import torch
 
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import dispatch
+from hp_dtensor.torch.calls import name_of, tensors_of
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
 
@@ -30,8 +30,8 @@ def write_out(func: Any, args: Any, kwargs: Any) -> Any:
     named = {name: value for name, value in kwargs.items() if name != "out"}
     several = isinstance(kwargs["out"], (list, tuple))
     outs = list(kwargs["out"]) if several else [kwargs["out"]]
-    operands: list[Any] = list(dispatch._tensors(args, named))
-    what = f"{dispatch._name(func)} with out="
+    operands: list[Any] = list(tensors_of(args, named))
+    what = f"{name_of(func)} with out="
     if not all(isinstance(tensor, DTensor) for tensor in outs):
         plain = next(tensor for tensor in outs if not isinstance(tensor, DTensor))
         raise ValueError(

@@ -30,6 +30,7 @@ from hp_dtensor.torch import (
     transforms,
     whole,
 )
+from hp_dtensor.torch.calls import tensors_of
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.dtensor import _rebuild as rebuild
 from hp_dtensor.torch.functions import bind
@@ -148,7 +149,7 @@ def _elementwise(complete: Any) -> Handler:
     """The larger or the smaller of two."""
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
-        watched = torch.is_grad_enabled() and any(t.requires_grad for t in dispatch._tensors(args, kwargs))
+        watched = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(args, kwargs))
         return dispatch.planned(complete if watched else func, args, kwargs)
 
     return handle

@@ -10,11 +10,10 @@ import torch
 from hp_dtensor.strides import contiguous, of_whole
 from hp_dtensor.torch.asking import without_modes
 
-__all__ = ["Settle", "keep", "local_strides", "note", "on_one_device", "storage_of", "strides_of"]
+__all__ = ["keep", "local_strides", "note", "on_one_device", "storage_of", "strides_of"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
-_same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def local_strides(x: Any) -> tuple[int, ...]:
@@ -81,53 +80,6 @@ def _asked_once(
 ) -> tuple[list[torch.Tensor], bool]:
     """``_on_meta``; torch's meta functions take longer than a plan. ``kinds``: ``True`` and ``1`` are one key."""
     return _on_meta(func, shape, strides, dtype, rest, named)
-
-
-class Settle:
-    """Makes what a planned call gave of a thin DTensor a view on all ranks or a copy on all, and notes its strides.
-
-    What that is depends on the strides of the operand alone: it is asked once for each, as a plan is.
-
-    Args:
-        func: a function that gives views, or may; its layouts and its other arguments are those of one plan.
-        may_copy: it gives a copy where strides don't allow a view.
-    """
-
-    __slots__ = ("_func", "_known", "_may_copy")
-
-    def __init__(self, func: Any, may_copy: bool) -> None:
-        self._func, self._may_copy = func, may_copy
-        self._known: dict[Any, tuple[list[torch.Tensor], bool, Any]] = {}
-
-    def __call__(self, out: Any, args: Any, kwargs: Any) -> Any:
-        source = args[0] if args else kwargs["input"]
-        strides = source.__dict__.get("_strides") if source._spec.thin else local_strides(source)
-        known = self._known.get(strides)
-        if known is None:
-            known = self._known[strides] = self._ask(out, source, args, kwargs)
-        made, is_view, noted = known
-        if self._may_copy and is_view is not _same_memory(out, source):
-            if is_view:
-                from hp_dtensor.torch import moved_view
-
-                return moved_view.linked(out, source, self._func, args, kwargs, made)
-            spec, out = out._spec, _impl(T.clone, (), (out,), {"memory_format": torch.contiguous_format})
-            out.__class__, out._spec = source.__class__, spec
-        if noted is not None:
-            for x, strides in zip(out if isinstance(out, (list, tuple)) else (out,), noted, strict=True):
-                if x is not source:  # `contiguous` may give its operand
-                    x._strides = strides
-        return out
-
-    def _ask(self, out: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool, Any]:
-        """What one device gives, whether that is a view, and the strides to note, None where nothing is."""
-        made, is_view = on_one_device(self._func, source, args, kwargs)
-        specs = [x._spec for x in (out if isinstance(out, (list, tuple)) else (out,))]
-        noted = [
-            meta.stride() if spec.thin and meta.stride() != contiguous(spec.shape) else None
-            for spec, meta in zip(specs, made, strict=True)
-        ]
-        return made, is_view, noted if any(noted) else None
 
 
 def storage_of(x: Any) -> Any:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from hp_dtensor.placements import Replicate
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch import dispatch, missing, moved_view, random
+from hp_dtensor.torch.calls import functions_of, name_of, tensors_of
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
-from hp_dtensor.torch.functions import functions_of
 
 __all__ = ["on_whole", "special"]
 
@@ -65,7 +65,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
         kwargs: its keyword arguments.
         untold: values are compared to find what was written to, since ``func`` doesn't count versions.
     """
-    if any(type(t) is not DTensor for t in dispatch._tensors(args, kwargs)):
+    if any(type(t) is not DTensor for t in tensors_of(args, kwargs)):
         args, kwargs = dispatch._replicate_plain(func, args, kwargs)
     mesh = dispatch.mesh_of(func, args, kwargs)
     gathered: list[tuple[DTensor, T, Any, bool]] = []
@@ -113,7 +113,7 @@ def _replicated(value: T, mesh: Any) -> DTensor:
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     """A random function: the ranks' generators are compared once."""
-    some = next(t for t in dispatch._tensors(args, kwargs) if isinstance(t, DTensor))
+    some = next(t for t in tensors_of(args, kwargs) if isinstance(t, DTensor))
     random.compare_generators(dispatch.mesh_of(func, args, kwargs), some.device)
     return on_whole(func, args, kwargs)
 
@@ -127,7 +127,7 @@ def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _refuse(why: str) -> Any:
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError(f"{dispatch._name(func)} of a DTensor: {why}")
+        raise NotImplementedError(f"{name_of(func)} of a DTensor: {why}")
 
     return handle
 
