@@ -15,8 +15,11 @@ from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard  # type: ignore[attr-defined]
 from mindspore.ops import Primitive, primitive
 
+import hp_dtensor.mindspore.functions
+import hp_dtensor.mindspore.neural  # noqa: F401  (both fill the table)
 from hp_dtensor.mindspore import compiled
 from hp_dtensor.mindspore.autograd import alias, local_only
+from hp_dtensor.mindspore.bindings import BINDINGS
 from hp_dtensor.mindspore.drawing import DRAWING, draw
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
 from hp_dtensor.mindspore.extremes import EXTREMES, extreme
@@ -150,10 +153,6 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
 
 
 def _make(call: Call) -> Plan:
-    import hp_dtensor.mindspore.functions
-    import hp_dtensor.mindspore.neural  # noqa: F401  (both fill the table)
-    from hp_dtensor.mindspore.bindings import BINDINGS
-
     binding = BINDINGS.get(call.name)
     given = [t for t in _tensors((*call.args, *call.kwargs.values())) if isinstance(t, DTensor)]
     shown = ", ".join(f"{t._spec.shape} {t._spec.placements}" for t in given)

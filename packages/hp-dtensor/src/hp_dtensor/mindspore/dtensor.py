@@ -8,7 +8,7 @@ pass runs with no dispatch at all. A Parameter stays the Parameter that it is: i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mindspore import Parameter, Tensor, mint, ops
@@ -25,6 +25,25 @@ from hp_dtensor.spec import TensorSpec, normalize
 __all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "unwrap", "wrap"]
 
 _shape = TensorPy.shape.__get__
+_DParameter: type[DTensor]
+_from_local: Callable[..., DTensor]
+_get_item: Callable[[DTensor, Any], Any]
+_set_item: Callable[[DTensor, Any, Any], Any]
+_dispatch: Callable[[Any, Any, Any], Any]
+
+
+def install(parameter: type[DTensor], from_local: Any, get_item: Any, set_item: Any, dispatch: Any) -> None:
+    """Set the class and the functions that stand on this module; `hp_dtensor.mindspore` hands them over once.
+
+    Args:
+        parameter: the class of a Parameter that is a DTensor.
+        from_local: what `DTensor.from_local` does.
+        get_item: what ``x[index]`` does.
+        set_item: what ``x[index] = value`` does.
+        dispatch: runs what ``__fallback__`` intercepts.
+    """
+    global _DParameter, _from_local, _get_item, _set_item, _dispatch
+    _DParameter, _from_local, _get_item, _set_item, _dispatch = parameter, from_local, get_item, set_item, dispatch
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
@@ -37,9 +56,7 @@ def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
     if not isinstance(local, DTensor):
         local._plain_class = type(local)  # of a Parameter a class that MindSpore makes
     if isinstance(local, Parameter):
-        from hp_dtensor.mindspore.parameter import DParameter
-
-        local.__class__ = DParameter
+        local.__class__ = _DParameter
     else:
         local.__class__ = DTensor
     local._spec = spec
@@ -114,9 +131,7 @@ class DTensor(Tensor):
             ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not
                 this rank's part, or (``run_check``) ranks that disagree.
         """
-        from hp_dtensor.mindspore.api import from_local
-
-        return from_local(
+        return _from_local(
             local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
         )
 
@@ -285,14 +300,10 @@ class DTensor(Tensor):
 
     # ---- indexing ----
     def __getitem__(self, index: Any) -> Any:
-        from hp_dtensor.mindspore.indexing import get_item
-
-        return get_item(self, index)
+        return _get_item(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> Any:
-        from hp_dtensor.mindspore.indexing import set_item
-
-        return set_item(self, index, value)
+        return _set_item(self, index, value)
 
     __radd__ = _reflected("__radd__", ops.add)
     __rsub__ = _reflected("__rsub__", ops.sub)
@@ -318,9 +329,7 @@ class DTensor(Tensor):
 
     # ---- interception ----
     def __fallback__(self, func: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from hp_dtensor.mindspore.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
 
     # ---- copies, text ----
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
