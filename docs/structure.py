@@ -2,7 +2,7 @@
 
     python docs/structure.py            the working tree
     python docs/structure.py REVISION   a commit, tag or branch
-    python docs/structure.py --check    fail where the working tree imports another package's internals
+    python docs/structure.py --check    fail where the working tree has a circle or imports another package's internals
 
 A wing is `neutral`, `torch` or `mindspore`, by the folder a module is in. Code is what is left of the lines without
 docstrings, comments and blank ones. An import counts wherever it stands, in a function too, but not under
@@ -53,14 +53,14 @@ def main() -> None:
     """Print the tables of the working tree or of a revision."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", help="default: the working tree")
-    parser.add_argument("--check", action="store_true", help="print undeclared imports alone; the status tells of any")
+    parser.add_argument("--check", action="store_true", help="print what is refused alone; the status tells of any")
     options = parser.parse_args()
     revision = options.revision
     if options.check:
-        undeclared = sorted(internals(read(ROOT)))
-        for package, name in undeclared:
-            print(f"{package} imports {name}: export what it needs in an `extend` module and import it from there")
-        sys.exit(bool(undeclared))
+        errors = list(complaints(read(ROOT)))
+        for error in errors:
+            print(error)
+        sys.exit(bool(errors))
     if revision is None:
         print("\n".join(tables(read(ROOT))))
         return
@@ -185,6 +185,19 @@ def internals(modules: dict[str, Module]) -> Counter[tuple[str, str]]:
             if target.package != module.package and not declared:
                 counts[module.package, other] += 1
     return counts
+
+
+def complaints(modules: dict[str, Module]) -> Iterator[str]:
+    """Say what `--check` refuses: imports of internals, and circles, those that an import in a function closes too."""
+    for package, name in sorted(internals(modules)):
+        yield f"{package} imports {name}: export what it needs in an `extend` module and import it from there"
+    for ring in circles(modules):
+        edges = [f"{name} -> {other}" for name in ring for other in sorted(modules[name].imports.intersection(ring))]
+        yield (
+            f"{len(ring)} modules import each other in a circle ({', '.join(edges)}): move what both ends need into a"
+            " module below them, or hand a function over as `hp_dtensor.torch` does with `dtensor.install`; an import"
+            " inside a function counts too"
+        )
 
 
 def tables(modules: dict[str, Module]) -> Iterator[str]:
