@@ -9,7 +9,8 @@ from hp_testing.conformance import mismatches
 
 
 @pytest.mark.parametrize(
-    ("protocol", "get"), [(port.ModelStates, port.model_states), (port.Optimizers, port.optimizers)]
+    ("protocol", "get"),
+    [(port.ModelStates, port.model_states), (port.Optimizers, port.optimizers), (port.Sharding, port.sharding)],
 )
 def test_all_primitives_are_there(protocol, get):
     assert mismatches(protocol, get()) == []

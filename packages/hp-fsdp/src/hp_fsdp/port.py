@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from hp_dtensor import DeviceMesh
+from hp_fsdp.anatomy import Anatomy
 from hp_fsdp.from_rank0 import Wire
+from hp_fsdp.options import GroupOptions
 from hp_platform.extend import load_port
 
-__all__ = ["ModelStates", "OptimizerStates", "Optimizers", "model_states", "optimizers"]
+__all__ = ["ModelStates", "OptimizerStates", "Optimizers", "Sharding", "model_states", "optimizers", "sharding"]
 
 
 State = dict[str, Any]
+
+
+class Sharding(Protocol):
+    """Shard modules; `<framework>/api.py`.
+
+    Attributes:
+        DTYPE: the class of dtypes.
+        ZERO_COPY: collectives read and write the parameters' memory.
+        ANY_DIM: parameters can be sharded along another dim than the first.
+        BACKWARD_RETURNS_GRADIENTS: a backward pass returns its gradients, so it waits for their reductions.
+    """
+
+    DTYPE: type
+    ZERO_COPY: bool
+    ANY_DIM: bool
+    BACKWARD_RETURNS_GRADIENTS: bool
+
+    def modules_of(self, module: Any) -> Sequence[Any]:
+        """List the modules of a group: one, or several where the framework allows it."""
+        ...
+
+    def anatomy(self) -> Anatomy:
+        """Get where modules have their parts."""
+        ...
+
+    def check_module(self, module: Any) -> None:
+        """Raise for what `fully_shard` cannot be called on."""
+        ...
+
+    def shard(
+        self,
+        modules: Sequence[Any],
+        mesh: DeviceMesh | None,
+        options: GroupOptions,
+        ignored_params: Collection[Any] = (),
+    ) -> None:
+        """Shard modules as one group, with arguments that were checked."""
+        ...
 
 
 class ModelStates(Protocol):
@@ -90,6 +131,11 @@ class Optimizers(Protocol):
     def adapted(self, optimizers: Any) -> Sequence[OptimizerStates]:
         """Wrap one optimizer or several."""
         ...
+
+
+def sharding() -> Sharding:
+    """Get the framework's way to shard modules."""
+    return load_port(Sharding, "api")
 
 
 def model_states() -> ModelStates:

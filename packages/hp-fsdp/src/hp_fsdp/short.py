@@ -1,4 +1,4 @@
-"""Short forms of `fully_shard`, whatever the framework: options by ZeRO level, and which modules to call it on.
+"""Short forms of `fully_shard`: options by ZeRO level, and which modules to call it on.
 
 Note [Axes of hsdp]
     `hsdp` is given no mesh. Plain parameters are sharded over the ranks that those of a group inside are, and where
@@ -13,18 +13,21 @@ Note [Axes of hsdp]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_dtensor.extend import TensorSpec
+from hp_fsdp.anatomy import Anatomy
 from hp_fsdp.norms import spec_of
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.port import sharding
 from hp_platform import get_platform
 
-__all__ = ["Anatomy", "HsdpOptions", "hsdp_mesh", "hsdp_options", "modules_by_size"]
+__all__ = ["hsdp", "modules_by_size"]
+
+M = TypeVar("M")
 
 DATA_NAMES = frozenset("dp ddp fsdp hsdp data batch cp context rep replica replicas replicate shard".split())
 PIPELINE_NAMES = frozenset("pp pipe pipeline stage stages".split())
@@ -33,163 +36,120 @@ TINY = 16
 """A group of less than one part in so many of the wanted size is not worth collectives of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Anatomy:
-    """Where a framework's modules have their parts.
+def hsdp(
+    module: M,
+    shard_size: int = -1,
+    threshold: int = 64,
+    optimizer_level: str = "level1",
+    enable_grad_accumulation: bool = False,
+    grad_scale: float = 1.0,
+    reduce_dtype: Any = None,
+    comm_async: bool = False,
+    comm_fusion: bool = False,
+    bucket_size: int = -1,
+) -> M:
+    """Make one group of a module, as `fully_shard`, by ZeRO level and number of ranks.
 
-    Attributes:
-        parameters: the attribute that maps names to parameters.
-        children: the attribute that maps names to modules.
-        sharded: the class of modules that `fully_shard` was called on.
-        computes: whether a module has a forward of its own.
-        nbytes: of a parameter, whole.
-    """
+    | level | sharded | parameters are gathered |
+    | --- | --- | --- |
+    | ``"level1"`` | optimizer states | once a step, at the first forward, and stay until the optimizer has stepped |
+    | ``"level2"`` | gradients, too | the same |
+    | ``"level3"`` | parameters, too | for each forward and for each backward (the outermost module's: once) |
 
-    parameters: str
-    children: str
-    sharded: type
-    computes: Callable[[Any], bool]
-    nbytes: Callable[[Any], int]
+    On MindSpore parameters stay until the step's last backward. Levels 1 and 2 are one: gradients are reduce-scattered
+    in both, which moves half of what an all-reduce does. Only under ``set_requires_gradient_sync(False)`` do they
+    accumulate whole, at any level.
 
-    def children_of(self, module: Any) -> Iterator[Any]:
-        """The modules directly inside."""
-        return (child for child in getattr(module, self.children).values() if child is not None)
-
-    def modules(self, module: Any) -> list[Any]:
-        """``module`` and all inside, each once, outer before inner."""
-        found: dict[int, Any] = {}
-        waiting = [module]
-        while waiting:
-            current = waiting.pop()
-            if id(current) not in found:
-                found[id(current)] = current
-                waiting += reversed(list(self.children_of(current)))
-        return list(found.values())
-
-    def uses(self, module: Any) -> Iterator[Any]:
-        """Each parameter of ``module``, as often as it is registered."""
-        for each in self.modules(module):
-            yield from (parameter for parameter in getattr(each, self.parameters).values() if parameter is not None)
-
-    def bytes_of(self, module: Any, taken: Collection[int] = ()) -> int:
-        """Bytes of the parameters of a module that no group has yet.
-
-        Args:
-            module: the module.
-            taken: ids of parameters to leave out.
-        """
-        return sum(self.nbytes(parameter) for parameter in self.free(module) if id(parameter) not in taken)
-
-    def free(self, module: Any) -> list[Any]:
-        """The parameters of a module that no group has yet, each once."""
-        owned = {
-            id(parameter)
-            for each in self.modules(module)
-            if isinstance(each, self.sharded)
-            for parameter in self.uses(each)
-        }
-        return list({id(p): p for p in self.uses(module) if id(p) not in owned}.values())
-
-
-@dataclass(frozen=True, slots=True)
-class HsdpOptions:
-    """The arguments of `hsdp`, checked.
-
-    Attributes:
-        group: how its parameters communicate.
-        shard_size: as given.
-        stays: gathered parameters stay until the optimizer has stepped.
-        accumulates: gradients are kept unsharded until a sync is asked for.
-        grad_scale: what reduced gradients are multiplied by.
-        comm_async: the end of a backward pass does not wait for reductions.
-    """
-
-    group: GroupOptions
-    shard_size: int
-    stays: bool
-    accumulates: bool
-    grad_scale: float
-    comm_async: bool
-
-    def setup(self, module: Any) -> None:
-        """Tells a module that was sharded what `fully_shard` has no argument for."""
-        for group in module._groups(False):
-            group.reshard_after_backward = not self.stays
-            group.reduces = not self.accumulates
-            group.scale = float(self.grad_scale)
-            group.waits = not self.comm_async
-
-
-def hsdp_options(
-    *,
-    shard_size: Any,
-    threshold: Any,
-    optimizer_level: Any,
-    enable_grad_accumulation: Any,
-    grad_scale: Any,
-    reduce_dtype: Any,
-    comm_async: Any,
-    comm_fusion: Any,
-    bucket_size: Any,
-    dtype_class: type,
-) -> HsdpOptions:
-    """Checks the arguments of `hsdp`.
+    Example:
+        >>> for layer in model.layers:
+        ...     hsdp(layer, optimizer_level="level3")
+        >>> hsdp(model, optimizer_level="level3")
 
     Args:
-        shard_size: as given, like all but the last.
-        threshold: in KiB.
-        optimizer_level: one of `LEVELS`.
-        enable_grad_accumulation: a bool.
-        grad_scale: a number.
-        reduce_dtype: a dtype or None.
-        comm_async: a bool.
-        comm_fusion: a bool.
-        bucket_size: in KiB.
-        dtype_class: the framework's class of dtypes.
+        module: inner modules first, the model last. Its parameters' own layouts say which axes are those of data
+            parallelism: with one on a whole mesh (`shard_module`), those on which all are replicated; with one on a
+            slice (styles on ``mesh["tp"]``), the other axes of the mesh; plain ones have all ranks.
+        shard_size: ranks of a shard group; with fewer than all, groups are replicas of one another. 1 is plain data
+            parallelism: parameters stay whole, and their gradients are averaged. Default -1: all.
+        threshold: parameters of less than so many KiB, whole, stay whole on each rank. Default 64.
+        optimizer_level: see above. Default ``"level1"``.
+        enable_grad_accumulation: backward passes add up gradients without communication, until
+            ``set_requires_gradient_sync(True)`` asks for the next ones to reduce. Default False: all reduce.
+        grad_scale: what reduced gradients are multiplied by. Default 1.
+        reduce_dtype: gradients are reduced in this dtype. Default: their own.
+        comm_async: backward returns while reductions are under way: `hsdp_sync_stream` waits for them, as do an
+            optimizer's step and `clip_grad_norm_`. Default False: backward waits. Not on MindSpore,
+            whose backward passes return their gradients.
+        comm_fusion: parameters are gathered, and their gradients reduced, together. Default False: one by one.
+        bucket_size: with ``comm_fusion``, what is communicated as one holds no more than so many KiB of parameters, but
+            one parameter at least; 0 is one by one. Default -1: no limit.
+
+    Returns:
+        ``module``.
 
     Raises:
-        ValueError, TypeError: see `hsdp`.
+        ValueError: an argument out of its range, a ``shard_size`` that does not divide the number of ranks, or a
+            ``bucket_size`` without ``comm_fusion``.
+        TypeError: an argument of another type, or something that is no module.
+        NotImplementedError: ``comm_async=True`` on MindSpore.
     """
+    port = sharding()
+    port.check_module(module)
     if optimizer_level not in LEVELS:
         raise ValueError(f"hsdp: optimizer_level must be one of {', '.join(LEVELS)}, got {optimizer_level!r}")
-    if not _is_int(threshold) or threshold < 0:
-        raise ValueError(f"hsdp: threshold must be a number of KiB, 0 or more, got {threshold!r}")
-    if not _is_int(shard_size) or (shard_size < 1 and shard_size != -1):
-        raise ValueError(f"hsdp: shard_size must be -1 or a number of ranks, got {shard_size!r}")
-    if not _is_int(bucket_size) or bucket_size < -1:
-        raise ValueError(f"hsdp: bucket_size must be -1 (no limit) or a number of KiB, got {bucket_size!r}")
-    for name, value in (
-        ("enable_grad_accumulation", enable_grad_accumulation),
-        ("comm_async", comm_async),
-        ("comm_fusion", comm_fusion),
-    ):
-        if not isinstance(value, bool):
-            raise TypeError(f"hsdp: {name} must be True or False, got {value!r}")
+    _check_sizes(threshold, shard_size, bucket_size)
+    _check_switches(enable_grad_accumulation=enable_grad_accumulation, comm_async=comm_async, comm_fusion=comm_fusion)
     if isinstance(grad_scale, bool) or not isinstance(grad_scale, (int, float)) or not 0 < grad_scale < math.inf:
         raise ValueError(f"hsdp: grad_scale must be a finite number above 0, got {grad_scale!r}")
-    if reduce_dtype is not None and not isinstance(reduce_dtype, dtype_class):
-        raise TypeError(f"hsdp: reduce_dtype must be a {dtype_class.__name__} or None, got {reduce_dtype!r}")
+    if reduce_dtype is not None and not isinstance(reduce_dtype, port.DTYPE):
+        raise TypeError(f"hsdp: reduce_dtype must be a {port.DTYPE.__name__} or None, got {reduce_dtype!r}")
     if bucket_size > 0 and not comm_fusion:
         raise ValueError(
             f"hsdp: bucket_size={bucket_size} limits what is communicated as one, but comm_fusion=False communicates"
             " each parameter by itself. Use comm_fusion=True, or leave bucket_size out"
         )
+    if comm_async and port.BACKWARD_RETURNS_GRADIENTS:
+        raise NotImplementedError(
+            "hsdp(comm_async=True): on MindSpore each backward pass returns its gradients, so its reductions are over"
+            " when it is. Leave comm_async out; to put reductions off use enable_grad_accumulation=True"
+        )
     stays = optimizer_level != "level3"
-    group = GroupOptions(
+    options = GroupOptions(
         policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         reshard_after_forward=not stays,
         by_parameter=not comm_fusion or bucket_size == 0,
         threshold=math.inf if shard_size == 1 else threshold * 1024,
         bucket_bytes=bucket_size * 1024 if bucket_size > 0 else None,
     )
-    return HsdpOptions(group, shard_size, stays, enable_grad_accumulation, grad_scale, comm_async)
+    port.shard([module], _mesh(module, port.anatomy(), shard_size), options)
+    for group in module._groups(False):  # type: ignore[attr-defined]
+        group.reshard_after_backward = not stays
+        group.reduces = not enable_grad_accumulation
+        group.scale = float(grad_scale)
+        group.waits = not comm_async
+    return module
+
+
+def _check_sizes(threshold: Any, shard_size: Any, bucket_size: Any) -> None:
+    if not _is_int(threshold) or threshold < 0:
+        raise ValueError(f"hsdp: threshold must be a number of KiB, 0 or more, got {threshold!r}")
+    if not _is_int(shard_size) or (shard_size < 1 and shard_size != -1):
+        raise ValueError(f"hsdp: shard_size must be -1 or a number of ranks, got {shard_size!r}")
+    if not _is_int(bucket_size) or bucket_size < -1:
+        raise ValueError(f"hsdp: bucket_size must be -1 (no limit) or a number of KiB, got {bucket_size!r}")
+
+
+def _check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"hsdp: {name} must be True or False, got {value!r}")
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def hsdp_mesh(module: Any, anatomy: Anatomy, shard_size: int) -> DeviceMesh:
+def _mesh(module: Any, anatomy: Anatomy, shard_size: int) -> DeviceMesh:
     """The axes over which `hsdp` shards a module's group: see Note [Axes of hsdp].
 
     Args:
@@ -275,13 +235,20 @@ def _refuse_axes(names: Sequence[str], spec: TensorSpec, why: str) -> NoReturn:
     )
 
 
-def modules_by_size(model: Any, max_bytes: int, anatomy: Anatomy) -> list[Any]:
-    """The modules to call `fully_shard` on; see the frameworks' functions of this name.
+def modules_by_size(model: M, max_bytes: int) -> list[M]:
+    """List the modules to call `fully_shard` on, so that groups hold at most ``max_bytes`` where modules allow it.
+
+    From the model down, the first modules that are small enough are groups. A module without a forward of its own
+    (``ModuleList``, ``CellList``), one that shares a parameter with others, and one that holds very little is none: its
+    parameters fall to the group around it.
+
+    Example:
+        >>> for module in modules_by_size(model, 64 << 20):
+        ...     fully_shard(module, mesh)
 
     Args:
         model: not sharded yet.
-        max_bytes: of parameters.
-        anatomy: where modules have their parts.
+        max_bytes: of parameters. A single module that directly holds more is a group of its own.
 
     Returns:
         The modules, inner before outer, ``model`` last.
@@ -294,6 +261,7 @@ def modules_by_size(model: Any, max_bytes: int, anatomy: Anatomy) -> list[Any]:
         raise TypeError(f"modules_by_size: max_bytes must be a number of bytes, got {max_bytes!r}")
     if max_bytes < 1:
         raise ValueError(f"modules_by_size: max_bytes must be at least 1, got {max_bytes}")
+    anatomy = sharding().anatomy()
     shared = _uses(anatomy, model)
     found: dict[int, Any] = {}
     taken: set[int] = set()  # ids of parameters that have a group

@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         "two names of one argument",
     ),
     ({"mp_policy": "bf16"}, TypeError, "expected an hp_fsdp.MixedPrecisionPolicy, got str"),
-    ({"mesh": 2}, TypeError, "mesh must be an hp_dtensor.DeviceMesh, got int"),
+    ({"mesh": 2}, TypeError, "mesh must be an hp_dtensor.DeviceMesh, got builtins.int. Make it with"),
 ]
 
 

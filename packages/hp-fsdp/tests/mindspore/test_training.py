@@ -29,7 +29,7 @@ from fsdp_cells import (
 )
 
 from hp_dtensor import DTensor, RaggedShard, SkipDTensorDispatch, init_device_mesh
-from hp_fsdp import MixedPrecisionPolicy, fully_shard, hsdp_sync_stream
+from hp_fsdp import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, hsdp_sync_stream
 from hp_testing import device_type, on_ranks
 
 
@@ -58,6 +58,16 @@ def test_replicated_and_sharded():
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     reference, model = pair(mesh=mesh)
     train(reference, model)
+
+
+@on_ranks(2)
+def test_named_axes_of_a_whole_mesh():
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp", "tp"))
+    reference, model = pair(mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    assert model._hsdp_group.axes.shard_size == 2
+    train(reference, model, steps=2)
+    with pytest.raises(ValueError, match=r"dp_mesh_dims names \['no'\], the mesh has \('dp', 'tp'\)"):
+        fully_shard(seeded(Net), mesh, dp_mesh_dims=DataParallelMeshDims(shard="no"))
 
 
 @on_ranks(2)

@@ -1,134 +1,63 @@
-"""fully_shard.
-
-Note [Layouts on axes of data parallelism]
-    A parameter that `shard_module` or `distribute_module` laid out on a mesh with the axes of data parallelism is one
-    parameter of one program: its module computes with DTensors on that mesh, inputs are divided over ``"dp"`` by their
-    layouts, and the loss is that of the whole batch. `fully_shard` changes where such a parameter is stored, not what
-    is computed. Where it is replicated over those axes it is sharded by pieces, gathered, and its gradient is the
-    program's: on each rank a part of a sum, or the whole. Parts are multiplied by the number of ranks, so that the mean
-    over the ranks that follows is the sum. A parameter that its own layout divides over those axes stays as it is: what
-    computes with it moves it, and its gradient.
-"""
+"""Sharding modules, for `hp_fsdp.fully_shard` and `hp_fsdp.hsdp`."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh
+from hp_fsdp.anatomy import Anatomy
 from hp_fsdp.axes import DataAxes
-from hp_fsdp.mesh_dims import all_ranks, data_axes
+from hp_fsdp.mesh_dims import all_ranks
 from hp_fsdp.optimizers import ignore
-from hp_fsdp.options import GroupOptions, check_options
-from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.options import GroupOptions
 from hp_fsdp.several import roots_of
 from hp_fsdp.torch.group import ParameterGroup
-from hp_fsdp.torch.module import group_of, shard_class
+from hp_fsdp.torch.module import HSDPModule, group_of, shard_class
 from hp_fsdp.torch.optimizers import watch_optimizers
 from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
 from hp_platform import get_platform
 
-__all__ = ["check_module", "fully_shard", "shard"]
+__all__ = [
+    "ANY_DIM",
+    "BACKWARD_RETURNS_GRADIENTS",
+    "DTYPE",
+    "ZERO_COPY",
+    "anatomy",
+    "check_module",
+    "modules_of",
+    "shard",
+]
 
-M = TypeVar("M")
+DTYPE = torch.dtype
+ZERO_COPY = True
+ANY_DIM = True
+BACKWARD_RETURNS_GRADIENTS = False
 
 
-def fully_shard(
-    module: M,
-    mesh: DeviceMesh | None = None,
-    *,
-    reshard_after_forward: bool | int = True,
-    mixed_precision: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    comm_fusion: bool = True,
-    comm_fusion_zero_copy: bool | None = None,
-    shard_placement_fn: Callable[..., Any] | None = None,
-    ignored_params: Collection[nn.Parameter] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    deterministic: bool = False,
-    dp_mesh_dims: Any = None,
-) -> M:
-    """Shards a module's parameters, gradients and optimizer states over the ranks of data parallelism.
+def modules_of(module: Any) -> list[nn.Module]:
+    """List the modules of a group: one, or those of a list that are not inside others of it."""
+    return roots_of(module, nn.Module, lambda each: each.modules())
 
-    The parameters that no sharded module inside has become one group: gathered together before the module's forward and
-    backward, freed after them, their gradients reduced together. So call it on the blocks of a model first, and on the
-    model last. Gradients are the mean over the ranks: those of a single process with the whole batch, where the loss is
-    a mean and each rank has an equal share of the batch.
 
-    Example:
-        >>> for layer in model.layers:
-        ...     fully_shard(layer, mesh)
-        >>> fully_shard(model, mesh)
-        >>> optimizer = torch.optim.AdamW(model.parameters())       # or before: the parameters are the same objects
-
-    Args:
-        module: a module, or a list of modules whose parameters are to be one group: gathered before the first of them
-            that is called, freed after the last. Changed in place: parameters become DTensors with a `RaggedShard`
-            placement, a module's class becomes a subclass of its own and of `HSDPModule`.
-        mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
-            are DTensors on other axes of the same root mesh (tensor parallel) stay so. Those whose own layout is on
-            these axes, too (``shard_module`` on the whole mesh), compute as that layout says, with DTensors on that
-            mesh, and the loss and its gradients are the whole batch's: Note [Layouts on axes of data parallelism].
-            Default: all ranks, where no parameter is a DTensor on another mesh.
-        reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
-            True, which spares the outermost module, whose backward follows at once. A number of ranks that divides the
-            shard axis reshards to groups of that many consecutive ones: they gather again among themselves, and each
-            holds a part of the parameters in between (1 keeps them gathered).
-        mixed_precision: dtypes of computation and communication. Default: the parameters' own.
-        offload_policy: ``CPUOffloadPolicy()`` keeps sharded parameters, their gradients and so the optimizer's step and
-            states on the host. Default: nothing is offloaded.
-        comm_fusion: communicate by group (the default). False communicates each parameter by itself.
-        comm_fusion_zero_copy: None or True: collectives read and write the parameters' memory.
-        shard_placement_fn: called with each parameter; where it returns ``Shard(0)`` the parameter is cut between its
-            rows only, where it returns ``Shard(d)`` of another dim along that one, with that placement, and it is
-            communicated by itself: Note [Cut along another dim]. None cuts it anywhere, with the group; the default.
-        ignored_params: parameters to leave as they are.
-        mp_policy: torch's name for ``mixed_precision``.
-        deterministic: gradients, and norms of `clip_grad_norm_`, are the same bits for any number of ranks that divides
-            the micro-batches of a step among itself, consecutive ones to each rank in the mesh's order. A backward pass
-            is a micro-batch. Each micro-batch's loss must be computed alike, so give it the weight that it has in the
-            whole: ``loss / micro_batches_of_all_ranks`` with ``set_reduce_op_type("sum")``; the number of threads
-            counts, too. Before the last backward pass of a step a rank keeps the unsharded gradients of each of its
-            micro-batches; in the last one their sums are exchanged, see `hp_fsdp.micro_batches`.
-        dp_mesh_dims: names of the axes of data parallelism, where ``mesh`` is the whole mesh: a `DataParallelMeshDims`,
-            or torch's. Default: all axes of ``mesh`` are.
-
-    Returns:
-        ``module``, a list where it is one.
-
-    Raises:
-        ValueError: arguments that contradict each other, a mesh of more than two axes, a module that is sharded
-            already, a parameter that another group has, a size to reshard to that does not divide the shard axis.
-        TypeError: something that is not a module, a mesh or a policy.
-        NotImplementedError: ``comm_fusion_zero_copy=False``; with ``deterministic``, a ``Shard`` of another dim than 0.
-    """
-    modules = roots_of(module, nn.Module, lambda each: each.modules())
-    for each in modules:
-        check_module(each)
-    options = check_options(
-        reshard_after_forward=reshard_after_forward,
-        mixed_precision=mixed_precision,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        comm_fusion=comm_fusion,
-        comm_fusion_zero_copy=comm_fusion_zero_copy,
-        shard_placement_fn=shard_placement_fn,
-        deterministic=deterministic,
-        zero_copy=True,
-        any_dim=True,
+def anatomy() -> Anatomy:
+    """Get where modules have their parts."""
+    return Anatomy(
+        parameters="_parameters",
+        children="_modules",
+        sharded=HSDPModule,
+        computes=_computes,
+        nbytes=lambda parameter: parameter.numel() * parameter.element_size(),
     )
-    mesh = data_axes(mesh, dp_mesh_dims)
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__module__}.{type(mesh).__name__}."
-            " Make it with hp_dtensor.init_device_mesh(device_type, shape, mesh_dim_names=...)"
-        )
-    shard(modules, mesh, options, ignored_params or ())
-    return module
+
+
+def _computes(module: nn.Module) -> bool:
+    """Tell whether a module has a forward of its own, which a plain ``ModuleList`` lacks."""
+    return not (isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward)
 
 
 def shard(
@@ -165,7 +94,7 @@ def check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
     name = type(module).__name__
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+    if not _computes(module):
         raise ValueError(f"fully_shard: {name} has no forward of its own. Call fully_shard on each of its modules")
     if group_of(module) is not None:
         raise ValueError(f"fully_shard: this {name} is sharded already")
