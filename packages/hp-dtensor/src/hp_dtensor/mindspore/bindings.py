@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import hp_dtensor.rules.moving
-import hp_dtensor.rules.neural  # noqa: F401  (both define rules)
 from hp_dtensor.mindspore.plans import Binding, Call
-from hp_dtensor.rules.equation import RULES
+from hp_dtensor.rules.library import RULES
 
 __all__ = ["BINDINGS", "bind"]
 

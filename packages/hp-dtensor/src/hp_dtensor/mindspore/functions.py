@@ -12,8 +12,6 @@ from hp_dtensor.mindspore import extremes, local, shapes
 from hp_dtensor.mindspore.bindings import BINDINGS, bind
 from hp_dtensor.mindspore.plans import Call
 from hp_dtensor.placements import Shard
-from hp_dtensor.rules.equation import from_equation, rule
-from hp_dtensor.rules.factors import FactorMap
 from hp_dtensor.rules.library import dims_argument
 
 __all__ = ["BINDINGS", "bind"]
@@ -50,9 +48,9 @@ def _bind_pointwise() -> None:
 
 
 def _bind_products() -> None:
-    bind("any_matmul", "MatMulExt Mv Mm Bmm BatchMatMulExt Dot", shapes.matmul, local=local.over_nothing())
+    bind("matmul", "MatMulExt Mv Mm Bmm BatchMatMulExt Dot", shapes.matmul, local=local.over_nothing())
     bind(
-        "mindspore_matmul",
+        "matmul_transposed",
         "MatMul BatchMatMul",
         _matmul_shape,
         "input mat2 transpose_a=False transpose_b=False",
@@ -116,52 +114,6 @@ def _matmul_shape(call: Call) -> list[Any]:
         )
     lead = shapes.broadcast_shapes(a[:-2], b[:-2]) if a[:-2] or b[:-2] else ()
     return [(*lead, a[-2], b[-1])]
-
-
-def _matmul_rule(given: Any, results: Any, arguments: Any) -> Any:
-    a = "... k m" if arguments["transpose_a"] else "... m k"
-    b = "... n k" if arguments["transpose_b"] else "... k n"
-    linear = (frozenset({0}), frozenset({1}))
-    return from_equation(f"{a}, {b} -> ... m n", given, results, reduce="k", linear=linear)
-
-
-def _rows_rule(given: Any, results: Any, arguments: Any) -> Any:
-    """``Gather`` on dim 0 is an embedding, whose rows may be sharded; on another dim that dim is whole."""
-    source, index = given
-    dim = arguments["axis"]
-    inner = [f"s{d}" for d in range(len(source))]
-    looked = [f"i{d}" for d in range(len(index))]
-    out = [*inner[:dim], *looked, *inner[dim + 1 :]]
-    return from_equation(
-        f"{' '.join(inner)}, {' '.join(looked)} -> {' '.join(out)}",
-        given,
-        results,
-        reduce=[inner[dim]] if dim == 0 else [],
-        whole=[] if dim == 0 else [inner[dim]],
-    )
-
-
-def _bias_add_rule(given: Any, results: Any, arguments: Any) -> Any:
-    """A sum, of which the bias is a part once: dim ``channel`` of the input is the bias's only one."""
-    dims = " ".join(f"d{d}" for d in range(len(given[0])))
-    bias = f"d{arguments['channel']}"
-    return from_equation(f"{dims}, {bias} -> {dims}", given, results, linear=(frozenset({0, 1}),))
-
-
-def _layer_norm_rule(given: Any, results: Any, arguments: Any) -> Any:
-    """As ``norm``, with mean and variance, whose normalized dims are of size one."""
-    dims = tuple(range(len(given[0])))
-    first = arguments["begin_norm_axis"] % len(dims)
-    statistics = tuple(d if d < first else None for d in dims)
-    tails = tuple(dims[len(dims) - len(shape) :] for shape in given[1:])
-    return FactorMap((dims, *tails), (dims, statistics, statistics), whole=frozenset(dims[first:]))
-
-
-rule("mindspore_matmul", _matmul_rule)
-rule("bias_add", _bias_add_rule)
-rule("layer_norm", _layer_norm_rule)
-rule("rows", _rows_rule)
-rule("embedding_of", "..., v d -> ... d", whole="v")
 
 
 def _gather_arguments(call: Call) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from mindspore import ops
@@ -12,54 +11,11 @@ from hp_dtensor.mindspore import shapes
 from hp_dtensor.mindspore.autograd import local_mode
 from hp_dtensor.mindspore.bindings import bind
 from hp_dtensor.mindspore.plans import Call
-from hp_dtensor.rules.equation import Shapes, rule
-from hp_dtensor.rules.factors import Dims, FactorMap
-from hp_dtensor.rules.library import known, pointwise_factors
 
 __all__: list[str] = []
 
 _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 """As kernels number them."""
-
-
-# ---- rules ----
-def _loss(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """A loss element by element, and its sum where the result is a scalar."""
-    made = pointwise_factors(shapes, [shapes[0]])
-    if arguments["reduction"] == "none":
-        return made
-    dims = range(len(made.results[0]))
-    return FactorMap(made.operands, ((),), reduce=dict.fromkeys(dims, "sum"), full=frozenset(dims))
-
-
-def _prelu(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """``n c ..., c``, or one weight for all channels."""
-    image, weight = known(shapes)
-    dims: Dims = tuple(range(len(image)))
-    shared = weight[0] != 1 or image[1:2] == (1,)
-    return FactorMap((dims, (1,) if shared and len(dims) > 1 else (None,)), (dims,), full=frozenset(dims))
-
-
-def _rows_loss(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """Rows may be sharded, classes are whole. Results: the loss of each row with a gradient, or the losses' mean."""
-    operands = tuple((0,) if len(shape) == 1 else (0, 1) for shape in known(shapes))
-    if len(results) == 2:
-        return FactorMap(operands, ((0,), (0, 1)), whole=frozenset({1}), full=frozenset({0}))
-    return FactorMap(operands, ((),), reduce={0: "sum"}, whole=frozenset({1}), full=frozenset({0}))
-
-
-def _images(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """Images may be sharded by the first dim, which further operands don't have and results other than vectors do."""
-    image, *vectors = known(shapes)
-    rest: Dims = (None,) * (len(image) - 1)
-    outs = tuple((None,) if len(shape or ()) == 1 else (0, *(None,) * (len(shape or ()) - 1)) for shape in results)
-    return FactorMap(((0, *rest), *((None,) * len(v) for v in vectors)), outs, full=frozenset({0}))
-
-
-rule("mindspore_loss", _loss)
-rule("prelu", _prelu)
-rule("rows_loss", _rows_loss)
-rule("images", _images)
 
 
 # ---- shapes ----
@@ -138,18 +94,6 @@ def _batch_normed(call: Call) -> list[Any]:
     return [call.shape, *[call.tensors[1]._spec.shape] * 4]  # type: ignore[union-attr]
 
 
-def _batch_rule(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """With given statistics images may be sharded; those of a batch need all of it."""
-    made = _images(shapes, results, arguments)
-    if not arguments["training"]:
-        return made
-    bare = tuple((None,) * len(dims) for dims in made.operands)
-    return FactorMap(bare, tuple((None,) * len(dims) for dims in made.results))
-
-
-rule("mindspore_batch_norm", _batch_rule)
-
-
 def _bind_images() -> None:
     def groups(call: Call) -> dict[str, Any]:
         return {"groups": call.attributes.get("group", 1), "transposed": False}
@@ -166,7 +110,7 @@ def _bind_images() -> None:
         "input weight bias",
     )
     bind(
-        "mindspore_batch_norm",
+        "batch_norm",
         "BatchNorm",
         _batch_normed,
         "input weight bias mean variance training=False eps=None momentum=None data_format=0",
@@ -180,12 +124,12 @@ def _bind_losses() -> None:
         return {"reduction": _reduction(call)}
 
     options: dict[str, Any] = {"arguments": reduction, "local": _sum_by_count}
-    bind("mindspore_loss", "BinaryCrossEntropy", _loss_shape, "input target weight=None reduction=1", **options)
+    bind("loss", "BinaryCrossEntropy", _loss_shape, "input target weight=None reduction=1", **options)
     names = "input target weight=None posWeight=None reduction=1"
-    bind("mindspore_loss", "BCEWithLogitsLoss", _loss_shape, names, **options)
-    bind("mindspore_loss", "SmoothL1Loss", _loss_shape, "input target beta=None reduction=2", **options)
-    bind("mindspore_loss", "MSELossExt L1LossExt", _loss_shape, "input target reduction=1", **options)
-    bind("mindspore_loss", "KLDivLoss", _loss_shape, "input target", arguments=reduction, local=_share_of_mean)
+    bind("loss", "BCEWithLogitsLoss", _loss_shape, names, **options)
+    bind("loss", "SmoothL1Loss", _loss_shape, "input target beta=None reduction=2", **options)
+    bind("loss", "MSELossExt L1LossExt", _loss_shape, "input target reduction=1", **options)
+    bind("loss", "KLDivLoss", _loss_shape, "input target", arguments=reduction, local=_share_of_mean)
     bind("rows_loss", "SoftmaxCrossEntropyWithLogits", lambda call: [call.shape[:1], call.shape])
     bind("rows_loss", "SparseSoftmaxCrossEntropyWithLogits", lambda call: [()], local=_share_of_mean)
 

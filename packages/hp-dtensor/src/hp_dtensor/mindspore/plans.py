@@ -12,8 +12,8 @@ from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 from hp_dtensor.mindspore.autograd import convert, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
 from hp_dtensor.mindspore.views import VIEWS, before_write, note_view
-from hp_dtensor.rules.equation import RULES
 from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
+from hp_dtensor.rules.library import RULES
 from hp_dtensor.rules.views import view_placements
 from hp_dtensor.spec import TensorSpec
 from hp_platform import get_platform

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import hp_dtensor.rules.moving  # noqa: F401  (defines the rules)
-from hp_dtensor.rules.equation import RULES
 from hp_dtensor.rules.factors import Solution, solve
+from hp_dtensor.rules.library import RULES
 from hp_dtensor.spec import TensorSpec
 
 __all__ = ["plan_function"]

@@ -7,31 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor.placements import PARTIAL_OPS
-from hp_dtensor.rules.equation import RULES, Shapes, rule
+from hp_dtensor.rules.equation import Shapes, dims_argument, gather_all, known, pointwise_factors
 from hp_dtensor.rules.factors import FactorMap
-from hp_dtensor.rules.library import dims_argument, known, pointwise_factors
 
-__all__ = ["gather"]
+__all__ = ["cat", "expand", "gather", "index", "masked_gather", "pad", "pairs", "permute", "stack"]
 
 ANY = frozenset(PARTIAL_OPS)
 
 
-def _copy(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    both = frozenset(range(len(known(shapes))))
-    return dataclasses.replace(pointwise_factors(shapes, results, (both,)), passes=ANY)
+def pad(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Padded dims (``dim``, a tuple) are whole.
+
+    ``linear``: what is added is zero, or comes from the operand; ``full``: the kernel takes no empty shard.
+    """
+    (shape,) = known(shapes)
+    made = pointwise_factors([shape], [shape])
+    return FactorMap(
+        made.operands,
+        made.results,
+        whole=frozenset(arguments["dim"]),
+        full=frozenset(range(len(shape))) if arguments.get("full") else frozenset(),
+        linear=(frozenset({0}),) if arguments["linear"] else (),
+    )
 
 
-rule("copy", _copy)  # clone, and copies into another tensor
-
-
-def _moved_whole_dims(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    return dataclasses.replace(RULES["linear_whole_dims"](shapes, results, arguments), passes=ANY)
-
-
-rule("moved_whole_dims", _moved_whole_dims)  # flip, roll, narrow, split
-
-
-def _pairs(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+def pairs(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """Complex numbers as pairs along a last dim, which is whole."""
     (shape,), (result,) = known(shapes), known(results)
     shared = min(len(shape), len(result))
@@ -39,19 +39,15 @@ def _pairs(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fac
     return FactorMap((dims[0],), (dims[1],), linear=(frozenset({0}),))
 
 
-rule("pairs", _pairs)
-
-
-def _permute(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+def permute(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Dim ``k`` of the result is dim ``order[k]`` of the operand."""
     (shape,) = known(shapes)
     order = arguments["order"]
     return FactorMap((tuple(range(len(shape))),), (tuple(order),), linear=(frozenset({0}),), passes=ANY)
 
 
-rule("permute", _permute)
-
-
-def _expand(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+def expand(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Dims that keep their size are shared; others, and those that are new, are whole."""
     shape = known(shapes)[0]
     (result,) = known(results)
     lead = len(result) - len(shape)
@@ -64,10 +60,8 @@ def _expand(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fa
     )
 
 
-rule("expand", _expand)
-
-
-def _cat(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+def cat(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """All dims are shared, and ``dim`` is whole."""
     given = known(shapes)
     dims = tuple(range(max(len(shape) for shape in given)))
     (dim,) = dims_argument(arguments.get("dim", 0), len(dims))
@@ -81,10 +75,8 @@ def _cat(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Facto
     )
 
 
-rule("cat", _cat)
-
-
-def _stack(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+def stack(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """All dims are shared, and the results' ``dim`` is new."""
     given = known(shapes)
     dims = tuple(range(len(given[0])))
     (at,) = dims_argument(arguments.get("dim", 0), len(dims) + 1)
@@ -96,10 +88,7 @@ def _stack(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fac
     )
 
 
-rule("stack", _stack)
-
-
-def _index(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+def index(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """Indexing: ``kept`` lists, for each dim of the result, the dim of the operand that it is in full, or None."""
     shape = known(shapes)[0]
     kept = arguments["kept"]
@@ -114,24 +103,6 @@ def _index(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fac
     )
 
 
-rule("index", _index)
-
-
-def _unbind(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    (shape,) = known(shapes)
-    (dim,) = dims_argument(arguments.get("dim", 0), len(shape))
-    kept = tuple(d for d in range(len(shape)) if d != dim)
-    return FactorMap(
-        (tuple(d if d != dim else None for d in range(len(shape))),),
-        (kept,) * len(results),
-        linear=(frozenset({0}),),
-        passes=ANY,
-    )
-
-
-rule("unbind", _unbind)
-
-
 def gather(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """Dims where operand and index have one size are shared; the index may be cut along the gathered dim, too.
 
@@ -142,7 +113,7 @@ def gather(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fac
     """
     given = known(shapes)
     if arguments["dim"] is None:  # take_along_dim of the flattened operand
-        return RULES["whole"](shapes, results, arguments)
+        return gather_all(shapes, results)
     ndim = len(given[0])
     (dim,) = dims_argument(arguments["dim"], ndim) or (0,)
     same = [d != dim and all(shape[d] == given[0][d] for shape in given) for d in range(ndim)]
@@ -151,10 +122,7 @@ def gather(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fac
     return FactorMap((operand, index), (index,) * len(results), linear=(frozenset({0}),), passes=ANY)
 
 
-rule("gather", gather)
-
-
-def _masked_gather(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+def masked_gather(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """As gather; where the operand is cut along the gathered dim, each rank gives what it has, and zeros elsewhere."""
     made = gather(shapes, results, arguments)
     if arguments["dim"] is None or not made.operands[0]:
@@ -165,6 +133,3 @@ def _masked_gather(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]
     return dataclasses.replace(
         made, operands=(operand, made.operands[1]), reduce={ndim + 1: "sum"}, runs=frozenset({ndim + 1})
     )
-
-
-rule("masked_gather", _masked_gather)

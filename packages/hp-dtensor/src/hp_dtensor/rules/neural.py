@@ -1,17 +1,130 @@
-"""The sharding rules of convolutions, pools, normalisations: images, with batch and channel dims before the others."""
+"""The sharding rules of normalisations, attention, losses, convolutions and pools."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from hp_dtensor.rules.equation import Shapes, rule
+from hp_dtensor.rules.equation import Shapes, gather_all, known, pointwise_factors
 from hp_dtensor.rules.factors import Dims, FactorMap
 
-__all__ = ["convolution"]
+__all__ = [
+    "attention",
+    "batch_norm",
+    "channels",
+    "convolution",
+    "cross_entropy",
+    "images",
+    "layer_norm",
+    "leading",
+    "loss",
+    "norm",
+    "prelu",
+    "rows_loss",
+]
 
 
-def _leading(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+def norm(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """layer_norm, rms_norm: the trailing dims are whole; weight and bias carry them."""
+    given = known(shapes)
+    ndim = len(given[0])
+    tail = len(arguments["normalized_shape"])
+    factors = tuple(range(ndim))
+    return FactorMap(
+        operands=(factors, *(factors[ndim - len(shape) :] for shape in given[1:])),
+        results=(factors,),
+        whole=frozenset(factors[ndim - tail :]),
+    )
+
+
+def layer_norm(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """As ``norm``, with mean and variance, whose normalized dims are of size one."""
+    given = known(shapes)
+    dims = tuple(range(len(given[0])))
+    first = arguments["begin_norm_axis"] % len(dims)
+    statistics = tuple(d if d < first else None for d in dims)
+    tails = tuple(dims[len(dims) - len(shape) :] for shape in given[1:])
+    return FactorMap((dims, *tails), (dims, statistics, statistics), whole=frozenset(dims[first:]))
+
+
+def attention(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Query, key, value, mask as ``... h q d``: batch and heads may be sharded, heads evenly (grouped queries)."""
+    q, k, v, *rest = shapes
+    mask = rest[0] if rest else None
+    assert q is not None and k is not None and v is not None
+    batch = len(q) - 3
+    names = {"h": batch, "q": batch + 1, "d": batch + 2, "s": batch + 3, "e": batch + 4}
+    lead = tuple(range(batch))
+    operands: list[Dims] = [
+        (*lead, names["h"], names["q"], names["d"]),
+        (*lead, names["h"], names["s"], names["d"]),
+        (*lead, names["h"], names["s"], names["e"]),
+    ]
+    if len(q) < 3 or any(len(shape) != len(q) for shape in (k, v)):
+        return gather_all(shapes, results)
+    if mask is not None:
+        full: Dims = (*lead, names["h"], names["q"], names["s"])
+        tail = full[len(full) - len(mask) :]
+        operands.append(tuple(None if size == 1 else factor for size, factor in zip(mask, tail, strict=True)))
+    return FactorMap(
+        operands=tuple(operands),
+        results=((*lead, names["h"], names["q"], names["e"]),),
+        whole=frozenset({names["q"], names["d"], names["s"], names["e"]}),
+        even=frozenset({names["h"]}),
+    )
+
+
+def cross_entropy(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Logits ``n c ...``, target ``n ...``: classes are whole; rows may be sharded, their sum is then partial."""
+    logits, target, *weight = shapes
+    assert logits is not None and target is not None
+    dims = tuple(range(len(logits)))
+    classes = 1 if len(logits) > 1 else 0
+    rows = tuple(d for d in dims if d != classes)
+    none = arguments.get("reduction", "mean") == "none"
+    probabilities = len(target) == len(logits)
+    return FactorMap(
+        operands=(dims, dims if probabilities else rows, *((classes,) for w in weight if w is not None)),
+        results=(rows if none else (),),
+        reduce={} if none else dict.fromkeys(rows, "sum"),
+        whole=frozenset({classes}),
+    )
+
+
+def loss(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """A loss element by element, and its sum where the result is a scalar."""
+    made = pointwise_factors(shapes, [shapes[0]])
+    if arguments["reduction"] == "none":
+        return made
+    dims = range(len(made.results[0]))
+    return FactorMap(made.operands, ((),), reduce=dict.fromkeys(dims, "sum"), full=frozenset(dims))
+
+
+def prelu(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """``n c ..., c``, or one weight for all channels."""
+    image, weight = known(shapes)
+    dims: Dims = tuple(range(len(image)))
+    shared = weight[0] != 1 or image[1:2] == (1,)
+    return FactorMap((dims, (1,) if shared and len(dims) > 1 else (None,)), (dims,), full=frozenset(dims))
+
+
+def rows_loss(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Rows may be sharded, classes are whole. Results: the loss of each row with a gradient, or the losses' mean."""
+    operands = tuple((0,) if len(shape) == 1 else (0, 1) for shape in known(shapes))
+    if len(results) == 2:
+        return FactorMap(operands, ((0,), (0, 1)), whole=frozenset({1}), full=frozenset({0}))
+    return FactorMap(operands, ((),), reduce={0: "sum"}, whole=frozenset({1}), full=frozenset({0}))
+
+
+def images(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Images may be sharded by the first dim, which further operands don't have and results other than vectors do."""
+    image, *vectors = known(shapes)
+    rest: Dims = (None,) * (len(image) - 1)
+    outs = tuple((None,) if len(shape or ()) == 1 else (0, *(None,) * (len(shape or ()) - 1)) for shape in results)
+    return FactorMap(((0, *rest), *((None,) * len(v) for v in vectors)), outs, full=frozenset({0}))
+
+
+def leading(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """All but the last ``trailing`` dims of every operand and result are shared; no shard may be empty."""
     given = [shape for shape in shapes if shape is not None]
     kept = len(given[0]) - arguments["trailing"]
@@ -24,9 +137,6 @@ def _leading(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> F
         results=tuple(dims(len(shape)) for shape in results if shape is not None),
         full=frozenset(range(max(kept, 0))),
     )
-
-
-rule("leading", _leading)  # pools, interpolation
 
 
 def convolution(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
@@ -59,10 +169,7 @@ def convolution(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -
     )
 
 
-rule("convolution", convolution)
-
-
-def _channels(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+def channels(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """``n c ..., c, c -> n c ...`` of which the dims ``free`` may be sharded."""
     image, *vectors = (shape for shape in shapes if shape is not None)
     free = arguments["free"]
@@ -75,4 +182,10 @@ def _channels(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> 
     )
 
 
-rule("channels", _channels)  # group_norm, instance_norm, batch_norm that only reads its statistics
+def batch_norm(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """With given statistics images may be sharded; those of a batch need all of it."""
+    made = images(shapes, results, arguments)
+    if not arguments["training"]:
+        return made
+    bare = tuple((None,) * len(dims) for dims in made.operands)
+    return FactorMap(bare, tuple((None,) * len(dims) for dims in made.results))

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import hp_dtensor.rules.moving
-import hp_dtensor.rules.neural  # noqa: F401  (they define the rules)
-from hp_dtensor.rules.equation import RULES
+from hp_dtensor.rules.library import RULES
 from hp_dtensor.torch import filling, local, result_shapes
 from hp_dtensor.torch.calls import functions_of
 from hp_dtensor.torch.plans import Binding
@@ -141,7 +139,7 @@ def _bind_pointwise() -> None:
 
 
 def _bind_products() -> None:
-    bind("any_matmul", "matmul mm bmm mv __matmul__ dot")
+    bind("matmul", "matmul mm bmm mv __matmul__ dot")
     bind("outer", "outer ger")
     names, shape = ("input weight bias=None", "input weight bias"), result_shapes.linear
     bind("linear", F.linear, *names, local=local.biased, shape=shape)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.rules.equation import RULES
 from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
+from hp_dtensor.rules.library import RULES
 from hp_dtensor.rules.views import view_placements
 from hp_dtensor.spec import TensorSpec
 from hp_dtensor.torch.asking import without_modes
