@@ -6,7 +6,8 @@ Three scopes of the tests:
     nox -t torch-cpu                      every package, in one process, on that backend
     nox -s "tests(torch-cpu, hp-fsdp)"    one package, in an environment with its own dependencies only
 
-What follows `--` goes to pytest: `nox -s "tests(torch-cpu, hp-fsdp)" -- -k uneven -x`.
+What follows `--` goes to pytest: `nox -s "tests(torch-cpu, hp-fsdp)" -- -k uneven -x`. Paths below packages/ take the
+place of all packages: `nox -t torch-cpu -- packages/hp-fsdp packages/hp-plan`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
     adapters = ["peft"] if framework == "torch" and "hp-plan" in packages else []  # for tests only
     others = (*requirements, *adapters)
     install(session, *packages, extras=f"[{framework},test]", others=others, framework=framework)
-    folders = [f"packages/{name}" for name in packages]
+    named = any(argument.startswith("packages/") for argument in session.posargs)
+    folders = [] if named else [f"packages/{name}" for name in packages]
     whole = packages == PACKAGES and not session.posargs
     results = [f"--junitxml={RESULTS}/{backend}.xml"] if whole else []
     session.run("python", "-m", "pytest", *folders, "--backend", backend, *results, *session.posargs)
@@ -81,6 +83,16 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
 def tests(session: nox.Session, backend: str) -> None:
     """Tests every package in one process on one backend."""
     run_tests(session, backend, PACKAGES)
+
+
+@nox.session(venv_backend="none", default=False)
+def affected(session: nox.Session) -> None:
+    """Tests the packages with changed files and those above them, on CI's backends; `-- REV` for changes since REV."""
+    told = session.run(sys.executable, ".ci/affected.py", *session.posargs, silent=True, external=True)
+    packages = str(told or "").split()
+    session.log(f"affected: {', '.join(packages) or 'no package'}")
+    for backend in ("torch-cpu", "torch-npu-sim", "mindspore-cpu") if packages else ():
+        session.notify(f"tests({backend})", posargs=[f"packages/{name}" for name in packages])
 
 
 def define_package_tests(backend: str, package: str) -> None:
