@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -127,6 +131,21 @@ def test_init_on_device():
         made.weight.init_data()
     init_parameters(made)
     np.testing.assert_array_equal(made.weight.full_tensor().asnumpy(), whole.weight.asnumpy())
+
+
+def test_a_rule_registered_before_the_first_operation_stays():
+    program = """
+import mindspore
+from hp_dtensor import register_sharding
+register_sharding("Abs")(lambda x: [])
+import hp_dtensor.mindspore.functions  # the table of kernels
+from hp_dtensor.mindspore.bindings import BINDINGS
+print(BINDINGS["Abs"].rule, BINDINGS["Exp"].rule)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["registered", "pointwise"], done.stderr
 
 
 @on_ranks(2)
