@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 
@@ -32,7 +33,7 @@ def global_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_typ
         norm_type: the p of the p-norm, ``inf`` for the largest absolute value. Default 2.
 
     Returns:
-        A plain tensor of no dims, in the gradients' dtype, at least float32.
+        A plain tensor of no dims, in the widest dtype of the parameters, at least float32.
 
     Raises:
         ValueError: some parameters are sharded with ``deterministic=True``, some without.
@@ -44,7 +45,9 @@ def global_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_typ
     held = [parameter for parameter in parameters if parameter.grad is not None]
     mesh = joint_mesh([parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)])
     reference = held[0] if held else parameters[0] if parameters else torch.zeros(())
-    dtype = torch.promote_types(reference.dtype, torch.float32)
+    # The same on all ranks, so not of the gradients: a rank that owns nothing of a parameter has none for it.
+    dtypes = (parameter.dtype for parameter in parameters if parameter.requires_grad)
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
     if mesh is not None and in_blocks(parameters) and not math.isinf(norm_type):
         with torch.no_grad():
             total = block_power_sum(parameters, mesh, norm_type, dtype, transport(mesh))
@@ -82,7 +85,7 @@ def clip_grad_norm_(
         norm_type: the p of the p-norm. Default 2.
         gradients: MindSpore's, which has no ``.grad``; here the parameters have them.
         error_if_nonfinite: raise where the norm is not finite, instead of scaling by it.
-        foreach: False scales one gradient after the other; default all in one call.
+        foreach: False scales one gradient after the other; default all of a dtype in one call.
 
     Returns:
         The norm before scaling, a plain tensor of no dims.
@@ -103,9 +106,13 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped to"
             f" {max_norm}. Look for the first parameter with a gradient that is not finite, or lower the learning rate"
         )
-    grads = [local_view(parameter.grad) for parameter in parameters if parameter.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_dtype.setdefault(parameter.grad.dtype, []).append(local_view(parameter.grad))
     with torch.no_grad():
-        for together in ([grads] if foreach is not False else [[grad] for grad in grads]) if grads else []:
-            torch._foreach_mul_(together, scale.to(together[0].dtype))
+        for dtype, grads in by_dtype.items():
+            for together in [grads] if foreach is not False else [[grad] for grad in grads]:
+                torch._foreach_mul_(together, scale.to(dtype))
     return norm
