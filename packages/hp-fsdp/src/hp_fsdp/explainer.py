@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hp_fsdp.explaining import Event, Explanation, GroupFacts, MemoryRow, Overlap, simulate
 from hp_fsdp.held import Held, replay
 from hp_fsdp.timeline import Moment, timeline_of
 
-__all__ = ["BucketBytes", "Groups", "activation_row", "explained", "optimizer_row", "unsharded_rows"]
+__all__ = ["BucketBytes", "Groups", "activation_row", "explained", "optimizer_row", "outermost", "unsharded_rows"]
+
+G = TypeVar("G")
 
 Rows = Callable[[Sequence[Event], Sequence[Held]], Sequence[MemoryRow]]
 
@@ -108,6 +110,20 @@ def _facts(group: Any, groups: Groups) -> GroupFacts:
         after_forward=(gathered // ranks if ranks else 0) if frees else gathered,
         after_backward=gathered if groups.keeps(group) else 0,
     )
+
+
+def outermost(model: Any, group: G | None) -> G:
+    """Return the group of the model; raise ValueError if it is not sharded, or inside of a sharded module that ran.
+
+    Args:
+        model: as given to ``explain``.
+        group: its group, or None.
+    """
+    context = getattr(group, "context", None)
+    if group is None or (context is not None and context.root is not group):
+        why = "is inside another sharded module" if group else "was not given to fully_shard"
+        raise ValueError(f"explain: this {type(model).__name__} {why}, call explain on the root")
+    return group
 
 
 # ---- memory ----

@@ -195,8 +195,12 @@ def test_the_time_line_is_that_of_the_last_training_step():
 
 @on_ranks(1)
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="not called on this Linear"):
+    with pytest.raises(ValueError, match="this Linear was not given to fully_shard, call explain on the root"):
         explain(mint.nn.Linear(2, 2))
+    _, inner = pair()
+    inner(batch()[1])
+    with pytest.raises(ValueError, match="this Block is inside another sharded module, call explain on the root"):
+        explain(inner.blocks[0])
     _, model = pair()
     with pytest.raises(ValueError, match=r"ends in .json, .png, .svg, .pdf, got 'step.txt'"):
         explain(model, path="step.txt")

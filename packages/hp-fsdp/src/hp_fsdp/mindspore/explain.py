@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import nn
 
-from hp_fsdp.explainer import BucketBytes, Groups, explained
+from hp_fsdp.explainer import BucketBytes, Groups, explained, outermost
 from hp_fsdp.explaining import Explanation, Overlap, check_path
 from hp_fsdp.mindspore.bucket import Bucket, itemsize
 from hp_fsdp.mindspore.group import ParameterGroup
@@ -49,11 +49,7 @@ def explain(
         RuntimeError: a picture is wanted before the first step.
         ImportError: a picture is wanted and matplotlib isn't installed.
     """
-    root = group_of(model)
-    if root is None:
-        raise ValueError(
-            f"explain: fully_shard was not called on this {type(model).__name__}, call explain on the root"
-        )
+    root = outermost(model, group_of(model))
     if path is not None:
         check_path(path)
     if inputs is not None or activations is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hp_fsdp.explainer import BucketBytes, Groups, explained
+from hp_fsdp.explainer import BucketBytes, Groups, explained, outermost
 from hp_fsdp.explaining import Explanation, Overlap, check_path
 from hp_fsdp.torch.activations import Activations, groups_of
 from hp_fsdp.torch.bucket import Bucket
@@ -57,10 +57,7 @@ def explain(
         RuntimeError: its forward depends on values; or a picture is wanted before the first step.
         ImportError: a picture is wanted and matplotlib isn't installed.
     """
-    root = group_of(model)
-    if root is None or (root.context is not None and root.context.root is not root):
-        why = "is inside another sharded module" if root else "was not given to fully_shard"
-        raise ValueError(f"explain: this {type(model).__name__} {why}, call explain on the root")
+    root = outermost(model, group_of(model))
     if path is not None:
         check_path(path)
     predicted = None if inputs is None else predict_activations(model, inputs)
