@@ -138,7 +138,7 @@ def backends(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, the imports, the lists of public names, no failing row in docs/backends.md; `-- --fix` for ruff."""
+    """ruff, the imports, the lists of public names, docs/backends.md, docs/architecture.md; `-- --fix` for ruff."""
     install(session, others=("ruff", "import-linter", "griffelib"))
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
@@ -146,6 +146,7 @@ def lint(session: nox.Session) -> None:
     session.run("python", "docs/make_backends.py", "--check")
     session.run("python", "docs/public_api.py", "--check")
     session.run("python", "docs/structure.py", "--check")
+    session.run("python", "docs/architecture.py", "--check")
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
 
 

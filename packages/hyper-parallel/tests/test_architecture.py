@@ -1,0 +1,63 @@
+"""The picture in docs/architecture.md is of the imports."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.framework("torch"),
+    pytest.mark.not_on("torch-npu-sim", "torch-cuda", "torch-npu", reason="nothing of the device in it"),
+]
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("architecture")
+
+
+def test_arrows_tell_the_doors(script, tmp_path):
+    for name, text in {
+        "hp-low/src/hp_low/__init__.py": "",
+        "hp-low/src/hp_low/extend.py": "",
+        "hp-low/src/hp_low/torch/__init__.py": "import hp_low",
+        "hp-a/src/hp_a/__init__.py": "import hp_low",
+        "hp-b/src/hp_b/__init__.py": "def late():\n    from hp_low.extend import name",
+        "hp-testing/src/hp_testing/__init__.py": "import hp_low",
+    }.items():
+        path = tmp_path / "packages" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    modules = script.structure.read(tmp_path)
+    assert [*script.draw(modules)] == [
+        "```mermaid",
+        "flowchart TD",
+        '    hp_a["<b>hp_a</b><br/>neutral"]',
+        '    hp_b["<b>hp_b</b><br/>neutral"]',
+        '    hp_low["<b>hp_low</b><br/>neutral | torch"]',
+        '    hp_testing["<b>hp_testing</b><br/>neutral"]',
+        "    hp_a --> hp_low",
+        "    hp_b ==> hp_low",
+        "    hp_testing -.-> hp_low",
+        "```",
+    ]
+    assert "| hp_b | second |  | hp_low |" in [*script.tabulate(modules, {"hp_b": "second"})]
+
+
+def test_the_page_that_differs_is_told(script, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "architecture.md"
+    page.write_text(f"before\n{script.BEGIN}old\n{script.END}after\n")
+    monkeypatch.setattr(script, "PAGE", page)
+    monkeypatch.setattr(script.sys, "argv", ["architecture.py", "--check"])
+    assert script.main() == 1
+    assert "is not what the sources import: python docs/architecture.py" in capsys.readouterr().err
+    monkeypatch.setattr(script.sys, "argv", ["architecture.py"])
+    assert script.main() == 0
+    assert page.read_text().startswith(f"before\n{script.BEGIN}\n```mermaid") and page.read_text().endswith("after\n")
+    monkeypatch.setattr(script.sys, "argv", ["architecture.py", "--check"])
+    assert script.main() == 0
