@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hp_dtensor import port
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement
 from hp_dtensor.spec import normalize
-from hp_platform import get_platform
 
-__all__ = ["apply_function", "custom_shard", "framework", "refuse_second_call"]
-
-
-@functools.cache
-def framework(module: str) -> Any:
-    """Import a module of the framework folder in use."""
-    return importlib.import_module(f"hp_dtensor.{get_platform().name}.{module}")
+__all__ = ["apply_function", "custom_shard", "refuse_second_call"]
 
 
 def refuse_second_call(module: Any) -> None:
@@ -46,9 +38,9 @@ def apply_function(function: Any, apply: Callable[..., Any], args: Sequence[Any]
     Raises:
         ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.
     """
-    from hp_dtensor.rules.functions import plan_function  # defines the rules: not when the package is imported
+    from hp_dtensor.rules.functions import plan_function  # loads the rules: not when the package is imported
 
-    f, convert = framework("dtensor"), framework("autograd").convert
+    f, convert = port.tensors(), port.gradients().convert
     tensors = [value for value in args if isinstance(value, tensor)]
     given = [value for value in tensors if isinstance(value, f.DTensor)]
     if not given:
@@ -91,7 +83,7 @@ def custom_shard(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        f, convert = framework("dtensor"), framework("autograd").convert
+        f, convert = port.tensors(), port.gradients().convert
         varies = _varying(out_placements)
         given = []
         for position, value in enumerate(args):

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from hp_dtensor.border import framework
+from hp_dtensor import port
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.spec import meshes as known_meshes
 from hp_dtensor.text_table import text_table
@@ -76,22 +76,6 @@ class Total:
     bytes: int = 0
 
 
-class Modules(Protocol):
-    """What a framework tells of its modules while a `CommDebugMode` is active."""
-
-    def start(self) -> None:
-        """Watch the modules that run."""
-        ...
-
-    def stop(self) -> None:
-        """Take away whatever was hung on modules."""
-        ...
-
-    def place(self, frame: FrameType) -> tuple[str, str]:
-        """Phase and module of the program at this frame."""
-        ...
-
-
 class CommDebugMode:
     """Context manager that records each collective: its kind, bytes, mesh axis, module, line, phase and time.
 
@@ -117,7 +101,7 @@ class CommDebugMode:
         self._lock = threading.Lock()
         self._depth = 0
         self._thread = 0
-        self._modules: Modules = framework("debug").Modules()
+        self._modules: port.Watched = port.debug().Modules()
         self._epoch = time.time_ns() - time.perf_counter_ns()
 
     def __enter__(self) -> CommDebugMode:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hp_dtensor.border import framework
+from hp_dtensor import port
 from hp_dtensor.errors import LocalMapError
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import DeviceMesh
@@ -63,7 +63,7 @@ def local_map(
 
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, dtensor = list(_leaves(args)), framework("dtensor").DTensor
+        leaves, dtensor = list(_leaves(args)), port.tensors().DTensor
         given = [value for value in leaves if isinstance(value, dtensor)]
         if not given:
             return func(*args, **kwargs)
@@ -88,7 +88,7 @@ def _local(
     index: int, value: Any, wanted: Any, gradients: Any, redistribute: bool, mesh: DeviceMesh, varies: set[int]
 ) -> Any:
     """One argument as ``func`` sees it."""
-    entry, f = None if wanted is None else wanted[index], framework("dtensor")
+    entry, f = None if wanted is None else wanted[index], port.tensors()
     if not isinstance(value, f.DTensor):
         if entry is not None and not isinstance(value, _tensor()):
             raise LocalMapError(
@@ -110,7 +110,7 @@ def _local(
         return value.to_local(grad_placements=_checked(index, gradients[index], spec, "in_grad_placements"))
     axes = tuple(axis in varies and p.is_replicate() for axis, p in enumerate(spec.placements))
     if spec.mesh == mesh and any(axes):
-        return f.local_of(framework("autograd").convert(value, spec, axes))
+        return f.local_of(port.gradients().convert(value, spec, axes))
     return value.to_local()
 
 
@@ -132,7 +132,7 @@ def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
             f"local_map: out_placements has {len(entries)} entries for {len(values)} results; give a tuple of one a"
             " result, None for what is no tensor"
         )
-    made, tensor, dtensor = [], _tensor(), framework("dtensor").DTensor
+    made, tensor, dtensor = [], _tensor(), port.tensors().DTensor
     for index, (value, entry) in enumerate(zip(values, entries, strict=True)):
         if isinstance(value, dtensor):
             raise LocalMapError(f"local_map: result {index} is a DTensor; func works on local tensors and returns such")
@@ -147,7 +147,7 @@ def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
 
 def _tensor() -> type:
     """The framework's class of tensors."""
-    return framework("dtensor").DTensor.__base__
+    return port.tensors().DTensor.__base__
 
 
 # ---- what placements are written as ----

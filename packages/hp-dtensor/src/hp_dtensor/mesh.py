@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Sequence
 from math import prod
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor import mesh_groups, submesh
+from hp_dtensor import mesh_groups, port, submesh
 from hp_dtensor.mesh_axes import Digits, digits_of, find_axis, read_names, read_ranks
 from hp_dtensor.mesh_errors import MeshValueError
 from hp_platform import get_platform
@@ -116,7 +115,7 @@ class DeviceMesh:
     @property
     def mesh(self) -> Any:
         """The ranks as a tensor of the framework on the host, a new one at each call; see ``ranks``."""
-        return importlib.import_module(f"hp_dtensor.{get_platform().name}.ranks").rank_tensor(self.ranks)
+        return port.ranks().rank_tensor(self.ranks)
 
     @property
     def ndim(self) -> int:

@@ -7,7 +7,7 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any
 
-from hp_dtensor.border import framework
+from hp_dtensor import port
 
 __all__ = ["SkipDTensorDispatch", "implicit_replication", "replicates_plain"]
 
@@ -46,7 +46,7 @@ class SkipDTensorDispatch:
         self._contexts: list[Any] = []
 
     def __enter__(self) -> SkipDTensorDispatch:
-        context = framework("autograd").local_mode()
+        context = port.gradients().local_mode()
         context.__enter__()
         self._contexts.append(context)
         return self

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hp_dtensor.border import framework
+from hp_dtensor import port
 from hp_dtensor.layout import Layout, as_placements
 from hp_dtensor.mesh import DeviceMesh
 from hp_dtensor.placements import Placement
@@ -57,7 +57,7 @@ def shard_module(module: Any, sharding_plan: Mapping[str, Mapping[str, Any]]) ->
             of inputs or outputs than of layouts.
         TypeError: something that is no layout.
     """
-    f = framework("shard_module")
+    f = port.modules()
     kind = get_platform().devices.kind
     unknown = [section for section in sharding_plan if section not in _SECTIONS]
     if unknown:
@@ -173,9 +173,7 @@ class _Hook:
         if self.single is not None:
             if args:
                 return (self._place(args[0], self.single), *args[1:]), kwargs
-            first = next(
-                (name for name, value in kwargs.items() if isinstance(value, framework("shard_module").Tensor)), None
-            )
+            first = next((name for name, value in kwargs.items() if isinstance(value, port.modules().Tensor)), None)
             if first is None:
                 raise ValueError(f"shard_module: {self.key!r} of {type(module).__name__}: there is no tensor input")
             return args, {**kwargs, first: self._place(kwargs[first], self.single)}
@@ -214,8 +212,8 @@ class _Hook:
 
     def _place(self, value: Any, placed: Placed) -> Any:
         mesh, placements = placed
-        f = framework("dtensor")
-        if not isinstance(value, framework("shard_module").Tensor):
+        f = port.tensors()
+        if not isinstance(value, port.modules().Tensor):
             raise TypeError(f"shard_module: {self.key!r} is a {type(value).__name__}, a tensor is needed")
         what = f"shard_module: {self.key!r}"
         if not isinstance(value, f.DTensor):

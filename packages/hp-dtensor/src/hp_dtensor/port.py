@@ -1,0 +1,165 @@
+"""What a framework supplies to hp-dtensor's neutral modules; each protocol is implemented by a module of its folder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hp_platform.extend import load_port
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hp_dtensor.mesh import DeviceMesh
+    from hp_dtensor.placements import Placement
+    from hp_dtensor.spec import TensorSpec
+
+__all__ = [
+    "Debug",
+    "Gradients",
+    "Modules",
+    "Ranks",
+    "Tensors",
+    "Watched",
+    "debug",
+    "gradients",
+    "modules",
+    "ranks",
+    "tensors",
+]
+
+Module = Any
+Tensor = Any
+
+
+class Tensors(Protocol):
+    """DTensors and their local parts; ``<framework>/dtensor.py``.
+
+    Attributes:
+        DTensor: the class, whose base is the framework's class of tensors.
+    """
+
+    DTensor: Any
+
+    def wrap(self, local: Tensor, spec: TensorSpec) -> Any:
+        """Make a local part itself the DTensor."""
+        ...
+
+    def local_of(self, tensor: Tensor) -> Tensor:
+        """Return the local part as a plain tensor, in the graph; a plain tensor as it is."""
+        ...
+
+    def local_view(self, tensor: Tensor) -> Tensor:
+        """Return the local part as a plain tensor outside autograd."""
+        ...
+
+    def redistribute(self, x: Any, spec: TensorSpec) -> Any:
+        """Return a DTensor in another layout of its mesh."""
+        ...
+
+    def redistribute_shared(self, x: Tensor, spec: TensorSpec, src: TensorSpec | None = None) -> Any:
+        """As ``redistribute``, moved once for several readers; ``src`` is the layout of a plain tensor."""
+        ...
+
+
+class Gradients(Protocol):
+    """Local values in autograd's graph; ``<framework>/autograd.py``."""
+
+    def convert(self, x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
+        """Return a DTensor's local value in a layout; ``vary`` marks the axes where the result of its reader varies."""
+        ...
+
+    def local_mode(self) -> AbstractContextManager[Any]:
+        """Make DTensors their local parts inside a context."""
+        ...
+
+
+class Modules(Protocol):
+    """Modules and their parameters; ``<framework>/shard_module.py``.
+
+    Attributes:
+        Tensor: the framework's class of tensors.
+    """
+
+    Tensor: type
+
+    def named_modules(self, module: Module) -> dict[str, Module]:
+        """List all modules inside, the module itself among them, each under every name that it has."""
+        ...
+
+    def named_parameters(self, module: Module) -> dict[str, Any]:
+        """List all parameters, each under every name that it has."""
+        ...
+
+    def distribute(
+        self, module: Module, placed: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]], rest: DeviceMesh
+    ) -> None:
+        """Make all parameters DTensors in place, those that ``placed`` doesn't name replicated on ``rest``."""
+        ...
+
+
+class Ranks(Protocol):
+    """The ranks of a mesh; ``<framework>/ranks.py``."""
+
+    def rank_tensor(self, ranks: np.ndarray) -> Tensor:
+        """Make a tensor of ranks on the host."""
+        ...
+
+
+class Watched(Protocol):
+    """The modules that run while a `CommDebugMode` is active."""
+
+    def start(self) -> None:
+        """Watch the modules that run."""
+        ...
+
+    def stop(self) -> None:
+        """Remove every hook from modules."""
+        ...
+
+    def place(self, frame: FrameType) -> tuple[str, str]:
+        """Return the phase and the module of the program at this frame."""
+        ...
+
+
+class Debug(Protocol):
+    """What runs when a collective is issued; ``<framework>/debug.py``.
+
+    Attributes:
+        Modules: makes a `Watched`.
+    """
+
+    Modules: Any
+
+
+@functools.cache
+def tensors() -> Tensors:
+    """Get the framework's DTensors."""
+    return load_port(Tensors, "dtensor")
+
+
+@functools.cache
+def gradients() -> Gradients:
+    """Get what moves local values in autograd's graph."""
+    return load_port(Gradients, "autograd")
+
+
+@functools.cache
+def modules() -> Modules:
+    """Get what the framework does with modules."""
+    return load_port(Modules, "shard_module")
+
+
+@functools.cache
+def ranks() -> Ranks:
+    """Get what makes tensors of ranks."""
+    return load_port(Ranks, "ranks")
+
+
+@functools.cache
+def debug() -> Debug:
+    """Get what watches modules."""
+    return load_port(Debug, "debug")

@@ -1,0 +1,25 @@
+"""The framework in use supplies what hp_dtensor.port declares."""
+
+from __future__ import annotations
+
+import pytest
+
+from hp_dtensor import port
+from hp_testing.conformance import mismatches
+
+PORTS = {
+    port.Tensors: port.tensors,
+    port.Gradients: port.gradients,
+    port.Modules: port.modules,
+    port.Ranks: port.ranks,
+    port.Debug: port.debug,
+}
+
+
+@pytest.mark.parametrize("protocol", PORTS, ids=lambda protocol: protocol.__name__)
+def test_a_framework_has_what_the_protocol_declares(protocol):
+    assert mismatches(protocol, PORTS[protocol]()) == []
+
+
+def test_what_watches_modules():
+    assert mismatches(port.Watched, port.debug().Modules()) == []
