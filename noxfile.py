@@ -150,6 +150,19 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
 
 
+@nox.session(name="new-package", default=False)
+def new_package(session: nox.Session) -> None:
+    """Makes a package with an engine, a port, both frameworks and tests, in all lists: `-- hp-example`."""
+    if len(session.posargs) != 1:
+        session.error("name the package: nox -s new-package -- hp-example")
+    session.install("ruff", "griffelib", "--constraint", CONSTRAINTS)
+    session.run("python", ".ci/new_package.py", *session.posargs)
+    session.run("ruff", "check", "--quiet", "--fix", ".")  # the order of imports is that of the names
+    session.run("ruff", "format", "--quiet", f"packages/{session.posargs[0]}")
+    for script in ("public_api", "architecture"):
+        session.run("python", f"docs/{script}.py")
+
+
 @nox.session
 def types(session: nox.Session) -> None:
     """Pyright on the sources of every package; `-- packages/hp-fsdp/src` on those of one."""
