@@ -1,4 +1,4 @@
-"""What the READMEs show: programs run, plans have no faults, fragments are said to be fragments."""
+"""Blocks of the READMEs: programs run, plans pass lint, fragments are marked as fragments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hp_platform.ports import platform_name
 from hp_testing import run_ranks
 
 ROOT = Path(__file__).parents[3]
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), ROOT / "docs" / "fsdp.md"]
 _BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
