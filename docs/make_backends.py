@@ -32,15 +32,15 @@ COMMAND = "nox -t torch-cpu torch-npu-sim mindspore-cpu && nox -s backends"
 INTRODUCTION = f"""\
 # Backends
 
-Written by `docs/make_backends.py` from the results of whole test runs and from `docs/features.toml`, which says which
-tests show a feature; don't edit it, run
+Written by `docs/make_backends.py` from the results of complete test runs and from `docs/features.toml`, which lists the
+tests of each feature. Do not edit it; run
 
     {COMMAND}
 
-A count is of tests that passed; one test on three numbers of ranks is three, and a test may show several features.
-torch-npu-sim is the released torch_npu over a stand-in for CANN
-([what it can't show](../packages/hp-platform/README.md#a-simulated-npu)). A backend on hardware counts as tested only
-where its own run has left results.
+Counts are of passed tests: one test on three numbers of ranks counts as three, and a test may cover several features.
+torch-npu-sim is the released torch_npu on a stand-in for CANN
+([its limits](../packages/hp-testing/README.md#a-simulated-npu)). A backend on hardware counts as tested only
+if there are results of its own run.
 """
 
 
@@ -237,8 +237,8 @@ def _seconds(results: Mapping[str, Results], budgets: Mapping[str, list[int]]) -
     lines = [["package", *CI], ["---"] * (1 + len(CI)), *rows]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return (
-        "## Seconds\n\nWhat the tests took in these runs, of what they should take on two cores with nothing else to"
-        f"\ndo. Nothing fails by it: a machine may be slower, or busy.\n\n{table}"
+        "## Seconds\n\nSeconds that the tests took in these runs, and their budgets on two otherwise idle cores. Exceeding a"
+        f"\nbudget is not a failure: a machine may be slower, or busy.\n\n{table}"
     )
 
 
