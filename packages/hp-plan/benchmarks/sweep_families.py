@@ -32,12 +32,12 @@ INTRODUCTION = """\
 
 Written by `nox -s families` with transformers {version}; do not edit it.
 
-Each model family of transformers, at a small size and with random weights, runs one forward and backward pass in float64
-under each plan (`styles = "auto"` or `"auto-sequence"`), on gloo ranks. The loss over all ranks and every gradient are
-compared with one process that runs each data-parallel shard of the batch. *Right*: no difference exceeds
-{tolerance:g} of the largest element; a number is the largest difference. *Padded* samples have different lengths, through an
-attention mask and omitted labels. *Sharded* is the fraction of the weights that tensor parallelism shards over 2 ranks;
-the rest is replicated, as `hyper-parallel lint` says.
+Each model family of transformers, at a small size and with random weights, runs one forward and backward pass in
+float64 under each plan (`styles = "auto"` or `"auto-sequence"`), on gloo ranks. The loss over all ranks and every
+gradient are compared with one process that runs each data-parallel shard of the batch. *Right*: no difference exceeds
+{tolerance:g} of the largest element; a number is the largest difference. *Padded* samples have different lengths,
+through an attention mask and omitted labels. *Sharded* is the fraction of the weights that tensor parallelism shards
+over 2 ranks; the rest is replicated, as `hyper-parallel lint` says.
 
 """
 
