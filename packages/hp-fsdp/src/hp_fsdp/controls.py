@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from hp_fsdp.sharded_class import groups_in
 
 __all__ = ["Controls", "UnshardHandle", "check_reshard", "divisor_of", "share_comm_ctx"]
 
@@ -28,9 +30,13 @@ class Controls:
 
     _hsdp_group: Any
 
-    def _groups(self, recurse: bool) -> Iterator[Any]:
-        """This module's group, with ``recurse`` those inside it, too."""
+    def _hsdp_modules(self) -> Iterable[Any]:
+        """List this module and those inside it."""
         raise NotImplementedError
+
+    def _groups(self, recurse: bool) -> list[Any]:
+        """List this module's group, with ``recurse`` those inside it, too."""
+        return groups_in(self._hsdp_modules()) if recurse else [self._hsdp_group]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's own parameters (not those of sharded modules inside) and registers them.
@@ -139,6 +145,18 @@ class Controls:
             raise ValueError(f"set_gradient_divide_factor: factor must be a finite number above 0, got {factor!r}")
         for group in self._groups(recurse):
             group.reduce_op, group.divisor = "sum", None if factor == 1 else float(factor)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be copied: its parameters are shards of a group's. Build a second model and"
+            " load full_state_dict(model) into it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be pickled: its parameters are shards of a group's. Save"
+            " full_state_dict(model)"
+        )
 
 
 def divisor_of(group: Any) -> float | None:

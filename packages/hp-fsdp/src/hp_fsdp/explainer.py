@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from hp_fsdp.explaining import Event, Explanation, GroupFacts, MemoryRow, Overlap, simulate
 from hp_fsdp.held import Held, replay
+from hp_fsdp.sharded_class import group_of
 from hp_fsdp.timeline import Moment, timeline_of
 
 __all__ = ["BucketBytes", "Groups", "activation_row", "explained", "optimizer_row", "outermost", "unsharded_rows"]
-
-G = TypeVar("G")
 
 Rows = Callable[[Sequence[Event], Sequence[Held]], Sequence[MemoryRow]]
 
@@ -43,9 +42,6 @@ class Groups:
         inside: a module and all inside it.
         bytes_of: of a bucket.
         keeps: whether a group stays gathered after a backward pass.
-        forward: groups in the order of the last forward; empty before the first.
-        backward: the same of backward.
-        moments: of the last step, see `hp_fsdp.timeline`, with groups in place of names.
         overlap: what runs beside the computation.
     """
 
@@ -55,9 +51,6 @@ class Groups:
     inside: Callable[[Any], Iterable[Any]]
     bytes_of: Callable[[Any], BucketBytes]
     keeps: Callable[[Any], bool]
-    forward: Sequence[Any]
-    backward: Sequence[Any]
-    moments: Sequence[tuple[str, Any, int]]
     overlap: Overlap
 
 
@@ -70,8 +63,10 @@ def explained(groups: Groups, rows: Rows) -> Explanation:
     """
     root, every = groups.root, list(groups.all)
     facts = {id(group): _facts(group, groups) for group in every}
-    forward = [group for group in groups.forward if id(group) in facts]
-    backward = [group for group in groups.backward if id(group) in facts]
+    context = root.context
+    order, backward_order = root.order, root.order if context is None else context.backward_order
+    forward = [group for group in order.now or order.last if id(group) in facts]
+    backward = [group for group in backward_order.now or backward_order.last if id(group) in facts]
     recorded = bool(forward)
     forward = forward or every
     backward = backward or [root, *reversed([group for group in forward if group is not root])]
@@ -86,7 +81,8 @@ def explained(groups: Groups, rows: Rows) -> Explanation:
         )
     )
     moments: list[Moment] = [
-        (kind, facts[id(group)].name if id(group) in facts else None, when) for kind, group, when in groups.moments
+        (kind, facts[id(group)].name if id(group) in facts else None, when)
+        for kind, group, when in (() if context is None else context.last_moments)
     ]
     accumulating = {facts[id(group)].name for group in every if not group.reduces}
     told = tuple(facts.values())
@@ -112,13 +108,13 @@ def _facts(group: Any, groups: Groups) -> GroupFacts:
     )
 
 
-def outermost(model: Any, group: G | None) -> G:
+def outermost(model: Any) -> Any:
     """Return the group of the model; raise ValueError if it is not sharded, or inside of a sharded module that ran.
 
     Args:
         model: as given to ``explain``.
-        group: its group, or None.
     """
+    group = group_of(model)
     context = getattr(group, "context", None)
     if group is None or (context is not None and context.root is not group):
         why = "is inside another sharded module" if group else "was not given to fully_shard"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
+
+from hp_fsdp.sharded_class import group_of
 
 __all__ = ["find_parameters", "is_copy", "mark", "owner_of"]
 
@@ -34,28 +36,26 @@ def is_copy(parameter: Any) -> bool:
 def find_parameters(
     modules: Sequence[Any],
     ignored: Collection[Any],
-    stop: Callable[[Any], bool],
-    make: Callable[[str, Any], P],
-    *,
-    parameters: str,
-    children: str,
+    managed: type[P],
     own: Mapping[int, P] | None = None,
 ) -> list[P]:
-    """The parameters of ``modules`` that no group has, each once, in the order of registration.
+    """Find the parameters of ``modules`` that no group has, each once, in the order of registration.
+
+    Modules inside that have groups of their own are not entered.
 
     Args:
         modules: the group's; names begin with their numbers where there are several.
         ignored: parameters to leave as they are.
-        stop: says which submodules are groups themselves and are not entered.
-        make: makes a managed parameter of a name and a parameter; its ``places`` list is filled here.
-        parameters: the attribute of modules that maps names to parameters.
-        children: the attribute that maps names to modules.
+        managed: the framework's ``ManagedParameter``, made of a name and a parameter, whose ``places`` are filled here.
+            Its ``stores`` are the attributes of modules that map names to parameters and to modules.
         own: what the group has already, by the ids of the objects that may stand in the modules; places that are new
             are added to theirs.
 
     Raises:
         ValueError: a parameter that another group has already.
     """
+    make: Any = managed
+    parameters, children = make.stores
     skip = {id(parameter) for parameter in ignored}
     owned = own or {}
     found: dict[int, Any] = {}
@@ -82,7 +82,7 @@ def find_parameters(
             if not any(place is current and key == name for place, key in managed.places):
                 managed.places.append((current, name))
         for name, child in getattr(current, children).items():
-            if child is not None and not stop(child):
+            if child is not None and group_of(child) is None:
                 visit(child, f"{prefix}{name}.")
 
     for index, root in enumerate(modules):

@@ -9,7 +9,10 @@ Note [Name of a sharded class]
 
 from __future__ import annotations
 
-__all__ = ["make_sharded_class"]
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["group_of", "groups_in", "make_sharded_class"]
 
 _classes: dict[tuple[type, type], type] = {}
 
@@ -27,3 +30,13 @@ def make_sharded_class(base: type, cls: type) -> type:
         names = {"__module__": cls.__module__, "__qualname__": f"{around}{dot}HSDP{own}"}
         made = _classes[base, cls] = type(cls.__name__, (base, cls), names)
     return made
+
+
+def group_of(module: Any) -> Any:
+    """Get the group that `fully_shard` made of a module; None for a module that it was not called on."""
+    return module.__dict__.get("_hsdp_group")
+
+
+def groups_in(modules: Iterable[Any]) -> list[Any]:
+    """List the groups of modules, each once, in the modules' order."""
+    return list(dict.fromkeys(group for module in modules if (group := group_of(module)) is not None))

@@ -12,15 +12,16 @@ from mindspore._c_expression import typing
 from hp_dtensor import DeviceMesh
 from hp_fsdp.anatomy import Anatomy
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.finding import find_parameters
 from hp_fsdp.mesh_dims import all_ranks
-from hp_fsdp.mindspore.bucket import itemsize
 from hp_fsdp.mindspore.group import ParameterGroup
-from hp_fsdp.mindspore.module import HSDPModule, group_of, shard_class
+from hp_fsdp.mindspore.module import HSDPModule, shard_class
 from hp_fsdp.mindspore.optimizers import watch_optimizers
-from hp_fsdp.mindspore.parameter import find_parameters
+from hp_fsdp.mindspore.parameter import ManagedParameter, itemsize
 from hp_fsdp.mindspore.rewriting import refuse_rewriting
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions
+from hp_fsdp.sharded_class import group_of
 
 __all__ = [
     "ANY_DIM",
@@ -72,7 +73,7 @@ def shard(
     (module,) = modules
     _check_statistics(module, {id(parameter) for parameter in ignored_params})
     ignored = list(ignored_params)
-    found = find_parameters(module, ignored, lambda cell: group_of(cell) is not None)
+    found = find_parameters(modules, ignored, ManagedParameter)
     axes = DataAxes.of(all_ranks(found) if mesh is None else mesh)
     parameters = [parameter for parameter in found if not axes.divided(parameter.name, parameter.inner)]
     ignored += [parameter.parameter for parameter in found if axes.divided(parameter.name, parameter.inner)]
@@ -80,7 +81,7 @@ def shard(
     refuse_rewriting()
     for parameter in ignored:
         ignore(parameter)
-    group = ParameterGroup(module, parameters, axes, options, ignored)
+    group = ParameterGroup(modules, parameters, axes, None, options, ignored)
     shard_class(module, group)
 
 

@@ -27,11 +27,11 @@ from hp_fsdp.blocks import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.mindspore.deterministic import MicroBatchSums
 from hp_fsdp.mindspore.host import to_device, to_host
-from hp_fsdp.mindspore.parameter import ManagedParameter, run_of
+from hp_fsdp.mindspore.parameter import ManagedParameter, itemsize, run_of
 from hp_fsdp.options import BucketPlan, GroupOptions
 from hp_platform import get_platform
 
-__all__ = ["Bucket", "itemsize"]
+__all__ = ["Bucket"]
 
 
 class Bucket:
@@ -75,11 +75,17 @@ class Bucket:
         self.accumulated: Tensor | None = None
         self.accumulated_piece: Tensor | None = None
         self.divisor: float | None = None
-        for index, parameter in enumerate(self.parameters):
-            start, stop = self.layout.part(index, axes.shard_rank)
-            units = self.layout.units(index)
-            spec = axes.sharded_spec(parameter.name, units, parameter.global_shape, parameter.inner)
-            parameter.shard(start, stop, spec, f"{parameter.name!r} of {owner}")
+        # Layouts first: what can't be laid out raises before any parameter is changed.
+        self.specs = [
+            axes.sharded_spec(parameter.name, self.layout.units(index), parameter.global_shape, parameter.inner)
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def shard_originals(self) -> None:
+        """Makes the parameters sharded ones."""
+        for index, (parameter, spec) in enumerate(zip(self.parameters, self.specs)):
+            start, stop = self.layout.part(index, self.axes.shard_rank)
+            parameter.shard(start, stop, spec, f"{parameter.name!r} of {self.owner}")
             if self.sums is not None:
                 mark_in_blocks(parameter.parameter)
         self.come_home()
@@ -268,8 +274,3 @@ class Bucket:
         with local_mode():
             for parameter in self.parameters:
                 parameter.parameter._grad = None
-
-
-def itemsize(dtype: Any) -> int:
-    """Bytes of an element."""
-    return mint.empty((0,), dtype=dtype).itemsize

@@ -9,10 +9,11 @@ from mindspore import nn
 
 from hp_fsdp.explainer import BucketBytes, Groups, explained, outermost
 from hp_fsdp.explaining import Explanation, Overlap, check_path
-from hp_fsdp.mindspore.bucket import Bucket, itemsize
+from hp_fsdp.mindspore.bucket import Bucket
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.memory import memory_rows
-from hp_fsdp.mindspore.module import group_of
+from hp_fsdp.mindspore.parameter import itemsize
+from hp_fsdp.sharded_class import groups_in
 
 __all__ = ["explain"]
 
@@ -49,7 +50,7 @@ def explain(
         RuntimeError: a picture is wanted before the first step.
         ImportError: a picture is wanted and matplotlib isn't installed.
     """
-    root = outermost(model, group_of(model))
+    root = outermost(model)
     if path is not None:
         check_path(path)
     if inputs is not None or activations is not None:
@@ -58,8 +59,7 @@ def explain(
             " no hooks for what its autograd saves; leave them out. mindspore.runtime.max_memory_allocated() tells the"
             " peak of a device, of all kinds together"
         )
-    groups = [group for _, cell in model.cells_and_names() if (group := group_of(cell)) is not None]
-    context = root.context
+    groups = groups_in(cell for _, cell in model.cells_and_names())
     model_groups = Groups(
         root=root,
         all=groups,
@@ -67,9 +67,6 @@ def explain(
         inside=lambda cell: (each for _, each in cell.cells_and_names()),
         bytes_of=_bytes_of,
         keeps=_keeps,
-        forward=list(context.order.now or context.order.last) if context is not None else (),
-        backward=list(context.backward_order.now or context.backward_order.last) if context is not None else (),
-        moments=context.last_moments if context is not None else (),
         overlap=Overlap(gathers=root.overlaps, reductions=False),
     )
     made = explained(model_groups, lambda events, held: memory_rows(groups, events, held, optimizer))

@@ -34,13 +34,12 @@ __all__ = ["run_forward"]
 
 
 def run_forward(
-    group: ParameterGroup, group_of: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    group: ParameterGroup, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Runs a Cell's forward with its parameters gathered, and arranges for its backward.
 
     Args:
         group: the Cell's group.
-        group_of: gives a Cell's group, or None.
         forward: what to call.
         args: its positional arguments.
         kwargs: its keyword arguments.
@@ -48,7 +47,7 @@ def run_forward(
     Returns:
         What ``forward`` returned.
     """
-    context = group.context or RootContext.of(group, group_of)
+    context = group.context or RootContext.of(group)
     policy = group.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         cast = functools.partial(_cast, policy.param_dtype)
@@ -66,7 +65,10 @@ def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any
     again = in_backward()
     outermost = context.outermost is None
     if outermost:
-        context.begin_forward(group, again)
+        if again:
+            context.outermost = group
+        else:
+            context.begin_forward(group)
     before = None
     try:
         with own_dtypes():  # buffers and collectives have those of the parameters
@@ -79,7 +81,7 @@ def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any
         if call is not None and outermost:
             args, kwargs = map_tensors(_guard, args), map_tensors(_guard, kwargs)
         output = forward(*args, **kwargs)
-        context.note("left", group)
+        group.note("left")
         group.show(before)
         watched = call is not None and _watch(context, call, output)
         if call is not None and not watched:

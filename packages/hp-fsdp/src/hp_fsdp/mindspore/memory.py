@@ -11,9 +11,9 @@ from hp_dtensor.mindspore.extend import local_view
 from hp_fsdp.explainer import optimizer_row, unsharded_rows
 from hp_fsdp.explaining import Event, MemoryRow
 from hp_fsdp.held import Held
-from hp_fsdp.mindspore.bucket import itemsize
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.optimizer_state import States
+from hp_fsdp.mindspore.parameter import itemsize
 from hp_platform import get_platform
 
 __all__ = ["memory_rows"]

@@ -17,12 +17,7 @@ from hp_fsdp.norms import spec_of
 from hp_fsdp.sharded_class import make_sharded_class
 from hp_fsdp.tuning import Tuning
 
-__all__ = ["FSDPModule", "HSDPModule", "group_of", "shard_class"]
-
-
-def group_of(cell: nn.Cell) -> ParameterGroup | None:
-    """The group that `fully_shard` made of ``cell``; None for a Cell that it was not called on."""
-    return cell.__dict__.get("_hsdp_group")
+__all__ = ["FSDPModule", "HSDPModule", "shard_class"]
 
 
 class HSDPModule(Tuning):
@@ -35,7 +30,7 @@ class HSDPModule(Tuning):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As every Cell's, which would give parameters without values whole ones."""
-        self._hsdp_group.check()
+        self._hsdp_group.check_values()
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +39,7 @@ class HSDPModule(Tuning):
         Not around ``__call__``: a Cell that is differentiated itself begins to record there.
         """
         inner = self.__dict__.get("_hsdp_construct") or super().construct  # type: ignore[misc]
-        return run_forward(self._hsdp_group, group_of, inner, args, kwargs)
+        return run_forward(self._hsdp_group, inner, args, kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """As every Cell's, of DTensors, whole plain tensors (the same on all ranks), or this rank's plain parts.
@@ -94,25 +89,8 @@ class HSDPModule(Tuning):
             " set_requires_gradient_sync, set_requires_all_reduce, set_reduce_op_type and set_gradient_divide_factor"
         )
 
-    def _groups(self, recurse: bool) -> Iterator[ParameterGroup]:
-        if not recurse:
-            yield self._hsdp_group
-            return
-        for _, cell in self.cells_and_names():  # type: ignore[attr-defined]
-            group = group_of(cell)
-            if group is not None:
-                yield group
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be copied: its parameters are parts of groups. Build a second model and load"
-            " full_state_dict(model) into it"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be pickled: its parameters are parts of groups. Save full_state_dict(model)"
-        )
+    def _hsdp_modules(self) -> Iterator[nn.Cell]:
+        return (cell for _, cell in self.cells_and_names())  # type: ignore[attr-defined]
 
 
 FSDPModule = HSDPModule

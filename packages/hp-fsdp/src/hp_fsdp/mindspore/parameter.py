@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Tensor, mint, nn
 
 from hp_dtensor import DeviceMesh, RaggedShard, Replicate
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_view, set_local, unwrap, wrap
 from hp_fsdp import finding
+from hp_fsdp.options import ParameterFacts
 
-__all__ = ["ManagedParameter", "find_parameters"]
+__all__ = ["ManagedParameter", "itemsize"]
 
 
 class ManagedParameter:
@@ -22,6 +23,7 @@ class ManagedParameter:
     The Parameter stays the object that it was; only its data becomes the rank's run of elements.
 
     Attributes:
+        stores: the attributes of Cells that map names to parameters and to Cells.
         name: its name inside the group's Cell.
         parameter: the Parameter.
         shape: shape of the unsharded tensor on this rank.
@@ -31,6 +33,7 @@ class ManagedParameter:
     """
 
     __slots__ = ("inner", "name", "numel", "parameter", "places", "shape")
+    stores = ("_params", "_cells")
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name = name
@@ -44,6 +47,12 @@ class ManagedParameter:
     def global_shape(self) -> tuple[int, ...]:
         """The shape that the user sees."""
         return self.shape if self.inner is None else self.inner.shape
+
+    def facts(self) -> ParameterFacts:
+        """Get what decides how it is communicated."""
+        made = self.parameter
+        nbytes = math.prod(self.global_shape) * itemsize(made.dtype)
+        return ParameterFacts(self, self.name, made, made.dtype, made.requires_grad, self.shape, nbytes)
 
     def shard(self, start: int, stop: int, spec: TensorSpec, owner: str) -> None:
         """Leaves only a run of elements in the Parameter, and makes it a DTensor.
@@ -137,13 +146,6 @@ def run_of(tensor: Tensor, start: int, stop: int, shape: Sequence[int] | None = 
     return mint.narrow(tensor.reshape(-1), 0, start, stop - start).reshape(shape).copy()
 
 
-def find_parameters(
-    cell: nn.Cell,
-    ignored: Collection[Parameter],
-    stop: Callable[[Any], bool],
-    own: Mapping[int, ManagedParameter] | None = None,
-) -> list[ManagedParameter]:
-    """The parameters of ``cell`` that no group has; see `hp_fsdp.finding`."""
-    return finding.find_parameters(
-        [cell], ignored, stop, ManagedParameter, parameters="_params", children="_cells", own=own
-    )
+def itemsize(dtype: Any) -> int:
+    """Bytes of an element."""
+    return mint.empty((0,), dtype=dtype).itemsize

@@ -11,8 +11,8 @@ from mindspore.nn.cell import _IncompatibleKeys
 from hp_dtensor.mindspore.extend import local_view, wrap
 from hp_fsdp.from_rank0 import Wire
 from hp_fsdp.mindspore import whole
-from hp_fsdp.mindspore.module import group_of
 from hp_fsdp.norms import spec_of
+from hp_fsdp.sharded_class import groups_in
 
 __all__ = ["entries", "fill", "full", "incompatible_keys", "is_tensor", "load_extra", "parameters", "part", "wire"]
 
@@ -21,10 +21,8 @@ incompatible_keys = _IncompatibleKeys
 
 def entries(model: nn.Cell) -> dict[str, Any]:
     """Get the very objects that ``model.state_dict()`` holds, with the sharded parameters registered."""
-    for _, cell in model.cells_and_names():
-        group = group_of(cell)
-        if group is not None:
-            group.reshard()
+    for group in groups_in(cell for _, cell in model.cells_and_names()):
+        group.reshard()
     return dict(model.state_dict(keep_vars=True))
 
 

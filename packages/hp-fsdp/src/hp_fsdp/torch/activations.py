@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_fsdp.sharded_class import groups_in
 from hp_fsdp.torch.bucket import Bucket
-from hp_fsdp.torch.group import ParameterGroup
-from hp_fsdp.torch.module import group_of
 
 __all__ = ["Activations", "SavedBytes", "watch_activations"]
 
@@ -131,7 +130,7 @@ def watch_activations(model: nn.Module) -> Iterator[Activations]:
     """
     activations = Activations()
     there = _storages(model)
-    buckets = [bucket for group in groups_of(model) for bucket in group.buckets]
+    buckets = [bucket for group in groups_in(model.modules()) for bucket in group.buckets]
     saved = SavedBytes(activations, lambda key: key in there or _is_gathered(buckets, key))
     open_: list[Any] = []
 
@@ -171,11 +170,6 @@ def storages_of(tensors: Sequence[Any]) -> set[int]:
             except (NotImplementedError, RuntimeError):
                 continue
     return found
-
-
-def groups_of(model: nn.Module) -> list[ParameterGroup]:
-    """The groups of a model's modules, in their order."""
-    return list(dict.fromkeys(group for module in model.modules() if (group := group_of(module)) is not None))
 
 
 def _storages(model: nn.Module) -> set[int]:

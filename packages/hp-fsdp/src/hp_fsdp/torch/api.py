@@ -12,14 +12,16 @@ from torch import nn
 from hp_dtensor import DeviceMesh
 from hp_fsdp.anatomy import Anatomy
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.finding import find_parameters
 from hp_fsdp.mesh_dims import all_ranks
 from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.several import roots_of
+from hp_fsdp.sharded_class import group_of
 from hp_fsdp.torch.group import ParameterGroup
-from hp_fsdp.torch.module import HSDPModule, group_of, shard_class
+from hp_fsdp.torch.module import HSDPModule, shard_class
 from hp_fsdp.torch.optimizers import watch_optimizers
-from hp_fsdp.torch.parameter import ManagedParameter, find_parameters
+from hp_fsdp.torch.parameter import ManagedParameter
 from hp_platform import get_platform
 
 __all__ = [
@@ -75,7 +77,7 @@ def shard(
         ignored_params: parameters to leave as they are.
     """
     ignored: list[Any] = list(ignored_params)
-    found = find_parameters(modules, ignored, lambda child: group_of(child) is not None)
+    found = find_parameters(modules, ignored, ManagedParameter)
     mesh = all_ranks(found) if mesh is None else mesh
     axes = DataAxes.of(mesh)
     parameters = [p for p in found if p.copied or not axes.divided(p.name, p.inner)]

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from hp_fsdp.explainer import BucketBytes, Groups, explained, outermost
 from hp_fsdp.explaining import Explanation, Overlap, check_path
-from hp_fsdp.torch.activations import Activations, groups_of
+from hp_fsdp.sharded_class import groups_in
+from hp_fsdp.torch.activations import Activations
 from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.fake_forward import predict_activations
 from hp_fsdp.torch.memory import memory_rows
-from hp_fsdp.torch.module import group_of
 
 __all__ = ["explain"]
 
@@ -57,18 +57,17 @@ def explain(
         RuntimeError: its forward depends on values; or a picture is wanted before the first step.
         ImportError: a picture is wanted and matplotlib isn't installed.
     """
-    root = outermost(model, group_of(model))
+    root = outermost(model)
     if path is not None:
         check_path(path)
     predicted = None if inputs is None else predict_activations(model, inputs)
-    groups = groups_of(model)
+    groups = groups_in(model.modules())
     for group in groups:
         if len(group.members) > 1:
             raise NotImplementedError(
                 f"explain: {group.class_name} are one group, and when it is gathered and freed depends on the order of"
                 " their calls, which is not predicted. Measure memory with watch_activations"
             )
-    context = root.context
     model_groups = Groups(
         root=root,
         all=groups,
@@ -76,9 +75,6 @@ def explain(
         inside=lambda module: module.modules(),
         bytes_of=_bytes_of,
         keeps=lambda group: not group.reshard_after_backward,
-        forward=list(root.order.now or root.order.last),
-        backward=list(context.backward_order.now or context.backward_order.last) if context is not None else (),
-        moments=context.last_moments if context is not None else (),
         overlap=Overlap(),
     )
     made = explained(

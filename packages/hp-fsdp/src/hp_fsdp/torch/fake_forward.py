@@ -34,7 +34,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor.torch.extend import DTensor
-from hp_fsdp.torch.activations import Activations, SavedBytes, groups_of, storages_of
+from hp_fsdp.sharded_class import groups_in
+from hp_fsdp.torch.activations import Activations, SavedBytes, storages_of
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.module import HSDPModule
 from hp_fsdp.torch.parameter import has_own_setattr
@@ -59,7 +60,7 @@ def predict_activations(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str,
         RuntimeError: forward depends on values.
     """
     args, kwargs = _arguments(inputs)
-    groups = groups_of(model)
+    groups = groups_in(model.modules())
     _check(model, groups)
     counted = Activations()
     mode = FakeTensorMode(allow_non_fake_inputs=True)

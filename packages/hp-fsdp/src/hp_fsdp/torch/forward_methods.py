@@ -9,7 +9,7 @@ from torch import nn
 
 from hp_fsdp.spans import INSIDE
 from hp_fsdp.torch.hooks import run_forward
-from hp_fsdp.torch.module import HSDPModule, group_of
+from hp_fsdp.torch.module import HSDPModule
 
 __all__ = ["register_fsdp_forward_method"]
 
@@ -51,6 +51,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             finally:
                 group.span = former
 
-        return run_forward(module, group_of, run, args, kwargs)
+        return run_forward(module, run, args, kwargs)
 
     setattr(module, method_name, gathered)

@@ -41,14 +41,11 @@ _grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def run_forward(
-    module: Any, group_of: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a module's forward with its parameters gathered, and arranges for its backward.
 
     Args:
         module: a sharded module.
-        group_of: gives a module's group, or None.
         forward: what to call.
         args: its positional arguments.
         kwargs: its keyword arguments.
@@ -57,7 +54,7 @@ def run_forward(
         What ``forward`` returned.
     """
     group: ParameterGroup = module._hsdp_group
-    context = group.context or RootContext.of(group, group_of)
+    context = group.context or RootContext.of(group)
     policy = group.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         cast = functools.partial(_cast, policy.param_dtype)

@@ -21,17 +21,12 @@ from hp_fsdp.torch.loading import unwrapped
 from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
 from hp_fsdp.tuning import Tuning
 
-__all__ = ["FSDPModule", "HSDPModule", "group_of", "shard_class"]
+__all__ = ["FSDPModule", "HSDPModule", "shard_class"]
 
 _WITH_DETERMINISTIC = ("set_custom_all_gather", "set_unshard_in_backward", "set_post_optim_event", "reset_iter_state")
 _OF_THE_MODEL = ("set_post_optim_event", "reset_iter_state")
 _Tracing = importlib.import_module("torch._guards").TracingContext
 _traced = torch.compiler.is_dynamo_compiling
-
-
-def group_of(module: nn.Module) -> ParameterGroup | None:
-    """The group that `fully_shard` made of ``module``; None for a module that it was not called on."""
-    return module.__dict__.get("_hsdp_group")
 
 
 class HSDPModule(Tuning):
@@ -46,7 +41,7 @@ class HSDPModule(Tuning):
         """Runs forward with the parameters gathered."""
         if _traced():
             _refuse_in_a_graph(type(self).__name__)
-        return run_forward(self, group_of, super().__call__, args, kwargs)  # type: ignore[misc]
+        return run_forward(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward waits for the reductions at its end.
@@ -59,11 +54,10 @@ class HSDPModule(Tuning):
         self._context().last_backward = is_last_backward
 
     def _context(self) -> RootContext:
-        group = self._hsdp_group
-        return group.context or RootContext.of(group, group_of)
+        return self._hsdp_group.context or RootContext.of(self._hsdp_group)
 
     def _tuned(self, setter: str, recurse: bool = False, *, one_mesh: bool = False) -> Iterator[Any]:
-        groups = list(self._groups(recurse))
+        groups = self._groups(recurse)
         for group in groups:
             if group.deterministic and setter not in _WITH_DETERMINISTIC:
                 raise NotImplementedError(
@@ -74,12 +68,8 @@ class HSDPModule(Tuning):
             self._context()
         yield from (Communication.of(group) for group in groups)
 
-    def _groups(self, recurse: bool) -> Iterator[ParameterGroup]:
-        if not recurse:
-            yield self._hsdp_group
-            return
-        modules: Iterator[nn.Module] = self.modules()  # type: ignore[attr-defined]
-        yield from dict.fromkeys(group for module in modules if (group := group_of(module)) is not None)
+    def _hsdp_modules(self) -> Iterator[nn.Module]:
+        return self.modules()
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -164,18 +154,6 @@ class HSDPModule(Tuning):
         """Gives parameters on meta memory in a flat shard; `hp_dtensor.init_parameters` calls it, then fills them."""
         for bucket in self._hsdp_group.buckets:
             bucket.materialize(device)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be copied: its parameters are parts of shared buffers. Build a second model "
-            "and load full_state_dict(model) into it"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be pickled: its parameters are parts of shared buffers. "
-            "Save full_state_dict(model)"
-        )
 
 
 def _refuse_in_a_graph(name: str) -> None:

@@ -10,7 +10,6 @@ Note [Cut along another dim]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from hp_dtensor.torch.extend import DTensor, become, give_memory, wrap
 from hp_fsdp import finding
 from hp_fsdp.options import ParameterFacts
 
-__all__ = ["ManagedParameter", "find_parameters", "has_own_setattr"]
+__all__ = ["ManagedParameter", "has_own_setattr"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -60,6 +59,7 @@ class ManagedParameter:
     it see what happens to it.
 
     Attributes:
+        stores: the attributes of modules that map names to parameters and to modules.
         name: its name inside the group's module.
         cls: the class that it had.
         original: the parameter as it was found; None once it is sharded.
@@ -85,6 +85,7 @@ class ManagedParameter:
         "trains",
         "unsharded",
     )
+    stores = ("_parameters", "_modules")
 
     def __init__(self, name: str, original: nn.Parameter) -> None:
         check_kind(name, original)
@@ -265,15 +266,3 @@ def _copy_attributes(source: Any, target: Any) -> None:
     for key, value in source.__dict__.items():
         if key not in _OWN_ATTRIBUTES:
             target.__dict__[key] = value
-
-
-def find_parameters(
-    modules: Sequence[nn.Module],
-    ignored: Collection[nn.Parameter],
-    stop: Callable[[Any], bool],
-    own: Mapping[int, ManagedParameter] | None = None,
-) -> list[ManagedParameter]:
-    """The parameters of ``modules`` that no group has; see `hp_fsdp.finding`."""
-    return finding.find_parameters(
-        modules, ignored, stop, ManagedParameter, parameters="_parameters", children="_modules", own=own
-    )

@@ -11,10 +11,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from hp_dtensor.torch.extend import local_view, wrap
 from hp_fsdp.from_rank0 import Wire
+from hp_fsdp.sharded_class import groups_in
 from hp_fsdp.torch import whole
 from hp_fsdp.torch.host import transport
 from hp_fsdp.torch.loading import unwrapped
-from hp_fsdp.torch.module import group_of
 from hp_fsdp.torch.whole import fill, spec_of
 
 __all__ = ["entries", "fill", "full", "incompatible_keys", "is_tensor", "load_extra", "parameters", "part", "wire"]
@@ -77,8 +77,6 @@ def wire(model: nn.Module) -> Wire:
 
 def _settle(model: nn.Module) -> None:
     """Registers the sharded parameters under ``model``, in their flat shards."""
-    for module in model.modules():
-        group = group_of(module)
-        if group is not None:
-            group.reshard()
-            group.check()
+    for group in groups_in(model.modules()):
+        group.reshard()
+        group.check()

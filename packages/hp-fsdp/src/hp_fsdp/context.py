@@ -1,0 +1,183 @@
+"""Context: what the groups of one model share, and the order of events in a step; what no framework changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter_ns
+from typing import Any, Generic, Self, TypeVar
+
+from hp_fsdp.agreement import check_alike
+from hp_fsdp.group import Group
+from hp_fsdp.joining import Roster, inner_mesh
+from hp_fsdp.micro_batches import check_modes
+from hp_fsdp.order import ExecutionOrder
+from hp_fsdp.several import check_inside, several_outermost
+from hp_fsdp.sharded_class import groups_in
+
+__all__ = ["Context"]
+
+G = TypeVar("G", bound=Group)
+
+
+class Context(Generic[G]):
+    """Made by the first forward of the outermost sharded module, for that module and all groups inside it.
+
+    At most two groups are gathered at a time (besides those that stay so): the one that computes and, where gathers run
+    beside the computation, the one that the last pass ran after it. A framework's ``RootContext`` adds where backward
+    begins and ends, and the reductions.
+
+    Args:
+        root: the outermost group.
+
+    Attributes:
+        groups: all groups, the root too, outer before inner.
+        roster: notices what joined the model since the last forward.
+        compared: all ranks were seen to have sharded the same model.
+        finished: the groups in the order in which their forward ended.
+        outermost: the group whose forward is under way, inside no other group's.
+        backward: a backward pass is under way.
+        ahead: what was gathered ahead of time and has not computed yet.
+        moments: what happened in the pass under way, see `hp_fsdp.timeline`: kind, group, nanoseconds of a clock.
+        last_moments: the same of the last forward and backward that came to their end.
+    """
+
+    roster: Roster
+
+    def __init__(self, root: G) -> None:
+        self.root = root
+        self.groups: list[G] = []
+        self.compared = False
+        self.order: ExecutionOrder[G] = ExecutionOrder()
+        self.backward_order: ExecutionOrder[G] = ExecutionOrder()
+        self.finished: list[G] = []
+        self.outermost: G | None = None
+        self.backward = False
+        self.ahead: list[G] = []
+        self.moments: list[tuple[str, G | None, int]] = []
+        self.last_moments: list[tuple[str, G | None, int]] = []
+
+    @classmethod
+    def of(cls, root: G) -> Self:
+        """Make the context of the model under ``root``; replaces those of parts of it that ran on their own before."""
+        context = cls(root)
+        context.enrol()
+        return context
+
+    # ---- which groups ----
+    def named_modules(self) -> Iterable[tuple[str, Any]]:
+        """List the root and the modules inside, with their names."""
+        raise NotImplementedError
+
+    def enrol(self) -> None:
+        """Find the groups of the model, and shard parameters that no group has: Note [What joins later].
+
+        Raises:
+            ValueError, TypeError, RuntimeError: a parameter that can't be taken in.
+        """
+        if len(self.root.members) > 1:
+            raise RuntimeError(several_outermost([type(module).__name__ for module in self.root.members]))
+        named = list(self.named_modules())
+        names = {id(module): name for name, module in named}
+        groups = groups_in(module for _, module in named)
+        for group in groups:
+            check_inside(group.members, names, type(self.root.module).__name__)
+            group.rename(", ".join(names[id(module)] for module in group.members))
+        check_modes(groups)
+        for group in groups:
+            group.check()
+        ignored = [parameter for group in groups for parameter in group.ignored]
+        inner = inner_mesh(groups)
+        joined = [group.take_in(ignored, inner) for group in groups]
+        if any(joined) or groups != self.groups:
+            self.compared = False
+        self.groups = groups
+        for group in groups:
+            group.context = self
+            group.modules = (*group.members, self.root.module)
+        tensors = [tensor for group in groups for tensor, _ in group.stand_ins()]
+        self.roster = Roster((module for _, module in named), [*tensors, *ignored], self.root.managed.stores)
+
+    # ---- forward ----
+    def begin_forward(self, group: G) -> None:
+        """The forward of ``group``, inside no other group's, begins."""
+        if self.backward:  # a backward pass that raised never came to its end
+            self.abandon()
+        if not self.roster.complete():
+            self.enrol()
+        if not self.compared:
+            check_alike(self.groups, self.root.axes, type(self.root).largest)
+            self.compared = True
+        for each in self.groups:
+            if each.near is not None:
+                each.drop_near()
+            each.check()
+            if (each.unsharded or each.gathering is not None) and each.stale():
+                each.reshard()
+        self.outermost = group
+        self.moments = []
+        self.order = group.order
+        self.order.start()
+        self.finished.clear()
+
+    def end_forward(self) -> None:
+        """The outermost forward is over."""
+        self.drop_ahead()
+        self.outermost = None
+
+    def unshard(self, group: G, order: ExecutionOrder[G], chosen: list[G]) -> None:
+        """Make the parameters of ``group`` ready, and start to gather what comes after it.
+
+        Args:
+            group: what computes now.
+            order: predicts what comes next.
+            chosen: what the user says comes next, if they did.
+        """
+        coming = order.visit(group)
+        group.start_unshard()
+        self.moments.append(("wait", group, perf_counter_ns()))
+        if self.ahead and group in self.ahead:
+            self.ahead.remove(group)
+        if group.overlaps:
+            for each in chosen or (() if coming is None else (coming,)):
+                if not each.unsharded and each.gathering is None:
+                    each.start_unshard()
+                    self.ahead.append(each)
+        group.finish_unshard()
+        self.moments.append(("run", group, perf_counter_ns()))
+
+    def drop_ahead(self) -> None:
+        """Free what was gathered ahead of time and then not used."""
+        while self.ahead:
+            self.ahead.pop().reshard()
+
+    # ---- backward ----
+    def call_at_end(self) -> None:
+        """Have the engine call `end_backward` when the backward pass under way is over."""
+        raise NotImplementedError
+
+    def begin_backward(self) -> None:
+        """The first hook of a backward pass: arranges for the last."""
+        if self.backward:
+            return
+        self.backward = True
+        self.moments.append(("backward", None, perf_counter_ns()))
+        self.call_at_end()
+        if not self.backward_order.known:
+            self.backward_order.start([group for group in reversed(self.finished) if group.unshard_in_backward])
+
+    def end_backward(self) -> None:
+        """The backward pass is over, for all groups."""
+        self.drop_ahead()
+        self.backward = False
+        self.backward_order.start()
+        self.moments.append(("end", None, perf_counter_ns()))
+        self.last_moments, self.moments = self.moments, []
+
+    def abandon(self) -> None:
+        """Back to the state between steps after an error."""
+        self.outermost = None
+        self.backward = False
+        self.ahead.clear()
+        for group in self.groups:
+            group.abandon()
+        self.backward_order.start()
