@@ -105,7 +105,7 @@ def test_options_of_the_groups_of_an_axis() -> None:
     assert DeviceMesh(device_type(), [[1], [0]], ("a", "b"), backend_override=(None, long)).get_all_groups() == (
         mesh.get_all_groups()
     )
-    with pytest.raises(ValueError, match=r"pg_options=.*hours|exists already, made with"):
+    with pytest.raises(ValueError, match=r"pg_options=.*hours|already exists, created with"):
         DeviceMesh(device_type(), [[1], [0]], ("a", "b"), backend_override={"b": other})
     assert init_device_mesh(device_type(), (2,), backend_override={0: backend}).size() == 2
     with pytest.raises(ValueError, match=f"has 'mpi' for axis 'a', and the groups of a mesh have .* '{backend}'"):

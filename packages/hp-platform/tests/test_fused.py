@@ -102,23 +102,23 @@ def test_rotary():
 def test_what_does_not_fit_is_refused():
     fused = get_platform().fused
     q, k = (torch.zeros(shape, device=device_type()) for shape in [(2, 6, 4, 8), (2, 6, 3, 8)])
-    with pytest.raises(ValueError, match=r"heads of q that divide over k's, got q \(2, 6, 4, 8\), k \(2, 6, 3, 8\)"):
+    with pytest.raises(ValueError, match=r"q heads divisible by k's, got q \(2, 6, 4, 8\), k \(2, 6, 3, 8\)"):
         fused.flash_attention(q, k, k)
-    with pytest.raises(ValueError, match="layout='SBH' is unknown: choose one of BSND, BNSD"):
+    with pytest.raises(ValueError, match="Unknown layout 'SBH'; expected one of BSND, BNSD"):
         fused.flash_attention(q, q, q, layout="SBH")
     with pytest.raises(ValueError, match="causal=True or a mask"):
         fused.flash_attention(q, q, q, causal=True, mask=torch.ones(6, 6, dtype=torch.bool))
-    with pytest.raises(TypeError, match="needs one dtype"):
+    with pytest.raises(TypeError, match="needs q, k and v of one dtype"):
         fused.flash_attention(q, q.half(), q)
-    with pytest.raises(ValueError, match=r"weight of shape \(4,\) is not the last dims of \(2, 6, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"weight of shape \(4,\) must equal the last dims of x, \(2, 6, 4, 8\)"):
         fused.rms_norm(q, torch.ones(4, device=device_type()))
-    with pytest.raises(ValueError, match=r"dim -1 of shape \(2, 3\) has no two halves"):
+    with pytest.raises(ValueError, match=r"dim -1 of shape \(2, 3\) has an odd size"):
         fused.swiglu(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"cos and sin that broadcast to it, got \(6, 8\)"):
         fused.rotary(q, q, torch.ones(6, 8), torch.ones(6, 8))
     with pytest.raises(ValueError, match=r"swiglu: dim 9 is out of range for shape \(2, 4\)"):
         fused.swiglu(torch.zeros(2, 4), 9)
-    with pytest.raises(TypeError, match="needs a bool mask, true where a query may look, got torch.float32"):
+    with pytest.raises(TypeError, match="needs a bool mask, True where a query may attend, got torch.float32"):
         fused.flash_attention(q, q, q, mask=torch.ones(6, 6))
     with pytest.raises(ValueError, match=r"mask of shape \(5, 6\) does not broadcast to \(2, 4, 6, 6\)"):
         fused.flash_attention(q, q, q, mask=torch.ones(5, 6, dtype=torch.bool))

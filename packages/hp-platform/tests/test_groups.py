@@ -62,15 +62,15 @@ def test_split_group_takes_every_form_of_torch():
     assert hp_platform.split_group(parent_pg=world, split_ranks=listed, backend=backend) is pairs
     assert hp_platform.split_group(world, [range(2), range(2, 4)], None, None, "pairs", backend.upper()) is pairs
     assert hp_platform.get_process_group_ranks(hp_platform.split_group(pairs, split_ranks=1)) == [rank]
-    with pytest.raises(ValueError, match=r"split_ranks=3 is the size of each child, which must divide the parent's 4"):
+    with pytest.raises(ValueError, match=r"split_ranks=3 is the size of each child and must divide the parent's 4"):
         hp_platform.split_group(world, 3)
     with pytest.raises(ValueError, match="split_ranks=0 is the size"):
         hp_platform.split_group(world, 0)
-    with pytest.raises(TypeError, match=r"as \[\[0, 1\], \[2, 3\]\], or a child's size, got \[0, 1\]"):
+    with pytest.raises(TypeError, match=r"such as \[\[0, 1\], \[2, 3\]\], or the size of a child, got \[0, 1\]"):
         hp_platform.split_group(world, [0, 1])
-    with pytest.raises(ValueError, match=f"backend='mpi', and the parent's is '{backend}', which its children have"):
+    with pytest.raises(ValueError, match=f"backend='mpi', but a child has the backend of its parent, '{backend}'"):
         hp_platform.split_group(world, 2, backend="mpi")
-    with pytest.raises(ValueError, match="name one argument: give one of them"):
+    with pytest.raises(ValueError, match="are the same argument: pass only one"):
         hp_platform.split_group(world, 2, parent_pg=pairs)
 
 
@@ -103,20 +103,20 @@ def test_init_again():
     hp_platform.init_process_group()
     groups = get_platform().groups
     hp_platform.init_process_group(groups.backend(), world_size=2, rank=groups.rank())
-    with pytest.raises(RuntimeError, match="exists already: its world_size is 2, got 5. Call destroy_process_group"):
+    with pytest.raises(RuntimeError, match="already exists: its world_size is 2, got 5. Call destroy_process_group"):
         hp_platform.init_process_group(world_size=5)
 
 
 @on_ranks(2)
 def test_bad_ranks_are_named():
     groups = get_platform().groups
-    with pytest.raises(ValueError, match=r"different ranks from 0 to 1 \(the world size is 2\), got \(0, 2\)"):
+    with pytest.raises(ValueError, match=r"unique ranks from 0 to 1 \(the world size is 2\), got \(0, 2\)"):
         groups.new_group([0, 2])
     with pytest.raises(ValueError, match=r"got \(1, 1\)"):
         groups.new_group([1, 1])
     with pytest.raises(ValueError, match=r"got \(\)"):
         groups.new_group([])
-    with pytest.raises(ValueError, match=r"is not in the group \(\d,\): only members call new_group"):
+    with pytest.raises(ValueError, match=r"is not in the group \(\d,\): only its members may call new_group"):
         groups.new_group([1 - groups.rank()])
     with pytest.raises(ValueError, match="at least one list of ranks, got None"):
         hp_platform.split_group()

@@ -28,9 +28,9 @@ def test_a_timeout_is_every_backends():
     reduce(group)
     assert group._get_backend(torch.device(device_type())).options._timeout == timedelta(seconds=77)
     assert new_group(half, GroupOptions(timeout=timedelta(seconds=77))) is group
-    with pytest.raises(ValueError, match=r"but the group of ranks \(.*\) exists already, made with GroupO"):
+    with pytest.raises(ValueError, match=r"but the group of ranks \(.*\) already exists, created with GroupO"):
         new_group(half, GroupOptions(timeout=timedelta(seconds=1)))
-    with pytest.raises(ValueError, match=r"the group of ranks \(0, 1, 2, 3, 4\) exists already, made with None"):
+    with pytest.raises(ValueError, match=r"the group of ranks \(0, 1, 2, 3, 4\) already exists, created with None"):
         new_group(range(5), GroupOptions(timeout=timedelta(seconds=1)))
 
 
@@ -39,7 +39,7 @@ def test_hccl_gets_what_was_asked():
     uneven = [[0, 2, 3], [1, 4]]  # no other test makes them: options are for the call that makes a group
     options = GroupOptions(buffer_size=64, high_priority=True)
     if device_type() != "npu":
-        with pytest.raises(ValueError, match="buffer_size=64 is an option of hccl, the group's backend is"):
+        with pytest.raises(ValueError, match="buffer_size=64 is an option of hccl; the group's backend is"):
             split_group(split_ranks=uneven, pg_options=options)
         return
     group = split_group(split_ranks=uneven, pg_options=options)
@@ -49,5 +49,5 @@ def test_hccl_gets_what_was_asked():
 
 
 def test_a_buffer_of_no_size():
-    with pytest.raises(ValueError, match="buffer_size is in MB, at least 1, got 0"):
+    with pytest.raises(ValueError, match="buffer_size, in MB, must be at least 1, got 0"):
         GroupOptions(buffer_size=0)

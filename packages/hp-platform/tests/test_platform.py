@@ -64,7 +64,7 @@ def test_mindspore_is_chosen(choose, wanted, installed, imported):
 def test_an_unknown_name_lists_the_choices(choose):
     with pytest.raises(ValueError) as caught:
         choose("jax", ["torch"])
-    assert str(caught.value) == "HYPER_PARALLEL_PLATFORM='jax' names no platform. Choose one of: torch, mindspore."
+    assert str(caught.value) == "HYPER_PARALLEL_PLATFORM='jax' is not a platform. Choose one of: torch, mindspore."
 
 
 def test_no_framework_tells_how_to_install_one(choose):
@@ -97,7 +97,7 @@ def test_every_public_name_resolves():
 
 def test_a_device_that_is_not_there(monkeypatch):
     monkeypatch.setenv("HYPER_PARALLEL_DEVICE", "abacus")
-    kinds = "names no kind of device. Choose one of: cpu, cuda, npu"
+    kinds = "is not a kind of device. Choose one of: cpu, cuda, npu"
     with pytest.raises(ValueError, match=f"DEVICE='abacus' {kinds}; (torch|mindspore) .* finds on this machine: cpu"):
         _ = type(get_platform().devices)().kind
 

@@ -94,11 +94,11 @@ def test_lint_as_json(command):
     [
         (
             "HYPER_PARALLEL_PLATFORM=jax",
-            "error: HYPER_PARALLEL_PLATFORM='jax' names no platform. Choose one of: torch, mindspore.\n",
+            "error: HYPER_PARALLEL_PLATFORM='jax' is not a platform. Choose one of: torch, mindspore.\n",
         ),
         (
             "HYPER_PARALLEL_DEVICE=gpu",
-            "error: HYPER_PARALLEL_DEVICE='gpu' names no kind of device. Choose one of: cpu, cuda, npu; torch ",
+            "error: HYPER_PARALLEL_DEVICE='gpu' is not a kind of device. Choose one of: cpu, cuda, npu; torch ",
         ),
     ],
 )

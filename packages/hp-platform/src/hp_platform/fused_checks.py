@@ -24,22 +24,24 @@ def check_attention(q: Any, k: Any, v: Any, *, causal: bool, mask: Any, layout: 
         TypeError: the dtypes differ, or the mask is not bool.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} is unknown: choose one of {', '.join(LAYOUTS)}.")
+        raise ValueError(f"Unknown layout {layout!r}; expected one of {', '.join(LAYOUTS)}.")
     heads = layout.index("N")
     a, b, c = (tuple(tensor.shape) for tensor in (q, k, v))
     shapes = f"q {a}, k {b}, v {c} in layout {layout}"
     if not len(a) == len(b) == len(c) == 4 or a[0] != b[0] or a[3] != b[3]:
-        raise ValueError(f"flash_attention needs 4 dims, one batch and one head size, got {shapes}.")
+        raise ValueError(f"flash_attention needs 4 dims and equal batch and head sizes, got {shapes}.")
     if b[:3] != c[:3] or a[heads] % b[heads]:
-        raise ValueError(f"flash_attention needs v as long as k, and heads of q that divide over k's, got {shapes}.")
+        raise ValueError(
+            f"flash_attention needs k and v of equal length and heads, and q heads divisible by k's, got {shapes}."
+        )
     if causal and mask is not None:
-        raise ValueError("flash_attention takes causal=True or a mask: put the causal part into the mask.")
+        raise ValueError("flash_attention takes causal=True or a mask, not both: include causality in the mask.")
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"flash_attention needs one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}.")
+        raise TypeError(f"flash_attention needs q, k and v of one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}.")
     if mask is None:
         return
     if str(mask.dtype).rpartition(".")[2].lower() != "bool":
-        raise TypeError(f"flash_attention needs a bool mask, true where a query may look, got {mask.dtype}.")
+        raise TypeError(f"flash_attention needs a bool mask, True where a query may attend, got {mask.dtype}.")
     sequence = layout.index("S")
     full = (a[0], a[heads], a[sequence], b[sequence])
     shape = tuple(mask.shape)
@@ -69,7 +71,7 @@ def check_rms_norm(x: Sequence[int], weight: Sequence[int]) -> None:
         ValueError: they don't fit.
     """
     if not weight or tuple(x[len(x) - len(weight) :]) != tuple(weight):
-        raise ValueError(f"rms_norm: weight of shape {tuple(weight)} is not the last dims of {tuple(x)}.")
+        raise ValueError(f"rms_norm: weight of shape {tuple(weight)} must equal the last dims of x, {tuple(x)}.")
 
 
 def check_swiglu(shape: Sequence[int], dim: int) -> None:
@@ -81,7 +83,7 @@ def check_swiglu(shape: Sequence[int], dim: int) -> None:
     if not -len(shape) <= dim < len(shape):
         raise ValueError(f"swiglu: dim {dim} is out of range for shape {tuple(shape)}.")
     if shape[dim] % 2:
-        raise ValueError(f"swiglu: dim {dim} of shape {tuple(shape)} has no two halves.")
+        raise ValueError(f"swiglu: dim {dim} of shape {tuple(shape)} has an odd size and cannot be halved.")
 
 
 def check_rotary(q: Sequence[int], k: Sequence[int], cos: Sequence[int], sin: Sequence[int]) -> None:

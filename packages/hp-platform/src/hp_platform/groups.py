@@ -77,8 +77,8 @@ def init_process_group(
         device_id: the device that this process will use; by default what the launcher says.
 
     Raises:
-        RuntimeError: the default group exists with another backend, size or rank; nothing says where the ranks meet; or
-            mccl's default group was destroyed, which MindSpore can't make twice in a process.
+        RuntimeError: the default group exists with another backend, size or rank; no rendezvous is configured; or
+            mccl's default group was destroyed, and MindSpore cannot initialize it twice in a process.
         ValueError: the framework doesn't have the backend on this kind of device, or the group has no such options.
     """
     own = port().groups

@@ -25,4 +25,4 @@ class GroupOptions:
 
     def __post_init__(self) -> None:
         if self.buffer_size is not None and self.buffer_size < 1:
-            raise ValueError(f"buffer_size is in MB, at least 1, got {self.buffer_size}.")
+            raise ValueError(f"buffer_size, in MB, must be at least 1, got {self.buffer_size}.")

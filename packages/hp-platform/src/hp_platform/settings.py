@@ -12,18 +12,18 @@ KINDS = ("cpu", "cuda", "npu")
 
 
 class SettingError(ValueError):
-    """An environment variable asks for what there is not; the text names the variable and the choices."""
+    """An environment variable has a value that is unknown or unavailable; the text lists the choices."""
 
 
 def wanted_platform() -> str | None:
-    """Read the framework that HYPER_PARALLEL_PLATFORM names, None where it is unset.
+    """Read the framework that HYPER_PARALLEL_PLATFORM names, or None if it is unset.
 
     Raises:
         SettingError: it names no framework.
     """
     wanted = os.environ.get(PLATFORM)
     if wanted and wanted not in PLATFORMS:
-        raise SettingError(f"{PLATFORM}={wanted!r} names no platform. Choose one of: {', '.join(PLATFORMS)}.")
+        raise SettingError(f"{PLATFORM}={wanted!r} is not a platform. Choose one of: {', '.join(PLATFORMS)}.")
     return wanted or None
 
 
@@ -47,5 +47,5 @@ def choose_kind(present: Callable[[], tuple[str, ...]], framework: str) -> str:
         return wanted
     here = f"{framework} finds on this machine: {', '.join(found)}"
     if wanted not in KINDS:
-        raise SettingError(f"{DEVICE}={wanted!r} names no kind of device. Choose one of: {', '.join(KINDS)}; {here}.")
+        raise SettingError(f"{DEVICE}={wanted!r} is not a kind of device. Choose one of: {', '.join(KINDS)}; {here}.")
     raise SettingError(f"{DEVICE}={wanted!r}, but {here}. Set it to one of these, or unset it.")

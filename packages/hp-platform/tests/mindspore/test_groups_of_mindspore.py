@@ -44,7 +44,7 @@ def test_mindspore_knows_the_groups():
 
 @on_ranks(1)
 def test_what_mindspore_has_not_is_refused():
-    with pytest.raises(ValueError, match="groups have none of their own, leave it out"):
+    with pytest.raises(ValueError, match="does not support a timeout per group, leave it out"):
         hp_platform.split_group(split_ranks=[[0]], timeout=timedelta(seconds=1))
 
 
@@ -53,7 +53,7 @@ def initialise_again() -> str:
     assert not get_platform().groups.is_initialized()
     with pytest.raises(RuntimeError, match="no default process group"):
         get_platform().groups.size()
-    with pytest.raises(RuntimeError, match="can't initialise mccl a second time") as caught:
+    with pytest.raises(RuntimeError, match="cannot initialize mccl a second time") as caught:
         hp_platform.init_process_group(init_method="tcp://127.0.0.1:1", rank=0, world_size=1)
     return str(caught.value)
 
@@ -62,7 +62,7 @@ def initialise_again() -> str:
 def test_mccl_is_initialised_once_in_a_process():
     try:
         assert run_ranks(1, initialise_again) == [
-            "MindSpore can't initialise mccl a second time in a process: start the ranks anew."
+            "MindSpore cannot initialize mccl a second time in a process: restart the ranks."
         ]
     finally:
         close_pools()
@@ -74,7 +74,7 @@ def test_without_msrun_the_error_names_it(monkeypatch):
         hp_platform.init_process_group()
     with pytest.raises(ValueError, match="need rank and world_size, got rank=-1, world_size=2"):
         hp_platform.init_process_group(init_method="tcp://127.0.0.1:29500", world_size=2)
-    with pytest.raises(ValueError, match="backend='gloo', but on cpu MindSpore communicates with 'mccl'"):
+    with pytest.raises(ValueError, match="backend='gloo', but on cpu MindSpore supports only 'mccl'"):
         hp_platform.init_process_group("gloo")
     with pytest.raises(ValueError, match="pg_options: MindSpore's default group has no options"):
         hp_platform.init_process_group(pg_options=mindspore)

@@ -60,7 +60,7 @@ def stream(kind: str) -> Any:
     """Make a side stream; only Ascend has them."""
     if kind == "cpu":
         raise RuntimeError(
-            "MindSpore has no streams on CPU: ask get_platform().devices.capabilities.streams before making one."
+            "MindSpore has no streams on CPU: check get_platform().devices.capabilities.streams before creating one."
         )
     return mindspore.runtime.Stream()
 

@@ -39,10 +39,10 @@ def initialize(
     """Make the default group, under msrun without arguments."""
     expected = HCCL if devices.kind == "npu" else MCCL
     if backend not in (None, expected):
-        raise ValueError(f"backend={backend!r}, but on {devices.kind} MindSpore communicates with {expected!r}.")
+        raise ValueError(f"backend={backend!r}, but on {devices.kind} MindSpore supports only {expected!r}.")
     if pg_options is not None:
         raise ValueError(
-            "pg_options: MindSpore's default group has no options: give them to split_group, or set HCCL_BUFFSIZE."
+            "pg_options: MindSpore's default group has no options: pass them to split_group, or set HCCL_BUFFSIZE."
         )
     if devices.kind == "cpu" or device_id is not None:
         devices.set_device(device_id or 0)
@@ -55,12 +55,12 @@ def initialize(
 def _init_mccl(init_method: str | None, timeout: timedelta, world_size: int, rank: int, store: Any | None) -> None:
     """Do what `mint.distributed.init_process_group` does, which refuses every backend but hccl."""
     if _destroyed:
-        raise RuntimeError("MindSpore can't initialise mccl a second time in a process: start the ranks anew.")
+        raise RuntimeError("MindSpore cannot initialize mccl a second time in a process: restart the ranks.")
     os.environ.setdefault(_TIMEOUT_VARIABLE, str(max(1, round(timeout.total_seconds()))))
     if store is None and init_method is None:
         if "MS_ROLE" not in os.environ:
             raise RuntimeError(
-                "nothing says where the ranks meet: start this program with msrun (as in: msrun --worker_num=4 "
+                "No rendezvous is configured: start this program with msrun (as in: msrun --worker_num=4 "
                 "--local_worker_num=4 program.py), or pass store or init_method with rank and world_size."
             )
         communication.init(MCCL)  # the scheduler's process, which runs the same program, does not return from here

@@ -22,13 +22,13 @@ def own_options(options: Any, backend: str) -> Any:
     if not isinstance(options, GroupOptions):
         return options
     if options.timeout is not None:
-        raise ValueError(f"timeout={options.timeout!r}: MindSpore's groups have none of their own, leave it out.")
+        raise ValueError(f"timeout={options.timeout!r}: MindSpore does not support a timeout per group, leave it out.")
     if options.high_priority:
-        raise ValueError("high_priority=True: MindSpore chooses the streams of its groups itself, leave it out.")
+        raise ValueError("high_priority=True: MindSpore chooses the streams of its groups itself, so leave it out.")
     if options.buffer_size is None:
         return None
     if backend != "hccl":
-        raise ValueError(f"buffer_size={options.buffer_size} is an option of hccl, the group's backend is {backend}.")
+        raise ValueError(f"buffer_size={options.buffer_size} is an option of hccl; the group's backend is {backend}.")
     made = OwnOptions()
     made.hccl_config = {"hccl_buffer_size": options.buffer_size}
     return made

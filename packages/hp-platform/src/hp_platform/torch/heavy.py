@@ -109,9 +109,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled() and (ctx.edges or ctx.handle):
             raise RuntimeError(
-                "the gradient of a gradient goes through a linear map whose "
-                + ("weight's gradient is put off" if ctx.edges else "input is kept elsewhere")
-                + " (hp_platform.frames): run such a forward outside of the frame"
+                "This second derivative passes through a linear layer whose "
+                + ("weight gradient is deferred" if ctx.edges else "input is stored elsewhere")
+                + " (hp_platform.frames): run this forward outside the frame"
             )
         weight, *saved = ctx.saved_tensors
         inputs: Callable[[], T] = lambda: ctx.frame.inputs.load(ctx.handle[0]) if ctx.handle else saved[0]  # noqa: E731
@@ -234,16 +234,18 @@ class _HandingBack:
             return compute()
         if not self._kept:
             raise RuntimeError(
-                f"nothing is kept for {site!r}: its block took another way when it was computed again, or it is"
-                " computed again a second time, which retain_graph=True does"
+                f"No output is kept for {site!r}: its block took another path when it was recomputed, or it is"
+                " recomputed a second time, which retain_graph=True causes"
             )
         known, out, version = self._kept.popleft()
         if known != site:
-            raise RuntimeError(f"{site!r} is computed where {known!r} was at first: its block took another way")
+            raise RuntimeError(
+                f"Recomputation reached {site!r} where the first forward computed {known!r}: its block took another path"
+            )
         if out._version != version:
             raise RuntimeError(
-                f"the output of {site!r} was written in place after it was kept ({out._version - version} times):"
-                " leave this site out of those that are kept, or write to a copy"
+                f"The output of {site!r} was modified in place after it was kept ({out._version - version} times):"
+                " do not keep this site, or write to a copy"
             )
         return out
 

@@ -24,9 +24,9 @@ def backend_options(options: Any, backend: str) -> Any:
     if not isinstance(options, GroupOptions):
         return options
     if options.buffer_size is not None and backend != "hccl":
-        raise ValueError(f"buffer_size={options.buffer_size} is an option of hccl, the group's backend is {backend}.")
+        raise ValueError(f"buffer_size={options.buffer_size} is an option of hccl; the group's backend is {backend}.")
     if options.high_priority and backend not in ("hccl", "nccl"):
-        raise ValueError(f"high_priority=True is an option of hccl and nccl, the group's backend is {backend}.")
+        raise ValueError(f"high_priority=True is an option of hccl and nccl; the group's backend is {backend}.")
     if backend == "nccl":
         return dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
     if backend != "hccl":
