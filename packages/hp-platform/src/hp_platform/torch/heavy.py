@@ -240,7 +240,7 @@ class _HandingBack:
         known, out, version = self._kept.popleft()
         if known != site:
             raise RuntimeError(
-                f"Recomputation reached {site!r} where the first forward computed {known!r}: its block took another path"
+                f"Recomputation reached {site!r} where the first forward computed {known!r}: the paths differ"
             )
         if out._version != version:
             raise RuntimeError(
