@@ -155,7 +155,9 @@ def test_the_table_has_a_row_for_each_place_and_their_sum() -> None:
     place = f"test_debug.py:{_line('down is called')}"
     assert ["forward", "Net.layers.0.down", "all_reduce", "tensor", "3", str(3 * BYTES), place] in rows
     assert ["total", "3", str(3 * BYTES)] in rows and len([row for row in rows if "tensor" in row]) == 1
-    with pytest.raises(ValueError, match="totals: 'size' is no attribute of a Collective, which has kind, axis, bytes"):
+    with pytest.raises(
+        ValueError, match="totals: 'size' is not an attribute of Collective, which has kind, axis, bytes"
+    ):
         comm.totals("size")
 
 

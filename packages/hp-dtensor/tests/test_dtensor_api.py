@@ -183,7 +183,7 @@ def test_redistribute(ranks: int) -> None:
             assert y.placements == (target,) and torch.equal(y.full_tensor(), whole), (source, target)
             assert y is not x and x.placements == (source,)
     assert x.redistribute(placements=[Shard(-1)], async_op=True).placements == (Shard(1),)
-    with pytest.raises(ValueError, match="redistribute: say where to"):
+    with pytest.raises(ValueError, match="redistribute: pass the target"):
         x.redistribute()
     other = init_device_mesh(device_type(), (ranks, 1))
     assert x.redistribute(other, [R, R]).device_mesh == other

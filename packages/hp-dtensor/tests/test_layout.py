@@ -69,11 +69,11 @@ def test_ranks_that_do_not_fit(arguments, message) -> None:
 
 
 def test_axes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"no axis 'pp'; the axes are \('dp', 'tp'\) \(or 'None'\)"):
+    with pytest.raises(ValueError, match=r"unknown axis 'pp'; the axes are \('dp', 'tp'\) \(or 'None'\)"):
         LAYOUT("pp")
-    with pytest.raises(ValueError, match=r"axis 'dp' cuts two dims of \('dp', 'dp'\)"):
+    with pytest.raises(ValueError, match=r"axis 'dp' shards two dims of \('dp', 'dp'\)"):
         LAYOUT("dp", "dp")
-    with pytest.raises(ValueError, match="axis 'dp' cuts two dims"):
+    with pytest.raises(ValueError, match="axis 'dp' shards two dims"):
         LAYOUT(("dp", "dp"))
 
 
@@ -103,7 +103,7 @@ def test_a_layout_stands_for_mesh_and_placements() -> None:
     assert y.device_mesh is x.device_mesh
     z = DTensor.from_local(y.to_local(), layout("tp", "None"))
     assert z.shape == (4, 6) and torch.equal(z.full_tensor(), whole)
-    with pytest.raises(ValueError, match="redistribute: a Layout says the placements, don't pass both"):
+    with pytest.raises(ValueError, match="redistribute: a Layout has placements already; do not pass both"):
         x.redistribute(layout("dp"), [R, R])
     with pytest.raises(ValueError, match="describes ranks only; call it with the axis of each tensor dim"):
         distribute_tensor(whole, layout)

@@ -87,9 +87,12 @@ def test_what_does_not_fit_a_local_map_is_said() -> None:
             r"argument 0 is placed \(Shard\(0\),\), in_placements says \(Replicate\(\),\); pass red",
         ),
         ({"in_placements": ([R], [R])}, r"in_placements has 2 entries for 1 positional arguments"),
-        ({"in_placements": (None,)}, r"in_placements\[0\] is None, the argument is a DTensor placed"),
+        ({"in_placements": (None,)}, r"in_placements\[0\] is None, but the argument is a DTensor placed"),
         ({"out_placements": ([Shard(0)], [Shard(0)])}, r"out_placements has 2 entries for 1 results"),
-        ({"out_placements": None}, r"out_placements\[0\] is None, the result is a Tensor: a tensor needs placements"),
+        (
+            {"out_placements": None},
+            r"out_placements\[0\] is None, but the result is a Tensor: a tensor needs placements",
+        ),
     ):
         for kind in (ValueError, AssertionError):
             with pytest.raises(kind, match=text):
@@ -145,7 +148,7 @@ def test_values_and_gradients_are_sent_in_dtypes_of_their_own(dtypes: Any, way: 
 def test_errors_of_torchs_types() -> None:
     mesh, x = init_device_mesh(device_type(), (2,)), place(rand(4, 6), Shard(0))
     for kinds, call, text in (
-        ((ValueError, RuntimeError), lambda: x.redistribute(), "redistribute: say where to"),
+        ((ValueError, RuntimeError), lambda: x.redistribute(), "redistribute: pass the target"),
         ((TypeError, RuntimeError), lambda: DTensor.from_local(x, mesh, [R]), "takes a plain tensor, got a DTensor"),
         ((TypeError,), lambda: DTensor.from_local([1.0], mesh, [R]), "takes a plain tensor, .* got a builtins.list"),
         ((ValueError, RuntimeError), lambda: distribute_tensor((rand(4).requires_grad_() * 2), mesh, [R]), "cut off"),
@@ -161,7 +164,7 @@ def test_errors_of_torchs_types() -> None:
             with pytest.raises(kind, match=text):
                 call()
     square = init_device_mesh(device_type(), (2, 1))
-    with pytest.raises(ValueError, match=r"hold parts of max and sum, and which is reduced first makes a difference"):
+    with pytest.raises(ValueError, match=r"mix partial max and sum, whose order of reduction matters"):
         DTensor.from_local(rand(4), square, [Partial(), Partial("max")])
     with pytest.raises(NotImplementedError, match=r"with another mesh, .* cast first: x\.to\(dtype\)"):
         x.redistribute(square, [R, R], forward_dtype=torch.float32)

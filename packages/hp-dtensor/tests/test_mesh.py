@@ -71,9 +71,9 @@ def test_axes_that_are_not_there() -> None:
         mesh["tp", "tp"]
     with pytest.raises(RuntimeError, match="this mesh has no mesh_dim_names"):
         _abstract([0, 1])["tp"]
-    with pytest.raises(RuntimeError, match=r"get_local_rank: name the axis, the mesh has 2: \('dp_shard', 'tp'\)"):
+    with pytest.raises(RuntimeError, match=r"get_local_rank: pass an axis, the mesh has 2: \('dp_shard', 'tp'\)"):
         mesh.get_local_rank()
-    with pytest.raises(RuntimeError, match=r"get_group: name the axis, the mesh has 2"):
+    with pytest.raises(RuntimeError, match=r"get_group: pass an axis, the mesh has 2"):
         mesh.get_group()
 
 
@@ -105,9 +105,9 @@ def test_all_ranks_in_order(ranks: int) -> None:
     assert init_device_mesh(device_type(), (ranks,), ("x",)) == mesh, "names by position"
     assert mesh.get_coordinate() == (me,) and mesh.root is mesh
     assert get_platform().groups.ranks(mesh.get_group()) == list(range(ranks))
-    with pytest.raises(ValueError, match=rf"mesh_shape \(7, 3\) has 21 places, the world has {ranks} ranks"):
+    with pytest.raises(ValueError, match=rf"mesh_shape \(7, 3\) has 21 ranks, but the world has {ranks} ranks"):
         init_device_mesh(device_type(), (7, 3))
-    with pytest.raises(ValueError, match=r"device_type 'cpu:0' names one device; give the kind, 'cpu'"):
+    with pytest.raises(ValueError, match=r"device_type 'cpu:0' names one device; pass the kind, 'cpu'"):
         init_device_mesh("cpu:0", (ranks,))
 
 

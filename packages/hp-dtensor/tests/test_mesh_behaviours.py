@@ -136,7 +136,8 @@ def test_a_mesh_over_the_first_ranks() -> None:
 def test_what_init_device_mesh_refuses() -> None:
     for shape in ((-1, -2), (0,), (2, 2), (3,), ()):
         with pytest.raises(
-            RuntimeError, match=r"mesh_shape \(.*\) has \d places, the world has 2|sizes of mesh_shape must be positive"
+            RuntimeError,
+            match=r"mesh_shape \(.*\) has \d ranks, but the world has 2|sizes of mesh_shape must be positive",
         ):
             init_device_mesh(device_type(), shape)
     with pytest.raises(ValueError, match=r"mesh_dim_names must be unique, got \('dp', 'dp'\)"):

@@ -66,7 +66,7 @@ def test_placements_are_checked_and_counted_from_the_front() -> None:
         (
             Shard(0),
             TypeError,
-            r"f: placements must be a sequence with one placement an axis, got Shard\(0\); write \[Shard\(0\)\]",
+            r"f: placements must be a sequence with one placement per axis, got Shard\(0\); write \[Shard\(0\)\]",
         ),
         ([R], ValueError, r"f: 1 placements \(Replicate\(\),\) for a mesh of 2 axes \('dp', 'tp'\)"),
         ([R, Shard(2)], ValueError, r"f: Shard\(2\) of a tensor with 2 dims: the dim must be in \[-2, 1\]"),

@@ -204,7 +204,7 @@ def test_torchs_meshes_placements_and_tensors_in_styles() -> None:
         ):
             do()
     with pytest.raises(
-        TypeError, match=r"of hp_dtensor, got a torch\.distributed.*; make it with hp_dtensor\.init_device"
+        TypeError, match=r"of hp_dtensor, got a torch\.distributed.*; create it with hp_dtensor\.init_device"
     ):
         hp_styles.SequenceParallel().apply(nn.LayerNorm(4), theirs)
     cut, whole = torchs.Shard(0), torchs.Replicate()

@@ -147,7 +147,7 @@ class CommDebugMode:
         names = [field.name for field in fields(Collective)]
         unknown = [name for name in by if name not in names]
         if unknown:
-            raise ValueError(f"totals: {unknown[0]!r} is no attribute of a Collective, which has {', '.join(names)}")
+            raise ValueError(f"totals: {unknown[0]!r} is not an attribute of Collective, which has {', '.join(names)}")
         found: dict[tuple[Any, ...], Total] = {} if by else {(): Total()}
         for event in self._events:
             key = tuple(getattr(event, name) for name in by)

@@ -95,14 +95,15 @@ def _layouts(
     for placement in wanted if requires_grad else ():
         if placement.is_partial() and not placement.is_partial("sum") and not placement.is_partial("avg"):
             raise NotImplementedError(
-                f"from_local: a local tensor that requires gradients as {placement!r}: which rank's part counts is not"
-                " known in backward; detach() it, or reduce the whole (a max or prod of a DTensor has its gradient)"
+                f"from_local: a local tensor that requires gradients as {placement!r} has no known gradient,"
+                " because backward cannot tell which rank's value counts; detach() it, or reduce a DTensor instead (its"
+                " max or prod has a gradient)"
             )
     ops = {placement.reduce_op for placement in wanted if isinstance(placement, Partial)}
     if len(ops) > 1 and ops != {"sum", "avg"}:
         raise ValueError(
-            f"from_local: placements {tuple(wanted)} hold parts of {' and '.join(sorted(ops))}, and which is reduced"
-            " first makes a difference; reduce one of them, and take the result"
+            f"from_local: placements {tuple(wanted)} mix partial {' and '.join(sorted(ops))}, whose order of"
+            " reduction matters; reduce one of them first"
         )
     ragged = any(isinstance(p, RaggedShard) for p in wanted)
     if ragged and shape is None:
@@ -133,8 +134,8 @@ def check_inside(mesh: DeviceMesh, what: str) -> None:
     """
     if mesh.get_coordinate() is None:
         raise NotImplementedError(
-            f"{what}: rank {mesh.get_rank()} is not in {mesh}, and a rank outside a mesh can't hold an empty part of"
-            " its tensors on this framework; call it on the ranks of the mesh alone"
+            f"{what}: rank {mesh.get_rank()} is not in {mesh}, and a rank outside a mesh cannot have an empty"
+            " local tensor on this framework; call it only on the ranks of the mesh"
         )
 
 
@@ -193,6 +194,6 @@ def refuse_cut_graph(shape: tuple[int, ...], detach: str) -> None:
         GraphError: always.
     """
     raise GraphError(
-        f"distribute_tensor: a tensor of shape {shape} that was computed from others would be cut off from their"
-        f" gradients; take each rank's own and redistribute that, DTensor.from_local(tensor, mesh), or {detach} it"
+        f"distribute_tensor: a tensor of shape {shape} that was computed from others would be detached from their"
+        f" gradients; redistribute each rank's own tensor instead, DTensor.from_local(tensor, mesh), or {detach} it"
     )

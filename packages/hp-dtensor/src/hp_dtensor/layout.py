@@ -79,16 +79,16 @@ class Layout:
         for dim, given in enumerate(dims):
             if not isinstance(given, (str, list, tuple)):
                 raise TypeError(
-                    f"layout: dim {dim} of {dims} is {given!r}; name the mesh axis that cuts it, a tuple of axes, or"
-                    " 'None' where none does"
+                    f"layout: dim {dim} of {dims} is {given!r}; pass the mesh axis that shards it, a tuple of axes,"
+                    " or 'None' if none does"
                 )
             names = [name for name in ((given,) if isinstance(given, str) else given) if name != "None"]
             axes = []
             for name in names:
                 if name not in self.mesh_dim_names:
-                    raise ValueError(f"layout: no axis {name!r}; the axes are {self.mesh_dim_names} (or 'None')")
+                    raise ValueError(f"layout: unknown axis {name!r}; the axes are {self.mesh_dim_names} (or 'None')")
                 if name in used:
-                    raise ValueError(f"layout: axis {name!r} cuts two dims of {dims}")
+                    raise ValueError(f"layout: axis {name!r} shards two dims of {dims}")
                 used.add(name)
                 axes.append(self.mesh_dim_names.index(name))
             for position, axis in enumerate(axes):
@@ -148,7 +148,7 @@ def as_placements(
     """
     if isinstance(device_mesh, Layout):
         if placements is not None:
-            raise ValueError(f"{what}: a Layout says the placements, don't pass both")
+            raise ValueError(f"{what}: a Layout has placements already; do not pass both")
         if device_mesh.placements is None:
             raise ValueError(f"{what}: {device_mesh!r} describes ranks only; call it with the axis of each tensor dim")
         kind = device_type or (default.device_type if default is not None else "cpu")
@@ -157,11 +157,11 @@ def as_placements(
     mesh = device_mesh if device_mesh is not None else default
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{what}: device_mesh must be a DeviceMesh or a Layout of hp_dtensor, got a {kind_of(mesh)}; make it with"
+            f"{what}: device_mesh must be a DeviceMesh or a Layout of hp_dtensor, got a {kind_of(mesh)}; create it with"
             " hp_dtensor.init_device_mesh"
         )
     if placements is None:
         if what == "redistribute":
-            raise NoPlacementsError("redistribute: say where to: placements=, or a Layout; [Replicate()] gathers")
+            raise NoPlacementsError("redistribute: pass the target, placements= or a Layout; [Replicate()] gathers")
         return mesh, (Replicate(),) * mesh.ndim
     return mesh, tuple(placements) if not isinstance(placements, Placement) else placements  # type: ignore[return-value]

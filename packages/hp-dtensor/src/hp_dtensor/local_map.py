@@ -71,7 +71,7 @@ def local_map(
             if entries is not None and len(entries) != len(leaves):
                 raise LocalMapError(
                     f"local_map: {name} has {len(entries)} entries for {len(leaves)} positional arguments (lists and"
-                    " dicts flattened); give one an argument, None for what is no DTensor"
+                    " dicts flattened); pass one per argument, None for one that is not a DTensor"
                 )
         mesh = given[0].device_mesh if device_mesh is None else device_mesh
         varies = _varying(out_placements)
@@ -92,8 +92,8 @@ def _local(
     if not isinstance(value, f.DTensor):
         if entry is not None and not isinstance(value, _tensor()):
             raise LocalMapError(
-                f"local_map: in_placements[{index}] is {entry}, the argument is a {type(value).__name__}: give None for"
-                " what is no tensor"
+                f"local_map: in_placements[{index}] is {entry}, but the argument is a {type(value).__name__}: pass None"
+                " if it is not a tensor"
             )
         return value
     spec = value._spec
@@ -117,7 +117,7 @@ def _local(
 def _checked(index: int, entry: Any, spec: Any, name: str) -> tuple[Placement, ...]:
     if entry is None:
         raise LocalMapError(
-            f"local_map: {name}[{index}] is None, the argument is a DTensor placed {spec.placements}; give its"
+            f"local_map: {name}[{index}] is None, but the argument is a DTensor placed {spec.placements}; pass its"
             " placements"
         )
     return normalize(_placements(entry), spec.mesh, len(spec.shape), f"local_map: {name}[{index}]")
@@ -129,17 +129,17 @@ def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
     entries = out_placements if _is_several(out_placements) else (out_placements,)
     if len(entries) != len(values):
         raise LocalMapError(
-            f"local_map: out_placements has {len(entries)} entries for {len(values)} results; give a tuple of one a"
-            " result, None for what is no tensor"
+            f"local_map: out_placements has {len(entries)} entries for {len(values)} results; pass a tuple with one"
+            " per result, None for one that is not a tensor"
         )
     made, tensor, dtensor = [], _tensor(), port.tensors().DTensor
     for index, (value, entry) in enumerate(zip(values, entries, strict=True)):
         if isinstance(value, dtensor):
-            raise LocalMapError(f"local_map: result {index} is a DTensor; func works on local tensors and returns such")
+            raise LocalMapError(f"local_map: result {index} is a DTensor; func must return local tensors")
         if isinstance(value, tensor) != (entry is not None):
             raise LocalMapError(
-                f"local_map: out_placements[{index}] is {entry}, the result is a {type(value).__name__}: a tensor needs"
-                " placements, anything else None"
+                f"local_map: out_placements[{index}] is {entry}, but the result is a {type(value).__name__}: a tensor"
+                " needs placements, anything else None"
             )
         made.append(value if entry is None else dtensor.from_local(value, mesh, _placements(entry)))
     return _rebuilt(out, iter(made))

@@ -171,7 +171,7 @@ class DeviceMesh:
         if mesh_dim is None:
             if self.ndim != 1:
                 raise RuntimeError(
-                    f"get_local_rank: name the axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}"
+                    f"get_local_rank: pass an axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}"
                 )
             mesh_dim = 0
         mesh, axis = self._find(mesh_dim)
@@ -203,7 +203,7 @@ class DeviceMesh:
         if mesh_dim is None:
             if self.ndim != 1:
                 raise RuntimeError(
-                    f"get_group: name the axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}; all"
+                    f"get_group: pass an axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}; all"
                     " groups: get_all_groups()"
                 )
             mesh_dim = 0
@@ -370,7 +370,7 @@ def init_device_mesh(
     if not device_type.isalpha():
         kind = device_type.partition(":")[0]
         raise MeshValueError(
-            f"init_device_mesh: device_type {device_type!r} names one device; give the kind, {kind!r}: "
+            f"init_device_mesh: device_type {device_type!r} names one device; pass the kind, {kind!r}: "
             "each rank uses the current device of that kind"
         )
     shape = tuple(int(size) for size in ((mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape))
@@ -382,7 +382,7 @@ def init_device_mesh(
         raise MeshValueError(f"init_device_mesh: the sizes of mesh_shape must be positive, got {shape}")
     if need > world:
         raise MeshValueError(
-            f"init_device_mesh: mesh_shape {shape} has {need} places, the world has {world} ranks; "
+            f"init_device_mesh: mesh_shape {shape} has {need} ranks, but the world has {world} ranks; "
             f"start {need} ranks or change the shape"
         )
     return DeviceMesh(device_type, np.arange(need).reshape(shape), names, backend_override=backend_override)

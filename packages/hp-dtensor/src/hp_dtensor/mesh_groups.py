@@ -104,7 +104,9 @@ def adopt(mesh: DeviceMesh, given: Sequence[Any]) -> None:
     if mesh.ndim != len(given):
         raise ValueError(f"from_group: {len(given)} groups for a mesh of {mesh.ndim} axes")
     if mesh.get_coordinate() is None:
-        raise ValueError(f"from_group: rank {mesh.get_rank()} is not in {mesh}; the members of the groups call this")
+        raise ValueError(
+            f"from_group: rank {mesh.get_rank()} is not in {mesh}; only members of the groups may call this"
+        )
     for axis, group in enumerate(given):
         line, have = mesh._line(axis), groups.ranks(group)
         if sorted(line) != sorted(have):

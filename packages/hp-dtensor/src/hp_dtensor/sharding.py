@@ -157,7 +157,7 @@ def normalize(
     if len(placements) != len(mesh_shape):
         raise ValueError(
             f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} axes "
-            f"{tuple(mesh_shape)}: give one placement for each mesh axis"
+            f"{tuple(mesh_shape)}: pass one placement per mesh axis"
         )
     found = tuple(_normalize_one(p, axis, shape, mesh_shape) for axis, p in enumerate(placements))
     if sum(isinstance(p, RaggedShard) for p in found) > 1:
@@ -182,8 +182,8 @@ def _normalize_one(placement: Placement, axis: int, shape: Sequence[int], mesh_s
             raise ValueError(f"{placement!r}: dims must be consecutive and ascending, as (0, 1), got {placement.dims}")
         if len(placement.units) != mesh_shape[axis] or min(placement.units, default=0) < 0:
             raise ValueError(
-                f"{placement!r} on mesh axis {axis} of size {mesh_shape[axis]}: give {mesh_shape[axis]} units, "
-                f"none negative, got {len(placement.units)}: {placement.units}"
+                f"{placement!r} on mesh axis {axis} of size {mesh_shape[axis]}: pass {mesh_shape[axis]} "
+                f"non-negative units, got {len(placement.units)}: {placement.units}"
             )
         return placement if dims == placement.dims else RaggedShard(dims, placement.units)
     return placement

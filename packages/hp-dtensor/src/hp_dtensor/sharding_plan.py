@@ -61,7 +61,9 @@ def shard_module(module: Any, sharding_plan: Mapping[str, Mapping[str, Any]]) ->
     kind = get_platform().devices.kind
     unknown = [section for section in sharding_plan if section not in _SECTIONS]
     if unknown:
-        raise ValueError(f"shard_module: {unknown[0]!r} is no section of a plan, the sections are {list(_SECTIONS)}")
+        raise ValueError(
+            f"shard_module: unknown section {unknown[0]!r} of a sharding plan; expected one of {list(_SECTIONS)}"
+        )
     modules: dict[str, Any] = f.named_modules(module)
     parameters: dict[str, Any] = f.named_parameters(module)
 
@@ -81,7 +83,7 @@ def shard_module(module: Any, sharding_plan: Mapping[str, Mapping[str, Any]]) ->
     if len(meshes) > 1:
         raise ValueError(f"shard_module: the layouts are on several meshes, {meshes[0]} and {meshes[1]}; use one")
     if not meshes:
-        raise ValueError("shard_module: the plan holds no layout; name a parameter, an input or an output")
+        raise ValueError("shard_module: the plan has no layouts; name a parameter, an input or an output")
     f.distribute(module, placed, meshes[0])
     for target, hook in hooks:
         if hook.end == "input":
@@ -245,7 +247,7 @@ def _hooks(section: Mapping[str, Any], modules: Mapping[str, Any], module: Any, 
 def _hook(key: str, end: str, value: Any, kind: str) -> _Hook:
     if isinstance(value, Mapping):
         if end == "output":
-            raise TypeError(f"shard_module: {key!r} is given a mapping, outputs have no names; give a layout or a list")
+            raise TypeError(f"shard_module: {key!r} is a mapping, but outputs have no names; pass a layout or list")
         return _Hook(end, key, named={name: _placed(layout, f"{key}[{name}]", kind) for name, layout in value.items()})
     if isinstance(value, (list, tuple)) and not _is_layout(value):
         listed = (None if layout is None else _placed(layout, f"{key}[{i}]", kind) for i, layout in enumerate(value))

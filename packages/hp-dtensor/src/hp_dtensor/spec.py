@@ -122,7 +122,7 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what
     """
     if isinstance(placements, Placement):
         raise TypeError(
-            f"{what}: placements must be a sequence with one placement an axis, got {placements!r}; write"
+            f"{what}: placements must be a sequence with one placement per axis, got {placements!r}; write"
             f" [{placements!r}]"
         )
     placements = tuple(placements)

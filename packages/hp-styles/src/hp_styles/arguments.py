@@ -22,7 +22,7 @@ def check_mesh(mesh: Any, what: str) -> None:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{what}: device_mesh has to be a DeviceMesh of hp_dtensor, got {kind_of(mesh)}; make it with"
+            f"{what}: device_mesh has to be a DeviceMesh of hp_dtensor, got {kind_of(mesh)}; create it with"
             " hp_dtensor.init_device_mesh, whose arguments are those of torch's"
         )
 

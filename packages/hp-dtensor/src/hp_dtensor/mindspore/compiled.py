@@ -76,9 +76,10 @@ def _refuse(what: str, *values: Any) -> None:
             continue
         name = f"{place} is" if place else "it is called with, or closes over,"
         raise NotImplementedError(
-            f"{what} is compiled (ms.jit or graph mode), and {name} {text}: a compiled graph would take each rank's"
-            " part for the whole. Run it in PyNative mode (no ms.jit around it, mindspore.set_context(mode="
-            "mindspore.PYNATIVE_MODE)), or compile a function of plain local tensors and call that in custom_shard"
+            f"{what} is compiled (ms.jit or graph mode), and {name} {text}: a compiled graph would treat each"
+            " rank's local tensor as the full one. Run it in PyNative mode (no ms.jit around it,"
+            " mindspore.set_context(mode=mindspore.PYNATIVE_MODE)), or compile a function of plain local tensors and"
+            " call that in custom_shard"
         )
 
 
@@ -91,7 +92,7 @@ def _refuse_copy(input_data: Any = None, *args: Any, **kwargs: Any) -> None:
     if isinstance(input_data, DTensor) and not local_only() and not input_data._spec.replicated:
         raise ValueError(
             f"mindspore.Tensor(x) of a DTensor of shape {input_data._spec.shape} placed {input_data._spec.placements}"
-            " would hold this rank's part; write x.full_tensor() for the whole, x.to_local() for the part"
+            " would have only this rank's part; write x.full_tensor() for the whole, x.to_local() for the part"
         )
 
 
@@ -107,8 +108,8 @@ def _refuse_bprop(self: nn.Cell, *args: Any, **kwargs: Any) -> None:
     if given:
         spec = given[0]._spec
         raise NotImplementedError(
-            f"{type(self).__name__} has a bprop of its own and is called with a DTensor of shape {spec.shape} placed"
-            f" {spec.placements}: bprop would be given each rank's part for the whole. Write it as an"
+            f"{type(self).__name__} defines its own bprop and is called with a DTensor of shape {spec.shape} placed"
+            f" {spec.placements}: bprop would get each rank's local tensor as the full one. Write it as an"
             " hp_dtensor.DFunction, or call the Cell in hp_dtensor.custom_shard"
         )
 

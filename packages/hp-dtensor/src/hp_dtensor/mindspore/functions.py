@@ -108,8 +108,8 @@ def _matmul_shape(call: Call) -> list[Any]:
         b = (*b[:-2], b[-1], b[-2])
     if a[-1] != b[-2]:
         raise ValueError(
-            f"{call.name}: shapes {a} and {b} can't be multiplied. Local parts of uneven shards that are taken as even"
-            " ones give such shapes: keep them DTensors (use_local_output=False), or name the shape"
+            f"{call.name}: shapes {a} and {b} can't be multiplied. This happens when local tensors of uneven shards are"
+            " treated as even ones: keep them DTensors (use_local_output=False), or name the shape"
             " (DTensor.from_local(..., shape=))"
         )
     lead = shapes.broadcast_shapes(a[:-2], b[:-2]) if a[:-2] or b[:-2] else ()

@@ -142,7 +142,7 @@ def set_item(x: DTensor, index: Any, value: Any) -> Any:
         dim += 1
     if x.is_partial():
         raise NotImplementedError(
-            f"x[{index}] = value of a DTensor placed {spec.placements}: of a Partial, what each rank is to write is not"
+            f"x[{index}] = value of a DTensor placed {spec.placements}: the values to write to a Partial are not"
             " known; call reduce_partial() first"
         )
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:

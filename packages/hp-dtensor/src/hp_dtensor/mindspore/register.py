@@ -68,8 +68,8 @@ def _name(op: Any) -> str:
     name = op.name if isinstance(op, Primitive) else op
     if not isinstance(name, str):
         raise TypeError(
-            f"register_sharding: {getattr(op, '__name__', op)!r} is no kernel: of a function MindSpore intercepts the"
-            ' kernels inside. Give the name that the error "no sharding rule" says, or run it with custom_shard'
+            f"register_sharding: {getattr(op, '__name__', op)!r} is not a kernel: MindSpore intercepts the kernels"
+            ' inside a function. Pass the name in the error "no sharding rule", or run it with custom_shard'
         )
     if name.startswith("Inplace") or name in ("Assign", "AssignAdd", "AssignSub"):
         raise NotImplementedError(

@@ -81,8 +81,8 @@ def linear(call: Call) -> list[Shape]:
     given = _given(call)
     if given[0][-1] != given[1][-1]:
         raise ValueError(
-            f"{call.name}: an input of shape {given[0]} has not the features that a weight of shape {given[1]} takes."
-            " Local parts of uneven shards that are taken as even ones give such shapes: keep the input a DTensor"
+            f"{call.name}: an input of shape {given[0]} does not fit a weight of shape {given[1]}. This happens"
+            " when local tensors of uneven shards are treated as even ones: keep the input a DTensor"
             " (use_local_output=False), or name its shape (DTensor.from_local(..., shape=))"
         )
     return [(*given[0][:-1], given[1][0])]

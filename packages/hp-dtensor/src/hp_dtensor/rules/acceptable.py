@@ -43,7 +43,7 @@ def choose(
     mesh = specs[0].mesh
     read = [_pair(name, pair, specs, results) for pair in acceptable]
     if not read:
-        raise ValueError(f"{name}: its sharding function accepts nothing; accept Replicate() for all at least")
+        raise ValueError(f"{name}: its sharding function accepts nothing; accept at least Replicate() for all")
     choices = [*itertools.product(read, repeat=mesh.ndim)]
     wanted = [[*zip(*(want for _, want in choice), strict=True)] for choice in choices]
     sources, shapes = [spec.placements for spec in specs], [spec.shape for spec in specs]
@@ -78,8 +78,8 @@ def _pair(
     for what, placements, count in (("results", out, len(results)), ("tensor arguments", want, len(specs))):
         if len(placements) != count:
             raise ValueError(
-                f"{name}: {len(placements)} placements {placements} for {count} {what}; its sharding function gives one"
-                " for each, and None for an argument that is no tensor"
+                f"{name}: {len(placements)} placements {placements} for {count} {what}; its sharding function must give"
+                " one for each, and None for an argument that is not a tensor"
             )
     shapes = [*results, *(spec.shape for spec in specs)]
     mesh = specs[0].mesh

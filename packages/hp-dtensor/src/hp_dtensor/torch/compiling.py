@@ -204,7 +204,7 @@ def _redistribute_method(
             "torch.compile: redistribution to another mesh is not traced; move it outside of the compiled region"
         )
     if placements is None:
-        raise NotImplementedError("torch.compile: redistribute: say where to: placements=; [Replicate()] gathers")
+        raise NotImplementedError("torch.compile: redistribute: pass the target, placements=; [Replicate()] gathers")
     return _redistribute(self, graph.placed(self._spec.name, texts(placements)))
 
 

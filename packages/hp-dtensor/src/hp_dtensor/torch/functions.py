@@ -64,12 +64,10 @@ def bind(rule: str, functions: Any, signature: str | None = None, operands: str 
         else [functions]
     )
     if not found:
-        raise ValueError(
-            f"bind: torch has none of {functions!r} in the namespaces that are looked in; give the functions"
-        )
+        raise ValueError(f"bind: no searched namespace of torch has {functions!r}; pass the functions")
     for func in found:
         if not callable(func):
-            raise TypeError(f"bind: {func!r} is no function")
+            raise TypeError(f"bind: {func!r} is not a function")
         BINDINGS[func] = binding
 
 
