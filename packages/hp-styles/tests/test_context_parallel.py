@@ -408,7 +408,7 @@ def test_everything_inside_a_block(recompute: str) -> None:
     ):
         pass
     with (
-        pytest.raises(ValueError, match="no_restore_buffers holds a tensor that is not among"),
+        pytest.raises(ValueError, match="no_restore_buffers has a tensor that is not in"),
         context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1], no_restore_buffers={places}),
     ):
         pass

@@ -68,7 +68,7 @@ def test_what_attention_is_not_computed() -> None:
         (TypeError, "they need one dtype", (q, q.double(), q), {}),
         (ValueError, "3 query heads and 3 key/value heads do not divide over a Ulysses", (q[:, :3],) * 3, {}),
         (ValueError, "q, k and v are placed .* they need one layout", (distribute_tensor(q, mesh, [R]), q, q), {}),
-        (ValueError, "it has to be Shard.2., its sequence dim", (distribute_tensor(q, mesh, [R]),) * 3, {}),
+        (ValueError, "it must be Shard.2., its sequence dim", (distribute_tensor(q, mesh, [R]),) * 3, {}),
         (
             ValueError,
             "length 7 .* does not divide over 2",
@@ -106,7 +106,7 @@ def test_parts_of_unequal_length_are_found_out() -> None:
     with pytest.raises(ValueError, match="length 9 .* does not divide over 2 ranks; pad it to 10"):
         context_parallel_shard(torch.zeros(1, 9), mesh)
     balanced = parallelize_module(Given(), mesh, ContextParallel(load_balance=True))
-    with pytest.raises(ValueError, match="load_balance needs two equal chunks a rank, q .* has length 3"):
+    with pytest.raises(ValueError, match="load_balance needs two equal chunks per rank, but q .* has length 3"):
         balanced(*[torch.ones(1, 4, 3, 2, device=device_type())] * 3)
     text = "rank, q .* has length 3" if dist.get_rank() else r"ranks \[1\] refuse this step"
     with pytest.raises(ValueError, match=text):
@@ -339,9 +339,9 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
 def test_styles_check_their_arguments() -> None:
     with pytest.raises(ValueError, match="ulysses_degree must be at least 1 or None, got 0"):
         ContextParallel(ulysses_degree=0)
-    with pytest.raises(ValueError, match="qkv_indices are three, for q, k and v, or none; got"):
+    with pytest.raises(ValueError, match="qkv_indices must have three entries, for q, k and v, or none; got"):
         ContextParallel(qkv_indices=(0, 1))
-    with pytest.raises(ValueError, match="qkv_kwarg_names are three"):
+    with pytest.raises(ValueError, match="qkv_kwarg_names must have three"):
         ContextParallel(qkv_kwarg_names="qkv")
     with pytest.raises(ValueError, match="seq_dim and head_dim are both 1"):
         ContextParallel(head_dim=1)

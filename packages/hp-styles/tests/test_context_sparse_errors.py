@@ -67,7 +67,7 @@ def test_inputs_that_do_not_fit() -> None:
         (TypeError, "have to be plain, or all on one mesh; 'query' is on .*'key' is on no mesh, plain", (shard, x), {}),
         (ValueError, r"'key' has shape \(3,\); it has to have the sequence in dim 1", (x, x[0, 0]), {}),
         (ValueError, r"'key' of shape \(2, 8, 3\) has 8 tokens .dim 1., the query 4", (x, _rand(2, 8, 3)), {}),
-        (ValueError, r"it has to be Shard\(1\), its sequence dim", (shard, distribute_tensor(x, mesh, [R])), {}),
+        (ValueError, r"it must be Shard\(1\), its sequence dim", (shard, distribute_tensor(x, mesh, [R])), {}),
         (
             ValueError,
             "length 7 .* does not divide over 2",
@@ -82,7 +82,7 @@ def test_inputs_that_do_not_fit() -> None:
             module(*args, **kwargs)
         assert not counts or dict(counts) == {"all_gather": 1}, "nothing but what is compared"
     balanced = parallelize_module(Given(), mesh, _style(load_balance=True))
-    with count_collectives() as counts, pytest.raises(ValueError, match="two equal chunks a rank, .* has length 3"):
+    with count_collectives() as counts, pytest.raises(ValueError, match="two equal chunks per rank, .* has length 3"):
         balanced(x[:, :3], x[:, :3])
     assert dict(counts) == {"all_gather": 1}
     assert module(x, x) is x, "and is right again"
@@ -135,7 +135,7 @@ def test_modules_and_meshes_that_do_not_fit() -> None:
             (Given(), _style(keys=("k",)), r"forward\(query.* has no input 'k'; name one"),
             (Given(), _style(query=4), "has no input 4"),
             (nn.Identity(), _style(query=-1, keys=(0,), positions=None), "has no input -1"),
-            (Blind(), _style(), "has no argument 'positions' to take the places of its queries .* positions=None"),
+            (Blind(), _style(), "has no argument 'positions' for the positions of its queries .* positions=None"),
             (
                 Block(),
                 AsyncDSAIndexerContextParallel(core="index", projections={"key": "q"}),

@@ -327,7 +327,7 @@ def test_errors_name_what_to_change():
     mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("tp",))
     block = parallelize_module(Block().to(device_type()), mesh, {"experts": "moe_tp_experts", "gate": "replicate"})
     x = distribute_tensor(torch.randn(TOKENS, HIDDEN, device=device_type()), mesh, [Replicate()])
-    with pytest.raises(ValueError, match="the experts of Experts are whole on every rank, .* gate_up_proj 'packed"):
+    with pytest.raises(ValueError, match="the experts of Experts are replicated, .* gate_up_proj 'packed"):
         block(x)
     with pytest.raises(ValueError, match=r"the experts' drop drops with p = 0.5: each rank would draw for its part"):
         parallelize_module(Block(drop=0.5), mesh, {"experts": "moe_tp_experts"})
@@ -339,7 +339,7 @@ def test_errors_name_what_to_change():
     with pytest.raises(ValueError, match="Experts.down_proj of shape .* is placed .* already, this style wants"):
         parallelize_module(styled, mesh, {"experts.down_proj": "grouped_gemm"})
     both = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "rowwise", "experts": "moe_tp_experts"}
-    with pytest.raises(ValueError, match="some weights of Experts are cut by expert and some by feature"):
+    with pytest.raises(ValueError, match="some weights of Experts are sharded by expert and some by feature"):
         parallelize_module(Block().to(device_type()), mesh, {**both, "gate": "replicate"})(x)
-    with pytest.raises(ValueError, match=r"Linear made \(6, 12\) of \(6, 8\): it isn't element by element"):
+    with pytest.raises(ValueError, match=r"Linear turned \(6, 8\) into \(6, 12\), so it is not elementwise"):
         parallelize_module(nn.Linear(HIDDEN, INNER), mesh, "pointwise")(x)

@@ -155,7 +155,7 @@ def test_a_weight_that_is_computed() -> None:
     for wrap in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
         model = MLP()
         wrap(model.up)
-        with pytest.raises(NotImplementedError, match="up: the weight of .*Linear is no parameter of it, but computed"):
+        with pytest.raises(NotImplementedError, match="up: the weight of .*Linear is not a parameter but computed"):
             parallelize_module(model, _mesh(), PLAN)
 
 

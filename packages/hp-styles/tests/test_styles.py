@@ -266,7 +266,7 @@ def test_what_parallelize_module_refuses():
         parallelize_module(Mlp(), mesh, {"upp": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"'up' is matched by 'u\*' and by 'up'"):
         parallelize_module(Mlp(), mesh, {"u*": ColwiseParallel(), "up": RowwiseParallel()})
-    with pytest.raises(TypeError, match="'up' is given a int, not a ParallelStyle"):
+    with pytest.raises(TypeError, match="'up' must have a ParallelStyle, got a int"):
         parallelize_module(Mlp(), mesh, {"up": 3})
     with pytest.warns(UserWarning, match="parallelize_plan is missing, the module stays as it is"):
         assert not isinstance(parallelize_module(Mlp(), mesh).up.weight, DTensor)

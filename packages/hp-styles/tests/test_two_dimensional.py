@@ -152,7 +152,7 @@ def test_what_is_refused_of_a_depth() -> None:
         parallelize_module(nn.Linear(4, 4), mesh["x", "y"], made)
     with pytest.raises(ValueError, match="a mesh of 2 axes is needed for TwoDimensionalParallel, got axes .'depth', "):
         parallelize_module(nn.Linear(4, 4), mesh, TwoDimensionalParallel())
-    with pytest.raises(ValueError, match="depth_axis='x' is axis 1 of .* make a mesh whose first axis it is"):
+    with pytest.raises(ValueError, match="depth_axis='x' is axis 1 of .* make it the first axis of the mesh"):
         parallelize_module(nn.Linear(4, 4), mesh, TwoDimensionalParallel(depth_axis="x"))
     with pytest.raises(ValueError, match="input_axis='depth' is the depth, over which weights are replicated"):
         parallelize_module(nn.Linear(4, 4), mesh, TwoDimensionalParallel(input_axis="depth", depth_axis=0))

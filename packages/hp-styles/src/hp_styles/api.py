@@ -119,9 +119,9 @@ def _style(given: Any, pattern: str) -> ParallelStyle:
     if kind.__module__.startswith("torch.distributed."):
         ours = "from hp_styles import " + kind.__name__.lstrip("_")
         raise TypeError(
-            f"parallelize_module: {pattern!r} is given torch's own {kind.__module__}.{kind.__name__}, which distributes"
-            f" parameters as torch's DTensors; hp_styles has its own of the same names and arguments: {ours}"
+            f"parallelize_module: {pattern!r} has torch's own {kind.__module__}.{kind.__name__}, which distributes"
+            f" parameters as torch's DTensors; hp_styles has its own with the same names and arguments: {ours}"
         )
     made = isinstance(style, type) and issubclass(style, ParallelStyle)
     text = f"the class {style.__name__}; write {style.__name__}()" if made else f"a {kind.__name__}"
-    raise TypeError(f"parallelize_module: {pattern!r} is given {text}, not a ParallelStyle")
+    raise TypeError(f"parallelize_module: {pattern!r} must have a ParallelStyle, got {text}")

@@ -22,7 +22,7 @@ def check_mesh(mesh: Any, what: str) -> None:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{what}: device_mesh has to be a DeviceMesh of hp_dtensor, got {kind_of(mesh)}; create it with"
+            f"{what}: device_mesh must be a DeviceMesh of hp_dtensor, got {kind_of(mesh)}; create it with"
             " hp_dtensor.init_device_mesh, whose arguments are those of torch's"
         )
 
@@ -43,6 +43,6 @@ def check_placements(style: Any, **layouts: Any) -> None:
         for value in layout if isinstance(layout, (tuple, list)) else (layout,):
             if value is not None and not isinstance(value, Placement):
                 raise TypeError(
-                    f"{type(style).__name__}: {name} has {value!r}, a {kind_of(value)}, which is no placement of"
+                    f"{type(style).__name__}: {name} has {value!r}, a {kind_of(value)}, which is not a placement of"
                     " hp_dtensor: from hp_dtensor import Shard, Replicate"
                 )

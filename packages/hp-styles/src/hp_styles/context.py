@@ -99,7 +99,7 @@ class ContextParallel(ParallelStyle):
             raise ValueError(f"{what}: ulysses_degree must be at least 1 or None, got {ulysses_degree}")
         for name, given in (("qkv_indices", qkv_indices), ("qkv_kwarg_names", qkv_kwarg_names)):
             if isinstance(given, str) or len(given) not in (0, 3):
-                raise ValueError(f"{what}: {name} are three, for q, k and v, or none; got {given!r}")
+                raise ValueError(f"{what}: {name} must have three entries, for q, k and v, or none; got {given!r}")
         if seq_dim == head_dim:
             raise ValueError(f"{what}: seq_dim and head_dim are both {seq_dim}")
         self.settings = Settings(
@@ -234,10 +234,12 @@ def context_parallel(
     check_mesh(mesh, "context_parallel")
     given, dims = list(buffers or ()), list(buffer_seq_dims or ())
     if len(given) != len(dims):
-        raise ValueError(f"context_parallel: {len(given)} buffers, {len(dims)} buffer_seq_dims; give one dim a buffer")
+        raise ValueError(
+            f"context_parallel: {len(given)} buffers, {len(dims)} buffer_seq_dims; pass one dim per buffer"
+        )
     kept = {id(x) for x in no_restore_buffers or ()}
     if not kept <= {id(x) for x in given}:
-        raise ValueError("context_parallel: no_restore_buffers holds a tensor that is not among buffers")
+        raise ValueError("context_parallel: no_restore_buffers has a tensor that is not in buffers")
     parts = [
         context_parallel_shard(x, mesh, seq_dim=dim, load_balance=True) for x, dim in zip(given, dims, strict=True)
     ]
@@ -298,7 +300,7 @@ def _each(tensors: Any, mesh: DeviceMesh, do: Any) -> Any:
     check_mesh(mesh, "context parallelism")
     if mesh.ndim != 1:
         raise ValueError(
-            f"context parallelism: a mesh of one axis is needed, got axes {mesh.mesh_dim_names or mesh.shape};"
+            f"context parallelism: a mesh of one axis is required, got axes {mesh.mesh_dim_names or mesh.shape};"
             " slice it, as in mesh['cp']"
         )
     if isinstance(tensors, Mapping):

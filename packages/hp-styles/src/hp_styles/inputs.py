@@ -173,8 +173,8 @@ def compare_parts(mesh: DeviceMesh, inputs: Sequence[tuple[Any, Placed | None]])
             ranks = mesh.ranks.reshape(-1).tolist()
             each = "; ".join(f"rank {rank}: {list(row[index])}" for rank, row in zip(ranks, shapes, strict=True))
             raise ValueError(
-                f"parallel style: the ranks' parts of an input placed {layout!r} over {mesh.size()} ranks are of"
-                f" different shapes: {each}. A plain tensor counts as a part, and parts are equally long: pad them, or"
+                f"parallel style: the ranks' parts of an input placed {layout!r} over {mesh.size()} ranks have"
+                f" different shapes: {each}. Plain tensors count as parts of equal length: pad them, or"
                 " pass a DTensor (DTensor.from_local with shape=, or distribute_tensor)"
             )
 
@@ -249,9 +249,7 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, fea
             if _is_tensor(value):
                 return args, {**kwargs, name: converted(mod, value)}
         given = [type(value).__name__ for value in (*args, *kwargs.values())]
-        raise TypeError(
-            f"parallel style on {type(mod).__name__}: the first input must be a tensor, the inputs are {given}"
-        )
+        raise TypeError(f"parallel style on {type(mod).__name__}: the first input must be a tensor, got inputs {given}")
 
     module.register_forward_pre_hook(hook(convert), with_kwargs=True)
 

@@ -134,7 +134,7 @@ def named_style(name: str) -> ParallelStyle:
     if make is None:
         near = difflib.get_close_matches(name, [*STYLES, *ALIASES], n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"the names are {', '.join(STYLES)}"
-        raise ValueError(f"there is no style {name!r}; {hint}")
+        raise ValueError(f"unknown style {name!r}; {hint}")
     return make()
 
 
@@ -181,8 +181,8 @@ def sequence_parallel_plan(
     for pattern, style in tensor_parallel_plan.items():
         if not isinstance(style, str):
             raise TypeError(
-                f"sequence_parallel_plan: {pattern!r} is given a {type(style).__name__}, a style's name is needed, such"
-                " as 'colwise'"
+                f"sequence_parallel_plan: {pattern!r} must have the name of a style, such as 'colwise', got a"
+                f" {type(style).__name__}"
             )
         made[pattern] = _SCATTERED.get(canonical(style), canonical(style))
     if embedding is not None:

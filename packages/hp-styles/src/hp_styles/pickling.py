@@ -27,9 +27,9 @@ class NotPickled:
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError(
-            "a module with parallel styles cannot be pickled, and torch.save of it neither: its hooks belong to this"
+            "a module with parallel styles cannot be pickled, nor saved with torch.save: its hooks belong to this"
             " process and its mesh. Save module.state_dict(), each rank its own or {name: x.full_tensor()} of all, and"
-            " load it into a module that is built and given the styles again; copy.deepcopy(module) copies it"
+            " load it into a module that is built and parallelized again; copy.deepcopy(module) copies it"
         )
 
 

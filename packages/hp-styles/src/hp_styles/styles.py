@@ -106,7 +106,7 @@ class ParallelStyle(ABC):
     def _parameter_placement(self, name: str, ndim: int) -> Placement:
         """How a parameter of that name and number of dims lies, where a plan's key names the parameter itself."""
         raise NotImplementedError(
-            f"{type(self).__name__} is for a module, not for the parameter {name!r}; name the module that holds it"
+            f"{type(self).__name__} is for a module, not for the parameter {name!r}; name the module that contains it"
         )
 
 

@@ -109,8 +109,8 @@ class TwoDimensionalParallel(ParallelStyle):
         if depth:
             raise ValueError(
                 f"TwoDimensionalParallel: depth_axis={self.depth_axis!r} is axis {depth} of a mesh with axes"
-                f" {mesh.mesh_dim_names or mesh.shape}; make a mesh whose first axis it is: a layer's tokens are cut"
-                " again over the axes after it"
+                f" {mesh.mesh_dim_names or mesh.shape}; make it the first axis of the mesh, since a layer's tokens are"
+                " sharded again over the axes after it"
             )
         if depth == into:
             raise ValueError(

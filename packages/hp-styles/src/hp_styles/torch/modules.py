@@ -118,7 +118,7 @@ def partition(
         layouts = {}
     if "weight" in layouts and module._parameters.get("weight") is None:
         raise NotImplementedError(
-            f"the weight of {type(module).__name__} is no parameter of it, but computed of {sorted(_names(module))}"
+            f"the weight of {type(module).__name__} is not a parameter but computed from {sorted(_names(module))}"
             " (weight_norm, spectral_norm, another parametrization), which no style shards: leave the module out of the"
             " plan, or make the weight a parameter first (torch.nn.utils.parametrize.remove_parametrizations)"
         )
@@ -176,8 +176,8 @@ def replicate_statistics(module: torch.nn.Module, mesh: DeviceMesh, src_data_ran
     if isinstance(module, torch.nn.RNNBase):
         raise NotImplementedError(
             f"the style 'replicate' is not for {type(module).__name__}: torch computes it in one function that has no"
-            " sharding rule. Leave it out of the plan, plain, and give it plain tensors (x.full_tensor()): every rank"
-            " then computes the same, its gradients are whole"
+            " sharding rule. Leave it out of the plan and pass it plain tensors (x.full_tensor()): every rank"
+            " then computes the same, with full gradients"
         )
     if isinstance(module, torch.nn.modules.batchnorm._NormBase):
         replicate_parameters(module, mesh, src_data_rank=src_data_rank)

@@ -50,8 +50,8 @@ def run_pointwise(module: torch.nn.Module) -> None:
         output = original(value.to_local())
         if output.shape != value.to_local().shape:
             raise ValueError(
-                f"{type(module).__name__} made {tuple(output.shape)} of {tuple(value.to_local().shape)}: it isn't"
-                " element by element, give it the style 'plain'"
+                f"{type(module).__name__} turned {tuple(value.to_local().shape)} into {tuple(output.shape)}, so"
+                " it is not elementwise; give it the style 'plain'"
             )
         return DTensor.from_local(output, value.device_mesh, value.placements, shape=value.shape)
 
@@ -80,7 +80,7 @@ def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
         cut = [p.placements[0] for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
         if all(placement.is_replicate() for placement in cut):
             raise ValueError(
-                f"the experts of {type(module).__name__} are whole on every rank, so that their results would be"
+                f"the experts of {type(module).__name__} are replicated, so their results would be"
                 f" summed {mesh.size()} times; give their parameters styles: gate_up_proj 'packed_colwise', down_proj"
                 " 'rowwise'"
             )
@@ -116,7 +116,7 @@ def divide_inside(module: torch.nn.Module, mesh: DeviceMesh) -> None:
             raise RuntimeError(
                 f"{type(mod).__name__} has the style 'moe_identity_expert' and is called outside of experts that have"
                 " the style 'moe_tp_experts', which sums the ranks' results: its input would be divided by"
-                f" {mesh.size()}, and stay so. Give the module that holds it 'moe_tp_experts'"
+                f" {mesh.size()} and never summed. Give the module that contains it 'moe_tp_experts'"
             )
         return tuple(
             value / mesh.size() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
@@ -206,7 +206,7 @@ def _by_expert(module: torch.nn.Module) -> bool:
     }
     if len(found) > 1:
         raise ValueError(
-            f"some weights of {type(module).__name__} are cut by expert and some by feature; give all of them"
+            f"some weights of {type(module).__name__} are sharded by expert and some by feature; give all of them"
             " 'grouped_gemm', or none"
         )
     return found == {True}

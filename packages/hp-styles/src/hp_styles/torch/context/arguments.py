@@ -41,12 +41,14 @@ class Arguments:
             else:
                 known = name in names or inspect.Parameter.VAR_KEYWORD in kinds
             if not known:
-                raise ValueError(f"{self._where}: forward{signature} has no input {name!r}; name one that it has")
+                raise ValueError(
+                    f"{self._where}: forward{signature} has no input {name!r}; pass the name of one of its inputs"
+                )
         if handed is not None and (handed not in names or signature.parameters[handed].kind == _POSITIONAL[0]):
             raise ValueError(
-                f"{self._where}: forward{signature} has no argument {handed!r} to take the places of its queries in the"
-                " whole sequence, which a causal mask needs. Give it one and name it with positions=; or pass"
-                " positions=None, where what it computes does not depend on them"
+                f"{self._where}: forward{signature} has no argument {handed!r} for the positions of its queries in the"
+                " full sequence, which a causal mask needs. Add one and name it with positions=, or pass"
+                " positions=None if the result does not depend on them"
             )
 
     def find(self, name: str | int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int | str, torch.Tensor]:

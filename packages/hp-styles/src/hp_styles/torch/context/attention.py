@@ -147,8 +147,8 @@ def refuse(q: T, k: T, v: T, dropout_p: float, is_causal: bool, enable_gqa: bool
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if dropout_p:
         raise NotImplementedError(
-            f"ContextParallel: dropout_p={dropout_p}: what is dropped can't be drawn for a part of the sequence as one"
-            " device draws it; set attention's dropout to 0"
+            f"ContextParallel: dropout_p={dropout_p}: a rank cannot draw the dropout mask of its part of the sequence"
+            " as one device would; set attention's dropout to 0"
         )
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         raise ValueError(
@@ -173,10 +173,10 @@ def refuse_mask(mask: T) -> None:
         NotImplementedError: always.
     """
     raise NotImplementedError(
-        f"ContextParallel: an attn_mask of shape {tuple(mask.shape)}: where the sequence is cut no rank holds the keys"
-        " that it is for. A module whose forward takes attention_mask and position_ids, as transformers' do, is"
-        " computed with causal masks, sliding windows, packed documents and padding; else is_causal=True and no mask at"
-        " all. A mask of the whole sequence goes where q, k and v are a module's inputs (qkv_indices=) and"
+        f"ContextParallel: an attn_mask of shape {tuple(mask.shape)}: with a sharded sequence no rank has all the keys"
+        " that it covers. A module whose forward takes attention_mask and position_ids, as transformers' do, is"
+        " computed with causal masks, sliding windows, packed documents and padding; elsewhere pass is_causal=True and"
+        " no mask. A mask of the full sequence works if q, k and v are a module's inputs (qkv_indices=) and"
         " ulysses_degree is None"
     )
 

@@ -81,7 +81,7 @@ class SequenceGroup:
             if not fits:
                 raise ValueError(
                     f"{self.style}: {name} of shape {spec.shape} is placed {spec.placements} on {spec.mesh}; over"
-                    f" ranks {line} it has to be {wanted} with the sequence cut over ranks {self.ranks}: redistribute"
+                    f" ranks {line} it must be {wanted} with the sequence sharded over ranks {self.ranks}: redistribute"
                     " it first"
                 )
 
@@ -93,8 +93,8 @@ class SequenceGroup:
         """
         if self.load_balance and x.shape[seq_dim] % 2:
             raise ValueError(
-                f"{self.style}: load_balance needs two equal chunks a rank, {name} of shape {tuple(x.shape)} has length"
-                f" {x.shape[seq_dim]} (dim {seq_dim}); cut the sequence with context_parallel_shard"
+                f"{self.style}: load_balance needs two equal chunks per rank, but {name} of shape {tuple(x.shape)} has"
+                f" length {x.shape[seq_dim]} (dim {seq_dim}); cut the sequence with context_parallel_shard"
             )
 
     def gathered(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
