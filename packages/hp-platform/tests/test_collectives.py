@@ -280,7 +280,7 @@ def test_complex_numbers():
     collectives.all_reduce(tensor, group=group)
     assert as_array(tensor).tolist() == [3 + 6j, 9j]
     for call in (collectives.all_reduce, functools.partial(collectives.reduce_scatter, tensor)):
-        with pytest.raises(TypeError, match="op='max' is not defined on complex numbers: use sum or avg"):
+        with pytest.raises(TypeError, match="op 'max' is not defined on complex numbers: use sum or avg"):
             call(tensor if call is collectives.all_reduce else output, "max", group=group)
 
 

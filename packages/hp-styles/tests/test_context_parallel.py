@@ -403,7 +403,7 @@ def test_everything_inside_a_block(recompute: str) -> None:
         _sum(p.grad)  # type: ignore[arg-type]
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
     with (
-        pytest.raises(ValueError, match="1 buffers, 2 buffer_seq_dims; give one dim"),
+        pytest.raises(ValueError, match="1 buffers, 2 buffer_seq_dims; pass one dim"),
         context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1, 1]),
     ):
         pass

@@ -108,7 +108,7 @@ def test_parts_of_unequal_length_are_found_out() -> None:
     balanced = parallelize_module(Given(), mesh, ContextParallel(load_balance=True))
     with pytest.raises(ValueError, match="load_balance needs two equal chunks per rank, but q .* has length 3"):
         balanced(*[torch.ones(1, 4, 3, 2, device=device_type())] * 3)
-    text = "rank, q .* has length 3" if dist.get_rank() else r"ranks \[1\] refuse this step"
+    text = "rank, but q .* has length 3" if dist.get_rank() else r"ranks \[1\] refuse this step"
     with pytest.raises(ValueError, match=text):
         balanced(*[torch.ones(1, 4, 4 - dist.get_rank(), 2, device=device_type())] * 3)
 

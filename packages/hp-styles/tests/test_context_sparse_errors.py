@@ -115,7 +115,7 @@ def test_parts_that_differ_in_a_later_step() -> None:
         with pytest.raises(ValueError, match=rf"parts of different shapes .* rank 1: \[\[2, {length + 2}, 3\]"):
             balanced(longer, longer)
         odd = _rand(2, length + rank, 3)
-        text = "two equal chunks a rank" if rank else r"ranks \[1\] refuse their parts of the sequence, see the error"
+        text = "two equal chunks per rank" if rank else r"ranks \[1\] refuse their parts of the sequence, see the error"
         with pytest.raises(ValueError, match=text):
             balanced(odd, odd)
         text = f"has {length + 1} tokens .dim 1., the query {length}" if rank else r"ranks \[1\] refuse their parts"
@@ -132,7 +132,7 @@ def test_modules_and_meshes_that_do_not_fit() -> None:
     mesh = _mesh()
     with count_collectives() as counts:
         for module, style, text in [
-            (Given(), _style(keys=("k",)), r"forward\(query.* has no input 'k'; name one"),
+            (Given(), _style(keys=("k",)), r"forward\(query.* has no input 'k'; pass the name of one"),
             (Given(), _style(query=4), "has no input 4"),
             (nn.Identity(), _style(query=-1, keys=(0,), positions=None), "has no input -1"),
             (Blind(), _style(), "has no argument 'positions' for the positions of its queries .* positions=None"),

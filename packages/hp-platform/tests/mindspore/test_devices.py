@@ -33,7 +33,7 @@ def test_streams_are_asked_for_before_one_is_made():
     if devices.capabilities.streams:
         devices.stream()
         return
-    with pytest.raises(RuntimeError, match="no streams on CPU: ask get_platform"):
+    with pytest.raises(RuntimeError, match="no streams on CPU: check get_platform"):
         devices.stream()
     assert not devices.capabilities.pinned_memory and not devices.capabilities.native_collectives
 
