@@ -114,5 +114,5 @@ def test_a_layout_stands_for_mesh_and_placements() -> None:
 
 
 def test_a_dim_that_is_no_name():
-    with pytest.raises(TypeError, match=r"layout: dim 1 of \('dp', None\) is None; name the mesh axis .* or 'None' wh"):
+    with pytest.raises(TypeError, match=r"layout: dim 1 of \('dp', None\) is None; pass the mesh axis .* or 'None' if"):
         Layout((2, 2), ("dp", "tp"))("dp", None)

@@ -314,7 +314,7 @@ def test_parts_of_different_lengths_are_refused_in_any_step() -> None:
     other = parallelize_module(Other(), mesh, PrepareModuleInput(**two, **named))
     leaves = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
     last = parallelize_module(nn.Sequential(nn.Identity()), mesh, {"0": leaves})
-    text = r"placed Shard\(%d\) over 2 ranks are of different shapes: rank 0: \[%s\]; rank 1: \[%s\]. .* pad them"
+    text = r"placed Shard\(%d\) over 2 ranks have different shapes: rank 0: \[%s\]; rank 1: \[%s\]. .* pad them"
 
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(*shape, **options)
