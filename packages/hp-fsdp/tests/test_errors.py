@@ -27,7 +27,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": MixedPrecisionPolicy()},
         ValueError,
-        "mixed_precision and mp_policy are two names of one argument",
+        "mixed_precision and mp_policy are the same argument",
     ),
     ({"mp_policy": "bf16"}, TypeError, "expected an hp_fsdp.MixedPrecisionPolicy, got str"),
     ({"offload_policy": True}, TypeError, "expected an hp_fsdp.OffloadPolicy, got bool"),

@@ -55,7 +55,7 @@ def test_shards_of_another_place_are_refused():
     rank = dist.get_rank()
     renew("model swapped", 1 - rank)
     try:
-        with pytest.raises(RuntimeError, match=rf"had place {rank} on the shard axis .* has place {1 - rank} since"):
+        with pytest.raises(RuntimeError, match=rf"had index {rank} on the shard axis .* has index {1 - rank} since"):
             model(batch()[1])
     finally:
         renew("model back", rank)

@@ -92,7 +92,7 @@ def test_names_and_shapes_must_fit():
     _, model = pair()
     state = seeded(Net).state_dict()
     state["more"] = state.pop("last.bias")
-    with pytest.raises(ValueError, match=r"1 names are missing \(last.bias\), 1 are not known \(more\)"):
+    with pytest.raises(ValueError, match=r"1 names are missing \(last.bias\), 1 are unexpected \(more\)"):
         load_full_state_dict(model, state)
     state["last.weight"] = torch.zeros(2, 2)
     with pytest.raises(ValueError, match=r"'last.weight' has shape \(2, 2\), the model's is \(3, 7\)"):

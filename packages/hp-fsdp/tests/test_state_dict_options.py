@@ -32,7 +32,7 @@ def test_flat_and_nested_say_the_same():
 def test_what_is_no_state_is_refused():
     with pytest.raises(ValueError, match="parameters are numbered"):
         unflatten_optimizer_state({"state": {0: {}}, "param_groups": [{"params": [0]}]}, [])
-    with pytest.raises(ValueError, match="'model.w' is no key"):
+    with pytest.raises(ValueError, match="'model.w' is not a key"):
         unflatten_optimizer_state({"model.w": 1}, [])
 
 

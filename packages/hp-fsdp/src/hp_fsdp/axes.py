@@ -137,8 +137,8 @@ class DataAxes(_Grouped):
         place = self.mesh.get_local_rank(shard)
         if place != self.shard_rank:
             raise RuntimeError(
-                f"fully_shard: this process had place {self.shard_rank} on the shard axis of {self.mesh} and has place"
-                f" {place} since the process groups were made anew: its shards are not those of that place. Build and"
+                f"fully_shard: this process had index {self.shard_rank} on the shard axis of {self.mesh} and has index"
+                f" {place} since the process groups were recreated, so it holds the wrong shards. Build and"
                 " shard the model again"
             )
         self.shard_group = self.mesh.get_group(shard)

@@ -138,7 +138,7 @@ def _matched(
     if strict and (missing or unknown):
         raise ValueError(
             f"set_optimizer_state_dict: {len(missing)} parameters of the optimizers are missing in the state"
-            f" ({', '.join(missing[:5])}), {len(unknown)} in it are of no optimizer ({', '.join(unknown[:5])}). Use"
+            f" ({', '.join(missing[:5])}), {len(unknown)} in it belong to no optimizer ({', '.join(unknown[:5])}). Use"
             " strict=False to load the rest"
         )
     return found

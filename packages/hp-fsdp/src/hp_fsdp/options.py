@@ -219,7 +219,7 @@ def check_options(
     """
     check_reshard(reshard_after_forward, "fully_shard", sizes=True)
     if mixed_precision is not None and mp_policy is not None:
-        raise ValueError("fully_shard: mixed_precision and mp_policy are two names of one argument, give one of them")
+        raise ValueError("fully_shard: mixed_precision and mp_policy are the same argument; pass only one")
     policy, offload_policy = _ours(mixed_precision or mp_policy or MixedPrecisionPolicy()), _ours(offload_policy)
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"fully_shard: expected an hp_fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")

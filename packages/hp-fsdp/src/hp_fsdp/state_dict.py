@@ -81,8 +81,8 @@ def set_model_state_dict(
     unknown = sorted(name for name in names if name not in own)
     if options.strict and (missing or unknown):
         raise ValueError(
-            f"set_model_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}), {len(unknown)} are not"
-            f" known ({', '.join(unknown[:5])}). Use strict=False to load the rest"
+            f"set_model_state_dict: {len(missing)} names are missing ({', '.join(missing[:5])}), {len(unknown)} are"
+            f" unexpected ({', '.join(unknown[:5])}). Use strict=False to load the rest"
         )
     extra: State = {}
     for name, value in values:

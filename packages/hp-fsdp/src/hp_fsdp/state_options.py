@@ -120,7 +120,7 @@ def unflatten_optimizer_state(
         kind, _, rest = flat.partition(".")
         if kind not in ("state", "param_groups") or "." not in rest:
             raise ValueError(
-                f"set_optimizer_state_dict: {flat!r} is no key of an optimizer's state; expected 'state' and"
+                f"set_optimizer_state_dict: {flat!r} is not a key of an optimizer's state; expected 'state' and"
                 " 'param_groups', or flat keys as 'state.layer.weight.exp_avg' and 'param_groups.layer.weight.lr'"
             )
         words = rest.split(".")

@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": MixedPrecisionPolicy()},
         ValueError,
-        "two names of one argument",
+        "are the same argument",
     ),
     ({"mp_policy": "bf16"}, TypeError, "expected an hp_fsdp.MixedPrecisionPolicy, got str"),
     ({"mesh": 2}, TypeError, "mesh must be an hp_dtensor.DeviceMesh, got builtins.int. Make it with"),

@@ -76,7 +76,7 @@ def test_first_rank_only_and_strictness():
     assert bool(full_state_dict(model, rank0_only=True, cpu=True)) == (world()[0] == 0)
     missing = dict(state)
     missing["unknown"] = missing.pop("first.bias")
-    with pytest.raises(ValueError, match=r"1 names are missing \(first.bias\), 1 are not known \(unknown\)"):
+    with pytest.raises(ValueError, match=r"1 names are missing \(first.bias\), 1 are unexpected \(unknown\)"):
         load_full_state_dict(model, missing)
     load_full_state_dict(model, missing, strict=False)
     with pytest.raises(ValueError, match=r"'first.bias' has shape \(3,\), the model's is \(7,\)"):
