@@ -138,15 +138,15 @@ def backends(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, the imports, the lists of public names, docs/backends.md, docs/architecture.md; `-- --fix` for ruff."""
+    """ruff, the imports, the lists of public names, docs/backends.md, docs/architecture.md; `-- --fix` mends them."""
     install(session, others=("ruff", "import-linter", "griffelib"))
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     session.run("python", "docs/make_backends.py", "--check")
-    session.run("python", "docs/public_api.py", "--check")
     session.run("python", "docs/structure.py", "--check")
-    session.run("python", "docs/architecture.py", "--check")
+    for script in ("public_api", "architecture"):
+        session.run("python", f"docs/{script}.py", *([] if fix else ["--check"]))
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
 
 
