@@ -85,5 +85,5 @@ def test_shapes_that_placements_can_not_cut() -> None:
         TensorSpec.of(_mesh(), (StridedShard(0, 2), R), (5, 3))
     with pytest.raises(ValueError, match="more than one RaggedShard"):
         TensorSpec.of(_mesh(), (RaggedShard((0,), (1, 1)), RaggedShard((0,), (1, 1))), (4, 3))
-    with pytest.raises(ValueError, match="give 2 units"):
+    with pytest.raises(ValueError, match="pass 2 non-negative units"):
         TensorSpec.of(_mesh(), (RaggedShard((0,), (1, 1, 2)), R), (4, 3))
