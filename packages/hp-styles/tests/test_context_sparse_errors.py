@@ -170,7 +170,7 @@ def test_sums_over_heads_that_are_sharded() -> None:
         module = parallelize_module(Given(), mesh["cp"], style)
         assert module(batch, batch).placements == (Shard(1), Shard(0))
         with pytest.raises(
-            ValueError, match=r"has to be Replicate\(\), or Shard of the batch \(what .* a sum over heads"
+            ValueError, match=r"must be Replicate\(\), or Shard of the batch \(what .* a sum over heads"
         ):
             module(heads, heads)
     mean = parallelize_module(Given(lambda q, k: q.mean()), mesh["cp"], DSAIndexerLossContextParallel(keys=("key",)))
