@@ -51,7 +51,7 @@ def test_the_packages_of_changed_files(script, changed, expected):
 
 def test_what_depends_on_what_is_read_from_the_packages(script):
     needs = script.read_needs(ROOT)
-    assert needs["hp-styles"] == {"hp-dtensor", "hp-testing"}
+    assert needs["hp-styles"] == {"hp-dtensor", "hp-platform", "hp-testing"}
     assert script.above("hp-styles", needs) == {"hp-styles", "hp-plan", "hyper-parallel"}
     assert script.above("hp-fsdp", needs) == {"hp-fsdp", "hp-plan", "hyper-parallel"}
     for lowest in ("hp-platform", "hp-testing"):
