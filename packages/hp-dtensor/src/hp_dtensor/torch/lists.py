@@ -38,7 +38,7 @@ def each(func: Any, args: Any, kwargs: Any) -> Any:
         if not func.__name__.startswith(_PREFIX):
             raise ValueError(f"{func.__name__}: {wrong}; redistribute them to one layout first, without a Partial")
         return one_by_one(func, args, kwargs)
-    specs = [tensor._spec for tensor in first if isinstance(tensor, DTensor)]
+    specs = (tensor._spec for tensor in first if isinstance(tensor, DTensor))
     if func.__name__.endswith("_") and any(spec.thin and not spec.ragged for spec in specs):
         refuse_overlaps_of_call(func, args, kwargs)
     writes = func.__name__.endswith("_") and first and not _impl(T.is_inference, (), (first[0],))

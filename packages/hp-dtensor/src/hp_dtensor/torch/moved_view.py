@@ -25,6 +25,7 @@ from hp_dtensor.placements import Placement
 from hp_dtensor.torch.calls import functions_of, tensors_of
 from hp_dtensor.torch.dtensor import DTensor, redistribute
 from hp_dtensor.torch.kept import HANDED_OUT
+from hp_dtensor.torch.missing import writes_first
 from hp_dtensor.torch.overlaps import refuse_overlaps_of_call
 from hp_dtensor.torch.part_of_view import part_of
 from hp_dtensor.torch.strides import note, on_one_device, storage_of
@@ -362,12 +363,8 @@ def _counted(x: Any) -> int | None:
 def _writes(func: Any, view: Any, args: Any, kwargs: Any) -> bool:
     """Whether ``func`` writes to ``view``, by its name: of an inference tensor nothing else tells."""
     name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
     first = args if name.startswith("_fused") else args[:1]  # fused steps write several lists
-    return any(x is view for x in _views((first, kwargs.get("out")))) and (
-        in_place or operator or name == "__setitem__" or "out" in kwargs
-    )
+    return any(x is view for x in _views((first, kwargs.get("out")))) and (writes_first(func) or "out" in kwargs)
 
 
 @contextlib.contextmanager

@@ -21,13 +21,12 @@ import torch
 
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.missing import writes_first
-from hp_dtensor.torch.strides import strides_of
+from hp_dtensor.torch.strides import same_memory, strides_of
 
 __all__ = ["apart", "refuse_overlaps", "refuse_overlaps_of_call"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
-_same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 _NOTES = frozenset(("_link", "_strides"))
 """A view that moved has the one; strides that are not those of a contiguous tensor are the other."""
 
@@ -74,7 +73,7 @@ def apart(written: Any, read: Sequence[Any]) -> bool:
     if type(written) is not DTensor or not written._spec.thin or not _NOTES.isdisjoint(vars(written)):
         return False
     for x in read:
-        if isinstance(x, DTensor) and ("_link" in vars(x) or _same_memory(written, x)):
+        if isinstance(x, DTensor) and ("_link" in vars(x) or same_memory(written, x)):
             return False
     return True
 

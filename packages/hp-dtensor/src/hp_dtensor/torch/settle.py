@@ -8,13 +8,12 @@ import torch
 
 from hp_dtensor.strides import contiguous
 from hp_dtensor.torch.moved_view import linked
-from hp_dtensor.torch.strides import local_strides, on_one_device
+from hp_dtensor.torch.strides import local_strides, on_one_device, same_memory
 
 __all__ = ["Settle"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
-_same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 class Settle:
@@ -40,7 +39,7 @@ class Settle:
         if known is None:
             known = self._known[strides] = self._ask(out, source, args, kwargs)
         made, is_view, noted = known
-        if self._may_copy and is_view is not _same_memory(out, source):
+        if self._may_copy and is_view is not same_memory(out, source):
             if is_view:
                 return linked(out, source, self._func, args, kwargs, made)
             spec, out = out._spec, _impl(T.clone, (), (out,), {"memory_format": torch.contiguous_format})

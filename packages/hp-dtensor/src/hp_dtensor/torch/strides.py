@@ -10,10 +10,12 @@ import torch
 from hp_dtensor.strides import contiguous, of_whole
 from hp_dtensor.torch.asking import without_modes
 
-__all__ = ["keep", "local_strides", "note", "on_one_device", "storage_of", "strides_of"]
+__all__ = ["keep", "local_strides", "note", "on_one_device", "same_memory", "storage_of", "strides_of"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
+same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
+"""Whether two tensors, or parts of DTensors, lie in one storage."""
 
 
 def local_strides(x: Any) -> tuple[int, ...]:
