@@ -31,6 +31,10 @@ CONSTRAINTS = "constraints.txt"
 RESULTS = ".nox/results"  # of whole test runs, a file for each backend; pytest makes the folder
 FRAMEWORK_CONSTRAINTS = "constraints-{}.txt"  # PyTorch and MindSpore work with different versions of NumPy
 
+# Tests start a hundred processes and more. Where bytecode may not be written, each compiles its framework anew: PyTorch
+# and MindSpore then take twice as long to import, transformers four times.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # uv does not read pip's settings. Where a machine is set up for pip (a folder of wheels with a CPU build of torch, a
 # mirror), uv is told the same, unless it has settings of its own. Each takes its list separated in its own way.
 for pip_name, uv_name, separator in [
