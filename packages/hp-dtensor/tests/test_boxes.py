@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.boxes import boxes, run_boxes
-from hp_dtensor.sharding import take
+from hp_dtensor.layout.boxes import boxes, run_boxes
+from hp_dtensor.layout.sharding import take
 
 CASES = [
     ((3, 4), (RaggedShard((0, 1), (5, 7)),), (2,)),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
-from hp_dtensor.torch.autograd import reduce_partial_grads, shadows
+from hp_dtensor.torch.backward.autograd import reduce_partial_grads, shadows
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 

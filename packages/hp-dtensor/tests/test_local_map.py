@@ -128,7 +128,8 @@ def test_values_and_gradients_are_sent_in_dtypes_of_their_own(dtypes: Any, way: 
     x = DTensor.from_local(part, mesh, [way[0]])
     with pytest.MonkeyPatch.context() as patch:
         sent: list[Any] = []
-        from hp_dtensor.torch import autograd, borders
+        from hp_dtensor.torch.backward import autograd
+        from hp_dtensor.torch.moves import borders
 
         for place_ in (autograd, borders):
             run = place_.execute

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, init_device_mesh
-from hp_dtensor.mesh_axes import cut, digits_of, overlap, split
+from hp_dtensor.mesh.axes import cut, digits_of, overlap, split
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
 

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from hp_dtensor import DTensor, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard, init_device_mesh
-from hp_dtensor.sharding import local_shape, take
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch.autograd import grad_spec
+from hp_dtensor.layout.sharding import local_shape, take
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.torch.backward.autograd import grad_spec
 from hp_dtensor.torch.dtensor import local_view, wrap
 from hp_testing import device_type, on_ranks
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hp_dtensor import DTensor, Replicate, Shard, SkipDTensorDispatch, distribute_tensor, init_device_mesh
-from hp_dtensor.torch import pending
+from hp_dtensor.torch.moves import pending
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_dtensor.mesh import DeviceMesh, init_device_mesh
-from hp_dtensor.placements import PARTIAL_OPS, Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.placements import PARTIAL_OPS, Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.sharding import local_shape, take
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from hp_dtensor.redistribution import AllGather, AllReduce, AllToAll, ReduceScatter, plan, simulate
 from hp_dtensor.redistribution.simulate import coordinates
-from hp_dtensor.sharding import local_shape, take
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import exchange
-from hp_dtensor.torch.redistribute import execute
+from hp_dtensor.torch.moves import exchange
+from hp_dtensor.torch.moves.redistribute import execute
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 
@@ -282,7 +282,7 @@ def test_far_from_even_pieces_are_sent_as_they_are() -> None:
 
 @on_ranks(2)
 def test_a_rank_outside_the_mesh_takes_no_part() -> None:
-    from hp_dtensor.mesh import DeviceMesh
+    from hp_dtensor.mesh.device_mesh import DeviceMesh
 
     mesh = DeviceMesh(device_type(), [0])
     specs = _spec(mesh, (Shard(0),), (4,)), _spec(mesh, (R,), (4,))

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_dtensor.placements import PARTIAL_OPS, Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.placements import PARTIAL_OPS, Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.sharding import local_shape, take
 from hp_dtensor.redistribution import (
     AllGather,
     AllReduce,
@@ -27,7 +28,6 @@ from hp_dtensor.redistribution import (
 )
 from hp_dtensor.redistribution.prices import step_cost
 from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
-from hp_dtensor.sharding import local_shape, take
 
 R = Replicate()
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hp_dtensor
-from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribution import cost
 from hp_dtensor.rules import RULES, FactorMap, NoLegalPlacement, rule, solve
 from hp_dtensor.rules.library import dims_argument

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.sharding import assemble, chunk, intervals, local_shape, normalize, parts, take
+from hp_dtensor.layout.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.sharding import assemble, chunk, intervals, local_shape, normalize, parts, take
 
 
 @settings(deadline=None)

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.layout.spec import TensorSpec, normalize
 
 R = Replicate()
 
@@ -35,7 +35,7 @@ def test_equal_specs_are_one_object() -> None:
 
 
 def test_specs_die_with_their_last_user() -> None:
-    from hp_dtensor import spec
+    from hp_dtensor.layout import spec
 
     made = TensorSpec.of(_mesh(), (Shard(0), R), (977, 3))
     before = len(spec._specs)

@@ -22,8 +22,8 @@ from hp_dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
+from hp_dtensor.layout.sharding import take
 from hp_dtensor.redistribution import plan_transfer
-from hp_dtensor.sharding import take
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 
@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_an_error_on_all_ranks_before_anything_is_sent() ->
 @on_ranks(2)
 def test_a_local_part_of_another_shape_is_an_error() -> None:
     x = distribute_tensor(count_up(6), mesh_of([0, 1]), [Shard(0)])
-    from hp_dtensor.torch.transfer import execute_transfer
+    from hp_dtensor.torch.moves.transfer import execute_transfer
 
     target = x.redistribute(mesh_of([[0], [1]]), [R, R])._spec
     with pytest.raises(ValueError, match=r"the local tensor has shape \(4,\).*\(3,\)"):

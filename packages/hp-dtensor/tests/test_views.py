@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.sharding import local_shape, take
 from hp_dtensor.rules.views import view_placements
-from hp_dtensor.sharding import local_shape, take
 
 R = Replicate()
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hp_dtensor import DeviceMesh, DTensor
-from hp_dtensor.sharding import take
+from hp_dtensor.layout.sharding import take
 from hp_testing import device_type
 
 __all__ = ["check", "count_up", "mesh_of"]

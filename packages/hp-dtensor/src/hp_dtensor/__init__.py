@@ -6,12 +6,11 @@ use.
 
 from typing import TYPE_CHECKING
 
-from hp_dtensor.border import custom_shard
-from hp_dtensor.layout import Layout
-from hp_dtensor.local_map import local_map
-from hp_dtensor.mesh import DeviceMesh, get_current_mesh, init_device_mesh
+from hp_dtensor.layout.layout import Layout
+from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.local_map import custom_shard, local_map
+from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hp_dtensor.modes import SkipDTensorDispatch, implicit_replication
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.sharding_plan import shard_module
 from hp_dtensor.visualize import visualize_sharding
 from hp_platform import lazy_exports

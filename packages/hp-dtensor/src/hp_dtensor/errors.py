@@ -1,8 +1,17 @@
-"""Errors that are of two kinds at once: the one that fits, and the one that torch raises in the same place."""
+"""Errors of two kinds at once: the kind that fits, and the kind that torch raises in the same place."""
 
 from __future__ import annotations
 
-__all__ = ["GraphError", "LocalMapError", "NoPlacementsError", "NotLocalError"]
+__all__ = [
+    "AxisRangeError",
+    "GraphError",
+    "LocalMapError",
+    "MeshValueError",
+    "NoAxisError",
+    "NoPlacementsError",
+    "NotLocalError",
+    "OverlapError",
+]
 
 
 class GraphError(ValueError, RuntimeError):
@@ -19,3 +28,19 @@ class NoPlacementsError(ValueError, RuntimeError):
 
 class NotLocalError(TypeError, RuntimeError):
     """What should be a plain tensor is none."""
+
+
+class MeshValueError(ValueError, RuntimeError):
+    """Sizes, names or ranks that make no mesh."""
+
+
+class NoAxisError(KeyError, ValueError):
+    """A mesh has no axis of that name."""
+
+
+class AxisRangeError(IndexError, ValueError):
+    """A mesh has no axis of that index."""
+
+
+class OverlapError(KeyError, RuntimeError):
+    """Axes of a mesh share ranks."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hp_dtensor.mesh_axes import overlap, within
-from hp_dtensor.placements import kind_of
-from hp_dtensor.sharding import local_shape
+from hp_dtensor.layout.placements import kind_of
+from hp_dtensor.layout.sharding import local_shape
+from hp_dtensor.layout.spec import TensorSpec, named, normalize
+from hp_dtensor.mesh.axes import overlap, within
+from hp_dtensor.mesh.submesh import axes_within
 from hp_dtensor.sharding_plan import matches, matching
-from hp_dtensor.spec import TensorSpec, named, normalize
-from hp_dtensor.submesh import axes_within
 from hp_dtensor.text_table import text_table
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Any
 
 from hp_dtensor.errors import GraphError, NotLocalError
 from hp_dtensor.gradients import grad_spec
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Partial, Placement, RaggedShard, kind_of
-from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, kind_of
+from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_platform.extend import when_groups_end
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "gradient_layout",
     "layout_of",
     "refuse_cut_graph",
+    "refuse_second_call",
 ]
 
 _MOST_DIMS = 16
@@ -197,3 +198,16 @@ def refuse_cut_graph(shape: tuple[int, ...], detach: str) -> None:
         f"distribute_tensor: a tensor of shape {shape} that was computed from others would be detached from their"
         f" gradients; redistribute each rank's own tensor instead, DTensor.from_local(tensor, mesh), or {detach} it"
     )
+
+
+def refuse_second_call(module: Any) -> None:
+    """Check that `distribute_module` was not called on a module before.
+
+    Raises:
+        RuntimeError: it was called on this module before, whose inputs and outputs would be converted twice.
+    """
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError(
+            f"distribute_module: this {type(module).__name__} was distributed by a call before, and its inputs and"
+            " outputs would be converted a second time; call it once, with all that is to be done"
+        )

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from hp_dtensor.placements import Partial, Placement, Replicate
-from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.layout.placements import Partial, Placement, Replicate
+from hp_dtensor.layout.spec import TensorSpec, normalize
 
 __all__ = ["backward_scale", "grad_spec", "varying"]
 

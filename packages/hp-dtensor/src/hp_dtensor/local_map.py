@@ -1,4 +1,4 @@
-"""``local_map``: a function of local tensors as one of DTensors, as torch's of that name."""
+"""Functions of local tensors as functions of DTensors: ``local_map`` as torch's, ``custom_shard`` in short."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from hp_dtensor import port
 from hp_dtensor.errors import LocalMapError
-from hp_dtensor.layout import Layout
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement
-from hp_dtensor.spec import normalize
+from hp_dtensor.layout.layout import Layout
+from hp_dtensor.layout.placements import Placement
+from hp_dtensor.layout.spec import normalize
+from hp_dtensor.mesh.device_mesh import DeviceMesh
 
-__all__ = ["local_map"]
+__all__ = ["custom_shard", "local_map"]
 
 
 def local_map(
@@ -25,7 +25,7 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """A function that runs ``func`` on this rank's parts, with DTensors at its border.
+    """Make a function that runs ``func`` on this rank's parts, with DTensors at its border.
 
     Example:
         >>> @local_map(out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)]))
@@ -84,10 +84,58 @@ def local_map(
     return run
 
 
+def custom_shard(
+    fn: Callable[..., Any],
+    device_mesh: DeviceMesh,
+    out_placements: Any,
+    in_placements: Sequence[Sequence[Placement] | None] | None = None,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """Make a function that runs ``fn`` on local tensors, with DTensors at its border.
+
+    Unlike `local_map`, it takes a mesh first, looks at positional arguments and results themselves, not inside of
+    lists and dicts, and accepts fewer entries than arguments.
+
+    Args:
+        fn: works on this rank's parts.
+        device_mesh: the mesh of the results.
+        out_placements: placements of the result, or a tuple of them with one entry a result; None for a plain result.
+            Where a result is cut or partial, a replicated argument's gradient is a sum over the ranks.
+        in_placements: placements that each positional argument must have, None for any and for what is no DTensor.
+        redistribute_inputs: bring arguments to ``in_placements``; otherwise others are an error.
+
+    Raises:
+        ValueError: when it is called: an argument with other placements than ``in_placements`` says.
+    """
+    one = bool(out_placements) and isinstance(out_placements[0], Placement)
+    entries = (out_placements,) if one or out_placements is None else tuple(out_placements)
+    varies = {axis for each in entries for axis, p in enumerate(each or ()) if not p.is_replicate()}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        dtensor, local = port.tensors().DTensor, []
+        for position, value in enumerate(args):
+            if isinstance(value, dtensor):
+                placements = in_placements[position] if in_placements and position < len(in_placements) else None
+                what = f"custom_shard: argument {position}"
+                if placements is not None:
+                    placements = normalize(placements, value._spec.mesh, len(value._spec.shape), what)
+                value = _varied(_moved(what, value, placements, redistribute_inputs), device_mesh, varies)
+            local.append(value)
+        out = fn(*local, **kwargs)
+        several = isinstance(out, (tuple, list))
+        results = [
+            value if placements is None else dtensor.from_local(value, device_mesh, placements)
+            for value, placements in zip(out if several else (out,), entries, strict=True)
+        ]
+        return tuple(results) if several else results[0]
+
+    return run
+
+
 def _local(
     index: int, value: Any, wanted: Any, gradients: Any, redistribute: bool, mesh: DeviceMesh, varies: set[int]
 ) -> Any:
-    """One argument as ``func`` sees it."""
+    """Return one argument as ``func`` sees it."""
     entry, f = None if wanted is None else wanted[index], port.tensors()
     if not isinstance(value, f.DTensor):
         if entry is not None and not isinstance(value, _tensor()):
@@ -96,21 +144,36 @@ def _local(
                 " if it is not a tensor"
             )
         return value
-    spec = value._spec
-    if wanted is not None:
-        spec = spec.with_placements(_checked(index, entry, spec, "in_placements"))
-        if spec is not value._spec:
-            if not redistribute:
-                raise LocalMapError(
-                    f"local_map: argument {index} is placed {value._spec.placements}, in_placements says"
-                    f" {spec.placements}; pass redistribute_inputs=True to move it"
-                )
-            value = f.redistribute(value, spec)
+    placements = None if wanted is None else _checked(index, entry, value._spec, "in_placements")
+    value = _moved(f"local_map: argument {index}", value, placements, redistribute)
     if gradients is not None:
-        return value.to_local(grad_placements=_checked(index, gradients[index], spec, "in_grad_placements"))
+        return value.to_local(grad_placements=_checked(index, gradients[index], value._spec, "in_grad_placements"))
+    return _varied(value, mesh, varies)
+
+
+def _moved(what: str, value: Any, placements: Sequence[Placement] | None, redistribute: bool) -> Any:
+    """Return a DTensor in the placements that it must have, None for any.
+
+    Raises:
+        LocalMapError: it has others, and ``redistribute`` is False.
+    """
+    spec = value._spec if placements is None else value._spec.with_placements(placements)
+    if spec is value._spec:
+        return value
+    if not redistribute:
+        raise LocalMapError(
+            f"{what} is placed {value._spec.placements}, in_placements says {spec.placements}; pass"
+            " redistribute_inputs=True to move it"
+        )
+    return port.tensors().redistribute(value, spec)
+
+
+def _varied(value: Any, mesh: DeviceMesh, varies: set[int]) -> Any:
+    """Return a DTensor's local value, whose gradient is a part on the axes where a result varies."""
+    spec = value._spec
     axes = tuple(axis in varies and p.is_replicate() for axis, p in enumerate(spec.placements))
     if spec.mesh == mesh and any(axes):
-        return f.local_of(port.gradients().convert(value, spec, axes))
+        return port.tensors().local_of(port.gradients().convert(value, spec, axes))
     return value.to_local()
 
 
@@ -124,7 +187,7 @@ def _checked(index: int, entry: Any, spec: Any, name: str) -> tuple[Placement, .
 
 
 def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
-    """What ``func`` returned, its tensors as DTensors."""
+    """Return what ``func`` returned, its tensors as DTensors."""
     values = list(_leaves(out))
     entries = out_placements if _is_several(out_placements) else (out_placements,)
     if len(entries) != len(values):
@@ -146,7 +209,7 @@ def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
 
 
 def _tensor() -> type:
-    """The framework's class of tensors."""
+    """Return the framework's class of tensors."""
     return port.tensors().DTensor.__base__
 
 
@@ -156,12 +219,12 @@ def _placements(entry: Any) -> Any:
 
 
 def _is_several(out_placements: Any) -> bool:
-    """Whether there is an entry a result: a tuple, but not of placements."""
+    """Tell whether there is an entry for each result: a tuple, but not of placements."""
     return isinstance(out_placements, tuple) and not any(isinstance(each, Placement) for each in out_placements)
 
 
 def _varying(out_placements: Any) -> set[int]:
-    """The mesh axes on which a result is cut or partial."""
+    """Return the mesh axes on which a result is cut or partial."""
     several = out_placements if _is_several(out_placements) else (out_placements,)
     return {axis for each in several for axis, p in enumerate(_placements(each) or ()) if not p.is_replicate()}
 

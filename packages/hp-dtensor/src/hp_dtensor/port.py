@@ -13,9 +13,9 @@ from hp_platform.extend import load_port
 if TYPE_CHECKING:
     import numpy as np
 
-    from hp_dtensor.mesh import DeviceMesh
-    from hp_dtensor.placements import Placement
-    from hp_dtensor.spec import TensorSpec
+    from hp_dtensor.layout.placements import Placement
+    from hp_dtensor.layout.spec import TensorSpec
+    from hp_dtensor.mesh.device_mesh import DeviceMesh
 
 __all__ = [
     "Debug",
@@ -66,7 +66,7 @@ class Tensors(Protocol):
 
 
 class Gradients(Protocol):
-    """Local values in autograd's graph; ``<framework>/autograd.py``."""
+    """Local values in autograd's graph; ``<framework>/backward/autograd.py``."""
 
     def convert(self, x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
         """Return a DTensor's local value in a layout; ``vary`` marks the axes where the result of its reader varies."""
@@ -144,7 +144,7 @@ def tensors() -> Tensors:
 @functools.cache
 def gradients() -> Gradients:
     """Get what moves local values in autograd's graph."""
-    return load_port(Gradients, "autograd")
+    return load_port(Gradients, "backward.autograd")
 
 
 @functools.cache

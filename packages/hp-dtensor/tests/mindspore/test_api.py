@@ -26,7 +26,7 @@ from hp_dtensor import (
     parallelize_value_and_grad,
 )
 from hp_dtensor.mindspore.api import distribute_parameter
-from hp_dtensor.mindspore.autograd import grad_enabled
+from hp_dtensor.mindspore.backward.autograd import grad_enabled
 from hp_platform import count_collectives
 from hp_testing import on_ranks
 

@@ -25,8 +25,8 @@ from hp_dtensor import (
     register_sharding,
 )
 from hp_dtensor.mindspore.api import distribute_parameter
-from hp_dtensor.mindspore.bindings import BINDINGS
-from hp_dtensor.mindspore.dispatch import forget_plans
+from hp_dtensor.mindspore.ops.bindings import BINDINGS
+from hp_dtensor.mindspore.ops.dispatch import forget_plans
 from hp_testing import device_type, on_ranks
 
 X = np.arange(30, dtype=np.float32).reshape(5, 6) / 7
@@ -136,8 +136,8 @@ def test_a_rule_registered_before_the_first_operation_stays():
 import mindspore
 from hp_dtensor import register_sharding
 register_sharding("Abs")(lambda x: [])
-import hp_dtensor.mindspore.functions  # the table of kernels
-from hp_dtensor.mindspore.bindings import BINDINGS
+import hp_dtensor.mindspore.ops.functions  # the table of kernels
+from hp_dtensor.mindspore.ops.bindings import BINDINGS
 print(BINDINGS["Abs"].rule, BINDINGS["Exp"].rule)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -22,8 +22,8 @@ from hp_dtensor import (
     init_device_mesh,
     parallelize_value_and_grad,
 )
+from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore.dtensor import wrap
-from hp_dtensor.spec import TensorSpec
 from hp_platform import count_collectives
 from hp_testing import on_ranks
 
@@ -153,7 +153,7 @@ def _distributed(whole: np.ndarray, mesh, placements) -> DTensor:
             noise = Tensor(np.random.default_rng(7).standard_normal(whole.shape).astype(np.float32))
             n, me = mesh.shape[axis], mesh.get_coordinate()[axis]
             local = noise if me < n - 1 else local - noise * (n - 1)
-    from hp_dtensor.mindspore.redistribute import execute
+    from hp_dtensor.mindspore.moves.redistribute import execute
 
     rep = TensorSpec.of(mesh, [Replicate()] * mesh.ndim, whole.shape)
     return wrap(execute(local, rep, rep.with_placements(kept)), spec)

@@ -22,11 +22,11 @@ from hp_dtensor import (
     init_device_mesh,
     parallelize_value_and_grad,
 )
-from hp_dtensor.mindspore import autograd
-from hp_dtensor.mindspore.redistribute import execute
+from hp_dtensor.layout.sharding import take
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.mindspore.backward import autograd
+from hp_dtensor.mindspore.moves.redistribute import execute
 from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
-from hp_dtensor.sharding import take
-from hp_dtensor.spec import TensorSpec
 from hp_testing import on_ranks
 
 R = Replicate()

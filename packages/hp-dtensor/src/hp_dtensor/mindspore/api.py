@@ -8,7 +8,6 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from hp_dtensor.border import refuse_second_call
 from hp_dtensor.from_local import (
     check_inside,
     check_local,
@@ -17,15 +16,16 @@ from hp_dtensor.from_local import (
     gradient_layout,
     layout_of,
     refuse_cut_graph,
+    refuse_second_call,
 )
-from hp_dtensor.layout import Layout, as_placements
-from hp_dtensor.mesh import DeviceMesh, get_current_mesh
-from hp_dtensor.mindspore.autograd import alias, grad_enabled, gradient_as, local_mode
+from hp_dtensor.layout.layout import Layout, as_placements
+from hp_dtensor.layout.placements import Placement, Replicate
+from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
+from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, gradient_as, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
+from hp_dtensor.mindspore.moves.redistribute import execute
 from hp_dtensor.mindspore.parameter import set_local
-from hp_dtensor.mindspore.redistribute import execute
-from hp_dtensor.placements import Placement, Replicate
-from hp_dtensor.spec import TensorSpec, normalize
 from hp_platform import get_platform
 
 __all__ = [

@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.graph import api, jit_trace
 from mindspore.graph._utils import pijit_context
 
-from hp_dtensor.mindspore.autograd import local_only
+from hp_dtensor.mindspore.backward.autograd import local_only
 from hp_dtensor.mindspore.dtensor import DTensor
 
 __all__ = ["install"]

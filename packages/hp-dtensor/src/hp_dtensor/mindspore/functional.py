@@ -9,11 +9,11 @@ import mindspore
 from mindspore import Tensor, _Function, ops
 from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
-from hp_dtensor.border import apply_function
+from hp_dtensor.functional import apply_function
 from hp_dtensor.gradients import grad_spec
-from hp_dtensor.mindspore import autograd
+from hp_dtensor.layout.placements import Replicate
+from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, local_view, redistribute, wrap
-from hp_dtensor.placements import Replicate
 
 __all__ = ["DFunction", "parallelize_value_and_grad"]
 

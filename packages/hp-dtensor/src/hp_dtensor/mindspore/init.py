@@ -9,10 +9,10 @@ from typing import Any
 from mindspore import nn
 from mindspore.nn.utils import no_init_parameters
 
+from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.mindspore.dtensor import unwrap, wrap
+from hp_dtensor.mindspore.moves.redistribute import execute
 from hp_dtensor.mindspore.parameter import DParameter, set_local
-from hp_dtensor.mindspore.redistribute import execute
-from hp_dtensor.placements import Replicate
 from hp_platform import get_platform
 
 __all__ = ["init_empty_weights", "init_on_device", "init_parameters"]

@@ -15,11 +15,11 @@ import mindspore
 from mindspore import Parameter, Tensor, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
-from hp_dtensor.mindspore import autograd
-from hp_dtensor.mindspore.autograd import local_mode, local_only
+from hp_dtensor.layout.placements import Replicate
+from hp_dtensor.mindspore.backward import autograd
+from hp_dtensor.mindspore.backward.autograd import local_mode, local_only
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, unwrap, wrap
-from hp_dtensor.mindspore.redistribute import execute
-from hp_dtensor.placements import Replicate
+from hp_dtensor.mindspore.moves.redistribute import execute
 
 __all__ = ["DParameter", "set_local"]
 

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from mindspore import Tensor, ops
 from mindspore.ops import Primitive
 
-from hp_dtensor.mindspore import dispatch
-from hp_dtensor.mindspore.autograd import local_mode
-from hp_dtensor.mindspore.bindings import BINDINGS
+from hp_dtensor.mindspore.backward.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import DTensor
-from hp_dtensor.mindspore.plans import Binding, Call
+from hp_dtensor.mindspore.ops import dispatch
+from hp_dtensor.mindspore.ops.bindings import BINDINGS
+from hp_dtensor.mindspore.ops.plans import Binding, Call
 from hp_dtensor.rules.acceptable import check_results, choose
 from hp_dtensor.rules.factors import Solution
 

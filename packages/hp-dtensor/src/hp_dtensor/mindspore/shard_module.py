@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from mindspore import Parameter, Tensor, nn
 
-from hp_dtensor.mesh import DeviceMesh
+from hp_dtensor.layout.placements import Placement
+from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.mindspore.api import distribute_parameter, replicate_parameters
-from hp_dtensor.placements import Placement
 
 __all__ = ["Tensor", "distribute", "named_modules", "named_parameters"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from hp_dtensor.placements import Placement, Replicate
+from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.redistribution.planner import cost
 from hp_dtensor.redistribution.prices import step_cost, step_type
 

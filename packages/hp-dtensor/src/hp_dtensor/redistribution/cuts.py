@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hp_dtensor.placements import Placement, RaggedShard, Replicate, StridedShard
+from hp_dtensor.layout.placements import Placement, RaggedShard, Replicate, StridedShard
+from hp_dtensor.layout.sharding import Interval, local_shape, parts, run_view
 from hp_dtensor.redistribution.steps import Step
-from hp_dtensor.sharding import Interval, local_shape, parts, run_view
 
 __all__ = ["Cut", "Place", "common"]
 
@@ -52,15 +52,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a placement cuts the whole tensor: Note [One run of elements] in `hp_dtensor.sharding`."""
+    """How a placement cuts the whole tensor: Note [One run of elements] in `hp_dtensor.layout.sharding`."""
 
     outer: int
     run: int
     inner: int
     held: tuple[tuple[Interval, ...], ...]
     blocks: int | None
-    """``O`` of Note [Even cuts are a transpose] in `hp_dtensor.torch.exchange`; None where the cut is uneven, or the
-    group's order is not the axis's."""
+    """``O`` of Note [Even cuts are a transpose] in `hp_dtensor.torch.moves.exchange`; None where the cut is uneven, or
+    the group's order is not the axis's."""
 
     @staticmethod
     def of(placement: Placement, place: Place) -> Cut:

@@ -13,8 +13,8 @@ from math import prod
 
 import numpy as np
 
-from hp_dtensor.placements import Placement
-from hp_dtensor.sharding import cut_dim, intervals, parts, ragged_of
+from hp_dtensor.layout.placements import Placement
+from hp_dtensor.layout.sharding import cut_dim, intervals, parts, ragged_of
 
 __all__ = ["Pieces", "Runs", "held", "merged", "overlap", "runs_of", "shared"]
 

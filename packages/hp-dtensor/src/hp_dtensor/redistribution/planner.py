@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.sharding import cut_dim, normalize, ragged_fits, ragged_of
 from hp_dtensor.redistribution.prices import LOCAL, step_cost, step_type
 from hp_dtensor.redistribution.steps import Step
-from hp_dtensor.sharding import cut_dim, normalize, ragged_fits, ragged_of
 
 __all__ = ["cost", "explain", "plan"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.sharding import chunk, cut_dim
 from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step, ToPartial
-from hp_dtensor.sharding import chunk, cut_dim
 
 __all__ = ["LOCAL", "step_cost", "step_type"]
 

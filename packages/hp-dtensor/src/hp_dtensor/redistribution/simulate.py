@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.placements import Partial, Replicate
+from hp_dtensor.layout.placements import Partial, Replicate
+from hp_dtensor.layout.sharding import local_shape, parts, run_view
 from hp_dtensor.redistribution.steps import Step
-from hp_dtensor.sharding import local_shape, parts, run_view
 
 if TYPE_CHECKING:
     import numpy as np

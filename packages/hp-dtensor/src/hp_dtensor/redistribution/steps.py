@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hp_dtensor.placements import Partial, Placement
+from hp_dtensor.layout.placements import Partial, Placement
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "ReduceScatter", "Slice", "Step", "ToPartial"]
 

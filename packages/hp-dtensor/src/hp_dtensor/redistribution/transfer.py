@@ -17,14 +17,14 @@ from math import prod
 
 import numpy as np
 
-from hp_dtensor.layout import Layout
-from hp_dtensor.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.layout.layout import Layout
+from hp_dtensor.layout.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.layout.sharding import Interval, cut_dim, local_shape, normalize, ragged_of
 from hp_dtensor.redistribution.pieces import Pieces, held, merged, overlap, runs_of, shared
 from hp_dtensor.redistribution.planner import explain, plan
 from hp_dtensor.redistribution.prices import step_cost
 from hp_dtensor.redistribution.simulate import coordinates, neutral
 from hp_dtensor.redistribution.steps import Step
-from hp_dtensor.sharding import Interval, cut_dim, local_shape, normalize, ragged_of
 
 __all__ = ["Move", "Transfer", "explain_transfer", "plan_transfer"]
 

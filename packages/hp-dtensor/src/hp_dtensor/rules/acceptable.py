@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hp_dtensor.placements import Placement
+from hp_dtensor.layout.placements import Placement
+from hp_dtensor.layout.spec import TensorSpec, normalize
 from hp_dtensor.redistribution.choice import cheapest
 from hp_dtensor.rules.factors import Solution
-from hp_dtensor.spec import TensorSpec, normalize
 
 __all__ = ["check_results", "choose"]
 

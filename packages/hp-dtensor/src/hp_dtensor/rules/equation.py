@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hp_dtensor.placements import PARTIAL_OPS
+from hp_dtensor.layout.placements import PARTIAL_OPS
 from hp_dtensor.rules.factors import LINEAR, Dims, FactorMap
 
 __all__ = ["Rule", "Shapes", "dims_argument", "gather_all", "known", "pointwise_factors", "rule"]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hp_dtensor.placements import PARTIAL_OPS
+from hp_dtensor.layout.placements import PARTIAL_OPS
 from hp_dtensor.rules.equation import Shapes, dims_argument, gather_all, known, pointwise_factors
 from hp_dtensor.rules.factors import FactorMap
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hp_dtensor.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
 
 __all__ = ["view_placements"]
 

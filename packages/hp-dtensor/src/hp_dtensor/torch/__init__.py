@@ -1,14 +1,14 @@
 """The PyTorch side of hp-dtensor."""
 
-from hp_dtensor.torch import dispatch as _dispatch  # noqa: F401  (DTensor's interception)
 from hp_dtensor.torch.api import from_local as _from_local
-from hp_dtensor.torch.compiling import install as _install_compiling
+from hp_dtensor.torch.backward.gradient_hooks import on_local_gradient as _on_local_gradient
+from hp_dtensor.torch.backward.own_functions import install as _install_own_functions
+from hp_dtensor.torch.compile.compiling import install as _install_compiling
 from hp_dtensor.torch.dtensor import install as _install_methods
-from hp_dtensor.torch.gradient_hooks import on_local_gradient as _on_local_gradient
-from hp_dtensor.torch.hot import install as _install_hot
-from hp_dtensor.torch.own_functions import install as _install_own_functions
-from hp_dtensor.torch.special import install as _install_special
-from hp_dtensor.torch.transfer import relayout as _relayout
+from hp_dtensor.torch.moves.transfer import relayout as _relayout
+from hp_dtensor.torch.ops import dispatch as _dispatch  # noqa: F401  (DTensor's interception)
+from hp_dtensor.torch.ops.hot import install as _install_hot
+from hp_dtensor.torch.ops.special import install as _install_special
 
 _install_methods(_from_local, _relayout, _on_local_gradient)
 _install_special()

@@ -8,21 +8,28 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.border import refuse_second_call
-from hp_dtensor.from_local import check_local, check_part, check_ranks, gradient_layout, layout_of, refuse_cut_graph
-from hp_dtensor.layout import Layout, as_placements
-from hp_dtensor.mesh import DeviceMesh, get_current_mesh
-from hp_dtensor.placements import Placement, Replicate
-from hp_dtensor.spec import TensorSpec, normalize
+from hp_dtensor.from_local import (
+    check_local,
+    check_part,
+    check_ranks,
+    gradient_layout,
+    layout_of,
+    refuse_cut_graph,
+    refuse_second_call,
+)
+from hp_dtensor.layout.layout import Layout, as_placements
+from hp_dtensor.layout.placements import Placement, Replicate
+from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.torch import random
-from hp_dtensor.torch.borders import gradient_as
+from hp_dtensor.torch.backward.gradient_hooks import on_local_gradient
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.foreign import refuse_foreign
-from hp_dtensor.torch.gradient_hooks import on_local_gradient
-from hp_dtensor.torch.moved_view import shares
-from hp_dtensor.torch.part_of_view import whole_of
-from hp_dtensor.torch.redistribute import execute
+from hp_dtensor.torch.moves.borders import gradient_as
+from hp_dtensor.torch.moves.redistribute import execute
+from hp_dtensor.torch.views.moved_view import shares
+from hp_dtensor.torch.views.part_of_view import whole_of
 from hp_platform import get_platform
 
 __all__ = ["distribute_module", "distribute_tensor", "empty", "from_local", "full", "ones", "rand", "randn", "zeros"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hp_dtensor.boxes import Box, boxes
+from hp_dtensor.layout.boxes import Box, boxes
 
 if TYPE_CHECKING:
     from hp_dtensor.torch.dtensor import DTensor

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from hp_dtensor.gradients import varying
-from hp_dtensor.layout import Layout
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Placement, Replicate
-from hp_dtensor.spec import TensorSpec
-from hp_dtensor.torch import autograd
-from hp_dtensor.torch.asking import local_asked
+from hp_dtensor.layout.layout import Layout
+from hp_dtensor.layout.placements import Placement, Replicate
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.mesh.device_mesh import DeviceMesh
+from hp_dtensor.torch.backward import autograd
+from hp_dtensor.torch.backward.asking import local_asked
 from hp_dtensor.torch.checkpoint import chunk_list, tensor_shard, write_items
-from hp_dtensor.torch.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
-from hp_dtensor.torch.overrides import compiler as _compiler
-from hp_dtensor.torch.overrides import overrides
-from hp_dtensor.torch.strides import keep, local_strides, strides_of
+from hp_dtensor.torch.compile.overrides import compiler as _compiler
+from hp_dtensor.torch.compile.overrides import overrides
+from hp_dtensor.torch.views.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
+from hp_dtensor.torch.views.strides import keep, local_strides, strides_of
 
 __all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "wrap"]
 

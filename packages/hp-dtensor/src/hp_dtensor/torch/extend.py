@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from hp_dtensor.torch.api import become, distribute_parameter, replicate_parameters
-from hp_dtensor.torch.autograd import arriving, grad_spec, reduce_partial_grads
-from hp_dtensor.torch.compiling import texts, traces_as
+from hp_dtensor.torch.backward.autograd import arriving, grad_spec, reduce_partial_grads
+from hp_dtensor.torch.backward.engine import backward
+from hp_dtensor.torch.compile.compiling import texts, traces_as
+from hp_dtensor.torch.compile.graph import constant, mesh_of, placements_of
 from hp_dtensor.torch.dtensor import DTensor, local_view, redistribute, redistribute_shared, wrap
-from hp_dtensor.torch.engine import backward
 from hp_dtensor.torch.foreign import refuse_foreign
-from hp_dtensor.torch.graph import constant, mesh_of, placements_of
 from hp_dtensor.torch.init import give_memory
-from hp_dtensor.torch.parallel_loss import sharded_loss
+from hp_dtensor.torch.moves.redistribute import execute
+from hp_dtensor.torch.ops.parallel_loss import sharded_loss
 from hp_dtensor.torch.random import compare_generators
-from hp_dtensor.torch.redistribute import execute
 
 __all__ = [
     "DTensor",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.border import apply_function
-from hp_dtensor.placements import Replicate
+from hp_dtensor.functional import apply_function
+from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.torch.dtensor import DTensor
 
 __all__ = ["DFunction", "parallelize_value_and_grad"]

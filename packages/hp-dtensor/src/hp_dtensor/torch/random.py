@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.mesh import DeviceMesh
-from hp_dtensor.placements import Replicate
-from hp_dtensor.spec import TensorSpec
+from hp_dtensor.layout.placements import Replicate
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.dtensor import DTensor, wrap
-from hp_dtensor.torch.redistribute import execute
+from hp_dtensor.torch.moves.redistribute import execute
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 

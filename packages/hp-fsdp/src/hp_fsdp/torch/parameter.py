@@ -43,13 +43,13 @@ _OUTSIDE_GRAPHS = (
     "is a parameter of fully_shard: forward computes with a gathered copy of it, and the gradient of the copy is"
     " reduced into its .grad. Call backward() without inputs and read .grad, or differentiate before fully_shard"
 )
-"""Why autograd doesn't find a sharded parameter; see ``hp_dtensor.torch.engine``."""
+"""Why autograd doesn't find a sharded parameter; see ``hp_dtensor.torch.backward.engine``."""
 _MEETS_PLAIN = (
     "parameter {} is gathered by fully_shard while its module's forward runs, and was used outside of it. Call the"
     " module that was given to fully_shard; where a method of it calls parts of the module (generate), make the method"
     ' gather as forward does: hp_fsdp.register_fsdp_forward_method(module, "name of the method")'
 )
-"""Why a sharded parameter meets no plain input; see ``hp_dtensor.torch.dispatch``."""
+"""Why a sharded parameter meets no plain input; see ``hp_dtensor.torch.ops.dispatch``."""
 
 
 class ManagedParameter:

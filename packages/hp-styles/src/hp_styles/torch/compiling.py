@@ -1,6 +1,6 @@
 """torch.compile of styled modules: what Dynamo traces in place of the hooks' conversions.
 
-See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compiling`.
+See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compile.compiling`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,138 @@
+"""The part of a tensor that a rank holds as boxes (offsets and sizes in the whole tensor), as checkpoints name it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from hp_dtensor.layout.placements import Placement
+from hp_dtensor.layout.sharding import cut_dim, intervals, normalize, parts, ragged_of
+
+__all__ = ["Box", "boxes", "run_boxes"]
+
+Run = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of the whole tensor and where its elements lie in the local tensor of the rank that holds it.
+
+    Attributes:
+        offsets: where it starts in the whole tensor.
+        sizes: how far it goes.
+        ragged: where a ``RaggedShard`` flattened dims: the local dim that they became, where in it the box's block of
+            elements starts, and the block's shape; None without one.
+        at: where the box starts in that block, or in the local tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ragged: tuple[int, int, tuple[int, ...]] | None
+    at: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def boxes(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[Box, ...]:
+    """The boxes that the rank at ``coordinate`` holds, none of them empty, in the order of its local elements.
+
+    A tensor without elements is one empty box on every rank, so that whoever writes a checkpoint knows of it.
+
+    Example:
+        >>> [(box.offsets, box.sizes) for box in boxes((3, 4), (RaggedShard((0, 1), (5, 7)),), (2,), (1,))]
+        [((1, 1), (1, 3)), ((2, 0), (1, 4))]
+
+    Args:
+        shape: the global shape.
+        placements: one for each mesh axis.
+        mesh_shape: ranks on each mesh axis.
+        coordinate: the rank's index on each mesh axis.
+
+    Raises:
+        ValueError: a ``Partial``, or a placement that doesn't fit the shape.
+    """
+    placements = normalize(placements, shape, mesh_shape)
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"{placements} of shape {shape} has a Partial: no rank holds elements of the value. Reduce it first:"
+            " tensor.reduce_partial()"
+        )
+    if not prod(shape):
+        return (Box((0,) * len(shape), shape, None, (0,) * len(shape)),)
+    axes = list(zip(placements, mesh_shape, coordinate, strict=True))
+    held = [intervals(size, [axis for axis in axes if cut_dim(axis[0]) == dim]) for dim, size in enumerate(shape)]
+    local = tuple(sum(length for _, length in each) for each in held)
+    ragged = ragged_of(placements)
+    if ragged is None:
+        return tuple(_split(held, (0,) * len(shape), local, None))
+    axis, placement = ragged
+    first, count = (placement.dims[0] if placement.dims else 0), len(placement.dims)
+    before, flattened, after = local[:first], local[first : first + count], local[first + count :]
+    found: list[Box] = []
+    for start, length in parts(placement, prod(flattened), mesh_shape[axis])[coordinate[axis]]:
+        done = 0
+        for offsets, sizes in run_boxes(flattened, start, start + length):
+            whole_offsets = ((0,) * len(before)) + offsets + ((0,) * len(after))
+            found += _split(held, whole_offsets, before + sizes + after, (first, done, sizes))
+            done += prod(sizes)
+    return tuple(found)
+
+
+def run_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Run]:
+    """Cuts a run of the flattened elements of a box in boxes: the end of a row, whole rows, the beginning of a row.
+
+    ``list(run_boxes((3, 4), 1, 10)) == [((0, 1), (1, 3)), ((1, 0), (1, 4)), ((2, 0), (1, 2))]``
+
+    Args:
+        sizes: of the box.
+        start: the run's first element.
+        stop: the one after its last.
+    """
+    if start >= stop:
+        return
+    if not sizes:
+        yield (), ()
+        return
+    row = prod(sizes[1:])
+    while start < stop:
+        index, within = divmod(start, row)
+        rows = (stop - start) // row
+        if within == 0 and rows:
+            yield (index, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
+            start += rows * row
+        else:
+            end = min(stop, (index + 1) * row)
+            for offsets, inner in run_boxes(sizes[1:], within, end - index * row):
+                yield (index, *offsets), (1, *inner)
+            start = end
+
+
+def _split(
+    held: Sequence[Sequence[tuple[int, int]]],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    ragged: tuple[int, int, tuple[int, ...]] | None,
+) -> Iterator[Box]:
+    """A box in local indices as boxes of the whole tensor: more than one where it spans intervals that don't touch."""
+    found = []
+    for intervals_, offset, size in zip(held, offsets, sizes, strict=True):
+        pieces, passed = [], 0
+        for start, length in intervals_:
+            low, high = max(offset, passed), min(offset + size, passed + length)
+            if low < high:
+                pieces.append((start + low - passed, high - low, low - offset))
+            passed += length
+        found.append(pieces)
+    shift = (0,) * len(sizes) if ragged else tuple(offsets)
+    for pieces in itertools.product(*found):
+        yield Box(
+            tuple(piece[0] for piece in pieces),
+            tuple(piece[1] for piece in pieces),
+            ragged,
+            tuple(piece[2] + by for piece, by in zip(pieces, shift, strict=True)),
+        )

@@ -1,0 +1,198 @@
+"""Which ranks hold which part of a tensor.
+
+Note [Boxes]
+Along each dim the ranks' parts begin and end at a few places only. These cut the tensor in boxes, and within a box each
+element is held by the same ranks, so that one element of a box stands for all: a tensor of a billion elements costs
+what one of its boxes' number does. A ``RaggedShard`` cuts a run of several dims: where a piece ends inside a row, that
+row, and that element of it, get places of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.layout.placements import Placement, RaggedShard
+from hp_dtensor.layout.sharding import cut_dim, intervals, normalize, parts, ragged_of, run_view
+
+__all__ = ["Box", "Grid", "Holders", "who_holds"]
+
+Box = tuple[int, int]
+"""Where a box begins and ends along a dim."""
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Which places of a mesh hold which part of a tensor, see Note [Boxes].
+
+    Attributes:
+        boxes: for each dim of the tensor the boxes along it, ascending.
+        held: for each box, in row-major order, the row-major places in the mesh of the ranks that hold it.
+        empty: the places that hold no element.
+    """
+
+    boxes: tuple[tuple[Box, ...], ...]
+    held: tuple[tuple[int, ...], ...]
+    empty: tuple[int, ...]
+
+    def grids(self) -> Iterator[Grid]:
+        """The boxes two dims at a time: along the last two that are cut, one grid for each box along the others."""
+        ndim = len(self.boxes)
+        by_need = sorted(range(ndim), key=lambda dim: (len(self.boxes[dim]) > 1, dim))
+        shown = sorted(by_need[-2:])
+        others = [dim for dim in range(ndim) if dim not in shown]
+        at = np.arange(len(self.held)).reshape([len(boxes) for boxes in self.boxes])
+        for index in product(*(range(len(self.boxes[dim])) for dim in others)):
+            where: list[Any] = [slice(None)] * ndim
+            for dim, box in zip(others, index, strict=True):
+                where[dim] = box
+            cells = at[tuple(where)].reshape([len(self.boxes[dim]) for dim in shown] or [1])
+            fixed = tuple((dim, self.boxes[dim][box]) for dim, box in zip(others, index, strict=True))
+            yield Grid(fixed, tuple(shown), tuple(self.boxes[dim] for dim in shown), cells)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Boxes along at most two dims.
+
+    Attributes:
+        fixed: (dim, box) for each other dim.
+        dims: the dims.
+        boxes: for each of ``dims`` the boxes along it.
+        cells: an array with a dim for each of ``dims``, of one element where there is none: the box's index in
+            ``Holders.held``.
+    """
+
+    fixed: tuple[tuple[int, Box], ...]
+    dims: tuple[int, ...]
+    boxes: tuple[tuple[Box, ...], ...]
+    cells: Any
+
+    def label(self, shape: Sequence[int]) -> str:
+        """The part of a tensor of this shape as an index, ``[0:4, :, :]``; nothing where it is the whole."""
+        index = [":"] * len(shape)
+        for dim, (start, stop) in self.fixed:
+            if stop - start < shape[dim]:
+                index[dim] = f"{start}:{stop}"
+        return "" if set(index) <= {":"} else f"[{', '.join(index)}]"
+
+
+def who_holds(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> Holders:
+    """Which places of a mesh hold which part of a tensor.
+
+    ``who_holds((5,), (Shard(0),), (2,))`` has boxes (0, 3) and (3, 5) along dim 0, held by place 0 and by place 1.
+
+    Args:
+        shape: the global shape.
+        placements: one for each mesh axis. A rank holds all of what it has a ``Partial`` of.
+        mesh_shape: ranks on each mesh axis.
+
+    Raises:
+        ValueError: a placement doesn't fit the shape.
+    """
+    placements = normalize(placements, shape, mesh_shape)
+    coordinates = list(np.ndindex(*mesh_shape))
+    dims = [[_held(dim, size, placements, mesh_shape, c) for c in coordinates] for dim, size in enumerate(shape)]
+    places = [{0, size, *(s for held in each for s in held[0] + held[1])} for size, each in zip(shape, dims)]
+    ragged = ragged_of(placements)
+    runs: list[tuple[int, int]] = []
+    if ragged:
+        for rank, coordinate in enumerate(coordinates):
+            mine = [each[rank] for each in dims]
+            runs.append(_run(ragged[1], mine, mesh_shape[ragged[0]], coordinate[ragged[0]]))
+            for edge in runs[-1]:
+                _add_places(places, ragged[1], mine, edge)
+    bounds = [sorted(each) for each in places]
+    at = [np.array(each[:-1], dtype=np.int64) for each in bounds]
+    found = np.zeros((len(coordinates), *(len(each) for each in at)), dtype=bool)
+    for rank in range(len(coordinates)):
+        local = [_positions(each[rank], at[dim]) for dim, each in enumerate(dims)]
+        found[rank] = _mask([each >= 0 for each in local])
+        if ragged:
+            sizes = [sum(n for n in each[rank][2]) for each in dims]
+            offset = _offsets(local, sizes, ragged[1].dims)
+            found[rank] &= (runs[rank][0] <= offset) & (offset < runs[rank][1])
+    return _compressed(found, bounds)
+
+
+Held = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Starts, ends and lengths of what a rank holds of a dim, in local order."""
+
+
+def _held(dim: int, size: int, placements: Sequence[Placement], mesh: Sequence[int], at: Sequence[int]) -> Held:
+    """What the rank at a coordinate holds of a dim, a ``RaggedShard`` left out."""
+    cuts = [(p, n, i) for p, n, i in zip(placements, mesh, at, strict=True) if cut_dim(p) == dim]
+    found = intervals(size, cuts)
+    return tuple(s for s, _ in found), tuple(s + n for s, n in found), tuple(n for _, n in found)
+
+
+def _run(placement: RaggedShard, dims: Sequence[Held], n: int, index: int) -> tuple[int, int]:
+    """Start and end of a rank's piece in the run of the ragged dims."""
+    _, run, _ = run_view(placement, (), [sum(each[2]) for each in dims])
+    held = parts(placement, run, n)[index]
+    return (held[0][0], held[0][0] + held[0][1]) if held else (0, 0)
+
+
+def _add_places(places: Sequence[set[int]], placement: RaggedShard, dims: Sequence[Held], edge: int) -> None:
+    """Cut each ragged dim around the element at which a piece of the run begins or has ended."""
+    sizes = [sum(dims[dim][2]) for dim in placement.dims]
+    if not 0 < edge < prod(sizes):
+        return
+    for dim, local in zip(placement.dims, np.unravel_index(edge, sizes), strict=True):
+        for start, length in zip(dims[dim][0], dims[dim][2], strict=True):
+            if local < length:
+                places[dim].update((start + int(local), start + int(local) + 1))
+                break
+            local -= length
+
+
+def _positions(held: Held, at: Any) -> Any:
+    """The local index of global indices, -1 for those that the rank doesn't hold."""
+    found = np.full(len(at), -1, dtype=np.int64)
+    offset = 0
+    for start, stop, length in zip(*held, strict=True):
+        inside = (at >= start) & (at < stop)
+        found[inside] = at[inside] - start + offset
+        offset += length
+    return found
+
+
+def _mask(by_dim: Sequence[Any]) -> Any:
+    """True for the boxes that are held along every dim."""
+    made = np.array(True)
+    for dim, each in enumerate(by_dim):
+        made = made & each.reshape([-1 if d == dim else 1 for d in range(len(by_dim))])
+    return made
+
+
+def _offsets(local: Sequence[Any], sizes: Sequence[int], dims: Sequence[int]) -> Any:
+    """Where each box begins in the run of some dims."""
+    made = np.array(0)
+    for dim in dims:
+        made = made * sizes[dim] + local[dim].reshape([-1 if d == dim else 1 for d in range(len(local))])
+    return made
+
+
+def _compressed(found: Any, bounds: Sequence[Sequence[int]]) -> Holders:
+    """Join boxes that all along a dim are held by the same ranks as their neighbours.
+
+    Args:
+        found: of booleans, ``[places, boxes along dim 0, ...]``.
+        bounds: for each dim where its boxes begin, and its size.
+    """
+    empty = tuple(rank for rank in range(len(found)) if not found[rank].any())
+    boxes: list[tuple[Box, ...]] = []
+    for dim, places in enumerate(bounds):
+        lines = np.moveaxis(found, dim + 1, 0)
+        kept = [i for i in range(len(lines)) if i == 0 or not np.array_equal(lines[i], lines[i - 1])]
+        starts = [places[i] for i in kept]
+        boxes.append(tuple(zip(starts, [*starts[1:], places[-1]])))
+        found = np.take(found, kept, axis=dim + 1)
+    flat = found.reshape(len(found), -1)
+    held = tuple(tuple(int(rank) for rank in np.flatnonzero(column)) for column in flat.T)
+    return Holders(tuple(boxes), held, empty)

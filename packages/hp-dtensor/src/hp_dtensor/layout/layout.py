@@ -1,0 +1,167 @@
+"""Layout: a tensor's place written by tensor dims, ``layout("dp", "tp")``, equal to a mesh and placements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.errors import NoPlacementsError
+from hp_dtensor.layout.placements import Placement, Replicate, Shard, StridedShard, kind_of
+from hp_dtensor.mesh.device_mesh import DeviceMesh
+
+__all__ = ["Layout", "as_placements"]
+
+
+class Layout:
+    """Ranks in named axes, and which axis cuts which tensor dim.
+
+    ``Layout(mesh_shape, mesh_dim_names)`` describes the ranks; calling it names the axis (or axes, the outer first, or
+    ``"None"``) of each tensor dim and gives a tensor layout. It needs no process group until a tensor is made with it.
+
+    Example:
+        >>> layout = Layout((2, 4), ("dp", "tp"))
+        >>> layout("dp", "tp").placements
+        (Shard(0), Shard(1))
+        >>> layout(("dp", "tp"), "None").placements
+        (Shard(0), Shard(0))
+        >>> layout().placements
+        (Replicate(), Replicate())
+
+    Args:
+        mesh_shape: ranks along each axis.
+        mesh_dim_names: the axes' names.
+        rank_list: the ranks in row-major order; default ``0 .. n-1``.
+
+    Raises:
+        ValueError: sizes that do not fit, unknown or repeated axis names.
+    """
+
+    __slots__ = ("_key", "mesh_dim_names", "mesh_shape", "ndim", "placements", "rank_list")
+
+    def __init__(
+        self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], rank_list: Sequence[int] | None = None
+    ) -> None:
+        self.mesh_shape = tuple(int(size) for size in mesh_shape)
+        self.mesh_dim_names = tuple(mesh_dim_names)
+        count = math.prod(self.mesh_shape)
+        self.rank_list = tuple(range(count)) if rank_list is None else tuple(int(rank) for rank in rank_list)
+        if len(self.mesh_dim_names) != len(self.mesh_shape):
+            raise ValueError(
+                f"Layout: {len(self.mesh_dim_names)} names {self.mesh_dim_names} for mesh_shape {self.mesh_shape}"
+            )
+        if len(set(self.mesh_dim_names)) != len(self.mesh_dim_names) or "None" in self.mesh_dim_names:
+            raise ValueError(f"Layout: mesh_dim_names must be unique and not 'None', got {self.mesh_dim_names}")
+        if len(self.rank_list) != count or len(set(self.rank_list)) != count:
+            raise ValueError(
+                f"Layout: mesh_shape {self.mesh_shape} needs {count} different ranks, rank_list has {self.rank_list}"
+            )
+        self.placements: tuple[Placement, ...] | None = None
+        self.ndim: int | None = None
+        self._key: Any = None
+        self._seal()
+
+    def _seal(self) -> None:
+        self._key = (self.mesh_shape, self.mesh_dim_names, self.rank_list, self.placements)
+
+    def _placed(self, placements: tuple[Placement, ...], ndim: int | None) -> Layout:
+        made = Layout(self.mesh_shape, self.mesh_dim_names, self.rank_list)
+        made.placements, made.ndim = placements, ndim
+        made._seal()
+        return made
+
+    def __call__(self, *dims: str | Sequence[str]) -> Layout:
+        """The layout of a tensor whose dim ``k`` is cut by ``dims[k]``; no arguments: replicated."""
+        placements: list[Placement] = [Replicate()] * len(self.mesh_shape)
+        used: set[str] = set()
+        for dim, given in enumerate(dims):
+            if not isinstance(given, (str, list, tuple)):
+                raise TypeError(
+                    f"layout: dim {dim} of {dims} is {given!r}; pass the mesh axis that shards it, a tuple of axes,"
+                    " or 'None' if none does"
+                )
+            names = [name for name in ((given,) if isinstance(given, str) else given) if name != "None"]
+            axes = []
+            for name in names:
+                if name not in self.mesh_dim_names:
+                    raise ValueError(f"layout: unknown axis {name!r}; the axes are {self.mesh_dim_names} (or 'None')")
+                if name in used:
+                    raise ValueError(f"layout: axis {name!r} shards two dims of {dims}")
+                used.add(name)
+                axes.append(self.mesh_dim_names.index(name))
+            for position, axis in enumerate(axes):
+                # an axis named before this one but later in the mesh cuts first: what it leaves comes in that many
+                # blocks
+                outer = math.prod(self.mesh_shape[a] for a in axes[:position] if a > axis)
+                placements[axis] = Shard(dim) if outer == 1 else StridedShard(dim, outer)
+        return self._placed(tuple(placements), len(dims) or None)
+
+    @staticmethod
+    def of(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int | None = None) -> Layout:
+        """The layout that says the same as a mesh and placements."""
+        names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+        made = Layout(mesh.shape, names, [int(rank) for rank in mesh.ranks.reshape(-1)])
+        return made._placed(tuple(placements), ndim)
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh of this layout's ranks; makes its process groups, so every rank of it calls it."""
+        return DeviceMesh(device_type, np.array(self.rank_list).reshape(self.mesh_shape), self.mesh_dim_names)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, tuple) and len(other) == 2 and isinstance(other[0], DeviceMesh):
+            other = Layout.of(other[0], other[1])
+        return isinstance(other, Layout) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        made = f"Layout({self.mesh_shape}, {self.mesh_dim_names}"
+        if self.rank_list != tuple(range(len(self.rank_list))):
+            made += f", rank_list={self.rank_list}"
+        made += ")"
+        if self.placements is None:
+            return made
+        if self.ndim is None or any(type(p) not in (Shard, Replicate) for p in self.placements):
+            return f"{made} with {self.placements}"
+        dims = []
+        for dim in range(self.ndim):
+            names = [n for n, p in zip(self.mesh_dim_names, self.placements, strict=True) if p == Shard(dim)]
+            dims.append(repr(tuple(names)) if len(names) > 1 else repr(names[0] if names else "None"))
+        return f"{made}({', '.join(dims)})"
+
+
+def as_placements(
+    device_mesh: DeviceMesh | Layout | None,
+    placements: Sequence[Placement] | None,
+    default: DeviceMesh | None,
+    what: str,
+    device_type: str | None = None,
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Reads ``(mesh, placements)`` or a Layout, as the public functions take them.
+
+    Raises:
+        TypeError: something that is neither.
+        ValueError: a Layout together with placements, or a Layout without tensor dims.
+    """
+    if isinstance(device_mesh, Layout):
+        if placements is not None:
+            raise ValueError(f"{what}: a Layout has placements already; do not pass both")
+        if device_mesh.placements is None:
+            raise ValueError(f"{what}: {device_mesh!r} describes ranks only; call it with the axis of each tensor dim")
+        kind = device_type or (default.device_type if default is not None else "cpu")
+        mesh = device_mesh.device_mesh(kind)
+        return (default if default == mesh and default is not None else mesh), device_mesh.placements
+    mesh = device_mesh if device_mesh is not None else default
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{what}: device_mesh must be a DeviceMesh or a Layout of hp_dtensor, got a {kind_of(mesh)}; create it with"
+            " hp_dtensor.init_device_mesh"
+        )
+    if placements is None:
+        if what == "redistribute":
+            raise NoPlacementsError("redistribute: pass the target, placements= or a Layout; [Replicate()] gathers")
+        return mesh, (Replicate(),) * mesh.ndim
+    return mesh, tuple(placements) if not isinstance(placements, Placement) else placements  # type: ignore[return-value]

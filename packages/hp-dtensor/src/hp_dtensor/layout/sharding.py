@@ -1,0 +1,315 @@
+"""Which part of a tensor a rank holds: pure arithmetic on shapes, placements and mesh coordinates.
+
+Placements act from the left mesh axis to the right one: each cuts what the axes before it leave. ``RaggedShard`` alone
+waits for all others, wherever its axis stands, because it flattens dims that they may still cut.
+
+Note [One run of elements]
+    A placement cuts one *run*: a tensor dim, or the named dims of a ``RaggedShard`` seen as one. With the dims
+    before and after it a tensor is ``[outer, run, inner]``; rank ``i`` holds some intervals of ``run``, and the local
+    tensor is their concatenation. All data movement in `redistribution` is written on these sizes and intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+
+__all__ = [
+    "assemble",
+    "chunk",
+    "cut_dim",
+    "intervals",
+    "local_shape",
+    "normalize",
+    "parts",
+    "run_view",
+    "take",
+]
+
+Interval = tuple[int, int]
+"""(start, length)"""
+
+
+def chunk(size: int, n: int, index: int) -> Interval:
+    """Start and length of chunk ``index`` of ``n``, as by ``torch.chunk``: ``ceil(size / n)`` each, the last less.
+
+    ``chunk(5, 4, 2) == (4, 1)`` and ``chunk(5, 4, 3) == (5, 0)``.
+    """
+    length = -(-size // n)
+    start = min(index * length, size)
+    return start, min(length, size - start)
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """The tensor dim that a ``Shard`` or ``StridedShard`` cuts, None for other placements."""
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+
+
+def parts(placement: Placement, run: int, n: int) -> tuple[tuple[Interval, ...], ...]:
+    """What each of ``n`` ranks holds of ``run`` elements, as intervals in local order; empty ones are left out.
+
+    - ``Shard``: chunk ``i``.
+    - ``StridedShard(dim, split_factor=f)``: the run is seen as ``f`` blocks of ``run / f``; rank ``i`` holds chunk
+      ``i`` of each block, one after the other: ``parts(StridedShard(0, 2), 8, 2)`` gives rank 0 elements 0, 1, 4, 5.
+    - ``RaggedShard``: contiguous pieces of ``run * units[i] / sum(units)``.
+
+    Raises:
+        ValueError: if ``split_factor`` doesn't divide ``run``, or ``run`` is not a multiple of the sum of ``units``.
+    """
+    return _parts(placement, run, n)
+
+
+@lru_cache(maxsize=4096)
+def _parts(placement: Placement, run: int, n: int) -> tuple[tuple[Interval, ...], ...]:
+    if isinstance(placement, RaggedShard):
+        total = sum(placement.units)
+        if not ragged_fits(placement, run):
+            raise ValueError(
+                f"{placement!r} does not fit: the named dims hold {run} elements here, which must be a multiple of "
+                f"sum(units) = {total}. Give units that add up to the number of elements or divide it"
+            )
+        pieces: list[Interval] = []
+        start = 0
+        for unit in placement.units:
+            length = run * unit // total if total else 0
+            pieces.append((start, length))
+            start += length
+        found = [[piece] for piece in pieces]
+    elif isinstance(placement, StridedShard):
+        if run % placement.split_factor:
+            raise ValueError(
+                f"{placement!r} does not fit: split_factor {placement.split_factor} must divide the size {run} "
+                f"that is left of dim {placement.dim}"
+            )
+        block = run // placement.split_factor
+        found = [
+            [(b * block + start, length) for b in range(placement.split_factor)]
+            for start, length in (chunk(block, n, i) for i in range(n))
+        ]
+    elif isinstance(placement, Shard):
+        found = [[chunk(run, n, i)] for i in range(n)]
+    else:
+        found = [[(0, run)]] * n
+    return tuple(tuple(_merge(each)) for each in found)
+
+
+def ragged_fits(placement: RaggedShard, run: int) -> bool:
+    """Whether a run of ``run`` elements can be cut in proportion to the units."""
+    total = sum(placement.units)
+    return run % total == 0 if total else run == 0
+
+
+def _merge(found: Sequence[Interval]) -> list[Interval]:
+    """Drop empty intervals, join those that touch."""
+    merged: list[Interval] = []
+    for start, length in found:
+        if not length:
+            continue
+        if merged and merged[-1][0] + merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((start, length))
+    return merged
+
+
+def intervals(size: int, cuts: Sequence[tuple[Placement, int, int]]) -> list[Interval]:
+    """Which intervals of a dim of ``size`` a rank holds, in local order.
+
+    Args:
+        size: the global size of the dim.
+        cuts: (placement, ranks of its axis, index on it) for each axis that cuts this dim, the left mesh axis first.
+            Each cuts what the one before leaves.
+    """
+    held = [(0, size)]
+    for placement, n, index in cuts:
+        run = sum(length for _, length in held)
+        held = _merge([piece for part in parts(placement, run, n)[index] for piece in _within(held, *part)])
+    return held
+
+
+def _within(held: Sequence[Interval], start: int, length: int) -> list[Interval]:
+    """The part ``[start, start + length)`` of the concatenation of ``held``."""
+    found: list[Interval] = []
+    offset = 0
+    for held_start, held_length in held:
+        low, high = max(start, offset), min(start + length, offset + held_length)
+        if low < high:
+            found.append((held_start + low - offset, high - low))
+        offset += held_length
+    return found
+
+
+def normalize(
+    placements: Sequence[Placement], shape: Sequence[int], mesh_shape: Sequence[int]
+) -> tuple[Placement, ...]:
+    """Check placements against a tensor's and a mesh's shape; negative dims become positive.
+
+    Whether a ``split_factor`` or ``units`` divide what a rank has is checked where that rank's part is computed.
+
+    Raises:
+        ValueError: for another number of placements than mesh axes, a dim out of range, ``units`` of the wrong number,
+            ``RaggedShard`` dims that are not consecutive, or two ``RaggedShard`` placements.
+    """
+    if len(placements) != len(mesh_shape):
+        raise ValueError(
+            f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} axes "
+            f"{tuple(mesh_shape)}: pass one placement per mesh axis"
+        )
+    found = tuple(_normalize_one(p, axis, shape, mesh_shape) for axis, p in enumerate(placements))
+    if sum(isinstance(p, RaggedShard) for p in found) > 1:
+        raise ValueError(
+            f"placements {found} have more than one RaggedShard: a tensor can be ragged on one mesh axis only"
+        )
+    return found
+
+
+def _normalize_one(placement: Placement, axis: int, shape: Sequence[int], mesh_shape: Sequence[int]) -> Placement:
+    if isinstance(placement, Shard):
+        dim = _dim(placement.dim, placement, shape)
+        return placement if dim == placement.dim else Shard(dim)
+    if isinstance(placement, StridedShard):
+        if placement.split_factor < 1:
+            raise ValueError(f"{placement!r}: split_factor must be at least 1, got {placement.split_factor}")
+        dim = _dim(placement.dim, placement, shape)
+        return placement if dim == placement.dim else StridedShard(dim, placement.split_factor)
+    if isinstance(placement, RaggedShard):
+        dims = tuple(_dim(dim, placement, shape) for dim in placement.dims)
+        if not dims and shape or dims != tuple(range(min(dims, default=0), min(dims, default=0) + len(dims))):
+            raise ValueError(f"{placement!r}: dims must be consecutive and ascending, as (0, 1), got {placement.dims}")
+        if len(placement.units) != mesh_shape[axis] or min(placement.units, default=0) < 0:
+            raise ValueError(
+                f"{placement!r} on mesh axis {axis} of size {mesh_shape[axis]}: pass {mesh_shape[axis]} "
+                f"non-negative units, got {len(placement.units)}: {placement.units}"
+            )
+        return placement if dims == placement.dims else RaggedShard(dims, placement.units)
+    return placement
+
+
+def _dim(dim: int, placement: Placement, shape: Sequence[int]) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(
+            f"{placement!r}: dim {dim} is out of range for a tensor of shape {tuple(shape)}, "
+            f"which has {len(shape)} dims: use {-len(shape)} to {len(shape) - 1}"
+            if shape
+            else f"{placement!r}: dim {dim} is out of range for a tensor of shape (): a scalar cannot be sharded"
+        )
+    return dim % len(shape)
+
+
+def ragged_of(placements: Sequence[Placement]) -> tuple[int, RaggedShard] | None:
+    """Axis and placement of the ``RaggedShard``, where there is one."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard):
+            return axis, placement
+    return None
+
+
+def local_shape(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[int, ...]:
+    """Shape of the local tensor of the rank at ``coordinate``.
+
+    ``local_shape((5, 6), (Shard(0), Shard(1)), (2, 3), (1, 2)) == (2, 2)``
+
+    Args:
+        shape: the global shape.
+        placements: one for each mesh axis.
+        mesh_shape: ranks on each mesh axis.
+        coordinate: this rank's index on each mesh axis.
+
+    Raises:
+        ValueError: if a placement doesn't fit the shape.
+    """
+    placements = normalize(placements, shape, mesh_shape)
+    sizes = list(shape)
+    for placement, n, index in zip(placements, mesh_shape, coordinate, strict=True):
+        dim = cut_dim(placement)
+        if dim is not None:
+            if isinstance(placement, Shard):
+                sizes[dim] = chunk(sizes[dim], n, index)[1]
+            else:
+                sizes[dim] = sum(length for _, length in parts(placement, sizes[dim], n)[index])
+    ragged = ragged_of(placements)
+    if ragged:
+        axis, placement = ragged
+        outer, run, _ = run_view(placement, (), sizes)
+        held = sum(length for _, length in parts(placement, run, mesh_shape[axis])[coordinate[axis]])
+        first = placement.dims[0] if placement.dims else 0
+        sizes[first : first + len(placement.dims)] = [held]
+    return tuple(sizes)
+
+
+def run_view(placement: Placement, others: Sequence[Placement], local: Sequence[int]) -> tuple[int, int, int]:
+    """(outer, run, inner) sizes of a local shape around the run that ``placement`` cuts: Note [One run of elements].
+
+    Args:
+        placement: a ``Shard``, ``StridedShard`` or ``RaggedShard``.
+        others: the placements of the other axes; a ``RaggedShard`` among them has flattened its dims in ``local``.
+        local: the local shape before ``placement`` acts.
+    """
+    dims = placement.dims if isinstance(placement, RaggedShard) else (cut_dim(placement),)
+    first, count = (dims[0] or 0, len(dims)) if dims else (0, 0)
+    ragged = ragged_of(others)
+    if ragged and ragged[1].dims and first > ragged[1].dims[-1]:
+        first -= len(ragged[1].dims) - 1
+    return prod(local[:first]), prod(local[first : first + count]), prod(local[first + count :])
+
+
+def take(array: Any, placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Any:
+    """The part of a global numpy array that the rank at ``coordinate`` holds; ``Partial`` leaves it whole."""
+    import numpy as np
+
+    placements = normalize(placements, array.shape, mesh_shape)
+    for dim, size in enumerate(array.shape):
+        cuts = [(p, n, i) for p, n, i in zip(placements, mesh_shape, coordinate, strict=True) if cut_dim(p) == dim]
+        if cuts:
+            held = intervals(size, cuts)
+            indices = np.concatenate([np.arange(s, s + n) for s, n in held] or [np.arange(0)])
+            array = np.take(array, indices, axis=dim)
+    ragged = ragged_of(placements)
+    if ragged:
+        axis, placement = ragged
+        outer, run, inner = run_view(placement, (), array.shape)
+        held = parts(placement, run, mesh_shape[axis])[coordinate[axis]]
+        start, length = held[0] if held else (0, 0)
+        shape = local_shape(array.shape, _only(placement, axis, len(mesh_shape)), mesh_shape, coordinate)
+        array = array.reshape(outer, run, inner)[:, start : start + length].reshape(shape)
+    return array
+
+
+def _only(placement: Placement, axis: int, ndim: int) -> tuple[Placement, ...]:
+    return tuple(placement if a == axis else Replicate() for a in range(ndim))
+
+
+def assemble(
+    locals_: Mapping[tuple[int, ...], Any],
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+) -> Any:
+    """The global numpy array of which ``locals_`` are the parts: the inverse of `take`.
+
+    Args:
+        locals_: the local array of each mesh coordinate. Where ranks hold the same part the first one's is used.
+        placements: one for each mesh axis; no ``Partial``.
+        shape: the global shape.
+        mesh_shape: ranks on each mesh axis.
+
+    Raises:
+        ValueError: for a ``Partial`` placement.
+    """
+    import numpy as np
+
+    if any(isinstance(p, Partial) for p in placements):
+        raise ValueError(f"assemble: {tuple(placements)} has a Partial: reduce it first (redistribution.simulate does)")
+    size = prod(shape)
+    index = np.arange(size).reshape(tuple(shape))
+    first = next(iter(locals_.values()))
+    flat = np.empty(size, dtype=first.dtype)
+    for coordinate in reversed(list(locals_)):
+        flat[take(index, placements, mesh_shape, coordinate).reshape(-1)] = locals_[coordinate].reshape(-1)
+    return flat.reshape(tuple(shape))

@@ -1,0 +1,72 @@
+"""Strides of a whole tensor, from those of a part.
+
+Note [Thin parts]
+One device decides by strides whether ``reshape`` or ``contiguous`` gives a view or a copy. All ranks must decide
+alike: from then on a write reaches the source on all of them or on none, and views that moved are taken again on all
+or on none. The part of a rank shows the order of the dims in memory where it has several indices of each dim that has
+several. Where some rank has fewer, the tensor is *thin*: its strides are what its views noted, on all ranks, and those
+of a contiguous tensor where none did: results of operations count as contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from hp_dtensor.layout.placements import Placement, RaggedShard, Shard, StridedShard
+
+__all__ = ["contiguous", "is_thin", "of_whole"]
+
+
+@lru_cache(maxsize=4096)
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """``contiguous((2, 3, 4)) == (12, 4, 1)``, as torch counts them."""
+    strides, step = [1] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def of_whole(strides: Sequence[int], part: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the whole tensor: each grows as the dims inside of it do.
+
+    ``of_whole((3, 1), (2, 3), (4, 6)) == (6, 1)``
+
+    Args:
+        strides: those of a part.
+        part: the part's shape.
+        shape: the whole shape; a size that is not the part's is above 1, and the part's is not 0.
+    """
+    made, whole, cut = [0] * len(shape), 1, 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        made[dim] = strides[dim] * whole // cut
+        if part[dim] != shape[dim]:
+            whole, cut = whole * shape[dim], cut * part[dim]
+    return tuple(made)
+
+
+def is_thin(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> bool:
+    """True where parts don't show the strides: a rank has less than two indices of a longer dim, or a flat part.
+
+    Args:
+        shape: the whole shape.
+        placements: one for each mesh axis.
+        mesh_shape: ranks on each mesh axis.
+    """
+    sizes: dict[int, set[int]] = {}
+    for placement, ranks in zip(placements, mesh_shape, strict=True):
+        if isinstance(placement, RaggedShard):
+            return True
+        if isinstance(placement, (Shard, StridedShard)):
+            blocks = placement.split_factor if isinstance(placement, StridedShard) else 1
+            dim = placement.dim
+            cut = [_chunks(size // blocks, ranks) for size in sizes.get(dim, {shape[dim]})]
+            sizes[dim] = {blocks * length for lengths in cut for length in lengths}
+    return any(min(lengths) < min(shape[dim], 2) for dim, lengths in sizes.items())
+
+
+def _chunks(size: int, ranks: int) -> set[int]:
+    """The longest and the shortest of the chunks of ``ceil(size / ranks)`` indices that ``size`` is cut into."""
+    length = -(-size // ranks)
+    return {length, max(size - length * (ranks - 1), 0)}

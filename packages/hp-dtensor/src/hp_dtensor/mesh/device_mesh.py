@@ -1,0 +1,402 @@
+"""DeviceMesh: ranks arranged in n named axes, a process group for each line along an axis."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor import port
+from hp_dtensor.errors import MeshValueError
+from hp_dtensor.mesh import groups as mesh_groups
+from hp_dtensor.mesh import submesh
+from hp_dtensor.mesh.axes import Digits, digits_of, find_axis, read_names, read_ranks
+from hp_platform import get_platform
+
+__all__ = ["DeviceMesh", "get_current_mesh", "init_device_mesh"]
+
+_active = threading.local()
+
+
+class DeviceMesh:
+    """An n-d arrangement of ranks, in any order.
+
+    Meshes are values: equal and of equal hash when device type, ranks, shape and axis names are equal. A group is made
+    for each axis when the mesh is made (unless ``_init_groups=False``), and the default group where there is none;
+    groups are cached by rank set, so two meshes over the same ranks share communicators. Where torchrun has set
+    LOCAL_RANK and the process has not used an accelerator yet, that is the device that it uses from now on.
+
+    A rank's place along an axis is its place in ``mesh``. Its rank inside the group of that axis follows the global
+    order, and is another where ranks do not ascend: see ``group_order``.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))   # on 4 ranks
+        >>> mesh["tp"].size()
+        2
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``.
+        mesh: global ranks as a (nested) list or array; its shape is the mesh's shape. Ranks must be unique.
+        mesh_dim_names: one name an axis, unique; also accepted by keyword.
+        backend_override: options of the axes' groups, by an axis's name or index, or one value an axis: GroupOptions,
+            the backend's own, or ``(backend, options)``. The backend is the default group's.
+
+    Attributes:
+        ranks: the global ranks, a numpy array that can't be written to.
+
+    Raises:
+        TypeError: ranks that are no integers, names that are no strings.
+        ValueError: no ranks, repeated ranks, ranks that the world has not, repeated names, a number of names that is
+            not the number of axes, or another backend. Where torch has RuntimeError, it is that, too.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: Any,
+        mesh_dim_names: Sequence[str] | None = None,
+        *,
+        backend_override: Any = None,
+        _init_groups: bool = True,
+        _root: DeviceMesh | None = None,
+        _axes: tuple[Digits, ...] | None = None,
+    ) -> None:
+        ranks = read_ranks(mesh)
+        self.device_type = device_type
+        self.ranks = ranks
+        self.shape: tuple[int, ...] = tuple(ranks.shape)
+        self.mesh_dim_names = names = read_names(mesh_dim_names, self.shape)
+        self.root: DeviceMesh = _root if _root is not None else self
+        self._axes = _axes if _axes is not None else digits_of(self.shape)
+        self._flattened: dict[str, DeviceMesh] = {}
+        self._key = (device_type, self.shape, tuple(ranks.reshape(-1).tolist()), names)
+        self._hash = hash(self._key)
+        self._groups: tuple[Any, ...] | None = None
+        self._options = mesh_groups.read_options(backend_override, names, len(self.shape))
+        self._rank: int | None = None
+        self._coordinate: tuple[int, ...] | None = None
+        if _init_groups:
+            self._make_groups()
+        self._locate()
+        mesh_groups.note(self)
+
+    def _locate(self) -> None:
+        """Finds this rank's place; before there is a default group, that of rank 0, for the time being."""
+        groups = get_platform().groups
+        known = groups.is_initialized()
+        rank = groups.rank() if known else 0
+        position = np.argwhere(self.ranks == rank)
+        self._coordinate = tuple(int(i) for i in position[0]) if len(position) else None
+        self._rank = rank if known else None
+
+    # ---- values ----
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, DeviceMesh) and self._hash == other._hash and self._key == other._key
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        names = f", mesh_dim_names={self.mesh_dim_names}" if self.mesh_dim_names else ""
+        return f"DeviceMesh({self.device_type!r}, {self.ranks.tolist()}{names})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        root = self.root if self.root is not self else None
+        made = (self.device_type, self.ranks.tolist(), self.mesh_dim_names, root, self._axes)
+        return _rebuild, made, {"_flattened": self._flattened} if self._flattened else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self
+
+    # ---- shape and place ----
+    @property
+    def mesh(self) -> Any:
+        """The ranks as a tensor of the framework on the host, a new one at each call; see ``ranks``."""
+        return port.ranks().rank_tensor(self.ranks)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Number of ranks, of the whole mesh or along one axis."""
+        if mesh_dim is None:
+            return int(self.ranks.size)
+        mesh, axis = self._find(mesh_dim)
+        return mesh.shape[axis]
+
+    def get_device_num_along_axis(self, name: str) -> int:
+        """Number of ranks along an axis."""
+        return self.size(name)
+
+    def axis(self, mesh_dim: int | str) -> int:
+        """The index of an axis, given by index or by name; ``find_axis`` has the errors."""
+        return find_axis(mesh_dim, self.mesh_dim_names or (), self.shape, self._within)
+
+    def _within(self) -> dict[str, DeviceMesh]:
+        """The flattened meshes, by name, whose axes this mesh has."""
+        mine = {digit for axis in self._axes for digit in axis}
+        return {name: flat for name, flat in self.root._flattened.items() if mine.issuperset(flat._axes[0])}
+
+    def _find(self, mesh_dim: int | str) -> tuple[DeviceMesh, int]:
+        """The mesh, this one or a flattened one, that has an axis, and its index there."""
+        if isinstance(mesh_dim, str) and mesh_dim not in (self.mesh_dim_names or ()):
+            flat = self._within().get(mesh_dim)
+            if flat is not None:
+                return flat, 0
+        return self, self.axis(mesh_dim)
+
+    def get_rank(self) -> int:
+        """This process's global rank; 0 before there is a default group."""
+        if self._rank is None and get_platform().groups.is_initialized():
+            self._locate()
+        return self._rank or 0
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """This rank's index on each axis; None where the rank is not in the mesh."""
+        if self._rank is None and get_platform().groups.is_initialized():
+            self._locate()
+        return self._coordinate
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """This rank's index along an axis (which may be left out on a mesh of one axis).
+
+        Raises:
+            RuntimeError: ``mesh_dim=None`` on a mesh of several axes, or this rank is not in the mesh.
+        """
+        if mesh_dim is None:
+            if self.ndim != 1:
+                raise RuntimeError(
+                    f"get_local_rank: pass an axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}"
+                )
+            mesh_dim = 0
+        mesh, axis = self._find(mesh_dim)
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise RuntimeError(f"rank {self.get_rank()} is not in {self}")
+        return coordinate[axis]
+
+    # ---- groups ----
+    def _make_groups(self) -> None:
+        mesh_groups.start()
+        mesh_groups.check_world(self)
+        here = range(self.ndim) if self.get_coordinate() is not None else ()
+        new_group = get_platform().groups.new_group
+        self._groups = tuple(new_group(self._line(axis), pg_options=self._options.get(axis)) for axis in here)
+
+    def _line(self, axis: int) -> list[int]:
+        """The ranks along an axis, through this one."""
+        index: list[Any] = list(self.get_coordinate() or ())
+        index[axis] = slice(None)
+        return self.ranks[tuple(index)].tolist()
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """The process group of this rank's line along an axis (which may be left out on a mesh of one axis).
+
+        Raises:
+            RuntimeError: ``mesh_dim=None`` on a mesh of several axes, or this rank is not in the mesh.
+        """
+        if mesh_dim is None:
+            if self.ndim != 1:
+                raise RuntimeError(
+                    f"get_group: pass an axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}; all"
+                    " groups: get_all_groups()"
+                )
+            mesh_dim = 0
+        mesh, axis = self._find(mesh_dim)
+        if mesh._groups is None:
+            mesh._make_groups()
+        if not mesh._groups:
+            raise RuntimeError(f"rank {self.get_rank()} is not in {self}: it has no group there")
+        return mesh._groups[axis]
+
+    def group_order(self, mesh_dim: int | str) -> tuple[int, ...] | None:
+        """The places along an axis of the ranks of its group, in the group's order; None where that is 0, 1, 2, ...
+
+        What a collective gathers or scatters lies in the group's order.
+
+        Example:
+            >>> DeviceMesh("cpu", [2, 0, 1]).group_order(0)    # the group is of ranks 0, 1, 2
+            (1, 2, 0)
+        """
+        axis = self.axis(mesh_dim)
+        if self.get_coordinate() is None or self.shape[axis] == 1:
+            return None
+        line = self._line(axis)
+        order = tuple(line.index(rank) for rank in get_platform().groups.ranks(self.get_group(axis)))
+        return None if order == tuple(range(len(line))) else order
+
+    def get_all_groups(self) -> list[Any]:
+        """The groups of all axes."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    # ---- sub-meshes ----
+    def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
+        """The sub-mesh of the named axes that holds this rank, axes in the order given.
+
+        Names are those of this mesh, and of ``_flatten`` where it has the axes that were flattened.
+
+        Raises:
+            KeyError: unknown or repeated names, or axes that share ranks, as a flattened axis and one that is in it.
+            RuntimeError: a mesh without names, or this rank is not in the mesh.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if self.mesh_dim_names is None:
+            raise RuntimeError(f"cannot slice by name {wanted}: this mesh has no mesh_dim_names")
+        if wanted == self.mesh_dim_names:
+            return self
+        if len(set(wanted)) != len(wanted):
+            raise KeyError(f"axis names must not repeat, got {wanted}")
+        if not wanted:
+            raise KeyError(f"name at least one axis of {self.mesh_dim_names}")
+        found = [self._find(name) for name in wanted]
+        if len(found) == 1 and found[0][0] is not self:
+            return found[0][0]
+        return submesh.join(self, wanted, found)
+
+    def _derived(
+        self, ranks: Any, names: Sequence[str] | None, axes: tuple[Digits, ...], *, init_groups: bool = False
+    ) -> DeviceMesh:
+        return DeviceMesh(self.device_type, ranks, names, _init_groups=init_groups, _root=self.root, _axes=axes)
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """The same ranks on one axis, also reachable as ``root[mesh_dim_name]`` afterwards.
+
+        Args:
+            mesh_dim_name: the new axis's name; default the names joined by ``_``. A mesh of one axis of that name is
+                returned as it is.
+
+        Raises:
+            ValueError: the name is an axis of the root mesh, or that of other ranks.
+            RuntimeError: no name, and no axis names to join.
+        """
+        return submesh.flatten(self, mesh_dim_name)
+
+    def _unflatten(
+        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str] | None = None
+    ) -> DeviceMesh:
+        """The same ranks with one axis made several.
+
+        Args:
+            dim: the axis, by index or name.
+            mesh_sizes: sizes of the new axes, the outer first; their product is the axis's size.
+            mesh_dim_names: their names; needed where the mesh has names.
+
+        Raises:
+            ValueError: sizes or names that do not fit the axis or each other.
+            KeyError, IndexError: there is no such axis.
+        """
+        return submesh.unflatten(self, dim, tuple(mesh_sizes), mesh_dim_names)
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
+        """The mesh of all axes of meshes that were cut from one root, in that order.
+
+        Raises:
+            ValueError: no meshes, meshes of different roots or without names.
+            KeyError: axes that share ranks.
+        """
+        return submesh.concatenate(list(device_mesh_list))
+
+    @staticmethod
+    def from_group(
+        group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None
+    ) -> DeviceMesh:
+        """A mesh over existing process groups: one group, or a list with a group for each axis of ``mesh``.
+
+        Raises:
+            ValueError: no group, a list of several without ``mesh``, or a mesh whose line is not its group's ranks.
+        """
+        groups = get_platform().groups
+        given = list(group) if isinstance(group, (list, tuple)) else [group]
+        if not given:
+            raise ValueError("from_group: at least one process group is needed, got an empty list")
+        if len(given) == 1 and mesh is None:
+            mesh = groups.ranks(given[0])
+        if mesh is None:
+            raise ValueError(f"from_group: {len(given)} groups need mesh=, the ranks in {len(given)} axes")
+        made = DeviceMesh(device_type, mesh, mesh_dim_names, _init_groups=False)
+        mesh_groups.adopt(made, given)
+        return made
+
+    # ---- context ----
+    def __enter__(self) -> DeviceMesh:
+        if not hasattr(_active, "stack"):
+            _active.stack = []
+        _active.stack.append(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _active.stack.pop()
+
+
+def _rebuild(
+    device_type: str,
+    ranks: Any,
+    names: tuple[str, ...] | None,
+    root: DeviceMesh | None = None,
+    axes: tuple[Digits, ...] | None = None,
+) -> DeviceMesh:
+    return DeviceMesh(device_type, ranks, names, _init_groups=False, _root=root, _axes=axes)
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    mesh_dim_names: Sequence[str] | None = None,
+    *,
+    backend_override: Any = None,
+) -> DeviceMesh:
+    """A mesh over the first ranks in order: rank ``r`` sits at ``numpy.unravel_index(r, mesh_shape)``.
+
+    Initialises the default process group where there is none. Ranks that the shape has no place for are outside of the
+    mesh and have no coordinate. For other ranks, or in another order, make a ``DeviceMesh`` of them.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``.
+        mesh_shape: size of each axis; the product is the world size, or less.
+        mesh_dim_names: one name an axis.
+        backend_override: options of the axes' groups, as ``DeviceMesh`` takes them.
+
+    Raises:
+        TypeError: names that are no strings.
+        ValueError: the product of ``mesh_shape`` is more than the world size, names that do not fit it, or
+            ``device_type`` has an index (each a RuntimeError, too, as torch's).
+    """
+    if not device_type.isalpha():
+        kind = device_type.partition(":")[0]
+        raise MeshValueError(
+            f"init_device_mesh: device_type {device_type!r} names one device; pass the kind, {kind!r}: "
+            "each rank uses the current device of that kind"
+        )
+    shape = tuple(int(size) for size in ((mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape))
+    names = read_names(mesh_dim_names, shape)
+    mesh_groups.start()
+    world = get_platform().groups.size()
+    need = prod(shape)
+    if min(shape, default=0) < 1:
+        raise MeshValueError(f"init_device_mesh: the sizes of mesh_shape must be positive, got {shape}")
+    if need > world:
+        raise MeshValueError(
+            f"init_device_mesh: mesh_shape {shape} has {need} ranks, but the world has {world} ranks; "
+            f"start {need} ranks or change the shape"
+        )
+    return DeviceMesh(device_type, np.arange(need).reshape(shape), names, backend_override=backend_override)
+
+
+def get_current_mesh() -> DeviceMesh:
+    """The innermost active ``with mesh:``.
+
+    Raises:
+        RuntimeError: none is active.
+    """
+    stack = getattr(_active, "stack", None)
+    if not stack:
+        raise RuntimeError("no mesh is active: pass device_mesh, or call inside `with mesh:`")
+    return stack[-1]

@@ -1,0 +1,115 @@
+"""The process groups of a mesh: the world's start, and meshes of groups that are there already."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.errors import MeshValueError
+from hp_platform import get_platform
+from hp_platform.extend import when_groups_end
+
+if TYPE_CHECKING:
+    from hp_dtensor.mesh.device_mesh import DeviceMesh
+
+__all__ = ["adopt", "check_world", "note", "read_options", "start"]
+
+# By identity: each of several equal meshes has groups.
+_living: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def note(mesh: DeviceMesh) -> None:
+    """Takes note of a new mesh, whose groups may be destroyed while it lives."""
+    _living[id(mesh)] = mesh
+
+
+@when_groups_end
+def _forget_groups() -> None:
+    """Lets meshes, which as values outlive the groups, ask for new ones at their next use."""
+    for mesh in list(_living.values()):
+        mesh._groups = mesh._rank = None
+
+
+def start() -> None:
+    """Chooses the device that torchrun gave this process, where nothing was chosen; makes the default group."""
+    platform, local = get_platform(), os.environ.get("LOCAL_RANK")
+    if local is not None and platform.devices.kind != "cpu":
+        used = getattr(platform.devices.device_module(), "is_initialized", None)
+        if used is not None and not used():
+            platform.devices.set_device(int(local))
+    if not platform.groups.is_initialized():
+        platform.groups.init_process_group()
+
+
+def check_world(mesh: DeviceMesh) -> None:
+    """Raises ValueError where the world has not all the ranks."""
+    world = get_platform().groups.size()
+    outside = [rank for rank in mesh.ranks.reshape(-1).tolist() if not 0 <= rank < world]
+    if outside:
+        raise MeshValueError(
+            f"DeviceMesh: ranks {outside} of {mesh.ranks.tolist()} are not in the world of {world} ranks"
+        )
+
+
+def read_options(override: Any, names: Sequence[str] | None, ndim: int) -> dict[int, Any]:
+    """The group options of each axis that ``backend_override`` has some for.
+
+    Args:
+        override: see ``DeviceMesh``.
+        names: of the axes.
+        ndim: how many axes there are.
+
+    Raises:
+        ValueError: an axis that there isn't, or one twice, or a number of values that is not the number of axes
+            (a RuntimeError, too); or a backend that is not the default group's.
+    """
+    if override is None:
+        return {}
+    if not isinstance(override, Mapping):
+        if isinstance(override, str) or len(override) != ndim:
+            raise MeshValueError(
+                f"DeviceMesh: backend_override needs one value for each of {ndim} axes, got {override!r}"
+            )
+        override = dict(enumerate(override))
+    options: dict[int, Any] = {}
+    for key, value in override.items():
+        axis = names.index(key) if names and key in names else key
+        if not isinstance(axis, int) or not 0 <= axis < ndim or axis in options:
+            known = f"indices from 0 to {ndim - 1}" + (f" or names of {tuple(names)}" if names else "")
+            raise MeshValueError(f"DeviceMesh: backend_override needs {known}, each axis once, got {list(override)}")
+        backend, chosen = (
+            value if isinstance(value, tuple) else (value, None) if isinstance(value, str) else (None, value)
+        )
+        if backend is not None:
+            _check_backend(key, str(backend))
+        options[axis] = chosen
+    return options
+
+
+def _check_backend(key: Any, backend: str) -> None:
+    start()
+    have = get_platform().groups.backend()
+    if backend.lower() != have:
+        raise ValueError(
+            f"DeviceMesh: backend_override has {backend!r} for axis {key!r}, and the groups of a mesh have the default "
+            f"group's backend, {have!r}: leave it out, or start the ranks with init_process_group({backend!r})"
+        )
+
+
+def adopt(mesh: DeviceMesh, given: Sequence[Any]) -> None:
+    """Gives a mesh these groups, one an axis: see ``DeviceMesh.from_group``."""
+    groups = get_platform().groups
+    if mesh.ndim != len(given):
+        raise ValueError(f"from_group: {len(given)} groups for a mesh of {mesh.ndim} axes")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"from_group: rank {mesh.get_rank()} is not in {mesh}; only members of the groups may call this"
+        )
+    for axis, group in enumerate(given):
+        line, have = mesh._line(axis), groups.ranks(group)
+        if sorted(line) != sorted(have):
+            raise ValueError(f"from_group: axis {axis} holds ranks {line}, its group holds {have}")
+    groups.mark_created(given)
+    mesh._groups = tuple(given)

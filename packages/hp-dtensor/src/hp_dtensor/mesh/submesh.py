@@ -1,0 +1,104 @@
+"""Meshes made of a mesh: slices, flattened and split axes. The bodies of DeviceMesh's methods of these names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hp_dtensor.errors import MeshValueError, OverlapError
+from hp_dtensor.mesh.axes import cut, overlap, read_names, split, within
+
+if TYPE_CHECKING:
+    from hp_dtensor.mesh.device_mesh import DeviceMesh
+
+__all__ = ["axes_within", "concatenate", "flatten", "join", "unflatten"]
+
+
+def join(mesh: DeviceMesh, names: Sequence[str], found: Sequence[tuple[DeviceMesh, int]]) -> DeviceMesh:
+    """The mesh of these axes of meshes that were cut from ``mesh``'s root."""
+    root, axes = mesh.root, tuple(each._axes[axis] for each, axis in found)
+    if overlap(axes):
+        raise OverlapError(f"axes {tuple(names)} of {root} overlap: no rank may lie on two of them")
+    place = root.get_coordinate()
+    if place is None:
+        raise RuntimeError(f"rank {mesh.get_rank()} is not in {mesh}: it has no sub-mesh there")
+    made = mesh._derived(cut(root.ranks, int(np.ravel_multi_index(place, root.shape)), axes), names, axes)
+    if all(each._groups is not None for each, _ in found):
+        made._groups = tuple(each.get_group(axis) for each, axis in found)
+    return made
+
+
+def flatten(mesh: DeviceMesh, mesh_dim_name: str | None) -> DeviceMesh:
+    """See ``DeviceMesh._flatten``."""
+    name = mesh_dim_name or "_".join(mesh.mesh_dim_names or ())
+    if not name:
+        raise RuntimeError("_flatten: give mesh_dim_name, this mesh has no mesh_dim_names to join")
+    if mesh.mesh_dim_names == (name,):
+        return mesh
+    root, ranks = mesh.root, mesh.ranks.reshape(-1)
+    if name in (root.mesh_dim_names or ()):
+        raise ValueError(f"_flatten: {name!r} is already an axis of the root mesh {root.mesh_dim_names}")
+    axis, known = tuple(digit for each in mesh._axes for digit in each), root._flattened.get(name)
+    if known is not None and known._axes != (axis,):
+        raise ValueError(
+            f"_flatten: {name!r} is already the name of ranks {known.ranks.tolist()}, asked for {ranks.tolist()};"
+            " choose another name"
+        )
+    if known is None:
+        known = root._flattened[name] = mesh._derived(ranks, (name,), (axis,), init_groups=mesh._groups is not None)
+    return known
+
+
+def unflatten(
+    mesh: DeviceMesh, dim: int | str, sizes: tuple[int, ...], mesh_dim_names: Sequence[str] | None
+) -> DeviceMesh:
+    """See ``DeviceMesh._unflatten``."""
+    axis, names = mesh.axis(dim), None
+    if (mesh_dim_names is None) != (mesh.mesh_dim_names is None):
+        raise ValueError(f"_unflatten: mesh_dim_names {mesh_dim_names} for a mesh with names {mesh.mesh_dim_names}")
+    if mesh.mesh_dim_names is not None and mesh_dim_names is not None:
+        if len(mesh_dim_names) != len(sizes):
+            raise MeshValueError(
+                f"_unflatten: {len(mesh_dim_names)} mesh_dim_names for {len(sizes)} mesh_sizes {sizes}"
+            )
+        names = (*mesh.mesh_dim_names[:axis], *mesh_dim_names, *mesh.mesh_dim_names[axis + 1 :])
+    made = split(mesh._axes[axis], sizes) if min(sizes, default=0) > 0 else None
+    if made is None:
+        raise ValueError(
+            f"_unflatten: sizes {sizes} do not make axis {dim!r} of size {mesh.shape[axis]}: their product must be its"
+            " size, and an axis that was flattened comes apart where it was joined"
+        )
+    ranks = mesh.ranks.reshape(*mesh.shape[:axis], *sizes, *mesh.shape[axis + 1 :])
+    axes = (*mesh._axes[:axis], *made, *mesh._axes[axis + 1 :])
+    return mesh._derived(ranks, names, axes, init_groups=mesh._groups is not None)
+
+
+def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """See ``DeviceMesh._concatenate``."""
+    if not meshes or any(mesh.root != meshes[0].root or mesh.mesh_dim_names is None for mesh in meshes):
+        raise MeshValueError(f"_concatenate: meshes with names, cut from one mesh, are needed; got {list(meshes)}")
+    found = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim)]
+    names = read_names([name for mesh in meshes for name in mesh.mesh_dim_names or ()], (1,) * len(found))
+    return join(meshes[0], names or (), found)
+
+
+def axes_within(mesh: DeviceMesh, outer: DeviceMesh) -> tuple[int, ...]:
+    """The axes of ``mesh`` that lie on those of ``outer``; both were cut from one root.
+
+    An axis of one rank lies on every mesh, so it is told by its name.
+
+    Example:
+        >>> axes_within(root, root["dp"])       # of a root ("dp", "tp")
+        (0,)
+    """
+    return tuple(
+        axis
+        for axis, digits in enumerate(mesh._axes)
+        if (
+            within(digits, outer._axes)
+            if mesh.shape[axis] > 1
+            else (mesh.mesh_dim_names or range(mesh.ndim))[axis] in (outer.mesh_dim_names or range(outer.ndim))
+        )
+    )

@@ -1,0 +1,198 @@
+"""Moving values between placements with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
+
+Note [One sum for q, k and v]
+A value that several operations read as varying must be summed once, not once an operation. The moved value is kept in a
+memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward. Of a
+Parameter nothing is kept, nor outside of a recorded program: those are written where no version shows it (``assign`` in
+local mode, ``set_data``, an array of numpy's on the same memory), and are moved at each read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+from mindspore import Parameter, Tensor, _Function, ops
+from mindspore._c_expression import NoFallbackGuard, TensorPy  # type: ignore[attr-defined]
+from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
+
+from hp_dtensor.gradients import backward_scale, grad_spec
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.mindspore.backward.once import once_differentiable
+from hp_dtensor.mindspore.moves.redistribute import execute
+
+__all__ = ["alias", "convert", "forget", "grad_enabled", "gradient_as"]
+__all__ += ["local_mode", "local_only", "move", "move_in", "recall", "remember"]
+
+_local_depth: contextvars.ContextVar[int] = contextvars.ContextVar("local_depth", default=0)
+_memo: list[tuple[Any, ...]] = []
+_MEMO_SIZE = 4
+
+
+@contextlib.contextmanager
+def local_mode() -> Iterator[None]:
+    """Inside, DTensors are their local parts in every respect, shape too, and results are plain tensors. Nests."""
+    token = _local_depth.set(_local_depth.get() + 1)
+    try:
+        with NoFallbackGuard():
+            yield
+    finally:
+        _local_depth.reset(token)
+
+
+def local_only() -> bool:
+    """Tell whether DTensors are their local parts here."""
+    return _local_depth.get() > 0
+
+
+def alias(local: Tensor) -> Tensor:
+    """A new plain tensor on the memory of ``local``, in its graph.
+
+    No reshape, through which MindSpore's second derivatives are zero (as through its views and transposes).
+    """
+    with local_mode():
+        return TensorPy.expand_as(local, local)
+
+
+def grad_enabled() -> bool:
+    """Tell whether operations are recorded."""
+    return bool(_pynative_executor.grad_flag())
+
+
+class _Redistribute(_Function):
+    """Moves a local tensor from one layout to another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> Tensor:  # type: ignore[override]
+        ctx.layouts = src, dst, vary
+        with local_mode():
+            if src is dst:
+                return TensorPy.reshape(x, src.local_shape)
+            return execute(x, src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        _memo.clear()
+        src, dst, vary = ctx.layouts
+        scale = backward_scale(src, dst)
+
+        def back(grad: Tensor) -> Tensor:
+            moved = execute(grad, grad_spec(dst, vary), grad_spec(src))
+            return moved if scale == 1.0 else moved * scale
+
+        with local_mode():
+            return once_differentiable(back, lambda: _of(src, dst), grad), None, None, None
+
+
+class _InDtypes(_Function):
+    """A move whose value and whose gradient are sent in dtypes of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backward: Any) -> Tensor:  # type: ignore[override]
+        ctx.layouts, ctx.dtypes = (src, dst), (backward or x.dtype, x.dtype)
+        with local_mode():
+            return execute(x.to(forward or x.dtype), src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        _memo.clear()
+        (src, dst), (sent, own) = ctx.layouts, ctx.dtypes
+        scale = backward_scale(src, dst)
+
+        def back(grad: Tensor) -> Tensor:
+            moved = execute(grad.to(sent), grad_spec(dst), grad_spec(src)).to(own)
+            return moved if scale == 1.0 else moved * scale
+
+        with local_mode():
+            return once_differentiable(back, lambda: _of(src, dst), grad), None, None, None, None
+
+
+class _GradientAs(_Function):
+    """A value as it is, whose gradient is moved to another layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, have: TensorSpec, wanted: TensorSpec) -> Tensor:  # type: ignore[override]
+        ctx.layouts = have, wanted
+        return TensorPy.reshape(x, have.local_shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        have, wanted = ctx.layouts
+        with local_mode():
+            moved = once_differentiable(lambda g: execute(g, have, wanted), lambda: _of(have, wanted), grad)
+        return moved, None, None
+
+
+def _of(src: TensorSpec, dst: TensorSpec) -> str:
+    return f"a DTensor of shape {src.shape} that was read as {dst.placements} and is placed {src.placements}"
+
+
+def gradient_as(local: Tensor, spec: TensorSpec, gradient: TensorSpec) -> Tensor:
+    """A local part of layout ``spec``, whose gradient leaves in the layout ``gradient``."""
+    if grad_enabled() and local._requires_grad:
+        return _GradientAs.apply(local, grad_spec(spec), gradient)
+    return alias(local)
+
+
+def move(local: Tensor, src: TensorSpec, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
+    """A plain local tensor of layout ``src`` in layout ``dst``, differentiable."""
+    if grad_enabled() and local._requires_grad:
+        if src is dst and vary is None:
+            return local
+        # a plain tensor: MindSpore compares gradients with the shape that Python tells
+        return _Redistribute.apply(alias(local), src, dst, vary)
+    if src is dst:
+        return local
+    with local_mode():
+        return execute(ops.stop_gradient(local), src, dst)
+
+
+def move_in(local: Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backward: Any) -> Tensor:
+    """As ``move``, the value and its gradient sent in dtypes of their own; None is the tensor's."""
+    if grad_enabled() and local._requires_grad:
+        return _InDtypes.apply(alias(local), src, dst, forward, backward)
+    with local_mode():
+        return execute(ops.stop_gradient(local).to(forward or local.dtype), src, dst)
+
+
+def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
+    """A DTensor's local value in layout ``dst``, as an operation reads it.
+
+    Args:
+        x: a DTensor.
+        dst: the layout to read it in.
+        vary: by axis, True where the operation's result varies; None where nowhere.
+    """
+    src = x._spec
+    recorded = grad_enabled() and x._requires_grad
+    if src is dst and (vary is None or not recorded):
+        return x
+    found = recall(x, dst, vary, recorded)
+    return found if found is not None else remember(x, dst, vary, recorded, move(x, src, dst, vary))
+
+
+def recall(x: Any, dst: TensorSpec, how: Any, recorded: bool) -> Any:
+    """What ``remember`` kept for ``x``, unless ``x`` or it has been written to since; None where there is nothing."""
+    if not recorded:
+        return None
+    version = x._version
+    for source, layout, kind, made, then, after in _memo:
+        if source is x and layout is dst and kind == how and then == version:
+            if made._version == after:
+                return made
+    return None
+
+
+def remember(x: Any, dst: TensorSpec, how: Any, recorded: bool, made: Any) -> Any:
+    """Keeps ``made``, what ``x`` became in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
+    if recorded and not isinstance(x, Parameter):
+        _memo.insert(0, (x, dst, how, made, x._version, made._version))
+        del _memo[_MEMO_SIZE:]
+    return made
+
+
+def forget() -> None:
+    """Drops what is kept of moved values: where a new gradient is begun, and where memory is exchanged."""
+    _memo.clear()

@@ -1,0 +1,102 @@
+"""The largest and the smallest along a cut dim, and what is looked up along one, without gathering it.
+
+With them a cross entropy of logits whose classes are sharded sends numbers of the size of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore
+from mindspore import Tensor, mint, ops
+
+from hp_dtensor.layout.placements import Partial, Replicate, Shard
+from hp_dtensor.layout.sharding import chunk, local_shape
+from hp_dtensor.mindspore.backward.autograd import local_mode
+from hp_dtensor.mindspore.dtensor import DTensor, redistribute, wrap
+from hp_dtensor.rules.library import dims_argument
+from hp_platform import get_platform
+
+__all__ = ["EXTREMES", "extreme", "looked_up"]
+
+EXTREMES = {"ReduceMax": "max", "ReduceMin": "min"}
+"""The reduction of each kernel."""
+
+
+def extreme(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor | None:
+    """The extreme along dims of which some are cut; equal extremes share its gradient, as on one device.
+
+    Args:
+        name: the kernel's name.
+        run: calls it: ``run(positional values, keyword values)``.
+        args: the tensor, dims, and whether they are kept.
+        kwargs: none.
+
+    Returns:
+        The result, cut as what is left of the tensor; None where the kernel's rule is to be used.
+    """
+    given: tuple[Any, ...] = (*args, None, False)
+    x, dim, keep = given[:3]
+    spec = x._spec
+    if kwargs or isinstance(dim, Tensor) or not x.is_floating_point():
+        return None
+    dims = dims_argument(dim, len(spec.shape))
+    cut = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim in dims]
+    plain = all(p.is_replicate() or isinstance(p, Shard) for p in spec.placements)
+    shards = [local_shape(spec.shape, spec.placements, spec.mesh.shape, at) for at in _coordinates(spec.mesh.shape)]
+    if not cut or not plain or any(0 in shard for shard in shards):
+        return None
+    kept = tuple(1 if d in dims else size for d, size in enumerate(spec.shape))
+    parts = [Partial(EXTREMES[name]) if axis in cut else p for axis, p in enumerate(spec.placements)]
+    whole = [Replicate() if axis in cut else p for axis, p in enumerate(spec.placements)]
+    with local_mode():
+        here = ops.stop_gradient(x)
+        found = ops.amax(here, dims, True) if name == "ReduceMax" else ops.amin(here, dims, True)
+    made = type(spec).of(spec.mesh, parts, kept)
+    top = redistribute(wrap(ops.stop_gradient(found), made), made.with_placements(whole))
+    at = ops.equal(x, top)
+    count = at.astype(x.dtype).sum(dims, keepdims=bool(keep))
+    return ops.where(at, x, ops.zeros_like(x)).sum(dims, keepdims=bool(keep)) / count
+
+
+def _coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    made: list[tuple[int, ...]] = [()]
+    for size in sizes:
+        made = [(*at, i) for at in made for i in range(size)]
+    return made
+
+
+def looked_up(call: Any) -> Any:
+    """``GatherD`` along a cut dim: each rank looks up what it has, zeros elsewhere; the sum is the result.
+
+    An index that is out of range is refused on the CPU, as one device's kernel does, before anything is sent.
+    """
+    source = call.targets[0]
+    dim = call.bound["dim"] % len(source.shape)
+    axes = [axis for axis, p in enumerate(source.placements) if isinstance(p, Shard) and p.dim == dim]
+    coordinate = source.mesh.get_coordinate()
+    if not axes or coordinate is None:
+        return None
+    start, size, count = 0, source.shape[dim], source.shape[dim]
+    for axis in axes:
+        inner, size = chunk(size, source.mesh.shape[axis], coordinate[axis])
+        start += inner
+    on_host = get_platform().devices.kind == "cpu"
+
+    def run(args: Any, kwargs: Any) -> Any:
+        given = args[2]
+        if on_host and math.prod(given.shape):
+            values = given.asnumpy()
+            wrong = values[(values < -count) | (values >= count)]
+            if wrong.size:
+                raise RuntimeError(
+                    f"GatherD: the indices should be in the range [{-count}, {count}), but got {wrong[0]}"
+                )
+        index = given.astype(mindspore.int32)
+        index = index + count * (index < 0).astype(mindspore.int32) - start
+        inside = mint.logical_and(index >= 0, index < size).astype(mindspore.int32)
+        return ops.gather_d(args[0], dim, index * inside) * inside.astype(args[0].dtype)
+
+    return run

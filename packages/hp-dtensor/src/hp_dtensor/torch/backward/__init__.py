@@ -1,0 +1,1 @@
+"""Autograd through DTensors on PyTorch."""

@@ -1,0 +1,409 @@
+"""Moving values between placements with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
+
+Note [Gradients of gradients]
+Parts of a sum all get the sum's gradient. That is a replicated value which each rank reads for a part of its own, so
+where it has a gradient itself, that is partial: the move of a gradient to a Partial varies (``read_in_parts``). Where
+the gradient of a Partial becomes one value again, on its way to a value that is not or in the user's hands, it is the
+other way round: its own gradient is one value, and goes back in parts (``of_parts``).
+
+Note [Partial gradients of leaves]
+A leaf parameter that is replicated on an axis but used where the result varies (a norm's weight under sequence
+parallel) has a partial gradient there. Summing each as it comes would cost one small collective a parameter, and an
+autograd node a use. Such uses read a *shadow* instead: a second leaf on the same memory, made once for each set of
+axes, that collects the partial gradient. The shadows' gradients are summed together, one collective for each set of
+axes, and added to ``.grad`` when backward ends, or when ``reduce_partial_grads`` is called earlier for some parameters.
+
+A leaf that has a hook is read as it is from then on. What its shadows collect for a forward before that goes through
+the engine to the leaf, and so to its hooks, as one whole gradient. A leaf of which one backward brings both, a gradient
+by shadows and one of its own, would call its hook twice, each time with a part: that is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+from hp_dtensor.gradients import backward_scale, grad_spec
+from hp_dtensor.layout.placements import Partial, Replicate
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.mesh.device_mesh import DeviceMesh
+from hp_dtensor.torch.moves.redistribute import execute
+from hp_dtensor.torch.views.kept import drop, recall, remember
+
+__all__ = [
+    "AsView",
+    "arriving",
+    "bring_gradients",
+    "convert",
+    "give_node",
+    "grad_spec",
+    "move",
+    "moved_back",
+    "moved_from",
+    "note_call",
+    "of_parts",
+    "read_in_parts",
+    "reduce_partial_grads",
+    "refuse_late",
+    "retire_shadows",
+    "shadows",
+    "through_hooks",
+]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[attr-defined]
+_accumulate_hooks = torch.Tensor._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
+_retains = torch.Tensor.retains_grad.__get__  # type: ignore[attr-defined]
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_grad_enabled = torch.is_grad_enabled
+_graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+waiting: dict[int, Callable[[], None]] = {}
+"""What ends each pending redistribution: Note [A pending DTensor] in `hp_dtensor.torch.moves.pending`."""
+arriving: dict[Any, Callable[[], None]] = {}
+"""What brings gradients that are on their way, before a scaler, ``zero_grad`` or a user reads or sets one."""
+_pending: dict[int, tuple[Any, tuple[bool, ...], torch.Tensor, int]] = {}
+"""By the shadow's id: the leaf, the axes, the shadow, and the backward that it collected in."""
+_tasks: list[int | None] = [None]
+_NONE: Any = MappingProxyType({})
+
+
+def bring_gradients() -> None:
+    """Waits for gradients that are on their way."""
+    for bring in list(arriving.values()):
+        bring()
+
+
+def local_mode() -> Any:
+    """A context in which DTensors are their local parts in every respect; none is pending in it."""
+    for end in list(waiting.values()):
+        end()
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+class _Redistribute(torch.autograd.Function):
+    """Moves a local tensor from one layout to another; ``value`` is the moved value where it is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, src: TensorSpec, dst: TensorSpec, vary: Any, value: Any) -> torch.Tensor:
+        ctx.layouts = src, dst, vary
+        ctx.source = weakref.ref(x)
+        if value is not None:
+            return value.detach()
+        # detached: a view of a buffer could not be written, one of x would hold x, which holds it (`kept`)
+        return x.detach() if src is dst else execute(x, src, dst).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        drop(ctx.source())
+        return moved_back(grad, *ctx.layouts), None, None, None, None
+
+
+_apply: Any = super(torch.autograd.Function, _Redistribute).apply  # type: ignore[attr-defined]
+_transforming = torch._C._are_functorch_transforms_active
+
+
+def _redistributed(*args: Any) -> torch.Tensor:
+    """``_Redistribute.apply``, without torch's look at each argument for a transform that has ended."""
+    return (_Redistribute.apply if _transforming() else _apply)(*args)
+
+
+def moved_back(grad: torch.Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> torch.Tensor:
+    """The gradient of a value that was moved from ``src`` to ``dst``."""
+    scale = backward_scale(src, dst)
+    if torch.is_grad_enabled() and _requires_grad(grad):  # see Note [Gradients of gradients]
+        axes = [(a.is_partial(), b.is_partial()) for a, b in zip(src.placements, dst.placements, strict=True)]
+        read = tuple(a and not b for a, b in axes)
+        grad = of_parts(grad, grad_spec(dst, vary), tuple(b and not a for a, b in axes))
+        moved = _redistributed(grad, grad_spec(dst, vary), grad_spec(src), read, None)
+    else:
+        moved = move(grad, grad_spec(dst, vary), grad_spec(src))
+    return moved if scale == 1.0 else moved * scale
+
+
+def _drop_stale() -> None:
+    """Forgets what a backward that failed left behind; outside backward nothing else waits."""
+    for _, _, stale, _ in _pending.values():
+        stale.grad = None
+    _pending.clear()
+
+
+def watched(x: Any) -> bool:
+    """Whether somebody has asked for the gradient of ``x`` as backward brings it."""
+    return bool(_impl(_hooks, (), (x,)) or _impl(_accumulate_hooks, (), (x,)) or _impl(_retains, (), (x,)))
+
+
+def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
+    """The leaf to read ``leaf`` through; None where its gradient is watched. See Note [Partial gradients of leaves]."""
+    if _impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,)) or "_node_taken" in leaf.__dict__:
+        return None
+    shadow = _impl(torch.Tensor.detach, (), (leaf,)).requires_grad_()
+    key, owner = id(shadow), weakref.ref(leaf)
+
+    def collected(shadow: torch.Tensor) -> None:
+        task = _graph_task()
+        if task != _tasks[-1]:
+            _tasks[-1] = task
+            _engine.queue_callback(reduce_partial_grads)
+        if owner() is not None:
+            _pending[key] = owner(), vary, shadow, task
+
+    shadow.register_post_accumulate_grad_hook(collected)
+    leaf.__dict__.setdefault("_shadows", {})[vary] = shadow
+    return shadow
+
+
+def shadows(leaf: Any) -> list[tuple[tuple[bool, ...], torch.Tensor]]:
+    """The shadows of a parameter that a graph may hold, with the axes where each one's gradient is partial."""
+    retired = [(vary, shadow()) for vary, shadow in leaf.__dict__.get("_retired", ())]
+    alive = [(vary, shadow) for vary, shadow in retired if shadow is not None]
+    return [*leaf.__dict__.get("_shadows", _NONE).items(), *alive]
+
+
+def through_hooks(leaf: Any, own: Any, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient that shadows of ``leaf`` collected, as the hooks of ``leaf`` leave it.
+
+    Args:
+        leaf: a leaf.
+        own: what came to the leaf itself, and through its hooks; None where nothing did.
+        grad: the whole gradient.
+
+    Raises:
+        RuntimeError: something did.
+    """
+    for hook in (_impl(_hooks, (), (leaf,)) or {}).values():
+        if own is not None:
+            _refuse_parts(leaf)
+        made = hook(grad)
+        grad = grad if made is None else made
+    return grad
+
+
+def retire_shadows(leaf: Any) -> None:
+    """The forwards to come don't read ``leaf`` through the shadows that it has; graphs may hold them yet."""
+    if "_shadows" in leaf.__dict__:
+        old = [(vary, weakref.ref(shadow)) for vary, shadow in leaf.__dict__.pop("_shadows").items()]
+        leaf._retired = [*(each for each in leaf.__dict__.get("_retired", ()) if each[1]() is not None), *old]
+
+
+def give_node(leaf: Any) -> None:
+    """Somebody takes the graph node of ``leaf``: from now on its whole gradient comes there.
+
+    Raises:
+        RuntimeError: the graph of an earlier forward brings gradients of ``leaf`` past that node.
+    """
+    retire_shadows(leaf)
+    leaf._node_taken = True
+    if shadows(leaf):
+        raise RuntimeError(
+            f"the gradient edge of a DTensor leaf of shape {leaf._spec.shape} placed {leaf._spec.placements} was asked"
+            " for after an operation had read it, and that operation's gradient does not come by the edge; call"
+            " get_gradient_edge before the forward, or name the tensor itself: torch.autograd.grad(loss, [leaf])"
+        )
+
+
+def note_call(leaf: Any) -> None:
+    """A hook of ``leaf`` is called, in the backward that runs."""
+    if "_retired" in leaf.__dict__:
+        leaf._called_in = _graph_task()
+
+
+def refuse_late(x: Any, what: str) -> None:
+    """Refuses to watch the gradient of a value that an operation has read past it: see ``convert``.
+
+    Raises:
+        RuntimeError: an operation has.
+    """
+    if "_passed_by" in getattr(x, "__dict__", ()):
+        raise RuntimeError(
+            f"{what}: a DTensor of shape {x._spec.shape} placed {x._spec.placements} is the result of a redistribution,"
+            " and an operation has read it since; that operation's gradient goes to what was redistributed and passes"
+            " it by. Call retain_grad() or register_hook() on it before it is first used"
+        )
+
+
+def _refuse_parts(leaf: Any) -> None:
+    raise RuntimeError(
+        f"a hook of a DTensor leaf of shape {leaf._spec.shape} placed {leaf._spec.placements} was registered after an"
+        " operation had read it, and this backward brings its gradient in two parts, of which the hook would see one at"
+        " a time; register hooks of a leaf before the first forward that this backward goes through"
+    )
+
+
+def reduce_partial_grads(
+    parameters: Iterable[torch.Tensor] | None = None, averaged: Mapping[DeviceMesh, tuple[int, ...]] = _NONE
+) -> None:
+    """Sums the partial gradients that ``parameters`` (default: all that wait) collected, and adds them to ``.grad``.
+
+    One all-reduce for each set of axes and dtype. Collective: every rank of those axes calls it at the same point.
+    Runs by itself when backward ends.
+
+    Args:
+        parameters: leaf parameters, in the same order on all ranks; those without a waiting gradient are passed over.
+        averaged: by mesh, the axes over which the caller averages ``.grad`` next: parts stay parts there, times the
+            number of ranks, so that their mean is the sum.
+
+    Raises:
+        RuntimeError: a hook was called with a part of its leaf's gradient; before anything is sent.
+    """
+    if parameters is None:
+        _tasks[-1] = None
+    if not _pending:
+        return
+    if parameters is None:
+        keys = list(_pending)
+    else:
+        wanted = {id(parameter) for parameter in parameters}
+        keys = [key for key, (leaf, _, _, _) in _pending.items() if id(leaf) in wanted]
+    buckets: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
+    for key in keys:
+        leaf, vary, shadow, task = _pending.pop(key)
+        grad, shadow.grad = shadow.grad, None
+        if grad is not None:
+            if leaf.__dict__.get("_called_in") == task:
+                _refuse_parts(leaf)
+            apart = [axis for axis in averaged.get(leaf._spec.mesh, ()) if vary[axis]] if averaged else None
+            if apart:
+                grad = grad * math.prod(leaf._spec.mesh.shape[axis] for axis in apart)
+                vary = tuple(varies and axis not in apart for axis, varies in enumerate(vary))
+                if not any(vary):
+                    _add_grad(leaf, grad)
+                    continue
+            buckets.setdefault((leaf._spec.mesh, vary, grad.dtype, grad.device), []).append((leaf, grad))
+    with torch._C.DisableTorchFunctionSubclass():
+        for (mesh, vary, _, _), entries in buckets.items():
+            if len(entries) == 1:
+                [(leaf, grad)] = entries
+                _add_grad(leaf, move(grad, grad_spec(leaf._spec, vary), grad_spec(leaf._spec)))
+                continue
+            flat = torch.cat([grad.reshape(-1) for _, grad in entries])
+            whole = TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, flat.shape)
+            flat = move(flat, grad_spec(whole, vary), whole)
+            for (leaf, grad), piece in zip(entries, flat.split([grad.numel() for _, grad in entries]), strict=True):
+                _add_grad(leaf, piece.view_as(grad).clone())
+
+
+def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
+    """Adds to ``leaf.grad``: by the engine where there are hooks, which they are hooks of."""
+    if "_retired" in leaf.__dict__ and (_impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,))):
+        _engine_run_backward((leaf,), (grad,), False, grad.requires_grad, (), accumulate_grad=True)
+        return
+    have = _impl(_get_grad, (), (leaf,))
+    _impl(_set_grad, (), (leaf, grad if have is None else have + grad))
+
+
+def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
+    """A plain local tensor of layout ``src`` in layout ``dst``, differentiable."""
+    if src is dst:
+        return local
+    if torch.is_grad_enabled() and _requires_grad(local):
+        return _redistributed(local, src, dst, None, None)
+    return execute(local, src, dst)
+
+
+def read_in_parts(grad: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The gradient of a value of layout ``spec`` as its parts of sums read it; see Note [Gradients of gradients]."""
+    parts = tuple(placement.is_partial() for placement in spec.placements)
+    if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
+        return grad
+    return _redistributed(grad, grad_spec(spec), grad_spec(spec), parts, None)
+
+
+class AsView(torch.autograd.Function):
+    """A value as a view that autograd lets nobody write to: its memory is that of a value in another graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+class GradientMoved(torch.autograd.Function):
+    """A local value as it is, whose gradient is moved from one layout to another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, have: TensorSpec, wanted: TensorSpec) -> torch.Tensor:
+        ctx.layouts = have, wanted
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return move(grad, *ctx.layouts), None, None
+
+
+def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> torch.Tensor:
+    """A gradient of layout ``spec`` that each rank has for its part of a sum, as one value.
+
+    Args:
+        grad: the local gradient.
+        spec: its layout, replicated on the axes of the sum.
+        parts: by axis, True where it is the gradient of parts; see Note [Gradients of gradients].
+    """
+    if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
+        return grad
+    made = [Partial() if part else placement for part, placement in zip(parts, spec.placements, strict=True)]
+    return GradientMoved.apply(grad, spec, spec.with_placements(made))
+
+
+def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> torch.Tensor:
+    """A DTensor's local value in layout ``dst``, as an operation reads it; see Note [One sum for q, k and v].
+
+    Args:
+        x: a DTensor.
+        dst: the layout to read it in.
+        vary: by axis, True where the operation's result varies; None where nowhere.
+    """
+    src = x._spec
+    if not (_grad_enabled() and _impl(_requires_grad, (), (x,))):
+        return x if src is dst else execute(x, src, dst)
+    if src is dst:
+        if vary is None:
+            return x
+        if _pending and _graph_task() == -1:
+            _drop_stale()
+        shadow = x.__dict__.get("_shadows", _NONE).get(vary)
+        if shadow is None and _impl(_is_leaf, (), (x,)):
+            shadow = _shadow(x, vary)
+        if shadow is not None:
+            return shadow
+    found = recall(x, dst, vary)
+    if found is not None:
+        return found
+    source = _source(x) if src is dst and "_moved_from" in x.__dict__ else None
+    if source is not None:
+        value = _impl(torch.Tensor.detach, (), (x,))
+        made = _impl(_redistributed, (), (source, source._spec, dst, vary, value))
+        x._passed_by = True
+    else:
+        made = _impl(_redistributed, (), (x, src, dst, vary, None))
+    return remember(x, dst, vary, made)
+
+
+def _source(x: Any) -> Any:
+    """What ``x`` was redistributed from, if its gradient may pass ``x`` by: both are as they were, nobody watches."""
+    source, version, before, graph = x._moved_from
+    same = version == _impl(_version, (), (x,)) and before == _impl(_version, (), (source,))
+    if same and graph is _impl(_grad_fn, (), (source,)) and _impl(_requires_grad, (), (source,)) and not watched(x):
+        return source
+    return None
+
+
+def moved_from(made: Any, source: Any) -> None:
+    """Notes that ``made`` is ``source`` in another layout: an operation that moves it again moves its gradient once."""
+    graph = _impl(_grad_fn, (), (source,))
+    made._moved_from = source, _impl(_version, (), (made,)), _impl(_version, (), (source,)), graph

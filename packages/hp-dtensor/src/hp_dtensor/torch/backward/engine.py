@@ -1,0 +1,248 @@
+"""Backward from DTensors: ``DTensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``.
+
+Note [The engine runs with interception on]
+The engine runs the user's code: what a checkpoint computes again, hooks, functions with a backward of their own. All of
+it has to see DTensors as it did in forward, so the engine is called directly and not through torch's functions, which
+would be intercepted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+from hp_dtensor.torch.backward import autograd
+from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
+
+__all__ = ["backward", "backward_of", "grad"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+T = torch.Tensor
+_requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]
+_BACKWARD = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+_GRAD = (
+    "outputs",
+    "inputs",
+    "grad_outputs",
+    "retain_graph",
+    "create_graph",
+    "only_inputs",
+    "allow_unused",
+    "is_grads_batched",
+    "materialize_grads",
+)
+
+
+def backward_of(
+    self: DTensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """``DTensor.backward``, as torch's.
+
+    Args:
+        self: where backward starts. A sum over ranks is started from on each of them.
+        gradient: of its shape, a DTensor or this rank's part; None (default) where it has one element.
+        retain_graph: keep the graph for another backward; default ``create_graph``.
+        create_graph: record backward, for gradients of gradients.
+        inputs: collect the gradients of these alone; default every leaf.
+
+    Raises:
+        RuntimeError: no gradient is given and there are more elements than one, or its shape is another.
+    """
+    if inputs is not None or self._spec.partial or torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
+        return
+    _engine_run_backward(
+        (self,),
+        (_start(0, self, gradient),),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def backward(func: Any, args: Any, kwargs: Any) -> None:
+    """``torch.autograd.backward`` with a DTensor among the tensors or the inputs."""
+    bound = {**dict(zip(_BACKWARD, args, strict=False)), **kwargs}
+    gradients = bound.get("grad_tensors")
+    roots, ready = _roots(bound["tensors"], bound.get("grad_variables") if gradients is None else gradients)
+    inputs = bound.get("inputs")
+    if inputs is not None:
+        inputs = _leaves(inputs)
+        if not inputs:
+            raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+        for x in inputs:
+            autograd.refuse_late(x, "backward(inputs=)")
+        inputs += [shadow for x in inputs if isinstance(x, DTensor) for _, shadow in autograd.shadows(x)]
+    create = bool(bound.get("create_graph"))
+    retain = bound.get("retain_graph")
+    _engine_run_backward(
+        roots,
+        ready,
+        create if retain is None else retain,
+        create,
+        tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """``torch.autograd.grad`` with a DTensor among the outputs or the inputs; gradients by DTensors are DTensors."""
+    bound = {**dict(zip(_GRAD, args, strict=False)), **kwargs}
+    outputs, gradients = bound["outputs"], bound.get("grad_outputs")
+    if bound.get("is_grads_batched"):
+        return _one_by_one(func, outputs, bound["inputs"], gradients, bound)
+    create, retain, zeros = bool(bound.get("create_graph")), bound.get("retain_graph"), bound.get("materialize_grads")
+    unused = bool(bound.get("allow_unused") or zeros)
+    inputs = _leaves(bound["inputs"])
+    for x in inputs:
+        autograd.refuse_late(x, "torch.autograd.grad")
+    roots, ready = _roots(outputs, gradients)
+    shadows = [autograd.shadows(x) if isinstance(x, DTensor) else [] for x in inputs]
+    flat = [shadow for of in shadows for _, shadow in of]
+    found = _engine_run_backward(
+        roots,
+        ready,
+        create if retain is None else retain,
+        create,
+        (*inputs, *flat),
+        allow_unreachable=unused or bool(flat),
+        accumulate_grad=False,
+    )
+    parts = iter(found[len(inputs) :])
+    return tuple(
+        _gradient(index, x, own, [(vary, next(parts)) for vary, _ in of], unused, bool(zeros))
+        for index, (x, own, of) in enumerate(zip(inputs, found, shadows, strict=False))
+    )
+
+
+def _gradient(index: int, x: Any, own: Any, parts: Sequence[Any], unused: bool, zeros: bool) -> Any:
+    """The gradient of one input: what the engine found for it, and the sums of what its shadows found."""
+    collected = None
+    for vary, part in parts:
+        if part is not None:
+            whole = autograd.move(part, autograd.grad_spec(x._spec, vary), autograd.grad_spec(x._spec))
+            collected = whole if collected is None else collected + whole
+    if collected is not None:
+        collected = autograd.through_hooks(x, own, collected)
+        own = collected if own is None else own + collected
+    if own is None and zeros:
+        own = torch.zeros_like(local_view(x))
+    if own is None and not unused:
+        raise RuntimeError(
+            f"One of the differentiated Tensors (input {index}) appears to not have been used in the graph. "
+            "Set allow_unused=True if this is the desired behavior."
+        )
+    if own is None or not isinstance(x, DTensor):
+        return own
+    spec, parts = autograd.grad_spec(x._spec), tuple(placement.is_partial() for placement in x._spec.placements)
+    made = autograd.of_parts(own, spec, parts)
+    # autograd lets nobody write to a view out of a function
+    return wrap(made.view_as(own) if made is own else made.clone(), spec)
+
+
+def _one_by_one(func: Any, outputs: Any, inputs: Any, gradients: Any, bound: dict[str, Any]) -> tuple[Any, ...]:
+    """``is_grads_batched``: a backward for each gradient; torch's vmap would take the exchanges for local ones."""
+    outputs = _listed(outputs)
+    gradients = [None] * len(outputs) if gradients is None else _listed(gradients)
+    sizes = {gradient.shape[0] for gradient in gradients if gradient is not None and gradient.dim()}
+    if len(sizes) != 1 or 0 in sizes or any(gradient is not None and not gradient.dim() for gradient in gradients):
+        raise RuntimeError(
+            "torch.autograd.grad: with is_grads_batched=True the first size of each of grad_outputs is the number of"
+            f" gradients, one or more; got shapes {[None if g is None else tuple(g.shape) for g in gradients]}"
+        )
+    [count] = sizes
+    options = {name: bound[name] for name in _GRAD[4:] if name in bound and name != "is_grads_batched"}
+    retain = bool(options.get("create_graph") if bound.get("retain_graph") is None else bound["retain_graph"])
+    rows = []
+    for row in range(count):
+        chosen = [None if gradient is None else gradient[row] for gradient in gradients]
+        rows.append(func(outputs, inputs, chosen, retain_graph=retain or row < count - 1, **options))
+    return tuple(None if each[0] is None else torch.stack(each) for each in zip(*rows, strict=True))
+
+
+def _roots(tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What backward starts from, and the local gradients; an average is reduced first: that scales its gradient.
+
+    Raises:
+        RuntimeError: a transform of ``torch.func`` runs, or a gradient is missing or has not the shape of its tensor.
+    """
+    if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "backward of a DTensor inside of a transform of torch.func is not supported: transforms don't see DTensors."
+            " Call torch.autograd.grad outside of it"
+        )
+    tensors = _listed(tensors)
+    gradients = [None] * len(tensors) if gradients is None else _listed(gradients)
+    ready: list[Any] = []
+    for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
+        if isinstance(tensor, DTensor):
+            if any(p.is_partial() and not p.is_partial("sum") for p in tensor._spec.placements):
+                with torch.enable_grad():  # reentrant checkpoints call from a backward, where gradients are off
+                    tensor = tensors[index] = tensor.reduce_partial()
+            ready.append(_start(index, tensor, gradient))
+        else:
+            gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            ready += torch.autograd._make_grads((tensor,), (gradient,), is_grads_batched=False)  # type: ignore[attr-defined]
+    return tuple(tensors), tuple(ready)
+
+
+def _start(index: int, tensor: DTensor, gradient: Any) -> Any:
+    """The local part of the gradient that backward starts from."""
+    spec = tensor._spec
+    if type(gradient) is DTensor and gradient._spec is spec and not spec.partial:
+        in_graph = _impl(_requires_grad, (), (gradient,))
+        return _impl(T.view_as, (), (gradient, gradient)) if in_graph else local_view(gradient)
+    if gradient is None:
+        if not tensor.requires_grad:
+            return None
+        if any(size != 1 for size in spec.shape):
+            raise RuntimeError(
+                f"grad can be implicitly created only for scalar outputs, output {index} is a DTensor of shape"
+                f" {tuple(spec.shape)}"
+            )
+        return _impl(torch.ones_like, (), (tensor,))
+    if isinstance(gradient, DTensor):
+        if gradient._spec.shape != spec.shape:
+            raise RuntimeError(
+                f"Mismatch in shape: grad_output[{index}] has a shape of {tuple(gradient.shape)} and output[{index}]"
+                f" has a shape of {tuple(spec.shape)}."
+            )
+        parts = tuple(placement.is_partial() for placement in spec.placements)
+        return local_of(autograd.convert(gradient, autograd.grad_spec(spec), parts if any(parts) else None))
+    if tuple(gradient.shape) != tuple(tensor.local_shape):
+        raise RuntimeError(
+            f"Mismatch in shape: grad_output[{index}] is a plain tensor of shape {tuple(gradient.shape)},"
+            f" output[{index}] is a DTensor of shape {tuple(spec.shape)} placed {spec.placements}, whose local part has"
+            f" {tuple(tensor.local_shape)}; pass a DTensor, or the local part"
+        )
+    return gradient
+
+
+def _listed(values: Any) -> list[Any]:
+    return [values] if isinstance(values, (T, GradientEdge)) else list(values)
+
+
+def _leaves(inputs: Any) -> list[Any]:
+    """Inputs as a list; the edge of a DTensor that is a leaf as the DTensor, which may have shadows.
+
+    Raises:
+        RuntimeError: an input says of itself (``_outside_graphs``) that graphs hold something else in its place.
+    """
+    given: Iterable[Any] = inputs.values() if isinstance(inputs, dict) else _listed(inputs)
+    made = [_leaf_of(x) if isinstance(x, GradientEdge) else x for x in given]
+    for index, x in enumerate(made):
+        why = x.__dict__.get("_outside_graphs") if isinstance(x, DTensor) else None
+        if why is not None:
+            raise RuntimeError(f"torch.autograd: input {index}, of shape {tuple(x.shape)}, {why}")
+    return made
+
+
+def _leaf_of(edge: GradientEdge) -> Any:
+    leaf = getattr(edge.node, "variable", None)
+    return leaf if isinstance(leaf, DTensor) else edge

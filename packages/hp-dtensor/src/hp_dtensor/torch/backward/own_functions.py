@@ -1,0 +1,249 @@
+"""``autograd.Function``s of the user's own, and checkpoints, that are given DTensors.
+
+Note [Functions of the user's own]
+``Function.apply`` asks no class: its ``forward`` gets DTensors as they are, but its node belongs to the local part, so
+``backward`` would be handed local gradients, and what it saved from its results as plain tensors. A reduction of them
+would be that of a part, without a word. So ``apply`` is replaced, as what wraps for transforms is (Note [Transforms ask
+no class] in `hp_dtensor.torch.backward.transforms`): where a DTensor is among its arguments, a subclass of it is
+applied in its place. Its ``backward`` gets gradients as DTensors and gives local parts back to autograd; its ``ctx``
+remembers the layouts of what it saves. Forward and backward run with interception on, the engine's part of ``apply``
+with interception off: hooks of saved tensors get local parts, as they do of operations.
+
+Note [What a checkpoint gives back]
+torch's checkpoints without reentrance save their arguments for the recomputation, and hooks of saved tensors, those of
+another checkpoint around it too, give back plain tensors. The layouts are kept beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd.function import once_differentiable
+
+from hp_dtensor.layout.placements import Replicate
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.modes import replicates_plain
+from hp_dtensor.torch.backward import autograd
+from hp_dtensor.torch.compile.overrides import compiler as _compiler
+from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
+from hp_dtensor.torch.views.moved_view import MovedView
+
+__all__ = ["install"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+_enabled = torch._C._is_torch_function_enabled
+_on: Any = torch._C._EnableTorchFunction  # type: ignore[attr-defined]
+_Function: Any = torch.autograd.Function
+_apply: Any = vars(_Function)["apply"].__func__
+T = torch.Tensor
+_ONCE = once_differentiable(lambda ctx: None).__code__
+Specs = list[TensorSpec | None]
+_running: list[_Call] = []
+
+
+class _Call:
+    """The layouts of one call: of its arguments and of its results, None where they are no DTensors."""
+
+    def __init__(self) -> None:
+        self.given: Specs = []
+        self.results: Specs = []
+
+
+def _spec(value: Any) -> TensorSpec | None:
+    return value._spec if isinstance(value, DTensor) else None
+
+
+def _laid_out(value: Any, spec: TensorSpec | None) -> Any:
+    """A value as the DTensor that it was."""
+    if spec is None or not isinstance(value, T) or isinstance(value, DTensor):
+        return value
+    with torch.enable_grad():  # off in backward, where what requires gradients goes on to
+        return wrap(_impl(T.view_as, (), (value, value)), spec)
+
+
+class _Context:
+    """``ctx`` of a user's function: DTensors that it saved are DTensors when it reads them."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self._saved: Specs = [_spec(tensor) for tensor in tensors]
+        super().save_for_backward(*tensors)  # type: ignore[misc]
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return _all_laid_out(super().saved_tensors, self._saved)  # type: ignore[misc]
+
+
+def _all_laid_out(values: Sequence[Any], specs: Sequence[TensorSpec | None]) -> tuple[Any, ...]:
+    return tuple(_laid_out(value, spec) for value, spec in zip(values, specs, strict=True))
+
+
+# ---- applying ----
+def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``autograd.Function.apply``: with DTensors among the arguments, see Note [Functions of the user's own]."""
+    if _enabled() and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+        local = _compiler._is_compiling_flag or cls.__module__.startswith("torch._functorch")  # compiled graphs
+        if not local:
+            return _apply_to_dtensors(cls, args, kwargs)
+    return _apply(cls, *args, **kwargs)
+
+
+def _apply_to_dtensors(cls: Any, args: Any, kwargs: Any) -> Any:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, DTensor):
+            _refuse_parts(cls, "is given", value)
+    made = vars(cls).get("_of_dtensors")
+    if made is None:
+        made = cls._of_dtensors = _subclass(cls)
+    call = _Call()
+    _running.append(call)
+    try:
+        with autograd.local_mode():
+            out = _apply(made, *args, **kwargs)
+    finally:
+        _running.pop()
+    if not isinstance(out, tuple):
+        return _labelled(out, call.results[0])
+    return tuple(_labelled(value, spec) for value, spec in zip(out, call.results, strict=True))
+
+
+def _labelled(value: Any, spec: TensorSpec | None) -> Any:
+    """A result, which torch replaced where ``forward`` gave back an argument."""
+    return wrap(value, spec) if spec is not None and type(value) is T else value
+
+
+def _refuse_parts(cls: Any, verb: str, x: DTensor) -> None:
+    if any(p.is_partial() and not p.is_partial("sum") for p in x._spec.placements):
+        raise NotImplementedError(
+            f"{cls.__name__}: an autograd.Function {verb} a DTensor of shape {tuple(x.shape)} placed {x.placements},"
+            " whose parts have no gradient of the whole: reduce_partial() it first"
+        )
+
+
+def _subclass(cls: Any) -> Any:
+    """The function that is applied in the place of ``cls``."""
+    combined = cls.setup_context is _Function.setup_context
+
+    @functools.wraps(cls.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call, given = _running[-1], args[1:] if combined else args
+        call.given = [_spec(value) for value in given]
+        if combined:
+            args[0]._call = call
+        with _on():
+            out = cls.forward(*args, **kwargs)
+            for value in out if isinstance(out, tuple) else (out,):
+                _check_result(cls, value)
+                call.results.append(_spec(value))
+        return out
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+        ctx._call = _running[-1]
+        with _on():
+            return cls.setup_context(ctx, inputs, output)
+
+    name = "backward" if cls.vjp is _Function.vjp else "vjp"
+    members = {"forward": staticmethod(forward), name: staticmethod(_backward(cls, getattr(cls, name)))}
+    if not combined:
+        members["setup_context"] = staticmethod(setup_context)
+    made: Any = type(cls)(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    own = made._backward_cls
+    made._backward_cls = type(own.__name__, (_Context, own), {})
+    return made
+
+
+def _check_result(cls: Any, value: Any) -> None:
+    if isinstance(value, DTensor):
+        _refuse_parts(cls, "returns", value)
+    if type(value) is MovedView:
+        raise NotImplementedError(
+            f"{cls.__name__}: an autograd.Function returns a DTensor of shape {tuple(value.shape)} that is a view of"
+            " another one and had to be moved: clone() it"
+        )
+
+
+# ---- gradients ----
+def _backward(cls: Any, backward: Any) -> Callable[..., Any]:
+    """``backward`` between local parts: of the results' gradients, and of the arguments'."""
+    once = getattr(backward, "__code__", None) is _ONCE
+    run = backward.__wrapped__ if once else backward
+
+    def of_parts(ctx: Any, *grads: Any) -> Any:
+        given, results = ctx._call.given, ctx._call.results
+        if getattr(cls, "boxed_grads_call", False):
+            [grads] = grads
+        whole = [_whole(grad, spec) for grad, spec in zip(grads, results, strict=True)]
+        with _on():
+            found = run(ctx, whole) if getattr(cls, "boxed_grads_call", False) else run(ctx, *whole)
+            found = found if isinstance(found, tuple) else (found,)
+            own = [_part(cls, n, grad, spec) for n, (grad, spec) in enumerate(zip(found, given, strict=False))]
+        return (*own, *found[len(given) :])
+
+    return once_differentiable(of_parts) if once else of_parts
+
+
+def _whole(grad: Any, spec: TensorSpec | None) -> Any:
+    """The gradient of a result, of which autograd has this rank's part."""
+    if grad is None or spec is None:
+        return grad
+    gradient, parts = autograd.grad_spec(spec), tuple(placement.is_partial() for placement in spec.placements)
+    made = autograd.of_parts(grad, gradient, parts)
+    return wrap(_impl(T.view_as, (), (made, made)), gradient)
+
+
+def _part(cls: Any, index: int, grad: Any, spec: TensorSpec | None) -> Any:
+    """What autograd gets of an argument's gradient: this rank's part, or all of it where the argument was plain."""
+    if spec is None or grad is None:
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad
+    if not isinstance(grad, DTensor):
+        if not isinstance(grad, T) or (grad.dim() and not replicates_plain()):
+            shown = f"a plain tensor of shape {tuple(grad.shape)}" if isinstance(grad, T) else type(grad).__name__
+            raise TypeError(
+                f"{cls.__name__}.backward: the gradient of argument {index}, a DTensor of shape {tuple(spec.shape)}"
+                f" placed {spec.placements}, is {shown}; it has to be a DTensor, or None. Give the function"
+                " to_local() to compute with local parts"
+            )
+        grad = wrap(grad.view_as(grad), TensorSpec.of(spec.mesh, (Replicate(),) * spec.mesh.ndim, grad.shape))
+    if tuple(grad.shape) != tuple(spec.shape):
+        try:
+            grad = grad.sum_to_size(spec.shape)
+        except RuntimeError:
+            raise RuntimeError(
+                f"{cls.__name__}.backward: the gradient of argument {index} has shape {tuple(grad.shape)}, the argument"
+                f" has {tuple(spec.shape)}"
+            ) from None
+    parts = tuple(placement.is_partial() for placement in spec.placements)
+    return local_of(autograd.convert(grad, autograd.grad_spec(spec), parts if any(parts) else None))
+
+
+# ---- checkpoints ----
+def _keep_layouts(frame: Any) -> None:
+    """Makes what checkpoints save of their arguments come back as DTensors.
+
+    Args:
+        frame: torch's class of what one checkpoint holds.
+    """
+    save, load = frame.save_inputs, frame.get_inputs
+
+    @functools.wraps(save)
+    def save_inputs(self: Any, *args: Any) -> None:
+        self._layouts = [_spec(value) for value in args]
+        with autograd.local_mode():
+            save(self, *args)
+
+    @functools.wraps(load)
+    def get_inputs(self: Any) -> Any:
+        return list(_all_laid_out(load(self), self._layouts))
+
+    frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
+
+
+def install() -> None:
+    """Puts the replacements in place; called once, when hp_dtensor's torch side is imported."""
+    _Function.apply = classmethod(functools.wraps(_apply)(apply))
+    frame = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
+    if hasattr(frame, "save_inputs") and hasattr(frame, "get_inputs"):  # older ones apply a Function of theirs
+        _keep_layouts(frame)

@@ -1,0 +1,1 @@
+"""DTensors under torch.compile."""

@@ -1,0 +1,307 @@
+"""What a graph of torch.compile holds of operations on DTensors, and what is asked while it is made.
+
+See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compile.compiling`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor.from_local import layout_of
+from hp_dtensor.gradients import varying
+from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.spec import TensorSpec, meshes, named, normalize
+from hp_dtensor.mesh.device_mesh import DeviceMesh
+from hp_dtensor.torch.backward import autograd
+from hp_dtensor.torch.compile.copied_view import REFUSED
+from hp_dtensor.torch.dtensor import wrap
+from hp_dtensor.torch.ops import dispatch, special
+from hp_dtensor.torch.ops.missing import writes_first
+from hp_dtensor.torch.views.moved_view import VIEWS
+
+__all__ = [
+    "HOLE",
+    "constant",
+    "enter",
+    "execute",
+    "is_single",
+    "laid_out",
+    "mesh_of",
+    "move",
+    "placed",
+    "placements_of",
+    "planned",
+    "question",
+    "replicated",
+    "results",
+    "shape_of",
+    "shows_varying",
+    "vary",
+]
+
+T = torch.Tensor
+_off: Any = torch._C.DisableTorchFunctionSubclass
+HOLE = "<the next tensor of the call>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A planned call in a graph.
+
+    Attributes:
+        compute: gives the results' local parts.
+        args, kwargs: the arguments, with a hole for each tensor.
+        operands: the layouts of the tensors.
+        results: the layouts of the results.
+        single: there is one result, and it is no list.
+    copied: the results are views on one device, and copies here.
+    """
+
+    compute: Callable[[Any, Any], Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[TensorSpec, ...]
+    results: tuple[TensorSpec, ...]
+    single: bool
+    copied: bool
+
+
+_calls: dict[str, _Call] = {}
+
+
+def constant(function: Any) -> Any:
+    """Marks a function that runs while Dynamo traces: its arguments are constants, and so is its result."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+# ---- at trace time ----
+@constant
+def enter() -> None:
+    """Lets the functions of the next section stand in a graph. Not at import: nobody may compile in this process."""
+    import torch._dynamo
+    import torch._functorch.config
+
+    for function in (execute, move, vary):
+        torch._dynamo.allow_in_graph(function)
+    torch._functorch.config.check_custom_op_aliasing = False
+
+
+@constant
+def question(func: Any) -> str:
+    """How ``func`` is traced: a kind of metadata, ``"local"``, ``"same"``, ``"dropout"``, or ``"plan"``."""
+    if type(func) is str:  # an override's name
+        func = getattr(T, func)
+    kinds = {T.size: "size", T.dim: "dim", T.ndimension: "dim", T.numel: "numel", T.nelement: "numel", T.__len__: "len"}
+    if func in kinds:
+        return kinds[func]
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        raise NotImplementedError(
+            f"torch.compile: {func} with DTensors among its arguments is not traced; checkpoint modules that take and"
+            " give plain tensors (use_local_output=True), or checkpoint what is compiled"
+        )
+    if func in (F.dropout, torch.dropout):
+        return "dropout"
+    handler = dispatch._SPECIAL.get(func)
+    if handler is None or func is T.__getitem__:
+        return "plan"
+    known = {special._local: "local", special._same: "same", special._detach: "same"}
+    if handler in known:
+        return known[handler]
+    raise NotImplementedError(
+        f"torch.compile: {_shown(func)} of a DTensor is not traced; call it on the local part (to_local), or outside of"
+        " the compiled region (torch.compiler.disable)"
+    )
+
+
+def _shown(func: Any) -> str:
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+
+
+@constant
+def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes: Any) -> str:
+    """Plans a call; the name of it among ``_calls``. The layout of a plain tensor is None."""
+    func = getattr(T, func) if type(func) is str else func  # an override's name
+    kwargs = dict(zip(names, values, strict=True))
+    known = next(named(layout) for layout in layouts if layout is not None)
+    specs = []
+    for layout in layouts:
+        if layout is None:
+            raise NotImplementedError(
+                f"torch.compile: {_shown(func)} of a DTensor placed {known.placements} and a plain tensor; distribute"
+                " it (DTensor.from_local)"
+            )
+        specs.append(named(layout))
+    with torch.no_grad():
+        stand_ins = [
+            wrap(torch.empty(spec.local_shape, dtype=dtype, device="meta"), spec)
+            for spec, dtype in zip(specs, dtypes, strict=True)
+        ]
+        given = iter(stand_ins)
+        plan = dispatch.plan_for(func, _fill(args, given), {k: _fill(v, given) for k, v in kwargs.items()})
+    name = f"{_shown(func)} {len(_calls)}"
+    results = tuple(plan.outs) if plan.spec is None else (plan.spec,)
+    _calls[name] = _Call(plan.compute, args, kwargs, tuple(specs), results, plan.spec is not None, plan.copied)
+    return name
+
+
+def _fill(template: Any, tensors: Any) -> Any:
+    if type(template) in (list, tuple):
+        return type(template)([_fill(item, tensors) for item in template])
+    return next(tensors) if type(template) is str and template == HOLE else template
+
+
+_written: list[tuple[int, torch.dtype]] = []
+"""The numbers of elements and dtypes of the DTensors that were written in place, in the order of tracing."""
+
+
+@constant
+def note_write(func: Any, name: str, dtype: Any) -> None:
+    """A planned call was traced, perhaps one that writes to its first operand."""
+    if writes_first(getattr(T, func) if type(func) is str else func):
+        _written.append((math.prod(_calls[name].operands[0].shape), dtype))
+
+
+@constant
+def shape_of(layout: str) -> Any:
+    """The global shape, as constants: Dynamo takes numbers that it reads from a layout itself for ones that change."""
+    return tuple(named(layout).shape)
+
+
+@constant
+def taken(name: str, dtype: Any) -> Any:
+    """When a planned call gave a view that moved, and of how many elements; None where it gave something else."""
+    call = _calls[name]
+    return (len(_written), math.prod(call.operands[0].shape), dtype) if call.copied else None
+
+
+@constant
+def check_copy(func: Any, first: bool, taken: Any) -> bool:
+    """Refuses a call on a view that moved; whether its results are views of that.
+
+    Args:
+        func: what is called.
+        first: the view is its first argument.
+        taken: see `taken`.
+
+    Raises:
+        NotImplementedError: it would write the view, or would read it after a write that may have been to its source.
+    """
+    func = getattr(T, func) if type(func) is str else func
+    if first and writes_first(func):
+        raise NotImplementedError(
+            f"{REFUSED}: {_shown(func)} would not reach its source. Write to the source by index or mask outside of the"
+            " region, or clone() the view first"
+        )
+    since, numel, dtype = taken
+    if any(count <= numel and kind == dtype for count, kind in _written[since:]):
+        raise NotImplementedError(
+            f"{REFUSED}, and a DTensor that may be what it is a view of was written in place since: {_shown(func)}"
+            " would read the old value. Take the view after the write, or clone() it before"
+        )
+    return first and func in VIEWS
+
+
+@constant
+def refuse_moved(func: Any) -> None:
+    """Refuses a view that moved outside of the region.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"torch.compile: {_shown(func)} of a DTensor that is a view of another one and had to be moved: it follows its"
+        " source, which a graph can't; clone() it before the compiled region"
+    )
+
+
+@constant
+def results(name: str) -> tuple[TensorSpec, ...]:
+    """The layouts of a planned call's results."""
+    return _calls[name].results
+
+
+@constant
+def is_single(name: str) -> bool:
+    """Whether a planned call has one result."""
+    return _calls[name].single
+
+
+_PLACEMENTS = {kind.__name__: kind for kind in (Shard, StridedShard, RaggedShard, Replicate, Partial)}
+
+
+def placements_of(written: Any) -> tuple[Placement, ...]:
+    """The placements of which ``texts`` made constants."""
+    return tuple([_PLACEMENTS[kind](*args) for kind, args in written])
+
+
+@constant
+def placed(have: str, written: Any) -> TensorSpec:
+    """The layout ``have`` with other placements, each as its kind and arguments."""
+    spec = named(have)
+    placements = normalize(placements_of(written), spec.mesh, len(spec.shape), "redistribute")
+    return spec.with_placements(placements)
+
+
+@constant
+def replicated(have: str) -> TensorSpec:
+    """The layout ``have``, replicated on every axis."""
+    spec = named(have)
+    return spec.with_placements([Replicate()] * spec.mesh.ndim)
+
+
+@constant
+def shows_varying(have: str, written: Any) -> Any:
+    """What varies where a DTensor's local part is taken, for its ``grad_placements``."""
+    placements = placements_of(written)
+    return varying(named(have), placements)
+
+
+def mesh_of(key: Any) -> DeviceMesh:
+    """The mesh of which a traced function knows ``mesh._key``, a constant."""
+    device_type, shape, ranks, names = key
+    found = next((mesh for mesh in meshes() if mesh._key == key), None)
+    return found or DeviceMesh(device_type, np.array(ranks).reshape(shape), names, _init_groups=False)
+
+
+@constant
+def laid_out(mesh: Any, written: Any, local: Any, shape: Any, watched: bool) -> TensorSpec:
+    """The layout of ``DTensor.from_local``."""
+    return layout_of(local, mesh_of(mesh), placements_of(written), shape, watched)
+
+
+# ---- in the graph ----
+def execute(name: str, *operands: torch.Tensor) -> Any:
+    """The local part of a planned call."""
+    call = _calls[name]
+    with _off():
+        for operand, spec in zip(operands, call.operands, strict=True):
+            operand._spec = spec  # type: ignore[attr-defined]
+        given = iter(operands)
+        return call.compute(_fill(call.args, given), {k: _fill(v, given) for k, v in call.kwargs.items()})
+
+
+def move(name: str, have: str, want: str, x: torch.Tensor) -> torch.Tensor:
+    """A redistribution; ``name`` says of which kind."""
+    src, dst = named(have), named(want)
+    with _off():
+        if src is dst:
+            return x.view_as(x)
+        if name == "shared":
+            x._spec = src  # type: ignore[attr-defined]
+            return autograd.convert(x, dst)
+        return autograd.move(x, src, dst)
+
+
+def vary(have: str, vary: Any, x: torch.Tensor) -> torch.Tensor:
+    """A local part that varies, by axis, from here on."""
+    with _off():
+        x._spec = named(have)  # type: ignore[attr-defined]
+        return autograd.convert(x, named(have), vary)

@@ -1,0 +1,1 @@
+"""Redistribution on PyTorch."""

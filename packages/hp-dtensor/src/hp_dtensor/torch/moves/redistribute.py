@@ -1,0 +1,177 @@
+"""Run a redistribution plan on this rank's local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hp_dtensor.redistribution.cuts import Cut, Place
+from hp_dtensor.redistribution.planner import plan
+from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
+from hp_dtensor.torch.moves import exchange
+from hp_dtensor.torch.moves.exchange import Run
+from hp_platform.extend import when_groups_end
+
+if TYPE_CHECKING:
+    from hp_dtensor.layout.spec import TensorSpec
+
+__all__ = ["as_movable", "clear_cache", "execute"]
+
+_programs: dict[tuple[TensorSpec, TensorSpec], tuple[Run, ...]] = {}
+_MAX_PROGRAMS = 8192
+
+_detach = torch.Tensor.detach
+
+_NATIVE = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
+)
+"""What every backend can send and reduce; other types travel as one of these."""
+_SAME_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+_BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
+
+
+def execute(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> torch.Tensor:
+    """This rank's part under ``spec_to`` of the tensor whose part under ``spec_from`` is ``local``. No autograd.
+
+    Args:
+        local: this rank's part; not changed. A DTensor is taken as the local tensor that it is.
+        spec_from: what ``local`` is.
+        spec_to: what is wanted, of the same mesh and shape.
+
+    Returns:
+        A plain contiguous tensor. It shares memory with ``local`` only where the plan is empty.
+
+    Raises:
+        ValueError: if the meshes or the shapes of the two specs differ, or ``local`` has another shape than
+            ``spec_from`` says.
+        TypeError: for a reduction that the dtype doesn't have (of bool, sum and max are "or", product and min "and").
+    """
+    program = _programs.get((spec_from, spec_to))
+    if program is None:
+        program = _prepare(spec_from, spec_to)
+    with torch._C.DisableTorchFunctionSubclass():
+        local = _detach(local)
+        if type(local) is not torch.Tensor:
+            return _in_graph(local, spec_from, spec_to)
+        if local.shape != spec_from.local_shape:
+            raise ValueError(
+                f"redistribute: the local tensor has shape {tuple(local.shape)}, {spec_from.placements} of shape "
+                f"{spec_from.shape} on mesh {spec_from.mesh.shape} gives this rank {spec_from.local_shape}"
+            )
+        local = local.contiguous()
+        for run in program:
+            local = run(local)
+        return local
+
+
+_layouts: dict[str, TensorSpec] = {}
+
+
+def _in_graph(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> torch.Tensor:
+    """``execute`` as one operator, for a tensor that stands for another one while a graph is made.
+
+    Its layouts are texts, with this rank's place: ranks share compiled graphs on disk, and their parts may differ.
+    """
+    place = spec_from.mesh.get_coordinate()
+    names = f"{spec_from!r} at {place}", f"{spec_to!r} at {place}"
+    _layouts.update(zip(names, (spec_from, spec_to), strict=True))
+    return _operator()(local, *names)
+
+
+@cache
+def _operator() -> Any:
+    """``hp_dtensor::redistribute``: Note [Compiled regions run on local tensors] in `compiling`."""
+
+    def run(local: torch.Tensor, have: str, want: str) -> torch.Tensor:
+        made = execute(local, _layouts[have], _layouts[want])
+        return made.clone() if made.data_ptr() == local.data_ptr() else made
+
+    def shaped(local: torch.Tensor, have: str, want: str) -> torch.Tensor:
+        return local.new_empty(_layouts[want].local_shape)
+
+    library = torch.library.Library("hp_dtensor", "DEF")
+    _kept.append(library)
+    library.define("redistribute(Tensor local, str have, str want) -> Tensor")
+    library.impl("redistribute", run, "CompositeExplicitAutograd")
+    torch.library.register_fake("hp_dtensor::redistribute", shaped, lib=library)
+    return torch.ops.hp_dtensor.redistribute.default
+
+
+_kept: list[Any] = []  # a library that is collected takes its operators along
+
+
+@when_groups_end
+def clear_cache() -> None:
+    """Forget all prepared plans, and with them the process groups that they hold."""
+    _programs.clear()
+
+
+def _prepare(spec_from: TensorSpec, spec_to: TensorSpec) -> tuple[Run, ...]:
+    mesh = spec_from.mesh
+    if mesh != spec_to.mesh:
+        raise ValueError(f"redistribute: the tensor is on {mesh!r}, the target on {spec_to.mesh!r}: one mesh is needed")
+    if spec_from.shape != spec_to.shape:
+        raise ValueError(f"redistribute: shape {spec_from.shape} cannot become {spec_to.shape}: only placements change")
+    coordinate = mesh.get_coordinate()
+    steps = plan(spec_from.placements, spec_to.placements, spec_from.shape, tuple(mesh.shape))
+    program: list[Run] = []
+    if coordinate is not None:  # a rank outside the mesh holds nothing and takes part in nothing
+        for step in steps:
+            place = Place.of(step, spec_from.shape, mesh.shape, coordinate, mesh.group_order(step.axis))
+            group = mesh.get_group(step.axis) if place.n > 1 else None
+            program.append(_runner(step, place, group, owned=bool(program)))
+    if len(_programs) >= _MAX_PROGRAMS:
+        _programs.clear()
+    found = _programs[spec_from, spec_to] = tuple(program)
+    return found
+
+
+def _runner(step: Step, place: Place, group: Any, *, owned: bool) -> Run:
+    """The function that does a step. ``owned``: its argument may be overwritten."""
+    if isinstance(step, Slice):
+        return exchange.slice_(step.target, place)
+    if place.n == 1:  # only a RaggedShard is undone or made on an axis of one rank
+        return lambda local: local.clone().view(place.after)
+    if isinstance(step, AllReduce):
+        return _reducing(lambda op: exchange.all_reduce(op, place, group, owned=owned), step.op)
+    if isinstance(step, ReduceScatter):
+        cut = Cut.of(step.target, place)
+        return _reducing(lambda op: exchange.reduce_scatter(op, cut, place, group), step.op)
+    if isinstance(step, AllGather):
+        return as_movable(exchange.all_gather(Cut.of(step.source, place), place, group))
+    if isinstance(step, AllToAll):
+        return as_movable(exchange.all_to_all(step, place, group))
+    return exchange.to_partial(step.op, place)
+
+
+def _reducing(make: Callable[[str], Run], op: str) -> Run:
+    run = make(op)
+
+    def reduce(local: torch.Tensor) -> torch.Tensor:
+        dtype = local.dtype
+        if dtype in _NATIVE:
+            return run(local)
+        if dtype is torch.bool and op in _BOOL_OPS:
+            return make(_BOOL_OPS[op])(local.view(torch.uint8)).view(torch.bool)
+        if dtype.is_complex and op in ("sum", "avg"):
+            return run(local)
+        if dtype in (torch.int16, torch.uint16):
+            return run(local.to(torch.int32)).to(dtype)
+        raise TypeError(f"redistribute: a {dtype} tensor cannot be reduced by {op!r}; convert it first")
+
+    return reduce
+
+
+def as_movable(run: Run) -> Run:
+    """``run``, which only moves elements, for every dtype: those that backends can't send travel as another."""
+
+    def move(local: torch.Tensor) -> torch.Tensor:
+        dtype = local.dtype
+        if dtype in _NATIVE or dtype.is_complex:
+            return run(local)
+        return run(local.view(_SAME_BITS[dtype.itemsize])).view(dtype)
+
+    return move

@@ -1,0 +1,246 @@
+"""Redistribution to any layout: on one mesh, to another mesh, and beside what follows.
+
+Note [Every rank of both meshes takes part]
+    A transfer is one all-to-all among the ranks of the two meshes. A rank of the target mesh alone has a DTensor on the
+    source mesh all the same: its part is empty, of the tensor's dtype and ``requires_grad``, which is what
+    ``distribute_tensor`` and ``from_local(..., shape=)`` give outside a mesh. In backward, the gradient goes the same
+    way back, so these ranks run backward, too; on a rank outside, operations compute on empty parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+
+from hp_dtensor.layout.layout import Layout, as_placements
+from hp_dtensor.layout.placements import Placement
+from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.mesh.device_mesh import DeviceMesh
+from hp_dtensor.redistribution.transfer import Box, Move, Transfer, plan_transfer
+from hp_dtensor.torch.backward import autograd
+from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
+from hp_dtensor.torch.moves import pending
+from hp_dtensor.torch.moves.borders import redistribute_in
+from hp_dtensor.torch.moves.redistribute import as_movable, execute
+from hp_dtensor.torch.views.kept import drop
+from hp_platform import get_platform
+from hp_platform.extend import when_groups_end
+
+__all__ = ["execute_transfer", "relayout"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+_MAX_BOXES = 64
+"""Up to so many boxes of a move are copied one by one; more are copied through their elements' indices."""
+
+
+def relayout(
+    x: DTensor,
+    device_mesh: DeviceMesh | Layout | None,
+    placements: Sequence[Placement] | None,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """See ``DTensor.redistribute``."""
+    if async_op and pending.possible(x):
+        return pending.aside(x, lambda: relayout(x, device_mesh, placements, False, forward_dtype, backward_dtype))
+    have = x._spec
+    if forward_dtype is not None or backward_dtype is not None:
+        mesh, wanted = as_placements(device_mesh, placements, have.mesh, "redistribute")
+        if mesh != have.mesh:
+            raise NotImplementedError(
+                f"redistribute: forward_dtype and backward_dtype together with another mesh, {mesh} for {have.mesh},"
+                " are not supported; cast first: x.to(dtype).redistribute(mesh, placements)"
+            )
+        spec = have.with_placements(normalize(wanted, mesh, len(have.shape), "redistribute"))
+        return redistribute_in(x, spec, forward_dtype, backward_dtype)
+    if device_mesh is have.mesh and isinstance(placements, (list, tuple)) and tuple(placements) == have.placements:
+        return redistribute(x, have)
+    mesh, wanted = as_placements(device_mesh, placements, have.mesh, "redistribute")
+    wanted = normalize(wanted, mesh, len(have.shape), "redistribute")
+    if mesh == have.mesh:
+        return redistribute(x, have.with_placements(wanted))
+    if mesh.device_type != have.mesh.device_type:
+        raise ValueError(
+            f"redistribute: the tensor is on {have.mesh}, asked for {mesh}: a mesh of {mesh.device_type}; meshes of one"
+            " kind of device are needed"
+        )
+    if mesh.shape == have.mesh.shape and (mesh.ranks == have.mesh.ranks).all():  # the names alone differ
+        made = redistribute(x, have.with_placements(wanted))
+        vars(made).pop("_moved_from", None)
+        return wrap(made, TensorSpec.of(mesh, wanted, have.shape))
+    plan_transfer(Layout.of(have.mesh, have.placements), Layout.of(mesh, wanted), have.shape)  # for its errors
+    spec = TensorSpec.of(mesh, wanted, have.shape)
+    with torch._C.DisableTorchFunctionSubclass():
+        return wrap(_move(_impl(torch.Tensor.view_as, (), (x, x)), have, spec), spec)
+
+
+class _Transfer(torch.autograd.Function):
+    """Moves a local tensor from a layout on one mesh to a layout on another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
+        ctx.layouts = src, dst
+        return execute_transfer(x, src, dst).detach()  # no view of a buffer: it may be written
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        drop(None)
+        src, dst = ctx.layouts
+        scale = _ranks_averaged(dst) / _ranks_averaged(src)
+        moved = autograd.read_in_parts(_move(grad, autograd.grad_spec(dst), autograd.grad_spec(src)), src)
+        return (moved if scale == 1.0 else moved * scale), None, None
+
+
+def _move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _Transfer.apply(local, src, dst)
+    return execute_transfer(local, src, dst)
+
+
+def _ranks_averaged(spec: TensorSpec) -> int:
+    return prod(n for n, p in zip(spec.mesh.shape, spec.placements, strict=True) if p.is_partial("avg"))
+
+
+def execute_transfer(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
+    """This rank's part under ``dst`` of the tensor whose part under ``src`` is ``local``. No autograd.
+
+    Collective over the ranks of both meshes; others return an empty part and do nothing.
+
+    Args:
+        local: this rank's part, empty outside the mesh of ``src``; not changed. Of one dtype on all ranks.
+        src: what ``local`` is.
+        dst: what is wanted, on another mesh.
+
+    Returns:
+        A plain contiguous tensor that shares no memory with ``local``.
+
+    Raises:
+        ValueError: if placements don't fit, or ``local`` has another shape than ``src`` says; before anything is sent.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        local = local.detach()
+        if tuple(local.shape) != tuple(src.local_shape):
+            raise ValueError(
+                f"redistribute: the local tensor has shape {tuple(local.shape)}, {src.placements} of shape {src.shape} "
+                f"on {src.mesh} gives rank {src.mesh.get_rank()} {tuple(src.local_shape)}"
+            )
+        program = _program(src, dst)
+        local = program.exchange(execute(local, src, program.sent))
+        return execute(local, program.received, dst)
+
+
+class _Program:
+    """A transfer as this rank does it."""
+
+    def __init__(self, src: TensorSpec, dst: TensorSpec) -> None:
+        way: Transfer = plan_transfer(
+            Layout.of(src.mesh, src.placements), Layout.of(dst.mesh, dst.placements), src.shape
+        )
+        assert way.sent.placements is not None and way.received.placements is not None
+        self.sent = src.with_placements(way.sent.placements)
+        self.received = dst.with_placements(way.received.placements)
+        self.rank = me = src.mesh.get_rank()
+        self.ranks = way.ranks if me in way.ranks and way.sends else ()
+        gives, gets = src.mesh.get_coordinate() is not None, dst.mesh.get_coordinate() is not None
+        self.moves_from = way.moves_from(me) if gives else ()
+        self.moves_to = way.moves_to(me) if gets else ()
+        self.view = way.view(way.sent, me) if gives else (0,)
+        self.after = way.view(way.received, me) if gets else ()
+        self.fill = way.fill(me) if gets else None
+
+    def exchange(self, local: torch.Tensor) -> torch.Tensor:
+        """What this rank holds in the layout received."""
+        out = as_movable(self._exchange)(local)
+        return out if self.fill is None else out.fill_(self.fill)
+
+    def _exchange(self, local: torch.Tensor) -> torch.Tensor:
+        make = local.new_empty if self.moves_to else local.new_zeros  # of a scalar a rank outside holds a zero
+        out = make(self.received.local_shape)
+        whole = local.contiguous().view(self.view) if self.moves_from else local
+        parts = out.view(self.after) if self.moves_to else out
+        for move in self.moves_to:
+            if move.source == self.rank:
+                _write(parts, move, _read(whole, move))
+        if not self.ranks:
+            return out
+        outgoing = {move.destination: move for move in self.moves_from if move.destination != self.rank}
+        incoming = {move.source: move for move in self.moves_to if move.source != self.rank}
+        sizes_out = [outgoing[rank].elements if rank in outgoing else 0 for rank in self.ranks]
+        sizes_in = [incoming[rank].elements if rank in incoming else 0 for rank in self.ranks]
+        packed = [_read(whole, outgoing[rank]).reshape(-1) for rank in self.ranks if rank in outgoing]
+        sent = packed[0].contiguous() if len(packed) == 1 else torch.cat(packed) if packed else local.new_empty(0)
+        got = local.new_empty(sum(sizes_in))
+        platform = get_platform()
+        platform.collectives.all_to_all(got, sent, sizes_in, sizes_out, group=platform.groups.new_group(self.ranks))
+        for rank, piece in zip(self.ranks, got.split(sizes_in), strict=True):
+            if rank in incoming:
+                _write(parts, incoming[rank], piece.view(incoming[rank].sizes))
+        return out
+
+
+@lru_cache(maxsize=1024)
+def _program(src: TensorSpec, dst: TensorSpec) -> _Program:
+    return _Program(src, dst)
+
+
+when_groups_end(_program.cache_clear)
+
+
+# ---- copies ----
+def _read(whole: torch.Tensor, move: Move) -> torch.Tensor:
+    """The elements of a move, of shape ``move.sizes``; a view where they are one box."""
+    if _boxes(move.taken) == 1:
+        return _narrow(whole, [runs[0] for runs in move.taken])
+    if _boxes(move.taken) > _MAX_BOXES:
+        return whole[_grid(move.taken, whole.device)]
+    piece = whole.new_empty(move.sizes)
+    for inside, outside in _each_box(move.taken):
+        _narrow(piece, inside).copy_(_narrow(whole, outside))
+    return piece
+
+
+def _write(parts: torch.Tensor, move: Move, piece: torch.Tensor) -> None:
+    if _boxes(move.put) > _MAX_BOXES:
+        parts[_grid(move.put, parts.device)] = piece
+        return
+    for inside, outside in _each_box(move.put):
+        _narrow(parts, outside).copy_(_narrow(piece, inside))
+
+
+def _boxes(box: Box) -> int:
+    return prod(map(len, box))
+
+
+def _each_box(box: Box) -> Iterator[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+    """For each box: where it lies in the move's piece, and where in the local tensor."""
+    placed = []
+    for runs in box:
+        offset, found = 0, []
+        for start, length in runs:
+            found.append(((offset, length), (start, length)))
+            offset += length
+        placed.append(found)
+    for each in product(*placed):
+        yield [inside for inside, _ in each], [outside for _, outside in each]
+
+
+def _narrow(tensor: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tensor:
+    for dim, (start, length) in enumerate(box):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _grid(box: Box, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Indices of all elements, a tensor for each run that broadcasts with the others."""
+    found = []
+    for run, runs in enumerate(box):
+        index = torch.cat([torch.arange(start, start + length, device=device) for start, length in runs])
+        found.append(index.view(*[-1 if other == run else 1 for other in range(len(box))]))
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Torch functions on DTensors: dispatch, plans, bindings and what runs on local tensors."""

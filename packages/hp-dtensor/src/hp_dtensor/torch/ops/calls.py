@@ -1,0 +1,43 @@
+"""Calls of torch functions: the functions of a name, the name of a function, the tensors among its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import GetSetDescriptorType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor.torch.ops import aten
+
+__all__ = ["functions_of", "name_of", "tensors_of"]
+
+T = torch.Tensor
+
+
+def functions_of(names: str) -> list[Any]:
+    """Find the torch functions of these names, wherever torch has them."""
+    internal: Any = torch._C
+    places = (torch, T, F, torch.special, torch.linalg, torch.functional, internal._nn, internal._VariableFunctions)
+    found = {getattr(place, name): None for name in names.split() for place in places if hasattr(place, name)}
+    return [func for func in found if callable(func)]
+
+
+def name_of(func: Any) -> str:
+    """Name a torch function, a method, an attribute's reader or an operator, for an error."""
+    owner = getattr(func, "__self__", None)
+    if isinstance(owner, GetSetDescriptorType):  # an attribute that is read or set
+        return f"Tensor.{owner.__name__}" + ("" if func.__name__ == "__get__" else f".{func.__name__}")
+    if aten.is_operator(func):
+        return aten.name_of(func)
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+
+
+def tensors_of(args: Any, kwargs: Any) -> Iterator[T]:
+    """List the tensors among the arguments of a call, those in lists too."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, T):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_of(value, {})

@@ -1,0 +1,291 @@
+"""The torch functions, each bound to a rule: the one table to look in for what is supported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hp_dtensor.rules.library import RULES
+from hp_dtensor.torch.ops import filling, local, result_shapes
+from hp_dtensor.torch.ops.calls import functions_of
+from hp_dtensor.torch.ops.plans import Binding
+from hp_platform.torch import heavy
+
+__all__ = ["BINDINGS", "bind"]
+
+T = torch.Tensor
+BINDINGS: dict[Any, Binding] = {}
+_REQUIRED = object()
+
+
+def _signature(text: str) -> tuple[tuple[str, Any], ...]:
+    made = []
+    for token in text.split():
+        name, _, default = token.partition("=")
+        made.append((name, {"None": None, "True": True, "False": False, "": None}.get(default, default)))
+        if default.lstrip("-").isdigit():
+            made[-1] = (name, int(default))
+    return tuple(made)
+
+
+def bind(rule: str, functions: Any, signature: str | None = None, operands: str | None = None, **options: Any) -> None:
+    """Binds torch functions to a rule.
+
+    Example:
+        >>> bind("whole_dims", torch.cumsum, "input dim dtype=None", "input")
+
+    Args:
+        rule: name of a rule of ``hp_dtensor.rules``, or ``"view"``.
+        functions: a function, a list of functions, or a string of names that are looked up in torch's namespaces.
+        signature: parameter names in positional order, ``name=default`` where they may be absent. Needed where the rule
+            reads arguments.
+        operands: the tensor parameters that the rule reads, in its order; default every tensor argument.
+        options: other fields of ``Binding``.
+
+    Raises:
+        ValueError: no such rule, or no function of these names.
+        TypeError: what is no function.
+    """
+    if rule != "view" and rule not in RULES:
+        raise ValueError(f"bind: no rule {rule!r}; the rules are {sorted(RULES)}")
+    binding = Binding(
+        rule,
+        None if signature is None else _signature(signature),
+        None if operands is None else tuple(operands.split()),
+        **options,
+    )
+    found = (
+        functions_of(functions)
+        if isinstance(functions, str)
+        else functions
+        if isinstance(functions, list)
+        else [functions]
+    )
+    if not found:
+        raise ValueError(f"bind: no searched namespace of torch has {functions!r}; pass the functions")
+    for func in found:
+        if not callable(func):
+            raise TypeError(f"bind: {func!r} is not a function")
+        BINDINGS[func] = binding
+
+
+def _bind_pointwise() -> None:
+    """Element-by-element functions, with their in-place forms and operators."""
+    nonlinear = """abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atan2 arctan2
+        atanh bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift ceil celu clamp
+        clamp_max clamp_min clip copysign cos cosh deg2rad digamma elu eq equal_ erf erfc erfinv exp exp2 expit expm1
+        fix float_power floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardshrink
+        hardsigmoid hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal lcm
+        ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
+        logical_not logical_or logical_xor logit logsigmoid lt mish nan_to_num ne nextafter not_equal
+        pow polygamma rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin
+        sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc true_divide_ xlogy
+        xlog1py where masked_fill addcmul addcdiv bool int long short char byte igamma igammac mvlgamma angle polar
+        complex frexp __and__ __or__ __xor__ __rand__
+        __ror__ __rxor__ __invert__ __lshift__ __rshift__ __rpow__ __rsub__ __rtruediv__ __rdiv__ __rfloordiv__
+        __floordiv__ __mod__ __rmod__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __abs__ fill"""
+    special = """airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u
+        chebyshev_polynomial_v chebyshev_polynomial_w entr erfcx gammainc gammaincc gammaln hermite_polynomial_h
+        hermite_polynomial_he i0e i1 i1e laguerre_polynomial_l legendre_polynomial_p log_ndtr modified_bessel_i0
+        modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln ndtr ndtri psi scaled_modified_bessel_k0
+        scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+        shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w spherical_bessel_j0 zeta"""
+    bind("pointwise", nonlinear + " " + special)
+    for name in nonlinear.split():
+        if not name.startswith("_") and not name.endswith("_") and functions_of(f"{name}_"):
+            bind("pointwise", f"{name}_", in_place=True)
+    bind(
+        "pointwise", "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __ifloordiv__ __imod__", in_place=True
+    )
+    bind("add", "add sub subtract __add__ __radd__ __sub__", shape=result_shapes.broadcast)
+    bind("add", "add_ sub_ subtract_ __iadd__ __isub__", in_place=True)
+    bind("copy", "copy_", in_place=True)
+    bind("mul", "mul multiply __mul__ __rmul__", shape=result_shapes.broadcast)
+    bind("mul", "mul_ multiply_ __imul__", in_place=True)
+    bind(
+        "div",
+        "div divide true_divide __truediv__ __div__",
+        "input other rounding_mode=None",
+        "input other",
+        shape=result_shapes.broadcast,
+    )
+    bind(
+        "div",
+        "div_ divide_ true_divide_ __itruediv__ __idiv__",
+        "input other rounding_mode=None",
+        "input other",
+        in_place=True,
+    )
+    bind(
+        "linear_unary",
+        "neg negative conj conj_physical resolve_conj resolve_neg __neg__ real imag",
+    )
+    bind("copy", "clone contiguous positive alias __pos__")
+    bind("linear_unary", "neg_ negative_ conj_physical_", in_place=True)
+    bind("pointwise", "fill_ zero_", in_place=True, solve=filling.solve, local=filling.fill)
+    internal: Any = torch._C
+    for wrapper, kernel in ((F.silu, internal._nn.silu), (F.relu, torch.relu)):
+        bind("pointwise", wrapper, local=local.unwrapped(kernel))
+    bind("pointwise", "float double half bfloat16 cfloat cdouble chalf type", like=True)
+    bind("to", "to cpu cuda", like=True, arguments=local.to_arguments)
+    bind("pointwise", "type_as", like=True)
+    bind("maximum", "maximum")
+    bind("minimum", "minimum")
+    bind("forgetful", "zeros_like ones_like full_like empty_like")
+
+
+def _bind_products() -> None:
+    bind("matmul", "matmul mm bmm mv __matmul__ dot")
+    bind("outer", "outer ger")
+    names, shape = ("input weight bias=None", "input weight bias"), result_shapes.linear
+    bind("linear", F.linear, *names, local=local.biased, shape=shape)
+    bind("linear", heavy.linear, *names, local=local.biased, shape=shape)
+    bind("einsum", torch.einsum, arguments=local.einsum_arguments)
+    bind(
+        "embedding",
+        F.embedding,
+        "input weight padding_idx=None max_norm=None norm_type=2 scale_grad_by_freq=False sparse=False",
+        "input weight",
+        local=local.embedding,
+    )
+    names = "input mat2 offs=None bias=None out_dtype=None"
+    bind("grouped_matmul", "grouped_mm _grouped_mm", names, "input mat2 offs")
+    bind(
+        "attention",
+        F.scaled_dot_product_attention,
+        "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False",
+        "query key value attn_mask",
+        local=local.attention,
+    )
+    bind(
+        "norm",
+        [F.layer_norm, torch.layer_norm],
+        "input normalized_shape weight=None bias=None eps=None cudnn_enable=True",
+        "input weight bias",
+    )
+    bind("norm", [F.rms_norm, torch.rms_norm], "input normalized_shape weight=None eps=None", "input weight")
+    bind(
+        "cross_entropy",
+        F.cross_entropy,
+        "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean label_smoothing=0",
+        "input target weight",
+        local=local.cross_entropy,
+    )
+    bind(
+        "cross_entropy",
+        F.nll_loss,
+        "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean",
+        "input target weight",
+        local=local.cross_entropy,
+    )
+
+
+def _bind_reductions() -> None:
+    one = ("input dim=None keepdim=False dtype=None", "input")
+    bind("sum", "sum", *one, shape=result_shapes.reduced)
+    bind("mean", "mean", *one, local=local.mean, shape=result_shapes.reduced)
+    bind("amax", "amax", *one)
+    bind("amin", "amin", *one)
+    bind("product", "prod", *one)
+    bind("max", "any", *one)
+    bind("min", "all", *one)
+    bind("whole_reduction", "argmax argmin nansum nanmean count_nonzero median nanmedian mode aminmax logsumexp", *one)
+    statistics = "input dim=None unbiased=True keepdim=False correction=None"
+    bind("statistics", "var std var_mean std_mean", statistics, "input", arguments=local.statistics_arguments)
+    bind("whole_reduction", torch.linalg.vector_norm, "x ord=2 dim=None keepdim=False dtype=None", "x")
+    bind("histogram", "histc", "input bins=100 min=0 max=0", "input")
+    bind("whole_dims", "softmax log_softmax", "input dim=-1 dtype=None", "input")
+    bind("whole_dims", [F.softmax, F.log_softmax, F.softmin], "input dim=-1 _stacklevel=3 dtype=None", "input")
+    bind("whole_dims", "cummax cummin cumprod logcumsumexp", "input dim dtype=None", "input")
+    bind("whole_dims", "sort argsort", "input dim=-1 descending=False stable=False", "input")
+    bind("whole_dims", "topk", "input k dim=-1 largest=True sorted=True", "input")
+    bind("whole_dims", "kthvalue", "input k dim=-1 keepdim=False", "input", arguments=local.all_dims)
+    bind("linear_whole_dims", "cumsum", "input dim dtype=None", "input")
+    bind("whole_dims", F.normalize, "input p=2 dim=1 eps=None out=None", "input")
+    bind("whole_dims", F.glu, "input dim=-1", "input")
+
+
+def _bind_moves() -> None:
+    bind("view", "view reshape flatten unflatten squeeze unsqueeze", local=local.view)
+    bind("view", "ravel", local=local.view)
+    bind("permute", "permute", local=None, arguments=local.permute_arguments)
+    bind("permute", "transpose swapdims", "input dim0 dim1", "input", arguments=local.transpose_arguments)
+    bind("permute", "swapaxes", "input axis0 axis1", "input", arguments=local.transpose_arguments)
+    bind("permute", "movedim moveaxis", "input source destination", "input", arguments=local.movedim_arguments)
+    bind("permute", "t adjoint", arguments=local.reverse_arguments)
+    bind("permute", [T.T.__get__, T.mT.__get__], arguments=local.reverse_arguments)  # type: ignore[attr-defined]
+    bind("expand", "expand broadcast_to", local=local.expand)
+    bind("cat", "cat concat concatenate", "tensors dim=0", "tensors")
+    bind("stack", "stack", "tensors dim=0", "tensors")
+    bind("moved_whole_dims", "flip", "input dims", "input", arguments=local.flip_arguments)
+    bind("moved_whole_dims", "roll", "input shifts dims=None", "input", arguments=local.flip_arguments)
+    bind("linear_whole_dims", "tril triu", "input diagonal=0", "input", arguments=local.last_two)
+    bind("moved_whole_dims", "split split_with_sizes tensor_split", "input split_size_or_sections dim=0", "input")
+    bind("moved_whole_dims", "chunk unsafe_chunk", "input chunks dim=0", "input")
+    bind("moved_whole_dims", "narrow", "input dim start length", "input")
+    bind(
+        "moved_whole_dims",
+        "repeat_interleave",
+        "input repeats dim=None output_size=None",
+        "input",
+        arguments=local.repeat_interleave,
+    )
+    bind("expand", "repeat tile", hot=False)
+    bind("pairs", "view_as_real view_as_complex")
+    bind("unbind", "unbind", "input dim=0", "input")
+    bind("index", "select", "input dim index", "input", arguments=local.select_arguments)
+    bind("index", T.__getitem__, arguments=local.index_arguments, local=local.index, hot=False)  # tensors: indexing
+    bind("index", "index_select", "input dim index", "input index", arguments=local.index_select_arguments)
+    bind("masked_gather", "gather", "input dim index sparse_grad=False", "input index", local=local.gather)
+    bind("gather", "take_along_dim", "input indices dim=None", "input indices")
+    bind("pad", F.pad, "input pad mode=constant value=None", "input", arguments=local.pad_arguments)
+
+
+def _bind_neural() -> None:
+    images = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
+    transposed = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
+    for names, signature in (
+        ("conv1d conv2d conv3d", images),
+        ("conv_transpose1d conv_transpose2d conv_transpose3d", transposed),
+    ):
+        operands = {"operands": "input weight bias", "arguments": local.convolution_arguments, "local": local.biased}
+        bind("convolution", names, signature, **operands)
+    pools = """avg_pool{0}d max_pool{0}d max_pool{0}d_with_indices adaptive_avg_pool{0}d adaptive_max_pool{0}d
+        adaptive_max_pool{0}d_with_indices lp_pool{0}d"""
+    for dims in (1, 2, 3):
+        bind("leading", pools.format(dims), arguments=local.trailing(dims))
+    bind("leading", "interpolate upsample upsample_nearest upsample_bilinear", arguments=local.trailing(-2))
+    bind("leading", "pixel_shuffle pixel_unshuffle", arguments=local.trailing(3))
+    bind("leading", F.unfold, arguments=local.trailing(3))
+    bind("leading", "channel_shuffle grid_sample", arguments=local.trailing(-1))
+    norm = "input num_groups weight=None bias=None eps=0 cudnn_enabled=True"
+    free = {
+        "arguments": lambda call: {"free": (0,)},
+        "local": lambda call: torch.group_norm,
+    }  # F's counts a part's rows
+    bind("channels", "group_norm", norm, "input weight bias", **free)
+    norm = "input running_mean=None running_var=None weight=None bias=None use_input_stats=True momentum=0 eps=0"
+    bind(
+        "channels",
+        F.instance_norm,
+        norm,
+        "input running_mean running_var weight bias",
+        arguments=lambda call: {"free": (0, 1)},
+    )
+    bind(
+        "channels",
+        F.batch_norm,
+        "input running_mean running_var weight=None bias=None training=False momentum=0 eps=0",
+        "input running_mean running_var weight bias",
+        arguments=lambda call: {"free": range(len(call.specs[0].shape))},
+    )
+    bind("whole_dims", torch.ops.aten._safe_softmax.default, "input dim dtype=None", "input")
+
+
+_bind_pointwise()
+_bind_products()
+_bind_reductions()
+_bind_moves()
+_bind_neural()

@@ -1,0 +1,163 @@
+"""Functions of lists of tensors, ``torch._foreach_*`` and the fused steps of optimizers.
+
+Elements that lie alike are computed on the local tensors, in one call; others one by one, each by its own rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.ops import norms
+from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
+
+__all__ = ["each", "largest", "norm", "one_by_one"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_PREFIX = "_foreach_"
+T = torch.Tensor
+
+
+def each(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function that works element by element.
+
+    Raises:
+        ValueError: a fused step of tensors that do not lie alike.
+    """
+    values = (*args, *kwargs.values())
+    lists = [a for a in values if isinstance(a, (list, tuple)) and a and isinstance(a[0], T)]
+    first = lists[0] if lists else []
+    beside = getattr(first[0], "_spec", None) if first else None
+    wrong = _unlike(lists) or next((_place(a) for a in values if isinstance(a, T) and not _is_number(a, beside)), None)
+    if wrong is not None:
+        if not func.__name__.startswith(_PREFIX):
+            raise ValueError(f"{func.__name__}: {wrong}; redistribute them to one layout first, without a Partial")
+        return one_by_one(func, args, kwargs)
+    specs = (tensor._spec for tensor in first if isinstance(tensor, DTensor))
+    if func.__name__.endswith("_") and any(spec.thin and not spec.ragged for spec in specs):
+        refuse_overlaps_of_call(func, args, kwargs)
+    writes = func.__name__.endswith("_") and first and not _impl(T.is_inference, (), (first[0],))
+    before = _impl(_version, (), (first[0],)) if writes else None
+    out = _impl(func, (), args, kwargs)
+    if writes and before == _impl(_version, (), (first[0],)):  # torch_npu's kernels for lists don't count it
+        for written in lists[:1] if func.__name__.startswith(_PREFIX) else lists:
+            torch.autograd.graph.increment_version(written)
+    if isinstance(out, (list, tuple)):
+        for made, tensor in zip(out, first, strict=True):
+            if type(made) is T and isinstance(tensor, DTensor):
+                wrap(made, tensor._spec)
+    return out
+
+
+def _unlike(lists: Sequence[Any]) -> str | None:
+    """The first element that does not lie alike in all lists, in words; None where all do."""
+    first = lists[0] if lists else ()
+    for index, tensor in enumerate(first):
+        spec = getattr(tensor, "_spec", None)
+        if spec is not None and spec.partial:
+            return f"element {index} is {_place(tensor)}"
+        for other in lists[1:]:
+            if len(other) == len(first) and getattr(other[index], "_spec", None) is not spec:
+                if other[index].dim() or not _is_number(other[index], spec):
+                    return f"element {index} is {_place(tensor)} in one list and {_place(other[index])} in another"
+    return None
+
+
+def _is_number(tensor: T, beside: TensorSpec | None) -> bool:
+    """Whether a tensor is the same number, or numbers, on every rank of the layout ``beside``, without a gradient."""
+    if beside is None or (torch.is_grad_enabled() and tensor.requires_grad):
+        return False
+    return tensor._spec.replicated and tensor._spec.mesh == beside.mesh if isinstance(tensor, DTensor) else True
+
+
+def _place(tensor: Any) -> str:
+    if isinstance(tensor, DTensor):
+        return f"a DTensor of shape {tuple(tensor.shape)} placed {tensor._spec.placements}"
+    return f"a plain tensor of shape {tuple(tensor.shape)}"
+
+
+# ---- one by one ----
+def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function of lists as the function of one tensor, for each element.
+
+    Raises:
+        NotImplementedError: torch has no such function of one tensor.
+        RuntimeError: lists of different lengths.
+    """
+    values = (*args, *kwargs.values())
+    count = max(len(value) for value in values if isinstance(value, (list, tuple)))
+    for value in values:
+        if isinstance(value, (list, tuple)) and len(value) != count:
+            raise RuntimeError(f"{func.__name__}: lists of {count} and of {len(value)} elements")
+    single = _single(func)
+
+    def at(value: Any, index: int) -> Any:
+        if isinstance(value, (list, tuple)):
+            return value[index]
+        return value[index].item() if isinstance(value, T) and value.dim() else value  # a tensor of numbers
+
+    made = [
+        single(*(at(value, index) for value in args), **{name: at(value, index) for name, value in kwargs.items()})
+        for index in range(count)
+    ]
+    return None if func.__name__.endswith("_") else tuple(made)
+
+
+def _single(func: Any) -> Callable[..., Any]:
+    """The function of one tensor."""
+    name = func.__name__.removeprefix(_PREFIX)
+    found = _OTHERS.get(name) or getattr(T if name.endswith("_") else torch, name, None)
+    if found is None:
+        raise NotImplementedError(
+            f"{func.__name__} of DTensors that do not lie alike: torch has no function {name} of one tensor;"
+            " redistribute them to one layout first"
+        )
+    return found
+
+
+def _larger_(x: Any, other: Any) -> Any:
+    return x.copy_(torch.maximum(x, other)) if isinstance(other, T) else x.clamp_min_(other)
+
+
+def _smaller_(x: Any, other: Any) -> Any:
+    return x.copy_(torch.minimum(x, other)) if isinstance(other, T) else x.clamp_max_(other)
+
+
+def _power_sum(x: Any, ord: float = 2, dtype: Any = None) -> Any:
+    return x.to(dtype or x.dtype).abs().pow(ord).sum()
+
+
+def _times(name: str) -> Callable[..., Any]:
+    """``addcmul`` and ``addcdiv``, whose factor goes by name."""
+    function = getattr(T if name.endswith("_") else torch, name)
+    return lambda x, a, b, value=1: function(x, a, b, value=value)
+
+
+_OTHERS: dict[str, Callable[..., Any]] = {
+    **{name: _times(name) for name in ("addcmul", "addcmul_", "addcdiv", "addcdiv_")},
+    "maximum": lambda x, other: torch.maximum(x, other) if isinstance(other, T) else torch.clamp_min(x, other),
+    "minimum": lambda x, other: torch.minimum(x, other) if isinstance(other, T) else torch.clamp_max(x, other),
+    "maximum_": _larger_,
+    "minimum_": _smaller_,
+    "powsum": _power_sum,
+}
+
+
+# ---- reductions ----
+def norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch._foreach_norm``, which clipping calls: one reduction for all tensors of equal axes."""
+    tensors = list(args[0] if args else kwargs["self"])
+    order, dtype = args[1] if len(args) > 1 else kwargs.get("ord", 2), kwargs.get("dtype")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    return norms.of_each(tensors, order, dtype)
+
+
+def largest(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch._foreach_max``: of whole tensors."""
+    return [torch.max(tensor) for tensor in (args[0] if args else kwargs["self"])]

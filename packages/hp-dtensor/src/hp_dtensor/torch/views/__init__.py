@@ -1,0 +1,1 @@
+"""Views of DTensors on PyTorch: shared memory, strides, views that had to be moved."""

@@ -1,0 +1,393 @@
+"""Views that had to be moved: they show what their source holds, and what is written to them reaches it.
+
+Note [A view that moved]
+A view along a cut dim can't share the memory of its source: what a rank shows of it came from other ranks. Such a
+result is of a class of its own, which knows its source and where it lies there. Whatever reads it, an operation or a
+method, comes by that class: where the source was written since, the view is taken again, in place and in the graph, as
+autograd does for a view on one device; what an operation wrote to it is written to the source. A view of such a view
+shares its memory as a rule, and goes by it. Dispatch looks for DTensor itself, so all other tensors pay nothing.
+
+Where no version tells whether the source was written (its memory was handed out, or it is an inference tensor), the
+view is taken again at each read, past its own version counter: so did whoever wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hp_dtensor.layout.placements import Placement
+from hp_dtensor.modes import implicit_replication
+from hp_dtensor.torch.dtensor import DTensor, redistribute
+from hp_dtensor.torch.ops.calls import functions_of, tensors_of
+from hp_dtensor.torch.ops.missing import writes_first
+from hp_dtensor.torch.views.kept import HANDED_OUT
+from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
+from hp_dtensor.torch.views.part_of_view import part_of
+from hp_dtensor.torch.views.strides import note, on_one_device, storage_of
+
+__all__ = ["MAY_COPY", "VIEWS", "MovedView", "link", "linked", "shares"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+_enabled = torch._C._is_torch_function_enabled
+T = torch.Tensor
+_version = T._version.__get__  # type: ignore[attr-defined]
+_requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]
+_is_leaf = T.is_leaf.__get__  # type: ignore[attr-defined]
+_base = T._base.__get__  # type: ignore[attr-defined]
+_data = T.data.__get__  # type: ignore[attr-defined]
+
+WHOLE = frozenset(functions_of("view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as"))
+"""Views of all elements in their order."""
+MAY_COPY = frozenset(functions_of("reshape flatten ravel reshape_as contiguous"))
+"""Functions that give a view of all elements in their order, or a copy, as strides allow."""
+_ALONG = {
+    func: names.split()
+    for names, funcs in (
+        ("input dim index", "select"),
+        ("input dim start length", "narrow"),
+        ("input dim", "unbind"),
+        ("input sections dim", "chunk unsafe_chunk split split_with_sizes unsafe_split tensor_split"),
+    )
+    for func in functions_of(funcs)
+}
+"""Views that are an index along one dim, or several that follow each other, with their arguments."""
+VIEWS = frozenset(
+    [
+        *WHOLE,
+        *_ALONG,
+        *functions_of(
+            """permute transpose swapdims swapaxes movedim moveaxis t adjoint expand expand_as broadcast_to diagonal
+            view_as_real view_as_complex real imag detach hsplit vsplit dsplit alias"""
+        ),
+        *(T.__getitem__, T.unfold, torch.ops.aten.slice, torch.ops.aten.slice.Tensor),
+        *(getattr(T, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")),
+    ]
+)
+"""Functions that give views of one tensor on one device."""
+_SEVERAL = frozenset(functions_of("broadcast_tensors atleast_1d atleast_2d atleast_3d"))
+"""Functions that give views of several, each by one of ``VIEWS``."""
+_LISTS = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_"))
+_RESHAPING = frozenset(getattr(T, f"{name}_") for name in "t transpose swapaxes swapdims squeeze unsqueeze".split())
+
+
+@dataclass(slots=True)
+class _Link:
+    """Where a view lies in its source.
+
+    Attributes:
+        source: a DTensor; a view that moved where the view is one of that.
+        take: gives the view anew; None where it shares the memory of the source.
+        put: writes the view to the source.
+        version: the source's when the view was taken; None where none is counted.
+        recorded: the view was taken with gradients on.
+        storage: the source's when the view was taken. Where ``source.data = other`` has replaced it, the view stays on
+            the old one, as on one device.
+        spec: the source's layout when the view was taken.
+        shows: which elements of the source the view shows, as ``take`` does; None where those are all, in their order.
+    """
+
+    source: Any
+    take: Callable[[Any], Any] | None
+    put: Callable[[Any, Any], None]
+    version: int | None
+    recorded: bool
+    storage: Any
+    spec: Any
+    shows: Callable[[Any], Any] | None
+
+
+class MovedView(DTensor):
+    """A DTensor that is a view of another one, and holds a copy. See Note [A view that moved]."""
+
+    @property  # type: ignore[override]
+    def _spec(self) -> Any:
+        _follow(self)
+        return self.__dict__["_spec"]
+
+    @_spec.setter
+    def _spec(self, spec: Any) -> None:
+        vars(self)["_spec"] = spec
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        made: Any = DTensor.data.fget(self)  # type: ignore[attr-defined]
+        return shares(made, self) if _enabled() else made
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        del vars(self)["_link"]
+        self.__class__ = DTensor  # type: ignore[assignment]  # it is a view of nothing any more
+        self.data = value
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        return part_of(self, super().to_local(grad_placements=grad_placements))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        made = super().full_tensor(grad_placements=grad_placements)
+        return made.clone() if self._spec.replicated else made  # what is written to it would not reach the source
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with _as_dtensors([self]):
+            return DTensor.__repr__(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        views = list({id(x): x for x in _views((args, kwargs))}.values())
+        if func in _RESHAPING:
+            raise NotImplementedError(
+                f"{func.__name__} of a DTensor of shape {tuple(args[0].shape)} that is a view of another one and had to"
+                f" be moved: use {func.__name__[:-1]}, or clone() it first"
+            )
+        if func in _SEVERAL:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func is not T.__hash__:
+            for view in views:
+                _follow(view)
+            views = [view for view in views if type(view) is MovedView]
+        if func is not T.__setitem__:
+            refuse_overlaps_of_call(func, args, kwargs)
+        before = [_counted(view) for view in views]
+        with _as_dtensors(views):
+            out = func(*args, **kwargs)
+        for view, then in zip(views, before, strict=True):
+            counted = then is not None and func not in _LISTS  # torch_npu's kernels for lists count no write
+            if then != _counted(view) if counted else _writes(func, view, args, kwargs):
+                _pass_on(view)
+        return _views_of_views(func, args, kwargs, out, views) if func in VIEWS else out
+
+
+# ---- making one ----
+def link(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Makes the results of a view that moved follow their source.
+
+    Args:
+        out: what ``func`` gave: a DTensor or several.
+        func: one of ``VIEWS``.
+        args: its positional arguments, the source the first unless it is named ``input``.
+        kwargs: its keyword arguments.
+    """
+    source = args[0] if args else kwargs["input"]
+    if not isinstance(source, DTensor) or _picks(func, args):
+        return out
+    made, is_view = on_one_device(func, source, args, kwargs)
+    return linked(out, source, func, args, kwargs, made) if is_view else out
+
+
+def linked(out: Any, source: Any, func: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor]) -> Any:
+    """As ``link``, where one device gives the views ``made``, which are on meta."""
+    several = isinstance(out, (list, tuple))
+    views = [_linked(x, source, func, args, kwargs, n if several else None, out) for n, x in enumerate(_listed(out))]
+    for view, meta in zip(views, made, strict=True):
+        note(view, meta.stride())
+    return type(out)(views) if several else views[0]
+
+
+def _linked(x: Any, source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out: Any) -> Any:
+    spec = x._spec
+    if _impl(_requires_grad, (), (x,)) and func not in _EXPANDING:
+        # memory of its own: autograd lets nobody write to one of several views, nor to a view out of a function
+        x = _impl(T.clone, (), (x,))
+    take, put = _ways(source, func, args, kwargs, which, out)
+    x.__class__ = MovedView
+    x.__dict__["_spec"] = spec
+    x.__dict__["_link"] = _Link(
+        source, take, put, _counted(source), torch.is_grad_enabled(), storage_of(source), source._spec, take
+    )
+    return x
+
+
+_EXPANDING = frozenset(functions_of("expand expand_as broadcast_to"))
+
+
+def shares(x: Any, source: Any, shows: Callable[[Any], Any] | None = None) -> Any:
+    """``x``, which shares the memory of the view ``source``, as one that goes by it."""
+    x.__class__ = MovedView
+    x.__dict__["_link"] = _Link(source, None, lambda source, _: None, None, torch.is_grad_enabled(), None, None, shows)
+    return x
+
+
+def _views_of_views(func: Any, args: Any, kwargs: Any, out: Any, views: list[Any]) -> Any:
+    source = args[0] if args else kwargs.get("input")
+    if type(source) is not MovedView or _picks(func, args):
+        return out
+    if func in (T.__getitem__, *MAY_COPY) and not on_one_device(func, source, args, kwargs)[1]:
+        return out
+    memory = storage_of(source)._cdata
+    for n, x in enumerate(_listed(out)):
+        which = n if isinstance(out, (list, tuple)) else None
+        if type(x) is DTensor:  # not moved: of a copy on one rank alone, all ranks go by the source in the same steps
+            if storage_of(x)._cdata == memory:
+                shares(x, source, _taking(func, args, kwargs, which))
+            else:
+                _linked(x, source, func, args, kwargs, which, out)
+    return out
+
+
+def _picks(func: Any, args: Any) -> bool:
+    """Whether ``func`` is an index with tensors in it, which gives a copy."""
+    return func is T.__getitem__ and any(True for _ in tensors_of(args[1:], {}))
+
+
+# ---- where a view lies ----
+def _ways(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out: Any) -> tuple[Any, Any]:
+    """How the view is taken again, and how it is written to the source."""
+    index = _index(source, func, args, kwargs, which, out)
+    if index is not None:
+        return lambda source: source[index], lambda source, view: source.__setitem__(index, view)
+    take = _taking(func, args, kwargs, which)
+    if func in WHOLE or func in MAY_COPY:
+        return take, lambda source, view: source.copy_(view.reshape(source.shape))
+
+    def put(source: Any, view: Any) -> None:
+        shape = source.shape
+        places = take(torch.arange(shape.numel(), device=source.device).view(shape))
+        if func in _EXPANDING and places.unique().numel() != places.numel():
+            raise RuntimeError(
+                f"unsupported operation: {func.__name__} gave a view of shape {tuple(view.shape)} that shows an element"
+                f" of the DTensor of shape {tuple(shape)} several times; clone() it before it is written"
+            )
+        with implicit_replication():
+            source[torch.unravel_index(places, shape)] = view
+
+    return take, put
+
+
+def _taking(func: Any, args: Any, kwargs: Any, which: int | None) -> Callable[[Any], Any]:
+    """A view, the ``which``-th of several, as a function of what it is taken of."""
+    rest, named = args[1:], {name: value for name, value in kwargs.items() if name != "input"}
+
+    def take(source: Any) -> Any:
+        made = func(source, *rest, **named)
+        return made if which is None else made[which]
+
+    return take
+
+
+def _index(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out: Any) -> Any:
+    """The view as an index of ints and slices, or None."""
+    if func is T.__getitem__:
+        return args[1]
+    names = _ALONG.get(func)
+    if names is None:
+        return None
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    dim = given.get("dim", 0) % max(len(source.shape), 1)
+    before = (slice(None),) * dim
+    if "index" in names:
+        return (*before, given["index"])
+    if "start" in names:
+        start = given["start"] % max(source.shape[dim], 1) if given["start"] < 0 else given["start"]
+        return (*before, slice(start, start + given["length"]))
+    if names == ["input", "dim"]:
+        return (*before, which)
+    start = sum(each.shape[dim] for each in out[:which])
+    return (*before, slice(start, start + out[which].shape[dim]))
+
+
+# ---- following and writing ----
+def _follow(view: Any) -> None:
+    """Takes ``view`` again where its source was written since, or may have been."""
+    if not _enabled() or type(view) is not MovedView:
+        return
+    found: _Link = view.__dict__["_link"]
+    source = found.source
+    _follow(source)
+    if found.take is None:
+        return
+    if storage_of(source)._cdata != found.storage._cdata:
+        del vars(view)["_link"]
+        view.__class__ = DTensor  # type: ignore[assignment]
+        return
+    if source._spec is not found.spec:
+        raise RuntimeError(
+            f"a DTensor of shape {tuple(view.__dict__['_spec'].shape)} is a view of one of shape"
+            f" {tuple(found.spec.shape)}, whose shape or layout was changed in place since: it is"
+            f" {source._spec.placements} of shape {tuple(source._spec.shape)} now; take the view again, or clone() it"
+            " before"
+        )
+    version = _counted(source)
+    seen = version != found.version
+    if not seen and version is not None and not _is_handed_out(source):
+        return
+    spec = view.__dict__["_spec"]
+    with torch.set_grad_enabled(found.recorded), _may_write(view):
+        made = found.take(source)
+        made.__class__ = DTensor  # read once, now
+        value = made if made._spec is spec else redistribute(made, spec)
+        with torch._C.DisableTorchFunctionSubclass():
+            if seen and not (_is_leaf(view) and _requires_grad(view)):
+                T.copy_(view, value)
+            else:
+                _data(view).copy_(value.detach())
+    vars(view).pop("_reads", None)
+    found.version = version
+
+
+def _is_handed_out(x: Any) -> bool:
+    """Whether the memory of ``x``, or of what it is a view of, was handed out."""
+    base = _impl(_base, (), (x,))
+    of_base = base is not None and base.__dict__.get("_reads") is HANDED_OUT
+    return of_base or x.__dict__.get("_reads") is HANDED_OUT
+
+
+def _may_write(view: Any) -> Any:
+    """Where ``view`` may be written: an inference tensor in inference mode alone."""
+    inference = _impl(T.is_inference, (), (view,)) and not torch.is_inference_mode_enabled()
+    return torch.inference_mode() if inference else contextlib.nullcontext()
+
+
+def _pass_on(view: Any) -> None:
+    """What was written to ``view`` goes to its source, and to the source of that."""
+    if type(view) is not MovedView:
+        return
+    found: _Link = view.__dict__["_link"]
+    if found.take is None:
+        _pass_on(found.source)
+        return
+    with _as_dtensors([view]):
+        found.put(found.source, view)
+    found.version = _counted(found.source)
+
+
+def _counted(x: Any) -> int | None:
+    """The version of ``x``; None of an inference tensor, which has none."""
+    return None if _impl(T.is_inference, (), (x,)) else _impl(_version, (), (x,))
+
+
+def _writes(func: Any, view: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``func`` writes to ``view``, by its name: of an inference tensor nothing else tells."""
+    name = getattr(func, "__name__", "")
+    first = args if name.startswith("_fused") else args[:1]  # fused steps write several lists
+    return any(x is view for x in _views((first, kwargs.get("out")))) and (writes_first(func) or "out" in kwargs)
+
+
+@contextlib.contextmanager
+def _as_dtensors(views: Sequence[Any]) -> Iterator[None]:
+    """Inside, the views are DTensors like any other."""
+    for view in views:
+        view.__class__ = DTensor
+    try:
+        yield
+    finally:
+        for view in views:
+            view.__class__ = MovedView
+
+
+def _views(value: Any) -> Iterator[Any]:
+    if type(value) is MovedView:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _views(each)
+    elif isinstance(value, dict):
+        yield from _views(list(value.values()))
+
+
+def _listed(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, (list, tuple)) else [out]

@@ -1,0 +1,123 @@
+"""Local parts of views that had to be moved: they may be read, while the source is as it was.
+
+Note [The part of a view that moved]
+``to_local()`` gives the memory of a DTensor. That of a view that moved (Note [A view that moved] in `moved_view`) is
+a copy. What is computed on parts may differ between ranks, so nothing may be communicated there: a write can't be sent
+to the source, and what the source became can't be fetched. Such a part is of a class of its own, which refuses the one
+and the other, on each rank by itself. A DTensor that is made of it again is a view of the source.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hp_dtensor.torch.ops.missing import writes_first
+from hp_dtensor.torch.views.strides import storage_of
+
+__all__ = ["PartOfView", "part_of", "whole_of"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+T = torch.Tensor
+_version = T._version.__get__  # type: ignore[attr-defined]
+_ASKING = frozenset("__get__ __hash__ __len__ size dim numel stride is_contiguous element_size".split())
+"""Functions that read no value."""
+
+
+class PartOfView(torch.Tensor):
+    """This rank's part of a view that moved."""
+
+    _view: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        written = args[:1] if writes_first(func) or kwargs.get("inplace") else ()
+        for part in _parts([written, kwargs.get("out")]):
+            if func is not T.requires_grad_:
+                raise RuntimeError(
+                    f"{name}: {_shown(part)}, so that it is a copy, and a write to it can't reach the DTensor that the"
+                    " view is of; write to the view itself, before to_local(), or clone() the part"
+                )
+        parts = list(_parts([args, kwargs]))
+        for part in parts:
+            if name not in _ASKING and _is_stale(part._view):
+                raise RuntimeError(
+                    f"{name}: {_shown(part)}, and the DTensor that the view is of was written since; call to_local() of"
+                    " the view again, or clone() the part before the write"
+                )
+        if any(kind is not PartOfView and kind.__torch_function__ is not _impl for kind in types):
+            return func(*_plain(args), **_plain(kwargs))  # a DTensor takes plain tensors as replicated, or refuses them
+        out = _impl(func, types, args, kwargs)
+        for made in _tensors(out):
+            for part in parts:
+                if type(made) is T and storage_of(made)._cdata == storage_of(part)._cdata:
+                    part_of(part._view, made)
+        return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(_impl(T.view_as, (), (self, self)), memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return _impl(T.view_as, (), (self, self)).__reduce_ex__(proto)
+
+
+def part_of(view: Any, part: torch.Tensor) -> PartOfView:
+    """Makes ``part`` itself the part of a view.
+
+    Args:
+        view: the view that moved.
+        part: a plain tensor on its memory.
+    """
+    made: Any = part
+    made.__class__ = PartOfView
+    made._view = view
+    return made
+
+
+def _is_stale(view: Any) -> bool:
+    """Whether the source of ``view`` was written since the view was taken, or is a view that is so."""
+    found = view.__dict__.get("_link")
+    if found is None:
+        return False
+    if found.take is None:  # it shares the memory of its source
+        return _is_stale(found.source)
+    if storage_of(found.source)._cdata != found.storage._cdata:  # the view stays on what its source left
+        return False
+    counted = found.version is not None and found.version != _impl(_version, (), (found.source,))
+    return counted or _is_stale(found.source)
+
+
+def whole_of(part: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """The view that ``part`` is of, None of a tensor that is no such part; and ``part`` as a plain tensor."""
+    return (part._view, _plain(part)) if type(part) is PartOfView else (None, part)
+
+
+def _shown(part: Any) -> str:
+    return f"a part of shape {tuple(_impl(T.size, (), (part,)))} is of a view that had to be moved"
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is PartOfView:
+        return _impl(T.view_as, (), (value, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return {name: _plain(item) for name, item in value.items()} if type(value) is dict else value
+
+
+def _parts(value: Any) -> Iterator[PartOfView]:
+    return (x for x in _tensors(value) if type(x) is PartOfView)
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

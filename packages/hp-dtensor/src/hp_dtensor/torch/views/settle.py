@@ -1,0 +1,61 @@
+"""Results of planned calls of thin DTensors, alike on all ranks: Note [Thin parts] in `hp_dtensor.layout.strides`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hp_dtensor.layout.strides import contiguous
+from hp_dtensor.torch.views.moved_view import linked
+from hp_dtensor.torch.views.strides import local_strides, on_one_device, same_memory
+
+__all__ = ["Settle"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+T = torch.Tensor
+
+
+class Settle:
+    """Makes what a planned call gave of a thin DTensor a view on all ranks or a copy on all, and notes its strides.
+
+    What that is depends on the strides of the operand alone: it is asked once for each, as a plan is.
+
+    Args:
+        func: a function that gives views, or may; its layouts and its other arguments are those of one plan.
+        may_copy: it gives a copy where strides don't allow a view.
+    """
+
+    __slots__ = ("_func", "_known", "_may_copy")
+
+    def __init__(self, func: Any, may_copy: bool) -> None:
+        self._func, self._may_copy = func, may_copy
+        self._known: dict[Any, tuple[list[torch.Tensor], bool, Any]] = {}
+
+    def __call__(self, out: Any, args: Any, kwargs: Any) -> Any:
+        source = args[0] if args else kwargs["input"]
+        strides = source.__dict__.get("_strides") if source._spec.thin else local_strides(source)
+        known = self._known.get(strides)
+        if known is None:
+            known = self._known[strides] = self._ask(out, source, args, kwargs)
+        made, is_view, noted = known
+        if self._may_copy and is_view is not same_memory(out, source):
+            if is_view:
+                return linked(out, source, self._func, args, kwargs, made)
+            spec, out = out._spec, _impl(T.clone, (), (out,), {"memory_format": torch.contiguous_format})
+            out.__class__, out._spec = source.__class__, spec
+        if noted is not None:
+            for x, strides in zip(out if isinstance(out, (list, tuple)) else (out,), noted, strict=True):
+                if x is not source:  # `contiguous` may give its operand
+                    x._strides = strides
+        return out
+
+    def _ask(self, out: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool, Any]:
+        """What one device gives, whether that is a view, and the strides to note, None where nothing is."""
+        made, is_view = on_one_device(self._func, source, args, kwargs)
+        specs = [x._spec for x in (out if isinstance(out, (list, tuple)) else (out,))]
+        noted = [
+            meta.stride() if spec.thin and meta.stride() != contiguous(spec.shape) else None
+            for spec, meta in zip(specs, made, strict=True)
+        ]
+        return made, is_view, noted if any(noted) else None

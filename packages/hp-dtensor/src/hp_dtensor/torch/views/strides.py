@@ -1,0 +1,90 @@
+"""Strides of DTensors as wholes, alike on all ranks: Note [Thin parts] in `hp_dtensor.layout.strides`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from hp_dtensor.layout.strides import contiguous, of_whole
+from hp_dtensor.torch.backward.asking import without_modes
+
+__all__ = ["keep", "local_strides", "note", "on_one_device", "same_memory", "storage_of", "strides_of"]
+
+_impl: Any = torch._C._disabled_torch_function_impl
+T = torch.Tensor
+same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
+"""Whether two tensors, or parts of DTensors, lie in one storage."""
+
+
+def local_strides(x: Any) -> tuple[int, ...]:
+    """The strides of this rank's part."""
+    return _impl(T.stride, (), (x,))
+
+
+def strides_of(x: Any) -> tuple[int, ...]:
+    """The strides of the DTensor ``x`` as a whole."""
+    spec = x._spec
+    if spec.thin or 0 in spec.local_shape:
+        return x.__dict__.get("_strides") or contiguous(spec.shape)
+    return of_whole(local_strides(x), spec.local_shape, spec.shape)
+
+
+def keep(x: Any, source: Any) -> None:
+    """Notes that ``x`` has the strides of ``source``."""
+    x.__dict__.pop("_strides", None)
+    if "_strides" in source.__dict__:
+        x._strides = source._strides
+
+
+def note(x: Any, strides: tuple[int, ...]) -> None:
+    """Notes the strides of ``x``, whose parts may not show them."""
+    x.__dict__.pop("_strides", None)
+    spec = x.__dict__["_spec"]  # of a view that moved, without taking it again
+    if spec.thin and strides != contiguous(spec.shape):
+        x._strides = strides
+
+
+def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
+    """What ``func`` of ``source`` gives on one device, as tensors without memory, and whether it is a view.
+
+    Args:
+        func: a function that gives views, or may.
+        source: its first operand.
+        args: its positional arguments, the source the first unless it is named ``input``.
+        kwargs: its keyword arguments.
+    """
+    rest = tuple(torch.empty(x.shape, device="meta") if isinstance(x, T) else x for x in args[1:])  # view_as
+    named = tuple((name, value) for name, value in kwargs.items() if name != "input")
+    given = (func, source._spec.shape, strides_of(source), source.dtype, rest, named)
+    values = (*rest, *(value for _, value in named))
+    flat = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    if any(isinstance(value, T) for value in flat):
+        return _on_meta(*given)
+    try:
+        return _asked_once(*given, tuple(map(type, flat)))
+    except TypeError:  # lists and slices have no hash
+        return _on_meta(*given)
+
+
+def _on_meta(func: Any, shape: Any, strides: Any, dtype: Any, rest: Any, named: Any) -> tuple[list[torch.Tensor], bool]:
+    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    with torch.no_grad(), without_modes():
+        made = func(meta, *rest, **dict(named))
+    made = list(made) if isinstance(made, (list, tuple)) else [made]
+    return made, all(x.untyped_storage()._cdata == meta.untyped_storage()._cdata for x in made)
+
+
+@functools.lru_cache(8192)
+def _asked_once(
+    func: Any, shape: Any, strides: Any, dtype: Any, rest: Any, named: Any, kinds: Any
+) -> tuple[list[torch.Tensor], bool]:
+    """``_on_meta``; torch's meta functions take longer than a plan. ``kinds``: ``True`` and ``1`` are one key."""
+    return _on_meta(func, shape, strides, dtype, rest, named)
+
+
+def storage_of(x: Any) -> Any:
+    """The storage of a tensor or of a DTensor's part."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.untyped_storage()
