@@ -176,8 +176,8 @@ def test_a_mesh_makes_the_default_group_and_chooses_the_device(monkeypatch) -> N
     class Platform:
         groups, devices = Groups, Devices
 
-    for module in ("mesh", "mesh_groups"):
-        monkeypatch.setattr(f"hp_dtensor.{module}.get_platform", lambda: Platform)
+    for module in ("device_mesh", "groups"):
+        monkeypatch.setattr(f"hp_dtensor.mesh.{module}.get_platform", lambda: Platform)
     monkeypatch.setenv("LOCAL_RANK", "1")
     early = _abstract([0, 1])
     assert early.get_coordinate() == (0,) and early.get_rank() == 0 and not calls

@@ -249,6 +249,6 @@ def test_a_factor_that_nothing_explains_is_gathered() -> None:
 
 def test_every_rule_is_bound_in_a_framework() -> None:
     sources = Path(hp_dtensor.__file__).parent
-    code = "".join(path.read_text() for folder in ("torch", "mindspore") for path in (sources / folder).glob("*.py"))
+    code = "".join(path.read_text() for folder in ("torch", "mindspore") for path in (sources / folder).rglob("*.py"))
     bound = set(re.findall(r'bind\(\s*"(\w+)"', code))
     assert set(RULES) | {"view"} == bound
