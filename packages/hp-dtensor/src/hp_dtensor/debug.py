@@ -133,7 +133,7 @@ class CommDebugMode:
         return dict(Counter(event.kind for event in self._events))
 
     def totals(self, *by: str) -> dict[tuple[Any, ...], Total]:
-        """Calls and bytes, summed over the collectives that are equal in some attributes.
+        """Sum calls and bytes over the collectives that agree in the named attributes.
 
         ``totals("kind", "axis")`` has a total for each ``(kind, axis)``, in the order in which they were met first;
         ``totals()`` has one, for ``()``.
@@ -156,7 +156,7 @@ class CommDebugMode:
         return found
 
     def table(self) -> str:
-        """Calls and bytes by phase, module, kind, axis and line, as text; the last row is their sum."""
+        """Return calls and bytes by phase, module, kind, axis and line, as text; the last row is their sum."""
         rows = []
         for (*key, file, line), total in self.totals(*_COLUMNS).items():
             rows.append(
@@ -167,7 +167,7 @@ class CommDebugMode:
         return text_table(["phase", "module", "kind", "axis", "calls", "bytes", "line"], rows)
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes the collectives as trace events, for chrome://tracing or Perfetto: a process a rank, a row an axis.
+        """Write the collectives as trace events for chrome://tracing or Perfetto: a process per rank, a row per axis.
 
         Times are those of the clock on the wall, so that the files of several ranks can be loaded together. A
         collective that nobody waited for is an instant.
@@ -214,7 +214,7 @@ class CommDebugMode:
         return done
 
     def _line(self, frame: FrameType) -> tuple[str, int]:
-        """The user's line above a frame; of a thread of autograd, that where the thread of the context stands."""
+        """Return the user's line above a frame; in autograd's threads, the one that the context's thread executes."""
         return _user_line(frame) or _user_line(sys._current_frames().get(self._thread)) or ("", 0)
 
 
@@ -230,7 +230,7 @@ class Names:
         self._known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def of(self, running: Sequence[Any]) -> str:
-        """The name of the innermost of the modules that run, which are given from it to the outermost."""
+        """Return the name of the innermost of the running modules, listed from the innermost to the outermost."""
         if not running:
             return ""
         module, root = running[0], running[-1]
@@ -244,7 +244,7 @@ class Names:
 
 
 def running(frame: FrameType | None, kind: type) -> list[Any]:
-    """The modules that run at a frame, from the innermost to the outermost.
+    """Return the modules that are running at a frame, from the innermost to the outermost.
 
     They are those whose ``__call__`` is on the way, which may do more than forward: fully_shard gathers there.
 
@@ -272,7 +272,7 @@ def _user_line(frame: FrameType | None) -> tuple[str, int] | None:
 
 
 def _axis(ranks: Sequence[int], meshes: Iterable[DeviceMesh]) -> str:
-    """What meshes call the line of these ranks through this rank."""
+    """Return the names of the mesh axes along which these ranks lie, or the ranks if no mesh has such an axis."""
     names: dict[str, None] = {}
     related = (each for known in meshes for each in (known, known.root, *known.root._flattened.values()))
     for mesh in dict.fromkeys(related):

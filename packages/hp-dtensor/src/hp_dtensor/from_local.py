@@ -42,7 +42,7 @@ def check_local(local: Any, dtensor: type, tensor: type) -> None:
 
 
 def gradient_layout(spec: TensorSpec, grad_placements: Sequence[Placement] | None) -> TensorSpec | None:
-    """The layout in which a local part gets its gradient, where that is not the one that it comes in.
+    """Return the layout in which a local tensor receives its gradient, or None if the gradient arrives in it already.
 
     Args:
         spec: of the DTensor that the part becomes.
@@ -72,7 +72,7 @@ def layout_of(
     shape: Sequence[int] | None,
     requires_grad: bool,
 ) -> TensorSpec:
-    """The layout of a DTensor whose local part has shape ``local``; see ``DTensor.from_local``.
+    """Return the layout of a DTensor whose local tensor has shape ``local``; see ``DTensor.from_local``.
 
     Raises:
         NotImplementedError: a part of a maximum or the like that requires gradients.
@@ -185,7 +185,7 @@ def check_ranks(
 
 
 def refuse_cut_graph(shape: tuple[int, ...], detach: str) -> None:
-    """What `distribute_tensor` says of a tensor in a graph.
+    """Return the error for a tensor in a graph that `distribute_tensor` would detach.
 
     Args:
         shape: the tensor's.

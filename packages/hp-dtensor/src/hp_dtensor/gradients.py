@@ -21,7 +21,7 @@ __all__ = ["backward_scale", "grad_spec", "varying"]
 
 @functools.lru_cache(maxsize=16384)
 def grad_spec(spec: TensorSpec, vary: tuple[bool, ...] | None = None) -> TensorSpec:
-    """The layout of a value's gradient; see Note [Gradient layouts]."""
+    """Return the layout of a value's gradient; see Note [Gradient layouts]."""
     made: list[Placement] = []
     for axis, placement in enumerate(spec.placements):
         if vary is not None and vary[axis] and placement.is_replicate():
@@ -33,7 +33,7 @@ def grad_spec(spec: TensorSpec, vary: tuple[bool, ...] | None = None) -> TensorS
 
 @functools.lru_cache(maxsize=16384)
 def backward_scale(src: TensorSpec, dst: TensorSpec) -> float:
-    """An average's parts get a share of its gradient: the only factor there is, for ``Partial("avg")``."""
+    """Return the gradient scale of a redistribution: 1, except that each term of ``Partial("avg")`` gets 1/n."""
     scale = 1.0
     for axis, (a, b) in enumerate(zip(src.placements, dst.placements, strict=True)):
         ranks = src.mesh.shape[axis]

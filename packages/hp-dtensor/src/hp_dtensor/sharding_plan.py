@@ -105,7 +105,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def matching(pattern: str, names: Collection[str], what: str, module: Any, called: str = "shard_module") -> list[str]:
-    """The names that a name or pattern stands for.
+    """Return the names that a name or pattern matches.
 
     Args:
         pattern: the name or pattern; a name stands for itself alone.
@@ -166,7 +166,7 @@ class _Hook:
     named: Mapping[str, Placed] | None = None
 
     def meshes(self) -> list[DeviceMesh]:
-        """The meshes of the layouts."""
+        """Return the meshes of the layouts."""
         given = [self.single, *(self.listed or ()), *(self.named or {}).values()]
         return [placed[0] for placed in given if placed is not None]
 
@@ -227,7 +227,7 @@ class _Hook:
 
 
 def _hooks(section: Mapping[str, Any], modules: Mapping[str, Any], module: Any, kind: str) -> list[tuple[Any, _Hook]]:
-    """What to register on which module."""
+    """Return the hooks to register, with the module of each."""
     made: list[tuple[Any, _Hook]] = []
     owners: dict[tuple[int, str], str] = {}
     for key, value in section.items():

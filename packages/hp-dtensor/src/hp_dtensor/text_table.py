@@ -11,7 +11,7 @@ _WIDE = 100_000  # columns are as wide as what they hold, and no line is broken
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, without colours: drawn by rich where it is installed, else with ``|`` and ``-``.
+    """Return a table as text, without colours: drawn by rich if it is installed, otherwise with ``|`` and ``-``.
 
     Args:
         header: what stands above each column.

@@ -39,7 +39,7 @@ class Box:
 def boxes(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[Box, ...]:
-    """The boxes that the rank at ``coordinate`` holds, none of them empty, in the order of its local elements.
+    """Return the non-empty boxes on the rank at ``coordinate``, in the order of its local elements.
 
     A tensor without elements is one empty box on every rank, so that whoever writes a checkpoint knows of it.
 
@@ -118,7 +118,7 @@ def _split(
     sizes: Sequence[int],
     ragged: tuple[int, int, tuple[int, ...]] | None,
 ) -> Iterator[Box]:
-    """A box in local indices as boxes of the whole tensor: more than one where it spans intervals that don't touch."""
+    """Split a box in local indices into boxes in global indices: several if it spans intervals that don't touch."""
     found = []
     for intervals_, offset, size in zip(held, offsets, sizes, strict=True):
         pieces, passed = [], 0

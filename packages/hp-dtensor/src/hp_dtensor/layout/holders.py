@@ -41,7 +41,7 @@ class Holders:
     empty: tuple[int, ...]
 
     def grids(self) -> Iterator[Grid]:
-        """The boxes two dims at a time: along the last two that are cut, one grid for each box along the others."""
+        """Yield grids of boxes along the last two sharded dims, one grid for each box along the others."""
         ndim = len(self.boxes)
         by_need = sorted(range(ndim), key=lambda dim: (len(self.boxes[dim]) > 1, dim))
         shown = sorted(by_need[-2:])
@@ -74,7 +74,7 @@ class Grid:
     cells: Any
 
     def label(self, shape: Sequence[int]) -> str:
-        """The part of a tensor of this shape as an index, ``[0:4, :, :]``; nothing where it is the whole."""
+        """Return the part of a tensor of this shape as an index, ``[0:4, :, :]``; empty for the complete tensor."""
         index = [":"] * len(shape)
         for dim, (start, stop) in self.fixed:
             if stop - start < shape[dim]:
@@ -125,7 +125,7 @@ Held = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _held(dim: int, size: int, placements: Sequence[Placement], mesh: Sequence[int], at: Sequence[int]) -> Held:
-    """What the rank at a coordinate holds of a dim, a ``RaggedShard`` left out."""
+    """Return the intervals of a dim on the rank at ``coordinate``, ignoring any ``RaggedShard``."""
     cuts = [(p, n, i) for p, n, i in zip(placements, mesh, at, strict=True) if cut_dim(p) == dim]
     found = intervals(size, cuts)
     return tuple(s for s, _ in found), tuple(s + n for s, n in found), tuple(n for _, n in found)
@@ -152,7 +152,7 @@ def _add_places(places: Sequence[set[int]], placement: RaggedShard, dims: Sequen
 
 
 def _positions(held: Held, at: Any) -> Any:
-    """The local index of global indices, -1 for those that the rank doesn't hold."""
+    """Return the local index of each global index, -1 for those that are not on the rank."""
     found = np.full(len(at), -1, dtype=np.int64)
     offset = 0
     for start, stop, length in zip(*held, strict=True):
@@ -163,7 +163,7 @@ def _positions(held: Held, at: Any) -> Any:
 
 
 def _mask(by_dim: Sequence[Any]) -> Any:
-    """True for the boxes that are held along every dim."""
+    """Return an array that is True for the boxes that the rank has along every dim."""
     made = np.array(True)
     for dim, each in enumerate(by_dim):
         made = made & each.reshape([-1 if d == dim else 1 for d in range(len(by_dim))])

@@ -73,7 +73,7 @@ class Layout:
         return made
 
     def __call__(self, *dims: str | Sequence[str]) -> Layout:
-        """The layout of a tensor whose dim ``k`` is cut by ``dims[k]``; no arguments: replicated."""
+        """Return the layout of a tensor whose dim ``k`` is sharded by ``dims[k]``; replicated without arguments."""
         placements: list[Placement] = [Replicate()] * len(self.mesh_shape)
         used: set[str] = set()
         for dim, given in enumerate(dims):
@@ -100,13 +100,13 @@ class Layout:
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int | None = None) -> Layout:
-        """The layout that says the same as a mesh and placements."""
+        """Return the layout equivalent to a mesh and placements."""
         names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
         made = Layout(mesh.shape, names, [int(rank) for rank in mesh.ranks.reshape(-1)])
         return made._placed(tuple(placements), ndim)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of this layout's ranks; makes its process groups, so every rank of it calls it."""
+        """Create the mesh of this layout's ranks; that creates its process groups, so every rank of it must ask."""
         return DeviceMesh(device_type, np.array(self.rank_list).reshape(self.mesh_shape), self.mesh_dim_names)
 
     def __eq__(self, other: object) -> bool:
@@ -140,7 +140,7 @@ def as_placements(
     what: str,
     device_type: str | None = None,
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Reads ``(mesh, placements)`` or a Layout, as the public functions take them.
+    """Read ``(mesh, placements)`` or a Layout, the two forms that public functions accept.
 
     Raises:
         TypeError: something that is neither.

@@ -19,15 +19,15 @@ class Placement:
     """Base of all placements."""
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """True for a contiguous shard (of ``dim``, where given)."""
+        """Return True for a contiguous shard (of ``dim``, if passed)."""
         return False
 
     def is_replicate(self) -> bool:
-        """True for ``Replicate``."""
+        """Return True for ``Replicate``."""
         return False
 
     def is_partial(self, op: str | None = None) -> bool:
-        """True for ``Partial`` (of ``op``, where given)."""
+        """Return True for ``Partial`` (of ``op``, if passed)."""
         return False
 
 
@@ -138,5 +138,5 @@ class Partial(Placement):
 
 
 def kind_of(value: Any) -> str:
-    """A value's type as it is imported: other libraries have classes of these names."""
+    """Return the qualified name of a value's type, because other libraries have classes of the same names."""
     return f"{type(value).__module__}.{type(value).__qualname__}"

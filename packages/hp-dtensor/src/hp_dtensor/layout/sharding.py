@@ -45,12 +45,12 @@ def chunk(size: int, n: int, index: int) -> Interval:
 
 
 def cut_dim(placement: Placement) -> int | None:
-    """The tensor dim that a ``Shard`` or ``StridedShard`` cuts, None for other placements."""
+    """Return the tensor dim that a ``Shard`` or ``StridedShard`` shards, None for other placements."""
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def parts(placement: Placement, run: int, n: int) -> tuple[tuple[Interval, ...], ...]:
-    """What each of ``n`` ranks holds of ``run`` elements, as intervals in local order; empty ones are left out.
+    """Return the intervals of a range of ``run`` elements on each of ``n`` ranks, in local order, without empty ones.
 
     - ``Shard``: chunk ``i``.
     - ``StridedShard(dim, split_factor=f)``: the run is seen as ``f`` blocks of ``run / f``; rank ``i`` holds chunk
@@ -132,7 +132,7 @@ def intervals(size: int, cuts: Sequence[tuple[Placement, int, int]]) -> list[Int
 
 
 def _within(held: Sequence[Interval], start: int, length: int) -> list[Interval]:
-    """The part ``[start, start + length)`` of the concatenation of ``held``."""
+    """Return the part ``[start, start + length)`` of the concatenation of ``held``."""
     found: list[Interval] = []
     offset = 0
     for held_start, held_length in held:
@@ -260,7 +260,7 @@ def run_view(placement: Placement, others: Sequence[Placement], local: Sequence[
 
 
 def take(array: Any, placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Any:
-    """The part of a global numpy array that the rank at ``coordinate`` holds; ``Partial`` leaves it whole."""
+    """Return the shard of a global numpy array on the rank at ``coordinate``; ``Partial`` counts as ``Replicate``."""
     import numpy as np
 
     placements = normalize(placements, array.shape, mesh_shape)
@@ -291,7 +291,7 @@ def assemble(
     shape: Sequence[int],
     mesh_shape: Sequence[int],
 ) -> Any:
-    """The global numpy array of which ``locals_`` are the parts: the inverse of `take`.
+    """Return the global numpy array whose shards are ``locals_``: the inverse of `take`.
 
     Args:
         locals_: the local array of each mesh coordinate. Where ranks hold the same part the first one's is used.

@@ -17,7 +17,7 @@ __all__ = ["TensorSpec", "meshes", "named", "normalize"]
 
 
 class TensorSpec:
-    """What is known of a distributed tensor without looking at its values. Make one with ``TensorSpec.of``.
+    """The metadata of a distributed tensor. Create one with ``TensorSpec.of``.
 
     Attributes:
         mesh: the DeviceMesh.
@@ -29,7 +29,7 @@ class TensorSpec:
         ragged: some placement is ``RaggedShard``.
         size: the global shape in the framework's own type, once it was asked for.
         thin: of a dim that is cut, some rank has one index or none; see Note [Thin parts] in `strides`.
-        name: of this spec alone, in this process; ``named`` finds it.
+        name: unique in this process; ``named`` finds the spec by it.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class TensorSpec:
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> TensorSpec:
-        """The one spec with this content."""
+        """Return the one spec with this content."""
         key = (mesh, tuple(placements), tuple(shape))
         found = _specs.get(key)
         if found is None:
@@ -70,7 +70,7 @@ class TensorSpec:
         return found
 
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
-        """This spec with other placements."""
+        """Return this spec with other placements."""
         return TensorSpec.of(self.mesh, placements, self.shape)
 
     def __repr__(self) -> str:
@@ -103,12 +103,12 @@ def _forget_specs() -> None:
 
 
 def named(name: str) -> TensorSpec:
-    """The living spec of this name."""
+    """Return the living spec of this name."""
     return next(spec for spec in list(_specs.values()) if spec.name == name)
 
 
 def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what: str) -> tuple[Placement, ...]:
-    """Checks placements against a mesh and a number of tensor dims; negative dims are counted from the end.
+    """Check placements against a mesh and a number of tensor dims; negative dims count from the end.
 
     Args:
         placements: as the user gave them.
@@ -151,5 +151,5 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what
 
 
 def meshes() -> list[DeviceMesh]:
-    """The meshes of all specs that live."""
+    """Return the meshes of all living specs."""
     return list(dict.fromkeys(spec.mesh for spec in list(_specs.values())))

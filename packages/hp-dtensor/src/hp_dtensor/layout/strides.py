@@ -47,7 +47,7 @@ def of_whole(strides: Sequence[int], part: Sequence[int], shape: Sequence[int]) 
 
 
 def is_thin(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> bool:
-    """True where parts don't show the strides: a rank has less than two indices of a longer dim, or a flat part.
+    """Return True if shards don't reveal the strides: ragged, or some rank has fewer than two indices of a longer dim.
 
     Args:
         shape: the whole shape.
@@ -67,6 +67,6 @@ def is_thin(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: S
 
 
 def _chunks(size: int, ranks: int) -> set[int]:
-    """The longest and the shortest of the chunks of ``ceil(size / ranks)`` indices that ``size`` is cut into."""
+    """Return the longest and shortest length of the chunks of ``ceil(size / ranks)`` indices that make up ``size``."""
     length = -(-size // ranks)
     return {length, max(size - length * (ranks - 1), 0)}

@@ -25,7 +25,7 @@ Digits = tuple[tuple[int, int], ...]
 
 
 def read_ranks(mesh: Any) -> np.ndarray:
-    """The ranks of a (nested) list, array or tensor, as an array that can't be written to.
+    """Return the ranks of a (nested) list, array or tensor as a read-only array.
 
     Raises:
         TypeError: something that is no integer.
@@ -46,7 +46,7 @@ def read_ranks(mesh: Any) -> np.ndarray:
 
 
 def read_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
-    """The names of axes.
+    """Check the names of axes.
 
     Raises:
         TypeError: a single string, or something else than strings.
@@ -65,7 +65,7 @@ def read_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str
 
 
 def find_axis(axis: Any, names: tuple[str, ...], shape: tuple[int, ...], others: Callable[[], Collection[str]]) -> int:
-    """The index of an axis that is given by index or by name.
+    """Return the index of an axis that is passed by index or by name.
 
     Args:
         axis: what was given.
@@ -93,7 +93,7 @@ def find_axis(axis: Any, names: tuple[str, ...], shape: tuple[int, ...], others:
 
 
 def digits_of(shape: Sequence[int]) -> tuple[Digits, ...]:
-    """The axes of a root mesh of this shape."""
+    """Return the axes of a root mesh of this shape."""
     return tuple(((size, prod(shape[axis + 1 :])),) for axis, size in enumerate(shape))
 
 
@@ -126,7 +126,7 @@ def within(axis: Digits, others: Iterable[Digits]) -> bool:
 
 
 def cut(ranks: np.ndarray, place: int, axes: Sequence[Digits]) -> np.ndarray:
-    """The ranks along these axes, through one place.
+    """Return the ranks along these axes through one position.
 
     Args:
         ranks: those of the root mesh.

@@ -84,7 +84,7 @@ class DeviceMesh:
         mesh_groups.note(self)
 
     def _locate(self) -> None:
-        """Finds this rank's place; before there is a default group, that of rank 0, for the time being."""
+        """Find this rank's coordinate; until there is a default group, use that of rank 0."""
         groups = get_platform().groups
         known = groups.is_initialized()
         rank = groups.rank() if known else 0
@@ -125,27 +125,27 @@ class DeviceMesh:
         return len(self.shape)
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """Number of ranks, of the whole mesh or along one axis."""
+        """Return the number of ranks of the mesh, or along one axis."""
         if mesh_dim is None:
             return int(self.ranks.size)
         mesh, axis = self._find(mesh_dim)
         return mesh.shape[axis]
 
     def get_device_num_along_axis(self, name: str) -> int:
-        """Number of ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return self.size(name)
 
     def axis(self, mesh_dim: int | str) -> int:
-        """The index of an axis, given by index or by name; ``find_axis`` has the errors."""
+        """Return the index of an axis, passed by index or by name; see ``find_axis`` for the errors."""
         return find_axis(mesh_dim, self.mesh_dim_names or (), self.shape, self._within)
 
     def _within(self) -> dict[str, DeviceMesh]:
-        """The flattened meshes, by name, whose axes this mesh has."""
+        """Return the flattened meshes, by name, whose axes this mesh has."""
         mine = {digit for axis in self._axes for digit in axis}
         return {name: flat for name, flat in self.root._flattened.items() if mine.issuperset(flat._axes[0])}
 
     def _find(self, mesh_dim: int | str) -> tuple[DeviceMesh, int]:
-        """The mesh, this one or a flattened one, that has an axis, and its index there."""
+        """Return the mesh, this one or a flattened one, that has an axis, and the axis's index there."""
         if isinstance(mesh_dim, str) and mesh_dim not in (self.mesh_dim_names or ()):
             flat = self._within().get(mesh_dim)
             if flat is not None:
@@ -153,19 +153,19 @@ class DeviceMesh:
         return self, self.axis(mesh_dim)
 
     def get_rank(self) -> int:
-        """This process's global rank; 0 before there is a default group."""
+        """Return this process's global rank; 0 until there is a default group."""
         if self._rank is None and get_platform().groups.is_initialized():
             self._locate()
         return self._rank or 0
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """This rank's index on each axis; None where the rank is not in the mesh."""
+        """Return this rank's index on each axis; None if the rank is not in the mesh."""
         if self._rank is None and get_platform().groups.is_initialized():
             self._locate()
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's index along an axis (which may be left out on a mesh of one axis).
+        """Return this rank's index along an axis (optional on a mesh of one axis).
 
         Raises:
             RuntimeError: ``mesh_dim=None`` on a mesh of several axes, or this rank is not in the mesh.
@@ -191,13 +191,13 @@ class DeviceMesh:
         self._groups = tuple(new_group(self._line(axis), pg_options=self._options.get(axis)) for axis in here)
 
     def _line(self, axis: int) -> list[int]:
-        """The ranks along an axis, through this one."""
+        """Return the ranks along an axis, through this one."""
         index: list[Any] = list(self.get_coordinate() or ())
         index[axis] = slice(None)
         return self.ranks[tuple(index)].tolist()
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The process group of this rank's line along an axis (which may be left out on a mesh of one axis).
+        """Return the process group of the ranks along an axis through this one (optional on a mesh of one axis).
 
         Raises:
             RuntimeError: ``mesh_dim=None`` on a mesh of several axes, or this rank is not in the mesh.
@@ -217,7 +217,7 @@ class DeviceMesh:
         return mesh._groups[axis]
 
     def group_order(self, mesh_dim: int | str) -> tuple[int, ...] | None:
-        """The places along an axis of the ranks of its group, in the group's order; None where that is 0, 1, 2, ...
+        """Return the axis index of each rank of an axis's group, in the group's order; None if that is 0, 1, 2, ...
 
         What a collective gathers or scatters lies in the group's order.
 
@@ -233,12 +233,12 @@ class DeviceMesh:
         return None if order == tuple(range(len(line))) else order
 
     def get_all_groups(self) -> list[Any]:
-        """The groups of all axes."""
+        """Return the groups of all axes."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     # ---- sub-meshes ----
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
-        """The sub-mesh of the named axes that holds this rank, axes in the order given.
+        """Return the sub-mesh of the named axes that contains this rank, axes in the order of ``names``.
 
         Names are those of this mesh, and of ``_flatten`` where it has the axes that were flattened.
 
@@ -266,7 +266,7 @@ class DeviceMesh:
         return DeviceMesh(self.device_type, ranks, names, _init_groups=init_groups, _root=self.root, _axes=axes)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """The same ranks on one axis, also reachable as ``root[mesh_dim_name]`` afterwards.
+        """Merge all axes into one, also reachable as ``root[mesh_dim_name]`` afterwards.
 
         Args:
             mesh_dim_name: the new axis's name; default the names joined by ``_``. A mesh of one axis of that name is
@@ -281,7 +281,7 @@ class DeviceMesh:
     def _unflatten(
         self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str] | None = None
     ) -> DeviceMesh:
-        """The same ranks with one axis made several.
+        """Split one axis into several.
 
         Args:
             dim: the axis, by index or name.
@@ -296,7 +296,7 @@ class DeviceMesh:
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
-        """The mesh of all axes of meshes that were cut from one root, in that order.
+        """Return the mesh of all axes of sub-meshes of one root, in that order.
 
         Raises:
             ValueError: no meshes, meshes of different roots or without names.
@@ -308,7 +308,7 @@ class DeviceMesh:
     def from_group(
         group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None
     ) -> DeviceMesh:
-        """A mesh over existing process groups: one group, or a list with a group for each axis of ``mesh``.
+        """Return a mesh over existing process groups: one group, or a list with one for each axis of ``mesh``.
 
         Raises:
             ValueError: no group, a list of several without ``mesh``, or a mesh whose line is not its group's ranks.
@@ -353,7 +353,7 @@ def init_device_mesh(
     *,
     backend_override: Any = None,
 ) -> DeviceMesh:
-    """A mesh over the first ranks in order: rank ``r`` sits at ``numpy.unravel_index(r, mesh_shape)``.
+    """Create a mesh over the first ranks in order: rank ``r`` is at ``numpy.unravel_index(r, mesh_shape)``.
 
     Initialises the default process group where there is none. Ranks that the shape has no place for are outside of the
     mesh and have no coordinate. For other ranks, or in another order, make a ``DeviceMesh`` of them.
@@ -391,7 +391,7 @@ def init_device_mesh(
 
 
 def get_current_mesh() -> DeviceMesh:
-    """The innermost active ``with mesh:``.
+    """Return the mesh of the innermost active ``with mesh:``.
 
     Raises:
         RuntimeError: none is active.

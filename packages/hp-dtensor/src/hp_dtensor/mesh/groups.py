@@ -21,7 +21,7 @@ _living: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDiction
 
 
 def note(mesh: DeviceMesh) -> None:
-    """Takes note of a new mesh, whose groups may be destroyed while it lives."""
+    """Register a new mesh, whose groups may be destroyed during its life."""
     _living[id(mesh)] = mesh
 
 
@@ -44,7 +44,7 @@ def start() -> None:
 
 
 def check_world(mesh: DeviceMesh) -> None:
-    """Raises ValueError where the world has not all the ranks."""
+    """Raise ValueError if the mesh names ranks outside the world."""
     world = get_platform().groups.size()
     outside = [rank for rank in mesh.ranks.reshape(-1).tolist() if not 0 <= rank < world]
     if outside:
@@ -54,7 +54,7 @@ def check_world(mesh: DeviceMesh) -> None:
 
 
 def read_options(override: Any, names: Sequence[str] | None, ndim: int) -> dict[int, Any]:
-    """The group options of each axis that ``backend_override`` has some for.
+    """Return the group options of each axis that ``backend_override`` has some for.
 
     Args:
         override: see ``DeviceMesh``.
@@ -99,7 +99,7 @@ def _check_backend(key: Any, backend: str) -> None:
 
 
 def adopt(mesh: DeviceMesh, given: Sequence[Any]) -> None:
-    """Gives a mesh these groups, one an axis: see ``DeviceMesh.from_group``."""
+    """Give a mesh these groups, one per axis: see ``DeviceMesh.from_group``."""
     groups = get_platform().groups
     if mesh.ndim != len(given):
         raise ValueError(f"from_group: {len(given)} groups for a mesh of {mesh.ndim} axes")

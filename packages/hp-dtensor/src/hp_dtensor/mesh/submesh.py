@@ -17,7 +17,7 @@ __all__ = ["axes_within", "concatenate", "flatten", "join", "unflatten"]
 
 
 def join(mesh: DeviceMesh, names: Sequence[str], found: Sequence[tuple[DeviceMesh, int]]) -> DeviceMesh:
-    """The mesh of these axes of meshes that were cut from ``mesh``'s root."""
+    """Return the mesh of these axes of sub-meshes of ``mesh``'s root."""
     root, axes = mesh.root, tuple(each._axes[axis] for each, axis in found)
     if overlap(axes):
         raise OverlapError(f"axes {tuple(names)} of {root} overlap: no rank may lie on two of them")
@@ -85,7 +85,7 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def axes_within(mesh: DeviceMesh, outer: DeviceMesh) -> tuple[int, ...]:
-    """The axes of ``mesh`` that lie on those of ``outer``; both were cut from one root.
+    """Return the axes of ``mesh`` that lie on those of ``outer``; both are sub-meshes of one root.
 
     An axis of one rank lies on every mesh, so it is told by its name.
 

@@ -119,7 +119,7 @@ def _name(function: Any) -> str:
 
 
 def _before(owner: Any, name: str, check: Callable[..., None]) -> None:
-    """Calls ``check`` with the arguments of ``owner.name`` before it, which is changed once a process."""
+    """Call ``check`` with the arguments of ``owner.name`` before it; the replacement is made once per process."""
     plain = getattr(owner, name)
     if hasattr(plain, "_refuses_dtensors"):
         return
@@ -134,7 +134,7 @@ def _before(owner: Any, name: str, check: Callable[..., None]) -> None:
 
 
 def install() -> None:
-    """Looks through what is compiled, by each of MindSpore's ways, once a process."""
+    """Check what is compiled, by each of MindSpore's ways to compile; once per process."""
     _before(sys.modules[Tensor.__module__], "_convert_numpy_array", _refuse_copy)  # Tensor's constructor calls it
     _before(
         api._JitExecutor,

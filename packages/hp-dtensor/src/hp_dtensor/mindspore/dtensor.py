@@ -47,7 +47,7 @@ def install(parameter: type[DTensor], from_local: Any, get_item: Any, set_item: 
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
-    """Makes ``local`` itself a DTensor of layout ``spec``: sets its class, adds no autograd node.
+    """Turn ``local`` itself into a DTensor of layout ``spec``: set its class, add no autograd node.
 
     Args:
         local: this rank's part, of shape ``spec.local_shape``; not used as a plain tensor afterwards.
@@ -64,27 +64,27 @@ def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
 
 
 def unwrap(tensor: DTensor) -> Tensor:
-    """Makes a DTensor the plain tensor (or Parameter) that its local part is: `wrap` undone, in place."""
+    """Turn a DTensor back into the plain tensor (or Parameter) that its local tensor is, in place: undo `wrap`."""
     # Parameter itself is no Tensor: MindSpore makes Parameters of a class that is both.
     tensor.__class__ = Parameter._get_base_class(Tensor) if isinstance(tensor, Parameter) else Tensor
     return tensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local part as a plain tensor, in the graph; a plain tensor as it is."""
+    """Return the local tensor as a plain tensor, in the graph; return a plain tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     return autograd.alias(tensor)
 
 
 def local_view(tensor: Tensor) -> Tensor:
-    """A plain tensor of a DTensor's local part (or of a plain tensor), outside autograd."""
+    """Return a plain tensor on the memory of a DTensor's local tensor (or of a plain tensor), outside autograd."""
     with local_mode():
         return ops.stop_gradient(tensor)
 
 
 def _reflected(name: str, function: Any) -> Any:
-    """An operator that Python asks before that of a plain tensor on the left, which doesn't find ``__fallback__``."""
+    """Define an operator that Python tries before that of a plain left operand, which doesn't find ``__fallback__``."""
     of_number = getattr(Tensor, name)
     return lambda self, other: function(other, self) if isinstance(other, Tensor) else of_number(self, other)
 
@@ -116,7 +116,7 @@ class DTensor(Tensor):
         shape: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """A DTensor from each rank's part. Differentiable: the local tensor gets its part of the gradient.
+        """Create a DTensor from each rank's local tensor, which gets its part of the gradient.
 
         Args:
             local_tensor: this rank's part.
@@ -159,11 +159,11 @@ class DTensor(Tensor):
         return tuple(_shape(self))
 
     def is_partial(self) -> bool:
-        """True where the value is spread over ranks as parts of a reduction on some axis."""
+        """Return True if on some axis the value is a reduction of one term per rank."""
         return any(placement.is_partial() for placement in self._spec.placements)
 
     def reduce_partial(self) -> DTensor:
-        """This tensor with every ``Partial`` axis reduced to ``Replicate``."""
+        """Return this tensor with every ``Partial`` axis reduced to ``Replicate``."""
         return self.redistribute(placements=[Replicate() if p.is_partial() else p for p in self._spec.placements])
 
     def redistribute(
@@ -175,7 +175,7 @@ class DTensor(Tensor):
         forward_dtype: Any = None,
         backward_dtype: Any = None,
     ) -> DTensor:
-        """The same value in another layout; differentiable.
+        """Return the same value in another layout; differentiable.
 
         Args:
             device_mesh: the tensor's own mesh (default), or a ``Layout``.
@@ -201,11 +201,11 @@ class DTensor(Tensor):
         return wrap(autograd.move_in(self, self._spec, spec, forward_dtype, backward_dtype), spec)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, plain, on every rank; differentiable."""
+        """Return the global value as a plain tensor on every rank; differentiable."""
         return local_of(redistribute(self, self._spec.with_placements([Replicate()] * self._spec.mesh.ndim)))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part as a plain tensor; differentiable.
+        """Return the local tensor as a plain tensor; differentiable.
 
         Args:
             grad_placements: layout of the gradient that will come back, where it is not the tensor's own: ``Partial()``
@@ -262,7 +262,7 @@ class DTensor(Tensor):
 
     # ---- values ----
     def item(self, *index: Any) -> Any:
-        """The value of a tensor of one element, reduced or gathered first; every rank of the mesh calls it."""
+        """Return the value of a one-element tensor, reduced or gathered first; every rank of the mesh must call it."""
         return (local_of(self) if local_only() else self.full_tensor()).item(*index)
 
     def __bool__(self) -> bool:
@@ -278,7 +278,7 @@ class DTensor(Tensor):
         return int(self.item())
 
     def asnumpy(self) -> Any:
-        """The values of a replicated tensor.
+        """Return the values of a replicated tensor.
 
         Raises:
             ValueError: on a sharded or partial tensor, whose values this rank does not have.
@@ -316,7 +316,7 @@ class DTensor(Tensor):
 
     # ---- autograd ----
     def register_hook(self, hook: Any) -> Any:
-        """Calls ``hook`` with the gradient, a DTensor of the layout that it has."""
+        """Call ``hook`` with the gradient, a DTensor in the gradient's own layout."""
         spec = grad_spec(self._spec)
 
         def on_local(grad: Tensor) -> Any:

@@ -24,7 +24,7 @@ def parallelize_value_and_grad(
     weights: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """A function that returns the value of ``fn`` and its gradients, as ``mindspore.value_and_grad`` does.
+    """Return a function that computes ``fn`` and its gradients, as ``mindspore.value_and_grad`` does.
 
     Args:
         fn: returns a scalar loss, a DTensor or a plain tensor; with ``has_aux`` a tuple of the loss and more.
@@ -85,7 +85,7 @@ def parallelize_value_and_grad(
 
 
 def _placed(grads: Any, args: Any, grad_position: Any, weights: Any) -> Any:
-    """The gradients of DTensors as DTensors."""
+    """Wrap the gradients of DTensors as DTensors."""
     sources: Any = None
     if grad_position is not None:
         sources = args[grad_position] if isinstance(grad_position, int) else tuple(args[i] for i in grad_position)
@@ -140,7 +140,7 @@ class DFunction(_Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Runs the function on Tensors or DTensors.
+        """Run the function on Tensors or DTensors.
 
         Raises:
             ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.

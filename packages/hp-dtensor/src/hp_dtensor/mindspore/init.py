@@ -53,7 +53,7 @@ def init_on_device(device: Any) -> Iterator[None]:
 
 
 def init_parameters(module: nn.Cell) -> nn.Cell:
-    """Gives a Cell that was built by ``init_empty_weights`` its initial values, only the local parts in memory.
+    """Give a Cell that was built by ``init_empty_weights`` its initial values, with only local tensors in memory.
 
     The values are those that the Cell would have had, built whole with the same seed: each parameter's initializer runs
     for the whole tensor, in the order of construction, and the local part is kept.

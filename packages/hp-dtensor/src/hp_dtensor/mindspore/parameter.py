@@ -25,7 +25,7 @@ __all__ = ["DParameter", "set_local"]
 
 
 def set_local(parameter: Parameter, local: Tensor) -> None:
-    """Makes ``local`` what a Parameter holds; see Note [The shape that a Parameter remembers].
+    """Set ``local`` as the data of a Parameter; see Note [The shape that a Parameter remembers].
 
     Args:
         parameter: plain, or a DTensor, whose layout is left as it is.
@@ -50,7 +50,7 @@ class DParameter(DTensor, Parameter):
         return TensorPy.data.__get__(self) if local_only() else self
 
     def init_data(self, layout: Any = None, set_sliced: bool = False) -> Any:
-        """What a Cell calls before it is run or saved; a distributed Parameter has its values, or must get them first.
+        """Return this parameter if it has values; a Cell asks before it runs or is saved.
 
         Raises:
             RuntimeError: it has none: it was made by ``init_empty_weights``.
@@ -63,7 +63,7 @@ class DParameter(DTensor, Parameter):
         return self
 
     def offload_file_path(self) -> Any:
-        """What ``mindspore.save_checkpoint`` asks of a Cell's parameters before it copies them.
+        """Answer what ``mindspore.save_checkpoint`` asks of a Cell's parameters before it copies them.
 
         Raises:
             NotImplementedError: this rank has only a part, which would be saved as if it were the whole.
@@ -79,7 +79,7 @@ class DParameter(DTensor, Parameter):
         )
 
     def set_data(self, data: Any, slice_shape: bool = False) -> Any:
-        """Takes the values of a DTensor of the same global shape, or this rank's part of a whole plain tensor.
+        """Copy the values of a DTensor of the same global shape, or this rank's shard of a plain global tensor.
 
         A plain tensor must be the same on all ranks, as what they load from one file is; nothing is communicated.
 
@@ -108,7 +108,7 @@ class DParameter(DTensor, Parameter):
         return super().assign_value(value) if local_only() else self.set_data(value)
 
     def clone(self, init: Any = "same") -> Any:
-        """A new Parameter of the same layout, as ``Parameter.clone``: what optimizers make their states of."""
+        """Return a new Parameter of the same layout, as ``Parameter.clone`` does: optimizers create their states so."""
         spec = self._spec
         plain = unwrap(self)
         try:

@@ -7,5 +7,5 @@ import numpy as np
 
 
 def rank_tensor(ranks: np.ndarray) -> mindspore.Tensor:
-    """Makes a tensor of ranks."""
+    """Create a tensor of ranks."""
     return mindspore.Tensor(ranks.astype(np.int32))

@@ -22,7 +22,7 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 def register_sharding(op: Any) -> Callable[[Rule], Rule]:
-    """Registers a function as the sharding rule of a kernel; it replaces a rule that the kernel has.
+    """Register a function as the sharding rule of a kernel, in place of any rule that the kernel has.
 
     Example:
         >>> @register_sharding("Lgamma")
@@ -100,7 +100,7 @@ def _asked(call: Call) -> list[Any]:
 
 
 def _checked(call: Call) -> Any:
-    """The kernel, with a look at the shapes of what it returns."""
+    """Return the kernel with a check of the shapes that it returns."""
     run, layouts = call.run, call.results
 
     def checked(args: Any, kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def named_parameters(module: nn.Cell) -> dict[str, Parameter]:
 def distribute(
     module: nn.Cell, placed: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]], rest: DeviceMesh
 ) -> None:
-    """Makes all parameters DTensors, in place.
+    """Turn all parameters into DTensors, in place.
 
     Args:
         module: the Cell.

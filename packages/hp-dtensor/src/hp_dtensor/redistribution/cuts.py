@@ -75,7 +75,7 @@ class Cut:
         return Cut(outer, run, inner, held, outer * factor if even else None)
 
     def of_run(self, run: int) -> Cut:
-        """The same cut of the longer run that begins with this one's dim."""
+        """Return the same shards of the longer range that begins with this one's dim."""
         scale = run // self.run
         held = tuple(tuple((start * scale, length * scale) for start, length in each) for each in self.held)
         return Cut(self.outer, run, self.inner // scale, held, self.blocks)
@@ -93,7 +93,7 @@ class Cut:
 
 
 def common(mine: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:
-    """What of ``theirs`` lies in ``mine``, as (offset in the concatenation of ``mine``, length), in order."""
+    """Return the overlap of ``mine`` and ``theirs`` as (offset in the concatenation of ``mine``, length), in order."""
     found: list[Interval] = []
     offset = 0
     for start, length in mine:

@@ -25,7 +25,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def runs_of(shape: Sequence[int], *layouts: Sequence[Placement]) -> Runs:
-    """The fewest dims in one run such that no layout's ``RaggedShard`` crosses the border of one; a scalar has one run.
+    """Group the dims into ranges, as short as possible, such that no ``RaggedShard`` crosses from one to the next.
 
     ``runs_of((2, 3, 4), (RaggedShard((1, 2), (1, 1)),)) == ((0, 1), (1, 3))``
     """
@@ -43,7 +43,7 @@ def held(
     shape: Sequence[int],
     runs: Runs,
 ) -> tuple[Pieces, ...]:
-    """What the rank at ``coordinate`` holds of each run; ``Partial`` counts as whole.
+    """Return the elements of each dim range on the rank at ``coordinate``; ``Partial`` counts as ``Replicate``.
 
     Args:
         placements: one for each mesh axis, dims positive.
@@ -77,7 +77,7 @@ def held(
 
 
 def overlap(mine: Pieces, theirs: Pieces) -> np.ndarray:
-    """What both hold: [n, 3] of (offset in the concatenation of ``mine``, offset in that of ``theirs``, length)."""
+    """Return the common elements, [n, 3]: (offset in the concatenation of ``mine``, in that of ``theirs``, length)."""
     first = np.searchsorted(theirs.sum(1), mine[:, 0], "right")
     counts = np.searchsorted(theirs[:, 0], mine.sum(1), "left") - first
     i = np.repeat(np.arange(len(mine)), counts)
@@ -112,7 +112,7 @@ def _below(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
 
 
 def merged(pieces: Pieces) -> Pieces:
-    """The same elements with pieces that touch joined."""
+    """Join adjacent intervals."""
     pieces = pieces[pieces[:, 1] > 0]
     begins = np.ones(len(pieces), bool)
     begins[1:] = pieces[:-1].sum(1) != pieces[1:, 0]
@@ -131,7 +131,7 @@ def _offsets(pieces: Pieces) -> np.ndarray:
 
 
 def _within(pieces: Pieces, start: int, length: int) -> Pieces:
-    """The part ``[start, start + length)`` of the concatenation."""
+    """Return the part ``[start, start + length)`` of the concatenation."""
     offsets = _offsets(pieces)
     low, high = np.maximum(offsets, start), np.minimum(offsets + pieces[:, 1], start + length)
     made = np.stack([pieces[:, 0] + low - offsets, high - low], 1)
@@ -145,7 +145,7 @@ def _product(outer: Pieces, inner: Sequence[Pieces], sizes: Sequence[int]) -> Pi
 
 
 def _nested(outer: Pieces, inner: Pieces, size: int) -> Pieces:
-    """The elements ``i * size + j`` for ``i`` in ``outer`` and ``j`` in ``inner``, which lies in ``[0, size)``."""
+    """Return the elements ``i * size + j`` for ``i`` in ``outer`` and ``j`` in ``inner``, a part of ``[0, size)``."""
     if len(inner) == 1 and inner[0, 1] == size:
         return outer * size
     rows = np.repeat(outer[:, 0] - _offsets(outer), outer[:, 1]) + np.arange(outer[:, 1].sum())

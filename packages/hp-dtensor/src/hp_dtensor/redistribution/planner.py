@@ -25,7 +25,7 @@ Placements = tuple[Placement, ...]
 
 
 def plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """Steps that turn ``src`` into ``dst``: the fewest bytes a rank, then the fewest collectives, then steps.
+    """Plan the steps that turn ``src`` into ``dst``: fewest bytes per rank, then fewest collectives, then fewest steps.
 
     ``plan((Shard(0),), (Replicate(),), (4, 4), (2,))`` is one ``AllGather``. Axes of one rank need no steps.
 
@@ -84,7 +84,7 @@ class _Search:
         self.mesh_shape = mesh_shape
 
     def canonical(self, placements: Placements) -> Placements:
-        """Checked, dims positive; an axis of one rank is Replicate unless ragged (which changes the local shape)."""
+        """Check placements and make dims positive; on an axis of one rank all but RaggedShard become Replicate."""
         found = normalize(placements, self.shape, self.mesh_shape)
         for dim, size in enumerate(self.shape):
             sizes = {size}
@@ -111,7 +111,7 @@ class _Search:
         )
 
     def choices(self, src: Placements, dst: Placements) -> list[list[Placement]]:
-        """The placements that each axis may take on the way."""
+        """Return the placements that each axis may take on the way."""
         dims = {d for p in (*src, *dst) if (d := cut_dim(p)) is not None}
         if self.shape and sum(isinstance(p, Partial) for p in src) and len(src) > 1:
             # A sum over two axes moves less as reduce-scatter, all-reduce of the piece, all-gather.
@@ -167,7 +167,7 @@ class _Search:
         return runs
 
     def _ragged_fits(self, state: Placements, ragged: RaggedShard) -> bool:
-        """True if the units fit some rank: where other axes cut unevenly, each of their ranks has units of its own."""
+        """Tell whether the units fit some rank: if other axes shard unevenly, their ranks' units differ."""
         runs = self._runs(state, ragged)
         return any(ragged_fits(ragged, run) for run in runs if run or not sum(ragged.units) or runs == {0})
 
@@ -191,7 +191,7 @@ def _commute(a: str, b: str) -> bool:
 
 
 def _cut_sizes(sizes: set[int], placement: Placement, n: int) -> set[int]:
-    """The sizes that ranks may have of a dim after a cut of what may have any of ``sizes``."""
+    """Return the sizes that a dim may have on ranks after one more shard, from the ``sizes`` it may have before."""
     found: set[int] = set()
     for size in sizes:
         factor = _factor(placement)
@@ -234,7 +234,7 @@ def explain(
     itemsize: int = 4,
     axis_names: Sequence[str] | None = None,
 ) -> str:
-    """The plan as text: one line a step with its axis, what it changes and the bytes a rank moves, then the total."""
+    """Describe the plan as text: one line per step with its axis, change and bytes per rank, then the total."""
     steps = plan(src, dst, shape, mesh_shape)
     if not steps:
         return "nothing to do"

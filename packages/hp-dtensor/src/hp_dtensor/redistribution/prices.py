@@ -21,7 +21,7 @@ LOCAL = (Slice, ToPartial)
 
 
 def step_type(source: Placement, target: Placement) -> type[Step] | None:
-    """The step from one placement to another on one axis, None where there is none (then it goes through Replicate)."""
+    """Return the step from one placement to another on one axis; None if it must go through Replicate."""
     if isinstance(source, Replicate):
         return ToPartial if isinstance(target, Partial) else Slice
     if isinstance(source, Partial):
@@ -46,7 +46,7 @@ def _same_run(source: Placement, target: Placement) -> bool:
 
 @lru_cache(maxsize=16384)
 def _largest(size: int, cuts: tuple[tuple[int, int], ...]) -> int:
-    """The largest part of a dim after (split factor, ranks) cuts."""
+    """Return the largest shard of a dim that is sharded by each (split factor, ranks) in turn."""
     for factor, n in cuts:
         size = chunk(size // factor, n, 0)[1] * factor
     return size

@@ -96,21 +96,21 @@ class Transfer:
         return self.elements > 0
 
     def moves_from(self, rank: int) -> tuple[Move, ...]:
-        """What a rank sends, its own copy included; by destination, ascending."""
+        """Return the moves from a rank, its own copy included, by ascending destination."""
         routes = self._exchange.routes
         return tuple(self._move(int(s), int(d)) for s, d in routes[routes[:, 0] == rank])
 
     def moves_to(self, rank: int) -> tuple[Move, ...]:
-        """What a rank gets, its own copy included; by source, ascending."""
+        """Return the moves to a rank, its own copy included, by ascending source."""
         routes = self._exchange.routes
         return tuple(self._move(int(s), int(d)) for s, d in routes[routes[:, 1] == rank])
 
     def view(self, layout: Layout, rank: int) -> Shape:
-        """The local tensor's sizes in `sent` or `received`: its dims, those that a RaggedShard flattens as one."""
+        """Return the local tensor's sizes in `sent` or `received`, the dims that a RaggedShard flattens as one."""
         return tuple(int(pieces[:, 1].sum()) for pieces in self._held(layout, rank))
 
     def fill(self, rank: int) -> int | None:
-        """What a rank of the target mesh holds everywhere instead of the value, as its part of a ``Partial``."""
+        """Return the constant that fills a rank's term of a ``Partial`` target, None if the rank receives the value."""
         return _fill(self.received, _coordinate(self.received, rank))
 
     @cached_property
@@ -121,7 +121,7 @@ class Transfer:
         return max(int(np.bincount(routes[apart, side], sizes[apart], 1).max()) for side in (0, 1))
 
     def explain(self, *, itemsize: int = 4) -> str:
-        """The way as text: a line for each step and the exchange, with the bytes that a rank moves, then the total."""
+        """Describe the transfer as text: a line per step and for the exchange, with bytes per rank, then the total."""
         rows = _rows(self.source, self.before, self.shape, itemsize)
         rows += [
             (
@@ -158,7 +158,7 @@ class Transfer:
 
 @lru_cache(maxsize=512)
 def plan_transfer(source: Layout, target: Layout, shape: Shape) -> Transfer:
-    """The way of a tensor from a layout to one on another mesh, with the fewest bytes for the rank that moves the most.
+    """Plan the transfer to a layout on another mesh that moves the fewest bytes on the busiest rank.
 
     Depends on nothing but its arguments, so that every rank computes the same without asking. Meshes may have ranks in
     common, or the same ranks in another order or shape.
@@ -188,7 +188,7 @@ def plan_transfer(source: Layout, target: Layout, shape: Shape) -> Transfer:
 
 
 def explain_transfer(source: Layout, target: Layout, shape: Shape, *, itemsize: int = 4) -> str:
-    """The way between two layouts as text, alike for one mesh (`explain`) and for two (`Transfer.explain`).
+    """Describe the way between two layouts as text, on one mesh (`explain`) or between two (`Transfer.explain`).
 
     Args:
         source: the layout that the tensor has, as ``DTensor.sharding``.
@@ -239,7 +239,7 @@ def _exchange(sent: Layout, received: Layout, shape: Shape) -> _Exchange:
 
 
 def _alike(layout: Layout) -> dict[Shape, list[int]]:
-    """The ranks that hold the same part, by the coordinate of the first."""
+    """Return the ranks that have the same shard, by the coordinate of the first."""
     found: dict[Shape, list[int]] = {}
     kept = [not isinstance(p, (Replicate, Partial)) for p in _placed(layout)]
     for rank, coordinate in zip(layout.rank_list, coordinates(layout.mesh_shape), strict=True):
@@ -257,7 +257,7 @@ def _counts(mine: Sequence[tuple[Pieces, ...]], theirs: Sequence[tuple[Pieces, .
 
 
 def _distinct(found: Sequence[Pieces]) -> tuple[list[Pieces], list[int]]:
-    """The different ones, and for each which of them it is."""
+    """Return the distinct arrays, and for each input the index of its equal among them."""
     numbers: dict[bytes, int] = {}
     of = [numbers.setdefault(pieces.tobytes(), len(numbers)) for pieces in found]
     return [np.frombuffer(key, np.int64).reshape(-1, 2) for key in numbers], of
@@ -293,7 +293,7 @@ def _check(layout: Layout, shape: Shape) -> None:
 
 
 def _ways(layout: Layout, shape: Shape, *, reduce: bool) -> Iterator[Layout]:
-    """The layouts on its mesh in which a tensor may be sent (``reduce``: no Partial) or received."""
+    """Yield the layouts on its mesh in which a tensor may be sent (``reduce``: without Partial) or received."""
     placements = normalize(_placed(layout), shape, layout.mesh_shape)
     changed = Partial if reduce else Replicate
     whole = tuple(Replicate() if reduce and isinstance(p, Partial) else p for p in placements)

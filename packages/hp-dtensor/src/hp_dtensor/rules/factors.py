@@ -147,7 +147,7 @@ def solve(
 
 
 def _by_tensor(choice: Sequence[Candidate], part: int, count: int) -> tuple[tuple[Any, ...], ...]:
-    """A part of each axis's candidate, by tensor and axis."""
+    """Transpose candidates, one tuple per axis, to one tuple per tensor."""
     return tuple(tuple(candidate[part][i] for candidate in choice) for i in range(count))  # type: ignore[index]
 
 
@@ -197,7 +197,7 @@ class _Search:
         yield [REPLICATE] * count, [False] * count, [REPLICATE] * outs, None
 
     def _stays(self, have: list[Placement], candidate: Candidate) -> bool:
-        """True if the operand that is written in place, if any, is left and its result is where it is."""
+        """Tell whether the operand written in place, if any, keeps its placements and its result has them too."""
         want, varies, out, _ = candidate
         i = self.in_place
         return i is None or (want[i] == have[i] and not varies[i] and all(o == have[i] for o in out))

@@ -17,7 +17,7 @@ __all__ = ["RULES", "dims_argument"]
 
 # ---- products whose equation depends on their arguments ----
 def einsum(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """The argument ``equation`` is the rule; letters that an operand has twice are whole."""
+    """Read the argument ``equation`` as the rule; letters that an operand has twice need replication."""
     text = arguments["equation"].replace(" ", "")
     if "->" not in text:
         letters = text.replace(",", "").replace("...", "")
@@ -38,7 +38,7 @@ def einsum(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fac
 
 
 def matmul_transposed(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """A product whose operands are read transposed where ``transpose_a`` and ``transpose_b`` say so."""
+    """Describe a product whose operands are transposed if ``transpose_a`` and ``transpose_b`` say so."""
     a = "... k m" if arguments["transpose_a"] else "... m k"
     b = "... n k" if arguments["transpose_b"] else "... k n"
     return rule(f"{a}, {b} -> ... m n", reduce="k", linear="0 1")(shapes, results, arguments)
@@ -57,7 +57,7 @@ def rows(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Facto
 
 
 def bias_add(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """A sum, of which the bias is a part once: dim ``channel`` of the input is the bias's only one."""
+    """Describe a sum to which one rank adds the bias: the bias's only dim is dim ``channel`` of the input."""
     dims = " ".join(f"d{d}" for d in range(len(known(shapes)[0])))
     return rule(f"{dims}, d{arguments['channel']} -> {dims}", linear="0+1")(shapes, results, arguments)
 

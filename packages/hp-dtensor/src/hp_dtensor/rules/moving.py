@@ -16,7 +16,7 @@ ANY = frozenset(PARTIAL_OPS)
 
 
 def pad(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """Padded dims (``dim``, a tuple) are whole.
+    """Require replication of the padded dims (``dim``, a tuple).
 
     ``linear``: what is added is zero, or comes from the operand; ``full``: the kernel takes no empty shard.
     """

@@ -92,7 +92,7 @@ def cross_entropy(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any])
 
 
 def loss(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """A loss element by element, and its sum where the result is a scalar."""
+    """Describe an elementwise loss, and its sum if the result is a scalar."""
     made = pointwise_factors(shapes, [shapes[0]])
     if arguments["reduction"] == "none":
         return made

@@ -21,7 +21,7 @@ __all__ = ["chunk_list", "set_", "tensor_shard", "write_items"]
 
 
 def write_items(tensor: DTensor, fqn: str, _: Any) -> list[Any]:
-    """A ``WriteItem`` for each box that this rank holds (method ``__create_write_items__``); see torch's ``SavePlan``.
+    """Return a ``WriteItem`` for each of this rank's boxes, for torch's ``SavePlan`` (``__create_write_items__``).
 
     Args:
         tensor: the DTensor.
@@ -43,14 +43,14 @@ def write_items(tensor: DTensor, fqn: str, _: Any) -> list[Any]:
 
 
 def chunk_list(tensor: DTensor) -> list[Any]:
-    """The boxes that this rank holds as ``ChunkStorageMetadata`` (method ``__create_chunk_list__``)."""
+    """Return this rank's boxes as ``ChunkStorageMetadata`` (method ``__create_chunk_list__``)."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in _boxes(tensor)]
 
 
 def tensor_shard(tensor: DTensor, index: Any) -> torch.Tensor:
-    """The elements of one box, a view of the local tensor (method ``__get_tensor_shard__``).
+    """Return the elements of one box, a view of the local tensor (method ``__get_tensor_shard__``).
 
     Args:
         tensor: the DTensor.

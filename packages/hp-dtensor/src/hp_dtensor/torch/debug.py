@@ -42,7 +42,7 @@ class _Calls:
     stack: list[tuple[int, torch.nn.Module]] = field(default_factory=list)
 
     def begin(self, module: torch.nn.Module, name: str) -> None:
-        """A forward begins."""
+        """Record that a forward begins."""
         self.around.append(self.stack[-1][0] if self.stack else -1)
         self.stack.append((len(self.names), module))
         self.names.append(name)
@@ -51,7 +51,7 @@ class _Calls:
         self.tasks.append(_graph_task())
 
     def end(self, module: torch.nn.Module) -> None:
-        """A forward has ended, and with it all that it called."""
+        """Record that a forward has ended, and with it all that it called."""
         if any(each is module for _, each in self.stack):
             found = None
             while found is not module:
@@ -59,7 +59,7 @@ class _Calls:
                 self.stops[index] = _next_number()
 
     def of(self, number: int) -> str | None:
-        """The innermost module in whose forward the node of this number was made."""
+        """Return the innermost module in whose forward the node of this number was created."""
         index = bisect_right(self.starts, number) - 1
         while index >= 0 and self.stops[index] <= number:
             index = self.around[index]

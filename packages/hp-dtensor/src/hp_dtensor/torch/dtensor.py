@@ -68,7 +68,7 @@ def install(from_local: Any, relayout: Any, on_local_gradient: Any) -> None:
 
 
 def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:
-    """Makes ``local`` itself a DTensor of layout ``spec``: sets its class, adds no autograd node.
+    """Turn ``local`` itself into a DTensor of layout ``spec``: set its class, add no autograd node.
 
     Args:
         local: this rank's part, of shape ``spec.local_shape``; not used as a plain tensor afterwards.
@@ -80,7 +80,7 @@ def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:
 
 
 def local_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor of the same storage as a DTensor's local part (or a plain tensor), outside autograd."""
+    """Return a plain tensor on the storage of a DTensor's local tensor (or of a plain tensor), outside autograd."""
     return _impl(T.detach, (), (tensor,))
 
 
@@ -116,7 +116,7 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """A DTensor from each rank's part. Differentiable: the local tensor gets its part of the gradient.
+        """Create a DTensor from each rank's local tensor, which gets its part of the gradient.
 
         Args:
             local_tensor: this rank's part.
@@ -160,11 +160,11 @@ class DTensor(torch.Tensor):
         return _impl(_shape, (), (self,))
 
     def is_partial(self) -> bool:
-        """True where the value is spread over ranks as parts of a reduction on some axis."""
+        """Return True if on some axis the value is a reduction of one term per rank."""
         return self._spec.partial
 
     def reduce_partial(self) -> DTensor:
-        """This tensor with every ``Partial`` axis reduced to ``Replicate``."""
+        """Return this tensor with every ``Partial`` axis reduced to ``Replicate``."""
         return self.redistribute(placements=[Replicate() if p.is_partial() else p for p in self._spec.placements])
 
     def redistribute(
@@ -176,7 +176,7 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same value in another layout, on this mesh or another; differentiable.
+        """Return the same value in another layout, on this mesh or another; differentiable.
 
         To another mesh it is collective over the ranks of both: a rank outside the tensor's mesh passes its empty part,
         of the same dtype and ``requires_grad``, and runs backward as well.
@@ -197,7 +197,7 @@ class DTensor(torch.Tensor):
         return _relayout(self, device_mesh, placements, async_op, forward_dtype, backward_dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor, plain, on every rank; differentiable."""
+        """Return the global value as a plain tensor on every rank; differentiable."""
         spec = self._spec
         if spec.replicated:  # the whole tensor is on the memory of this one
             hand_out(self)
@@ -205,7 +205,7 @@ class DTensor(torch.Tensor):
         return whole.to_local(grad_placements=grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's part as a plain tensor; differentiable.
+        """Return the local tensor as a plain tensor; differentiable.
 
         Args:
             grad_placements: layout of the gradient that will come back, where it is not the tensor's own: ``Partial()``
@@ -372,7 +372,7 @@ class DTensor(torch.Tensor):
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part as a plain tensor, in the graph; a plain tensor as it is."""
+    """Return the local tensor as a plain tensor, in the graph; return a plain tensor unchanged."""
     return _impl(T.view_as, (), (tensor, tensor)) if isinstance(tensor, DTensor) else tensor
 
 

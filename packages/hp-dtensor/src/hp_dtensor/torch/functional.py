@@ -20,7 +20,7 @@ def parallelize_value_and_grad(
     weights: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """A function that returns the value of ``fn`` and its gradients, as ``mindspore.value_and_grad`` does.
+    """Return a function that computes ``fn`` and its gradients, as ``mindspore.value_and_grad`` does.
 
     Args:
         fn: returns a scalar loss, a DTensor or a plain tensor; with ``has_aux`` a tuple of the loss and more.
@@ -91,7 +91,7 @@ class DFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:  # type: ignore[override]
-        """Runs the function on Tensors or DTensors.
+        """Run the function on Tensors or DTensors.
 
         Raises:
             ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.

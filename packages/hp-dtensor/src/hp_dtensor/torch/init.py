@@ -36,7 +36,7 @@ def init_empty_weights() -> Iterator[None]:
 
 
 def init_parameters(module: torch.nn.Module, *, device: torch.device | str | None = None) -> torch.nn.Module:
-    """Gives a module that was built on meta memory for its local parts, and its initial values.
+    """Give a module that was built on meta memory for its local tensors, and its initial values.
 
     The values are those that the module would have had, built whole with the same seed: every submodule's
     ``reset_parameters`` runs in the order of construction (inner modules first), then a ``transformers`` model's own
@@ -83,7 +83,7 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
 
 
 def give_memory(parameter: torch.Tensor, local: torch.Tensor) -> None:
-    """Gives a parameter, the same object as before, memory of another kind of device than it had (meta).
+    """Give a parameter, which stays the same object, memory on another kind of device than it had (meta).
 
     Args:
         parameter: a leaf, plain or a DTensor.
@@ -100,7 +100,7 @@ def give_memory(parameter: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def _untie(module: torch.nn.Module) -> list[tuple[Any, str, torch.Tensor]]:
-    """Gives all but the first holder of a parameter one of its own, to be drawn and dropped as constructors do."""
+    """Give all but the first holder of a parameter one of its own, to be drawn and dropped as constructors do."""
     ties, seen = [], set()
     for child in module.modules():
         for name, tensor in child._parameters.items():
@@ -112,7 +112,7 @@ def _untie(module: torch.nn.Module) -> list[tuple[Any, str, torch.Tensor]]:
 
 
 def _initializers(module: torch.nn.Module) -> list[Any]:
-    """What gives a module its values, as its constructor does; transformers models call ``init_weights`` in theirs."""
+    """Return what initializes a module as its constructor does; transformers models call ``init_weights`` in theirs."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     own = getattr(module, "init_weights", None)
     return [one for one in (reset, own) if callable(one)]

@@ -33,7 +33,7 @@ when_groups_end(_compared.clear)
 
 
 def compare_generators(mesh: DeviceMesh, device: torch.device) -> None:
-    """Raises on every rank of the mesh alike where the ranks' generators differ; once a mesh."""
+    """Raise on every rank of the mesh if the ranks' generators differ; checked once per mesh."""
     if mesh in _compared or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
     state = get_platform().random.get_state(device)
@@ -52,7 +52,7 @@ def compare_generators(mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def draw(spec: TensorSpec, like: torch.Tensor, fill: Any) -> torch.Tensor:
-    """This rank's part of a global tensor that ``fill`` fills in place, of ``like``'s dtype and device."""
+    """Return this rank's shard of a global tensor that ``fill`` fills in place, of ``like``'s dtype and device."""
     if like.is_meta:
         return torch.empty(spec.local_shape, dtype=like.dtype, device=like.device)
     compare_generators(spec.mesh, like.device)
@@ -135,7 +135,7 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def special() -> dict[Any, Any]:
-    """The handlers of the random functions, by function."""
+    """Return the handlers of the random functions, by function."""
     made: dict[Any, Any] = {}
     for name in "normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_".split():
         made[getattr(T, name)] = fill

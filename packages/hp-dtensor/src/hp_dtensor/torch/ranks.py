@@ -7,5 +7,5 @@ import torch
 
 
 def rank_tensor(ranks: np.ndarray) -> torch.Tensor:
-    """Makes a tensor of ranks on the host, as torch's DeviceMesh has it."""
+    """Create a tensor of ranks on the host, as torch's DeviceMesh has it."""
     return torch.tensor(ranks.tolist(), dtype=torch.int, device="cpu")

@@ -22,7 +22,7 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 def register_sharding(op: Any) -> Callable[[Rule], Rule]:
-    """Registers a function as the sharding rule of an operation; it replaces a rule that the operation has.
+    """Register a function as the sharding rule of an operation, in place of any rule that the operation has.
 
     Example:
         >>> @torch.library.custom_op("mine::softcap", mutates_args=())
@@ -78,7 +78,7 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
 
 
 def _forms(op: Any) -> list[Any]:
-    """The operation in the forms in which it may be intercepted."""
+    """Return the operation in the forms in which it may be intercepted."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
     if missing.writes(op):
         raise NotImplementedError(
@@ -115,7 +115,7 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(call: Call) -> Any:
-    """The operation on plain local tensors, with a look at the shapes of what it returns."""
+    """Return the operation on plain local tensors, with a check of the shapes that it returns."""
     func, layouts = call.func, call.results
 
     def local(value: Any) -> Any:

@@ -29,7 +29,7 @@ def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def distribute(
     module: torch.nn.Module, placed: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]], rest: DeviceMesh
 ) -> None:
-    """Makes all parameters and buffers DTensors; modules that share a parameter share it afterwards.
+    """Turn all parameters and buffers into DTensors; modules that share a parameter share it afterwards.
 
     Args:
         module: the module, changed in place.

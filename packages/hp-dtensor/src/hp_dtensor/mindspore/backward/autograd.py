@@ -48,7 +48,7 @@ def local_only() -> bool:
 
 
 def alias(local: Tensor) -> Tensor:
-    """A new plain tensor on the memory of ``local``, in its graph.
+    """Return a new plain tensor on the memory of ``local``, in its graph.
 
     No reshape, through which MindSpore's second derivatives are zero (as through its views and transposes).
     """
@@ -130,14 +130,14 @@ def _of(src: TensorSpec, dst: TensorSpec) -> str:
 
 
 def gradient_as(local: Tensor, spec: TensorSpec, gradient: TensorSpec) -> Tensor:
-    """A local part of layout ``spec``, whose gradient leaves in the layout ``gradient``."""
+    """Return a local tensor of layout ``spec`` whose gradient leaves in the layout ``gradient``."""
     if grad_enabled() and local._requires_grad:
         return _GradientAs.apply(local, grad_spec(spec), gradient)
     return alias(local)
 
 
 def move(local: Tensor, src: TensorSpec, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
-    """A plain local tensor of layout ``src`` in layout ``dst``, differentiable."""
+    """Redistribute a plain local tensor of layout ``src`` to layout ``dst``; differentiable."""
     if grad_enabled() and local._requires_grad:
         if src is dst and vary is None:
             return local
@@ -158,7 +158,7 @@ def move_in(local: Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backw
 
 
 def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
-    """A DTensor's local value in layout ``dst``, as an operation reads it.
+    """Return a DTensor's local value in layout ``dst``, as an operation reads it.
 
     Args:
         x: a DTensor.
@@ -174,7 +174,7 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Te
 
 
 def recall(x: Any, dst: TensorSpec, how: Any, recorded: bool) -> Any:
-    """What ``remember`` kept for ``x``, unless ``x`` or it has been written to since; None where there is nothing."""
+    """Return what ``remember`` stored for ``x``, or None if there is nothing or either was written to since."""
     if not recorded:
         return None
     version = x._version
@@ -186,7 +186,7 @@ def recall(x: Any, dst: TensorSpec, how: Any, recorded: bool) -> Any:
 
 
 def remember(x: Any, dst: TensorSpec, how: Any, recorded: bool, made: Any) -> Any:
-    """Keeps ``made``, what ``x`` became in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
+    """Store ``made``, the value of ``x`` in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
     if recorded and not isinstance(x, Parameter):
         _memo.insert(0, (x, dst, how, made, x._version, made._version))
         del _memo[_MEMO_SIZE:]
@@ -194,5 +194,5 @@ def remember(x: Any, dst: TensorSpec, how: Any, recorded: bool, made: Any) -> An
 
 
 def forget() -> None:
-    """Drops what is kept of moved values: where a new gradient is begun, and where memory is exchanged."""
+    """Drop the stored redistributed values: when a new gradient begins, and when memory is exchanged."""
     _memo.clear()

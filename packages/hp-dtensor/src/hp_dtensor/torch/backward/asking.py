@@ -49,5 +49,5 @@ _NOTHING = contextlib.nullcontext()
 
 
 def without_modes() -> Any:
-    """A context in which no mode is handed what runs: a counter of operations must not count our questions."""
+    """Return a context that hides calls from active modes: a counter of operations must not count our queries."""
     return _modes._disable_current_modes() if _modes.is_in_torch_dispatch_mode() else _NOTHING

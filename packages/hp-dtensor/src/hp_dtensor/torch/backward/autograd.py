@@ -81,13 +81,13 @@ _NONE: Any = MappingProxyType({})
 
 
 def bring_gradients() -> None:
-    """Waits for gradients that are on their way."""
+    """Wait for the gradients that are in flight."""
     for bring in list(arriving.values()):
         bring()
 
 
 def local_mode() -> Any:
-    """A context in which DTensors are their local parts in every respect; none is pending in it."""
+    """Return a context in which DTensors act as their local tensors and none is pending."""
     for end in list(waiting.values()):
         end()
     return torch._C.DisableTorchFunctionSubclass()
@@ -121,7 +121,7 @@ def _redistributed(*args: Any) -> torch.Tensor:
 
 
 def moved_back(grad: torch.Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> torch.Tensor:
-    """The gradient of a value that was moved from ``src`` to ``dst``."""
+    """Return the gradient of a value that was redistributed from ``src`` to ``dst``."""
     scale = backward_scale(src, dst)
     if torch.is_grad_enabled() and _requires_grad(grad):  # see Note [Gradients of gradients]
         axes = [(a.is_partial(), b.is_partial()) for a, b in zip(src.placements, dst.placements, strict=True)]
@@ -146,7 +146,7 @@ def watched(x: Any) -> bool:
 
 
 def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
-    """The leaf to read ``leaf`` through; None where its gradient is watched. See Note [Partial gradients of leaves]."""
+    """Return the leaf to read ``leaf`` through, None if its gradient is watched: Note [Partial gradients of leaves]."""
     if _impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,)) or "_node_taken" in leaf.__dict__:
         return None
     shadow = _impl(torch.Tensor.detach, (), (leaf,)).requires_grad_()
@@ -166,14 +166,14 @@ def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
 
 
 def shadows(leaf: Any) -> list[tuple[tuple[bool, ...], torch.Tensor]]:
-    """The shadows of a parameter that a graph may hold, with the axes where each one's gradient is partial."""
+    """Return a parameter's shadows that a graph may hold, with the axes on which each one's gradient is partial."""
     retired = [(vary, shadow()) for vary, shadow in leaf.__dict__.get("_retired", ())]
     alive = [(vary, shadow) for vary, shadow in retired if shadow is not None]
     return [*leaf.__dict__.get("_shadows", _NONE).items(), *alive]
 
 
 def through_hooks(leaf: Any, own: Any, grad: torch.Tensor) -> torch.Tensor:
-    """A gradient that shadows of ``leaf`` collected, as the hooks of ``leaf`` leave it.
+    """Return a gradient that shadows of ``leaf`` collected, after the hooks of ``leaf``.
 
     Args:
         leaf: a leaf.
@@ -192,7 +192,7 @@ def through_hooks(leaf: Any, own: Any, grad: torch.Tensor) -> torch.Tensor:
 
 
 def retire_shadows(leaf: Any) -> None:
-    """The forwards to come don't read ``leaf`` through the shadows that it has; graphs may hold them yet."""
+    """Stop reading ``leaf`` through its present shadows in later forwards; existing graphs may still hold them."""
     if "_shadows" in leaf.__dict__:
         old = [(vary, weakref.ref(shadow)) for vary, shadow in leaf.__dict__.pop("_shadows").items()]
         leaf._retired = [*(each for each in leaf.__dict__.get("_retired", ()) if each[1]() is not None), *old]
@@ -215,7 +215,7 @@ def give_node(leaf: Any) -> None:
 
 
 def note_call(leaf: Any) -> None:
-    """A hook of ``leaf`` is called, in the backward that runs."""
+    """Record that a hook of ``leaf`` is called, in the backward that is running."""
     if "_retired" in leaf.__dict__:
         leaf._called_in = _graph_task()
 
@@ -245,7 +245,7 @@ def _refuse_parts(leaf: Any) -> None:
 def reduce_partial_grads(
     parameters: Iterable[torch.Tensor] | None = None, averaged: Mapping[DeviceMesh, tuple[int, ...]] = _NONE
 ) -> None:
-    """Sums the partial gradients that ``parameters`` (default: all that wait) collected, and adds them to ``.grad``.
+    """Sum the partial gradients that ``parameters`` (default: all that have some) collected; add them to ``.grad``.
 
     One all-reduce for each set of axes and dtype. Collective: every rank of those axes calls it at the same point.
     Runs by itself when backward ends.
@@ -296,7 +296,7 @@ def reduce_partial_grads(
 
 
 def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
-    """Adds to ``leaf.grad``: by the engine where there are hooks, which they are hooks of."""
+    """Add to ``leaf.grad``; by the engine if there are hooks, which are the engine's to call."""
     if "_retired" in leaf.__dict__ and (_impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,))):
         _engine_run_backward((leaf,), (grad,), False, grad.requires_grad, (), accumulate_grad=True)
         return
@@ -305,7 +305,7 @@ def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
 
 
 def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
-    """A plain local tensor of layout ``src`` in layout ``dst``, differentiable."""
+    """Redistribute a plain local tensor of layout ``src`` to layout ``dst``; differentiable."""
     if src is dst:
         return local
     if torch.is_grad_enabled() and _requires_grad(local):
@@ -314,7 +314,7 @@ def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
 
 
 def read_in_parts(grad: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The gradient of a value of layout ``spec`` as its parts of sums read it; see Note [Gradients of gradients]."""
+    """Return the gradient of a value of layout ``spec`` as its partial terms read it: Note [Gradients of gradients]."""
     parts = tuple(placement.is_partial() for placement in spec.placements)
     if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
         return grad
@@ -347,7 +347,7 @@ class GradientMoved(torch.autograd.Function):
 
 
 def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> torch.Tensor:
-    """A gradient of layout ``spec`` that each rank has for its part of a sum, as one value.
+    """Return a gradient of layout ``spec``, of which each rank has the one for its term of a sum, as one value.
 
     Args:
         grad: the local gradient.
@@ -361,7 +361,7 @@ def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> t
 
 
 def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> torch.Tensor:
-    """A DTensor's local value in layout ``dst``, as an operation reads it; see Note [One sum for q, k and v].
+    """Return a DTensor's local value in layout ``dst``, as an operation reads it; see Note [One sum for q, k and v].
 
     Args:
         x: a DTensor.
@@ -395,7 +395,7 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
 
 
 def _source(x: Any) -> Any:
-    """What ``x`` was redistributed from, if its gradient may pass ``x`` by: both are as they were, nobody watches."""
+    """Return the source of ``x`` if its gradient may bypass ``x``: both are unchanged, and nobody watches ``x``."""
     source, version, before, graph = x._moved_from
     same = version == _impl(_version, (), (x,)) and before == _impl(_version, (), (source,))
     if same and graph is _impl(_grad_fn, (), (source,)) and _impl(_requires_grad, (), (source,)) and not watched(x):
@@ -404,6 +404,6 @@ def _source(x: Any) -> Any:
 
 
 def moved_from(made: Any, source: Any) -> None:
-    """Notes that ``made`` is ``source`` in another layout: an operation that moves it again moves its gradient once."""
+    """Record that ``made`` is ``source`` in another layout, so that moving it again moves its gradient only once."""
     graph = _impl(_grad_fn, (), (source,))
     made._moved_from = source, _impl(_version, (), (made,)), _impl(_version, (), (source,)), graph

@@ -122,7 +122,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def _gradient(index: int, x: Any, own: Any, parts: Sequence[Any], unused: bool, zeros: bool) -> Any:
-    """The gradient of one input: what the engine found for it, and the sums of what its shadows found."""
+    """Return the gradient of one input: the engine's own, plus the sums that its shadows collected."""
     collected = None
     for vary, part in parts:
         if part is not None:
@@ -167,7 +167,7 @@ def _one_by_one(func: Any, outputs: Any, inputs: Any, gradients: Any, bound: dic
 
 
 def _roots(tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What backward starts from, and the local gradients; an average is reduced first: that scales its gradient.
+    """Return the roots of backward and their local gradients; averages are reduced first, which scales the gradient.
 
     Raises:
         RuntimeError: a transform of ``torch.func`` runs, or a gradient is missing or has not the shape of its tensor.
@@ -193,7 +193,7 @@ def _roots(tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ..
 
 
 def _start(index: int, tensor: DTensor, gradient: Any) -> Any:
-    """The local part of the gradient that backward starts from."""
+    """Return the local tensor of the gradient that backward starts from."""
     spec = tensor._spec
     if type(gradient) is DTensor and gradient._spec is spec and not spec.partial:
         in_graph = _impl(_requires_grad, (), (gradient,))
@@ -229,7 +229,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _leaves(inputs: Any) -> list[Any]:
-    """Inputs as a list; the edge of a DTensor that is a leaf as the DTensor, which may have shadows.
+    """Return the inputs as a list, with the edge of a leaf DTensor replaced by the DTensor, which may have shadows.
 
     Raises:
         RuntimeError: an input says of itself (``_outside_graphs``) that graphs hold something else in its place.

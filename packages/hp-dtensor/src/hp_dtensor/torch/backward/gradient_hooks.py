@@ -18,7 +18,7 @@ _is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 
 
 def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[torch.Tensor], Any]:
-    """The hook for the local gradient that calls ``hook`` with the DTensor.
+    """Return the hook for the local gradient that calls ``hook`` with the DTensor.
 
     Args:
         tensor: the tensor to register it on. A leaf's gradient comes in the layout that the leaf has by then, another

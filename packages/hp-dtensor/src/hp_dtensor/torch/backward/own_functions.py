@@ -58,7 +58,7 @@ def _spec(value: Any) -> TensorSpec | None:
 
 
 def _laid_out(value: Any, spec: TensorSpec | None) -> Any:
-    """A value as the DTensor that it was."""
+    """Return a value as the DTensor that it was."""
     if spec is None or not isinstance(value, T) or isinstance(value, DTensor):
         return value
     with torch.enable_grad():  # off in backward, where what requires gradients goes on to
@@ -111,7 +111,7 @@ def _apply_to_dtensors(cls: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _labelled(value: Any, spec: TensorSpec | None) -> Any:
-    """A result, which torch replaced where ``forward`` gave back an argument."""
+    """Return a result with its layout; torch replaces a result if ``forward`` returned an argument."""
     return wrap(value, spec) if spec is not None and type(value) is T else value
 
 
@@ -124,7 +124,7 @@ def _refuse_parts(cls: Any, verb: str, x: DTensor) -> None:
 
 
 def _subclass(cls: Any) -> Any:
-    """The function that is applied in the place of ``cls``."""
+    """Return the function that is applied in place of ``cls``."""
     combined = cls.setup_context is _Function.setup_context
 
     @functools.wraps(cls.forward)
@@ -186,7 +186,7 @@ def _backward(cls: Any, backward: Any) -> Callable[..., Any]:
 
 
 def _whole(grad: Any, spec: TensorSpec | None) -> Any:
-    """The gradient of a result, of which autograd has this rank's part."""
+    """Return the gradient of a result as a DTensor; autograd has this rank's part."""
     if grad is None or spec is None:
         return grad
     gradient, parts = autograd.grad_spec(spec), tuple(placement.is_partial() for placement in spec.placements)
@@ -195,7 +195,7 @@ def _whole(grad: Any, spec: TensorSpec | None) -> Any:
 
 
 def _part(cls: Any, index: int, grad: Any, spec: TensorSpec | None) -> Any:
-    """What autograd gets of an argument's gradient: this rank's part, or all of it where the argument was plain."""
+    """Return an argument's gradient for autograd: this rank's part, or the global value for a plain argument."""
     if spec is None or grad is None:
         return grad.full_tensor() if isinstance(grad, DTensor) else grad
     if not isinstance(grad, DTensor):
@@ -221,7 +221,7 @@ def _part(cls: Any, index: int, grad: Any, spec: TensorSpec | None) -> Any:
 
 # ---- checkpoints ----
 def _keep_layouts(frame: Any) -> None:
-    """Makes what checkpoints save of their arguments come back as DTensors.
+    """Make the arguments that checkpoints save come back as DTensors.
 
     Args:
         frame: torch's class of what one checkpoint holds.
@@ -242,7 +242,7 @@ def _keep_layouts(frame: Any) -> None:
 
 
 def install() -> None:
-    """Puts the replacements in place; called once, when hp_dtensor's torch side is imported."""
+    """Install the replacements; called once, when hp_dtensor's torch side is imported."""
     _Function.apply = classmethod(functools.wraps(_apply)(apply))
     frame = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
     if hasattr(frame, "save_inputs") and hasattr(frame, "get_inputs"):  # older ones apply a Function of theirs

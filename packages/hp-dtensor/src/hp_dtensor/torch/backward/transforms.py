@@ -63,7 +63,7 @@ def _watched(wrapping: Callable[..., Any], transform: str) -> Callable[..., Any]
 
 
 def watch() -> None:
-    """Makes the transforms refuse DTensors; see Note [Transforms ask no class]. Called once."""
+    """Make the transforms refuse DTensors; see Note [Transforms ask no class]. Called once."""
     for module, functions in _WRAPPING.items():
         for name, transform in functions.items():
             if hasattr(module, name):
@@ -76,6 +76,6 @@ def _dual(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def special() -> dict[Any, Any]:
-    """The handlers of the functions that make and take apart dual tensors."""
+    """Return the handlers of the functions that create and unpack dual tensors."""
     names: Any = torch._C._VariableFunctions  # type: ignore[attr-defined]
     return {getattr(names, name): _dual for name in _FORWARD.split() if hasattr(names, name)}

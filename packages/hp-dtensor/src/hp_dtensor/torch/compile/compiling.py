@@ -39,7 +39,7 @@ _off: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def traces_as(function: Any) -> Callable[[Any], Any]:
-    """Makes the decorated function what Dynamo traces where ``function`` is called."""
+    """Make Dynamo trace the decorated function where ``function`` is called."""
 
     def mark(stand_in: Any) -> Any:
         function._torchdynamo_inline = stand_in

@@ -77,7 +77,7 @@ _calls: dict[str, _Call] = {}
 
 
 def constant(function: Any) -> Any:
-    """Marks a function that runs while Dynamo traces: its arguments are constants, and so is its result."""
+    """Mark a function that runs while Dynamo traces: its arguments are constants, and so is its result."""
     function._dynamo_marked_constant = True
     return function
 
@@ -164,14 +164,14 @@ _written: list[tuple[int, torch.dtype]] = []
 
 @constant
 def note_write(func: Any, name: str, dtype: Any) -> None:
-    """A planned call was traced, perhaps one that writes to its first operand."""
+    """Record that a planned call was traced, which may write to its first operand."""
     if writes_first(getattr(T, func) if type(func) is str else func):
         _written.append((math.prod(_calls[name].operands[0].shape), dtype))
 
 
 @constant
 def shape_of(layout: str) -> Any:
-    """The global shape, as constants: Dynamo takes numbers that it reads from a layout itself for ones that change."""
+    """Return the global shape as constants: Dynamo treats numbers that it reads from a layout itself as dynamic."""
     return tuple(named(layout).shape)
 
 
@@ -224,7 +224,7 @@ def refuse_moved(func: Any) -> None:
 
 @constant
 def results(name: str) -> tuple[TensorSpec, ...]:
-    """The layouts of a planned call's results."""
+    """Return the layouts of a planned call's results."""
     return _calls[name].results
 
 
@@ -238,13 +238,13 @@ _PLACEMENTS = {kind.__name__: kind for kind in (Shard, StridedShard, RaggedShard
 
 
 def placements_of(written: Any) -> tuple[Placement, ...]:
-    """The placements of which ``texts`` made constants."""
+    """Return the placements from the constants that ``texts`` made of them."""
     return tuple([_PLACEMENTS[kind](*args) for kind, args in written])
 
 
 @constant
 def placed(have: str, written: Any) -> TensorSpec:
-    """The layout ``have`` with other placements, each as its kind and arguments."""
+    """Return the layout ``have`` with other placements, each as its kind and arguments."""
     spec = named(have)
     placements = normalize(placements_of(written), spec.mesh, len(spec.shape), "redistribute")
     return spec.with_placements(placements)
@@ -252,20 +252,20 @@ def placed(have: str, written: Any) -> TensorSpec:
 
 @constant
 def replicated(have: str) -> TensorSpec:
-    """The layout ``have``, replicated on every axis."""
+    """Return the layout ``have``, replicated on every axis."""
     spec = named(have)
     return spec.with_placements([Replicate()] * spec.mesh.ndim)
 
 
 @constant
 def shows_varying(have: str, written: Any) -> Any:
-    """What varies where a DTensor's local part is taken, for its ``grad_placements``."""
+    """Return the axes on which a local tensor varies where it is taken with these ``grad_placements``."""
     placements = placements_of(written)
     return varying(named(have), placements)
 
 
 def mesh_of(key: Any) -> DeviceMesh:
-    """The mesh of which a traced function knows ``mesh._key``, a constant."""
+    """Return the mesh of which a traced function knows ``mesh._key``, a constant."""
     device_type, shape, ranks, names = key
     found = next((mesh for mesh in meshes() if mesh._key == key), None)
     return found or DeviceMesh(device_type, np.array(ranks).reshape(shape), names, _init_groups=False)
@@ -273,13 +273,13 @@ def mesh_of(key: Any) -> DeviceMesh:
 
 @constant
 def laid_out(mesh: Any, written: Any, local: Any, shape: Any, watched: bool) -> TensorSpec:
-    """The layout of ``DTensor.from_local``."""
+    """Return the layout of ``DTensor.from_local``."""
     return layout_of(local, mesh_of(mesh), placements_of(written), shape, watched)
 
 
 # ---- in the graph ----
 def execute(name: str, *operands: torch.Tensor) -> Any:
-    """The local part of a planned call."""
+    """Return the local tensor of a planned call."""
     call = _calls[name]
     with _off():
         for operand, spec in zip(operands, call.operands, strict=True):
@@ -289,7 +289,7 @@ def execute(name: str, *operands: torch.Tensor) -> Any:
 
 
 def move(name: str, have: str, want: str, x: torch.Tensor) -> torch.Tensor:
-    """A redistribution; ``name`` says of which kind."""
+    """Redistribute; ``name`` tells of which kind."""
     src, dst = named(have), named(want)
     with _off():
         if src is dst:
@@ -301,7 +301,7 @@ def move(name: str, have: str, want: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def vary(have: str, vary: Any, x: torch.Tensor) -> torch.Tensor:
-    """A local part that varies, by axis, from here on."""
+    """Return a local tensor that varies on these axes from here on."""
     with _off():
         x._spec = named(have)  # type: ignore[attr-defined]
         return autograd.convert(x, named(have), vary)

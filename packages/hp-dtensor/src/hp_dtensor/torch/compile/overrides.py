@@ -63,5 +63,5 @@ class Override:
 
 
 def overrides(base: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes the decorated method an ``Override`` of ``base``."""
+    """Turn the decorated method into an ``Override`` of ``base``."""
     return lambda function: Override(base, function)

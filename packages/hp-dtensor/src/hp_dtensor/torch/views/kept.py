@@ -36,7 +36,7 @@ _MOST_SHARED = 4
 
 
 def recall(x: Any, dst: TensorSpec, vary: Any) -> Any:
-    """What ``remember`` kept of ``x``, unless ``x`` was written to since; None where there is nothing.
+    """Return what ``remember`` stored for ``x``, or None if there is nothing or ``x`` was written to since.
 
     Args:
         x: a DTensor, recorded.
@@ -51,7 +51,7 @@ def recall(x: Any, dst: TensorSpec, vary: Any) -> Any:
 
 
 def remember(x: Any, dst: TensorSpec, vary: Any, made: Any) -> Any:
-    """Keeps ``made``, what ``x`` became in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
+    """Store ``made``, the value of ``x`` in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
     kept = x.__dict__.get("_reads")
     if kept is HANDED_OUT or _impl(_is_leaf, (), (x,)):
         return made
@@ -62,7 +62,7 @@ def remember(x: Any, dst: TensorSpec, vary: Any, made: Any) -> Any:
 
 
 def recall_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None) -> Any:
-    """What ``remember_shared`` kept of ``x``, unless ``x`` or it was written to since; None where there is nothing."""
+    """Return what ``remember_shared`` stored for ``x``, or None if there is nothing or either was written to since."""
     if not _is_recorded(x):
         return None
     version = _impl(_version, (), (x,))
@@ -74,7 +74,7 @@ def recall_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None) -> A
 
 
 def remember_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None, made: Any) -> Any:
-    """Keeps ``made``, a DTensor that ``x``, a DTensor or a plain part of layout ``src``, became in layout ``dst``."""
+    """Store ``made``, the DTensor in layout ``dst`` of ``x``, a DTensor or a plain local tensor of layout ``src``."""
     if _is_recorded(x) and x.__dict__.get("_reads") is not HANDED_OUT:
         _shared.insert(0, (x, dst, src, made, _impl(_version, (), (x,)), _impl(_version, (), (made,))))
         del _shared[_MOST_SHARED:]

@@ -164,7 +164,7 @@ class MovedView(DTensor):
 
 # ---- making one ----
 def link(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Makes the results of a view that moved follow their source.
+    """Make the results of a view that moved follow their source.
 
     Args:
         out: what ``func`` gave: a DTensor or several.
@@ -259,7 +259,7 @@ def _ways(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out
 
 
 def _taking(func: Any, args: Any, kwargs: Any, which: int | None) -> Callable[[Any], Any]:
-    """A view, the ``which``-th of several, as a function of what it is taken of."""
+    """Return a view, the ``which``-th of several, as a function of its source."""
     rest, named = args[1:], {name: value for name, value in kwargs.items() if name != "input"}
 
     def take(source: Any) -> Any:
@@ -270,7 +270,7 @@ def _taking(func: Any, args: Any, kwargs: Any, which: int | None) -> Callable[[A
 
 
 def _index(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out: Any) -> Any:
-    """The view as an index of ints and slices, or None."""
+    """Return the view as an index of ints and slices, or None."""
     if func is T.__getitem__:
         return args[1]
     names = _ALONG.get(func)
@@ -292,7 +292,7 @@ def _index(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, ou
 
 # ---- following and writing ----
 def _follow(view: Any) -> None:
-    """Takes ``view`` again where its source was written since, or may have been."""
+    """Take ``view`` again if its source was, or may have been, written to since."""
     if not _enabled() or type(view) is not MovedView:
         return
     found: _Link = view.__dict__["_link"]
@@ -343,7 +343,7 @@ def _may_write(view: Any) -> Any:
 
 
 def _pass_on(view: Any) -> None:
-    """What was written to ``view`` goes to its source, and to the source of that."""
+    """Write the values of ``view`` to its source, and to the source of that."""
     if type(view) is not MovedView:
         return
     found: _Link = view.__dict__["_link"]
@@ -356,7 +356,7 @@ def _pass_on(view: Any) -> None:
 
 
 def _counted(x: Any) -> int | None:
-    """The version of ``x``; None of an inference tensor, which has none."""
+    """Return the version of ``x``; None for an inference tensor, which has none."""
     return None if _impl(T.is_inference, (), (x,)) else _impl(_version, (), (x,))
 
 

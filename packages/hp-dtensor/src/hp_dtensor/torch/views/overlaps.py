@@ -167,7 +167,7 @@ def _at_one_cut(x: Any) -> torch.Tensor:
 
 
 def _overlap_in_source(a: Any, b: Any, alike: bool = False) -> bool:
-    """The same of views that moved; ``alike``: also where they share all elements in one order."""
+    """Tell the same of views that moved; ``alike``: also if they share all elements in one order."""
     source, other = _source(a), _source(b)
     if _memory(source) != _memory(other):
         return False
@@ -180,7 +180,7 @@ def _overlap_in_source(a: Any, b: Any, alike: bool = False) -> bool:
 
 
 def _source(x: Any) -> Any:
-    """What ``x`` is a view of in the end."""
+    """Return the tensor of which ``x`` is ultimately a view."""
     while "_link" in vars(x):
         x = vars(x)["_link"].source
     return x

@@ -67,7 +67,7 @@ class PartOfView(torch.Tensor):
 
 
 def part_of(view: Any, part: torch.Tensor) -> PartOfView:
-    """Makes ``part`` itself the part of a view.
+    """Turn ``part`` itself into the local tensor of a view.
 
     Args:
         view: the view that moved.
@@ -93,7 +93,7 @@ def _is_stale(view: Any) -> bool:
 
 
 def whole_of(part: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """The view that ``part`` is of, None of a tensor that is no such part; and ``part`` as a plain tensor."""
+    """Return the view whose local tensor is ``part``, None for any other tensor; and ``part`` as a plain tensor."""
     return (part._view, _plain(part)) if type(part) is PartOfView else (None, part)
 
 

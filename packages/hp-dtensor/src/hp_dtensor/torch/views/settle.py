@@ -51,7 +51,7 @@ class Settle:
         return out
 
     def _ask(self, out: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool, Any]:
-        """What one device gives, whether that is a view, and the strides to note, None where nothing is."""
+        """Return one device's result, whether it is a view, and the strides to note, None if there are none."""
         made, is_view = on_one_device(self._func, source, args, kwargs)
         specs = [x._spec for x in (out if isinstance(out, (list, tuple)) else (out,))]
         noted = [

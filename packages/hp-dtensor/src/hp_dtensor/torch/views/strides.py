@@ -19,12 +19,12 @@ same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def local_strides(x: Any) -> tuple[int, ...]:
-    """The strides of this rank's part."""
+    """Return the strides of the local tensor."""
     return _impl(T.stride, (), (x,))
 
 
 def strides_of(x: Any) -> tuple[int, ...]:
-    """The strides of the DTensor ``x`` as a whole."""
+    """Return the strides of the DTensor ``x`` as a global tensor."""
     spec = x._spec
     if spec.thin or 0 in spec.local_shape:
         return x.__dict__.get("_strides") or contiguous(spec.shape)
@@ -32,14 +32,14 @@ def strides_of(x: Any) -> tuple[int, ...]:
 
 
 def keep(x: Any, source: Any) -> None:
-    """Notes that ``x`` has the strides of ``source``."""
+    """Record that ``x`` has the strides of ``source``."""
     x.__dict__.pop("_strides", None)
     if "_strides" in source.__dict__:
         x._strides = source._strides
 
 
 def note(x: Any, strides: tuple[int, ...]) -> None:
-    """Notes the strides of ``x``, whose parts may not show them."""
+    """Record the strides of ``x``, whose shards may not reveal them."""
     x.__dict__.pop("_strides", None)
     spec = x.__dict__["_spec"]  # of a view that moved, without taking it again
     if spec.thin and strides != contiguous(spec.shape):
@@ -47,7 +47,7 @@ def note(x: Any, strides: tuple[int, ...]) -> None:
 
 
 def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
-    """What ``func`` of ``source`` gives on one device, as tensors without memory, and whether it is a view.
+    """Return the results of ``func`` on one device, as tensors without memory, and whether they are views.
 
     Args:
         func: a function that gives views, or may.
@@ -85,6 +85,6 @@ def _asked_once(
 
 
 def storage_of(x: Any) -> Any:
-    """The storage of a tensor or of a DTensor's part."""
+    """Return the storage of a tensor or of a DTensor's local tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.untyped_storage()
