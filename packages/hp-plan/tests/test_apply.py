@@ -9,7 +9,7 @@ from torch import nn
 
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
 from hp_plan import ParallelPlan, PlanError, ScheduleSection, apply, build_model, build_optimizer, build_schedule
-from hp_plan.schedule import schedule_factor
+from hp_plan.sections import schedule_factor
 from hp_testing import device_type, on_ranks
 
 SMALL = {

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hp_plan import Finding, ParallelPlan, lint
-from hp_plan.memory import least_memory, memory_shortage
+from hp_plan.linting import least_memory, memory_shortage
 from hp_plan.outline import ModelOutline
 from hp_platform import get_platform
 

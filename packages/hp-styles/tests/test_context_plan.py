@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_styles.context_plan import chunk_order, chunks_of, divided, kv_copies, ring_blocks, split_degrees
+from hp_styles.context.plan import chunk_order, chunks_of, divided, kv_copies, ring_blocks, split_degrees
 
 
 def _places(size: int, rank: int, length: int, load_balance: bool) -> np.ndarray:

@@ -26,7 +26,7 @@ from hp_styles import (
     context_parallel_unshard,
     parallelize_module,
 )
-from hp_styles.context_plan import chunks_of
+from hp_styles.context.plan import chunks_of
 from hp_styles.torch.context.gather import Whole
 from hp_testing import device_type, on_ranks
 

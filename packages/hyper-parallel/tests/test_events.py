@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 
 from hyper_parallel.events import EventReader, EventWriter, Tail
-from hyper_parallel.metrics import Step, Summary
+from hyper_parallel.output import Step, Summary
 
 STEPS = [Step(i, 5.0 / i, 1.25, 1e-3, 12345.6, 300 << 20, 0.5) for i in (1, 2)]
 SUMMARY = Summary(2, 5.0, 2.5, 1000, 20.0, (300 << 20, 200 << 20), "runs/x", "runs/x/checkpoint", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_plan.application import apply
-from hp_plan.findings import Finding, PlanError
+from hp_plan.diagnostics import Finding, PlanError
 from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import (

@@ -16,10 +16,9 @@ import hp_dtensor
 import hp_fsdp
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
-from hp_plan.checks import LAUNCHERS, fsdp_faults, inside_launcher, mesh_faults, platform_faults
-from hp_plan.findings import PlanError
-from hp_plan.model_checks import model_faults
-from hp_plan.patterns import matches
+from hp_plan.checks import LAUNCHERS, fsdp_faults, inside_launcher, mesh_faults, model_faults, platform_faults
+from hp_plan.diagnostics import PlanError
+from hp_plan.outline import matches
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.tables import resolve, style_table

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hp_plan.outline import ModelOutline, ModuleOutline
-from hp_plan.patterns import generalise
+from hp_plan.outline import ModelOutline, ModuleOutline, generalise
 
 _QUERY_KEY_VALUE = (
     ("q_proj", "k_proj", "v_proj"),

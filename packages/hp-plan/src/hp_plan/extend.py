@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from hp_plan.findings import near_misses
-from hp_plan.linting import UNREAD, Report, examine
-from hp_plan.memory import memory_shortage
-from hp_plan.plan import read_plan, read_toml
-from hp_plan.samples import data_parallel_rows
+from hp_plan.diagnostics import near_misses
+from hp_plan.linting import UNREAD, Report, examine, memory_shortage
+from hp_plan.plan import data_parallel_rows, read_plan, read_toml
 from hp_plan.tables import style_notes
 from hp_plan.verification import TORCH_ONLY
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from hp_dtensor.extend import matches
+
+__all__ = ["ExpertsOutline", "ModelOutline", "ModuleOutline", "generalise", "matches", "matching"]
 
 
 @dataclass(frozen=True)
@@ -95,3 +99,18 @@ class ModelOutline:
     def names(self) -> list[str]:
         """The names of the modules inside."""
         return [name for name in self.modules if name]
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that `pattern` matches, in their order."""
+    return [name for name in names if matches(pattern, name)]
+
+
+def generalise(names: Iterable[str]) -> list[str]:
+    """The names with numbers replaced by `*`, each once: what a near miss is looked for in.
+
+    >>> generalise(["layers.0.mlp", "layers.1.mlp", "norm"])
+    ['layers.*.mlp', 'norm']
+    """
+    dotted = (".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return list(dict.fromkeys(name for name in dotted if name))

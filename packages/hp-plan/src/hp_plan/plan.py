@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from typing import Any
 
-from hp_plan.findings import Finding, PlanError, near_misses
+from hp_plan.diagnostics import Finding, PlanError, near_misses
 from hp_plan.schema import read_section
 from hp_plan.sections import (
     DataSection,
@@ -19,6 +19,7 @@ from hp_plan.sections import (
     RunSection,
     ScheduleSection,
 )
+from hp_platform import get_platform
 
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
@@ -185,3 +186,11 @@ def _table(section: Any) -> dict[str, Any]:
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value is not None
     }
+
+
+def data_parallel_rows(plan: ParallelPlan) -> slice:
+    """Which samples of the global batch are this rank's; tensor parallel ranks are neighbours with the same ones."""
+    parts = plan.mesh.data_parallel
+    count = plan.data.batch_size // parts
+    part = get_platform().groups.rank() // (plan.mesh.world_size // parts)
+    return slice(part * count, (part + 1) * count)

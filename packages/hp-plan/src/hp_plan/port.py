@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from hp_dtensor import DeviceMesh
-from hp_plan.findings import Finding
+from hp_plan.diagnostics import Finding
 from hp_plan.outline import ModelOutline
 from hp_plan.plan import ParallelPlan
 from hp_platform.extend import load_port

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hp_plan.findings import Finding, near_misses
+from hp_plan.diagnostics import Finding, near_misses
 
 Section = TypeVar("Section")
 

@@ -11,9 +11,8 @@ from mindspore import Tensor, value_and_grad
 
 from hp_dtensor import DTensor, Replicate, Shard, SkipDTensorDispatch, parallelize_value_and_grad
 from hp_plan import ParallelPlan, PlanError, apply, build_model, build_optimizer
-from hp_plan.mindspore.models import named_parameters
-from hp_plan.mindspore.samples import forward_loss
-from hp_plan.samples import data_parallel_rows
+from hp_plan.mindspore.models import forward_loss, named_parameters
+from hp_plan.plan import data_parallel_rows
 from hp_testing import on_ranks
 
 TOLERANCE = 1e-5

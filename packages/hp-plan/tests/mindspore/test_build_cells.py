@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from hp_plan import ParallelPlan, PlanError, build_model, build_optimizer, build_schedule, lint, verify
 from hp_plan.mindspore.build import build_empty
 from hp_plan.mindspore.models import named_parameters, outline
-from hp_plan.schedule import schedule_factor
+from hp_plan.sections import schedule_factor
 from hp_platform import get_platform
 
 EXAMPLES = Path(__file__).parents[4] / "examples"

@@ -6,6 +6,7 @@ Everything is reached through `get_platform()`; no framework is imported before 
 from __future__ import annotations
 
 from hp_platform.groups import (
+    GroupOptions,
     destroy_process_group,
     get_backend,
     get_group_local_rank,
@@ -14,11 +15,10 @@ from hp_platform.groups import (
     mark_created_groups,
     split_group,
 )
-from hp_platform.lazy import lazy_exports
 from hp_platform.observing import CollectiveCounts, count_collectives
-from hp_platform.options import GroupOptions
 from hp_platform.peers import LostRankError
 from hp_platform.platform import Platform, get_platform
+from hp_platform.ports import lazy_exports
 from hp_platform.random import manual_seed
 
 __all__ = [

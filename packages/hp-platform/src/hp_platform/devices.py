@@ -7,7 +7,7 @@ from typing import Any
 
 from hp_platform.host import memory_bytes, peak_resident_bytes, reset_peak_resident_bytes
 from hp_platform.port import Capabilities, port
-from hp_platform.settings import choose_kind
+from hp_platform.ports import choose_kind
 
 
 class Devices:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from hp_platform.endings import when_groups_end
+from hp_platform.groups import when_groups_end
+from hp_platform.host import end_with_parent, watch_parent
 from hp_platform.observing import communicate_for, communicating_for, observers
-from hp_platform.orphans import end_with_parent, watch_parent
-from hp_platform.ports import load_port, platform_name
-from hp_platform.settings import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, wanted_platform
+from hp_platform.ports import (
+    DEVICE,
+    KINDS,
+    PLATFORM,
+    PLATFORMS,
+    SettingError,
+    load_port,
+    platform_name,
+    wanted_platform,
+)
 
 __all__ = [
     "DEVICE",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +18,9 @@ from hp_platform.checks import (
     no_default_group,
     read_split_ranks,
 )
-from hp_platform.endings import groups_ended
 from hp_platform.port import Group, port
+
+__all__ = ["groups_ended", "when_groups_end"]
 
 
 class _Registry:
@@ -312,3 +314,47 @@ ranks = get_process_group_ranks
 rank = get_group_local_rank
 backend = get_backend
 mark_created = mark_created_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """What to ask of a new process group's backend; what a backend doesn't have it refuses.
+
+    Attributes:
+        timeout: how long an operation may take; None is the backend's default. PyTorch's groups only.
+        buffer_size: MB of device memory that hccl communicates through; None is its default (200). hccl only.
+        high_priority: communicate on a stream of high priority. PyTorch's hccl and nccl.
+
+    Raises:
+        ValueError: `buffer_size` is below 1.
+    """
+
+    timeout: timedelta | None = None
+    buffer_size: int | None = None
+    high_priority: bool = False
+
+    def __post_init__(self) -> None:
+        if self.buffer_size is not None and self.buffer_size < 1:
+            raise ValueError(f"buffer_size, in MB, must be at least 1, got {self.buffer_size}.")
+
+
+_forget: list[Callable[[], object]] = []
+
+
+def when_groups_end(forget: Callable[[], object]) -> Callable[[], object]:
+    """Register a function that forgets process groups; a decorator.
+
+    It runs when `destroy_process_group` has destroyed some, and when the first group under a new default group is asked
+    for: then this process may have another rank. It must ask for no group itself.
+
+    Args:
+        forget: called without arguments.
+    """
+    _forget.append(forget)
+    return forget
+
+
+def groups_ended() -> None:
+    """Call what `when_groups_end` registered."""
+    for forget in _forget:
+        forget()

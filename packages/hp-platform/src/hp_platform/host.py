@@ -1,11 +1,26 @@
-"""What the operating system says about this machine and this process."""
+"""This machine, and this process under the one that started it.
+
+Note [No orphans]
+    A launcher that is killed by SIGKILL cannot end its ranks, and a rank that waits in a collective runs no Python that
+    could notice. On Linux the kernel does it: a process may ask for a signal when its parent ends. The signal is sent
+    when the parent's *thread* ends, so this is for ranks that our own launcher starts from its main thread. A rank
+    forked from multiprocessing's server has the server for its parent, which ends with the launcher. In addition, and
+    for all other ranks, a thread watches the parent.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import multiprocessing
 import os
 import resource
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 
 
@@ -28,3 +43,35 @@ def reset_peak_resident_bytes() -> None:
     """Start the peak over where the system can (Linux), else it stays."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+_PR_SET_PDEATHSIG = 1
+_POLL = 0.5
+
+
+def end_with_parent() -> None:
+    """End this process by SIGKILL when its parent's thread that started it ends: see Note [No orphans]."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    watch_parent()
+
+
+def watch_parent() -> None:
+    """End this process once the one that started it has ended, if it still runs Python."""
+    parent, number = multiprocessing.parent_process(), os.getppid()
+
+    def ended() -> None:
+        while os.getppid() == number:
+            time.sleep(_POLL)
+
+    def server_ended() -> None:
+        assert parent is not None
+        wait([parent.sentinel])
+
+    def watch(until: Callable[[], None]) -> None:
+        until()
+        os._exit(1)
+
+    threading.Thread(
+        target=watch, args=(ended if parent is None else server_ended,), name="watch-parent", daemon=True
+    ).start()

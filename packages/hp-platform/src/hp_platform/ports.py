@@ -1,15 +1,60 @@
-"""Which framework is in use, and the door from neutral code to what a package wrote for it."""
+"""The framework and the device in use, and the door from neutral code to a framework's part of a package."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
-from typing import TypeVar, cast
-
-from hp_platform.settings import PLATFORM, PLATFORMS, wanted_platform
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 P = TypeVar("P")
+
+PLATFORM = "HYPER_PARALLEL_PLATFORM"
+DEVICE = "HYPER_PARALLEL_DEVICE"
+PLATFORMS = ("torch", "mindspore")
+KINDS = ("cpu", "cuda", "npu")
+
+
+class SettingError(ValueError):
+    """An environment variable has a value that is unknown or unavailable; the text lists the choices."""
+
+
+def wanted_platform() -> str | None:
+    """Read the framework that HYPER_PARALLEL_PLATFORM names, or None if it is unset.
+
+    Raises:
+        SettingError: it names no framework.
+    """
+    wanted = os.environ.get(PLATFORM)
+    if wanted and wanted not in PLATFORMS:
+        raise SettingError(f"{PLATFORM}={wanted!r} is not a platform. Choose one of: {', '.join(PLATFORMS)}.")
+    return wanted or None
+
+
+def choose_kind(present: Callable[[], tuple[str, ...]], framework: str) -> str:
+    """Choose the kind of device: the one that HYPER_PARALLEL_DEVICE names, else the last one that is present.
+
+    Args:
+        present: lists the kinds that this machine has; not called for "cpu", since it may start an accelerator.
+        framework: its name and version, for the error.
+
+    Raises:
+        SettingError: the kind is not known, or not present.
+    """
+    wanted = os.environ.get(DEVICE)
+    if wanted == "cpu":
+        return wanted
+    found = present()
+    if not wanted:
+        return found[-1]
+    if wanted in found:
+        return wanted
+    here = f"{framework} finds on this machine: {', '.join(found)}"
+    if wanted not in KINDS:
+        raise SettingError(f"{DEVICE}={wanted!r} is not a kind of device. Choose one of: {', '.join(KINDS)}; {here}.")
+    raise SettingError(f"{DEVICE}={wanted!r}, but {here}. Set it to one of these, or unset it.")
 
 
 def platform_name() -> str:
@@ -78,3 +123,33 @@ def load_port(protocol: type[P], module: str = "port") -> P:
     """
     package = protocol.__module__.partition(".")[0]
     return cast(P, importlib.import_module(f"{package}.{installed_platform()}.{module}"))
+
+
+def lazy_exports(package_name: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make the `__getattr__` and `__dir__` of a package whose names live in its framework folder.
+
+    A name is resolved at first use and then stored in the package, so later uses cost a plain attribute.
+
+        __getattr__, __dir__ = lazy_exports(__name__, {"DTensor": "dtensor"})
+        # on PyTorch: hp_dtensor.DTensor is hp_dtensor.torch.dtensor.DTensor
+
+    Args:
+        package_name: the package's `__name__`.
+        names: exported name to module, relative to the folder of the platform in use.
+
+    Returns:
+        The two functions to bind at the package's top level.
+    """
+
+    def resolve(name: str) -> Any:
+        module = names.get(name)
+        if module is None:
+            raise AttributeError(f"module {package_name!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package_name}.{installed_platform()}.{module}"), name)
+        setattr(sys.modules[package_name], name, value)
+        return value
+
+    def listing() -> list[str]:
+        return sorted({*vars(sys.modules[package_name]), *names})
+
+    return resolve, listing

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from hp_platform import GroupOptions, get_platform
-from hp_platform.mindspore.options import own_options
+from hp_platform.mindspore.groups import own_options
 from hp_testing import on_ranks
 
 

@@ -4,15 +4,8 @@ Names, defaults and behaviour are those of ``torch.distributed.tensor.parallel``
 right wherever they are used.
 """
 
-from hp_styles.api import parallelize_module
-from hp_styles.context import (
-    AsyncContextParallel,
-    ContextParallel,
-    context_parallel,
-    context_parallel_shard,
-    context_parallel_unshard,
-)
-from hp_styles.context_sparse import (
+from hp_styles.api import loss_parallel, parallelize_module
+from hp_styles.context.sparse import (
     AsyncDSAIndexerContextParallel,
     AsyncDSAIndexerLossContextParallel,
     AsyncDSASparseAttentionContextParallel,
@@ -20,7 +13,13 @@ from hp_styles.context_sparse import (
     DSAIndexerLossContextParallel,
     DSASparseAttentionContextParallel,
 )
-from hp_styles.loss import loss_parallel
+from hp_styles.context.styles import (
+    AsyncContextParallel,
+    ContextParallel,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+)
 from hp_styles.names import sequence_parallel_plan
 from hp_styles.styles import (
     ColwiseParallel,

@@ -1,20 +1,22 @@
-"""parallelize_module: styles by name and pattern, the same on torch and on MindSpore."""
+"""The public functions: parallelize_module and loss_parallel, the same on PyTorch and on MindSpore."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hp_dtensor import DeviceMesh, get_current_mesh
 from hp_dtensor.extend import matches, matching
 from hp_styles import port
-from hp_styles.arguments import check_mesh
+from hp_styles.checks import check_mesh
 from hp_styles.inputs import comparing_in_calls_of
 from hp_styles.names import named_style
 from hp_styles.styles import ParallelStyle, source_rank
 
-__all__ = ["parallelize_module"]
+__all__ = ["loss_parallel", "parallelize_module"]
 
 
 def parallelize_module(
@@ -125,3 +127,41 @@ def _style(given: Any, pattern: str) -> ParallelStyle:
     made = isinstance(style, type) and issubclass(style, ParallelStyle)
     text = f"the class {style.__name__}; write {style.__name__}()" if made else f"a {kind.__name__}"
     raise TypeError(f"parallelize_module: {pattern!r} must have a ParallelStyle, got {text}")
+
+
+def loss_parallel(*, z_loss: float = 0.0) -> AbstractContextManager[None]:
+    """Inside, ``F.cross_entropy`` is of logits sharded on the class dim, and nothing of their size is communicated.
+
+    Two all-reduces of row-sized tensors, forward, give the loss (a third, of a number, where a mean is over sharded
+    rows); the gradient is local. Cross entropy of sharded classes is computed so outside, too: the context adds the
+    z-loss, takes plain targets and class weights as replicated where the rows are not sharded, and refuses logits that
+    would have to be gathered.
+
+    Example:
+        >>> logits = distribute_tensor(torch.randn(4, 16, requires_grad=True), mesh, [Shard(1)])
+        >>> with loss_parallel(z_loss=1e-4):
+        ...     loss = F.cross_entropy(logits, target)
+        ...     loss.backward()
+
+    Args:
+        z_loss: factor of ``logsumexp(logits)**2``, which is added to the loss of each row that is not ignored; it keeps
+            the softmax's normaliser near one. Default 0: none. Where the loss is recomputed (checkpointing), backward
+            belongs inside.
+
+    Returns:
+        A context manager. A loss of rows sharded on another axis is ``Partial()`` there (``reduction="none"``: sharded
+        as they are), and replicated on the axis of the classes.
+
+    Raises:
+        ValueError: ``z_loss`` is negative or not finite; inside: logits that are not sharded on the class dim, targets
+            that are probabilities, or a plain target for logits of sharded rows.
+        RuntimeError: on leaving, where ``z_loss`` was given and no loss was computed inside.
+        NotImplementedError: ``z_loss`` on MindSpore, where ``ops.cross_entropy`` of sharded classes gathers nothing
+            anyway, and where its logits are placed is not checked.
+
+    Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3; the z-loss: Chowdhery et al., "PaLM",
+    arXiv:2204.02311, section 5.
+    """
+    if not (z_loss >= 0 and math.isfinite(z_loss)):
+        raise ValueError(f"loss_parallel: z_loss must be a finite number of at least 0, got {z_loss}")
+    return port.modules().sharded_loss(z_loss=z_loss)

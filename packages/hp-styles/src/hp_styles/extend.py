@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hp_styles.inputs import hook
 from hp_styles.names import ALIASES, PARAMETER_STYLES, STYLES, canonical, sequence_parallel_plan
-from hp_styles.pickling import hook
 from hp_styles.regions import runs_on_parts
 
 __all__ = ["ALIASES", "PARAMETER_STYLES", "STYLES", "canonical", "hook", "runs_on_parts", "sequence_parallel_plan"]

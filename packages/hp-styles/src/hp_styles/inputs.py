@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement
 from hp_dtensor.extend import TensorSpec, normalize
 from hp_styles import port
-from hp_styles.arguments import check_mesh
-from hp_styles.context_rounds import Round, Rounds
-from hp_styles.pickling import hook
-from hp_styles.shapes import shapes_of_ranks
-from hp_styles.widths import Widths, check_widths
+from hp_styles.checks import Widths, check_mesh, check_widths, shapes_of_ranks
+from hp_styles.rounds import Round, Rounds
 
 __all__ = [
+    "NotPickled",
     "begin_call",
     "compare_parts",
     "comparing_in_calls_of",
     "current_round",
     "end_call",
+    "hook",
     "note_comparing",
     "on_input",
     "on_inputs",
@@ -339,3 +338,33 @@ def on_outputs(
         return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
 
     module.register_forward_hook(hook(convert))
+
+
+class NotPickled:
+    """Belongs to one process and its meshes: it can be copied with the module that has it, not pickled.
+
+    Args:
+        function: what ``call`` calls.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self.function = function
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: Any) -> NotPickled:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise NotImplementedError(
+            "a module with parallel styles cannot be pickled, nor saved with torch.save: its hooks belong to this"
+            " process and its mesh. Save module.state_dict(), each rank its own or {name: x.full_tensor()} of all, and"
+            " load it into a module that is built and parallelized again; copy.deepcopy(module) copies it"
+        )
+
+
+def hook(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of a style: the function, as a method, which every framework takes for a hook."""
+    return NotPickled(function).call

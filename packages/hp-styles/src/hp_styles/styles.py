@@ -13,7 +13,7 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
 from hp_styles import port
-from hp_styles.arguments import check_placements
+from hp_styles.checks import check_placements
 from hp_styles.inputs import on_input, on_inputs, on_output, on_outputs
 
 __all__ = [

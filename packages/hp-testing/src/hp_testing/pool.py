@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from hp_platform import orphans
+from hp_platform import host
 from hp_platform.ports import platform_name
 from hp_testing import target, worker
 from hp_testing.reference import Reference, refer
@@ -248,7 +248,7 @@ def _own_frames(stacks: str) -> str:
     for thread in stacks.strip().split("\n\n"):
         lines = thread.splitlines()
         own = [index for index, line in enumerate(lines) if f'"{worker.__file__}"' in line]
-        if not any(f'"{orphans.__file__}"' in line for line in lines):
+        if not any(f'"{host.__file__}"' in line for line in lines):
             kept.append("\n".join(lines[: own[0]] if own else lines))
     return "\n\n".join(kept)
 

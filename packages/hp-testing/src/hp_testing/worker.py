@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from hp_platform.orphans import end_with_parent
+from hp_platform.host import end_with_parent
 from hp_platform.platform import get_platform
 from hp_testing.reference import Reference, resolve
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from hp_plan import VerifyResult
-from hyper_parallel.metrics import Step, Summary, as_json
+from hyper_parallel.output import Step, Summary, as_json
 
 if TYPE_CHECKING:
     from rich.console import Console

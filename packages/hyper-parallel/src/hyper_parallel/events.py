@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.display import Reporter
-from hyper_parallel.metrics import Step, Summary
+from hyper_parallel.output import Step, Summary
 
 
 class EventWriter:

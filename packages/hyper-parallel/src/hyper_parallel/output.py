@@ -1,10 +1,15 @@
-"""Where a run writes: its folder, made and tried before any rank starts."""
+"""The files of a run: its folder, tried before any rank starts, metrics.jsonl and the loss curve."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class OutputError(ValueError):
@@ -34,3 +39,91 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str) -> Path:
             "with --out"
         ) from error
     return folder
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step.
+
+    Attributes:
+        step: from 1.
+        loss: mean over the global batch.
+        grad_norm: of all gradients together, before clipping.
+        lr: the learning rate that was used.
+        tokens_per_second: of all ranks together.
+        peak_memory: bytes, of the rank that had most.
+        seconds: what the step took.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_second: float
+    peak_memory: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A finished run.
+
+    Attributes:
+        steps: optimizer steps.
+        first_loss: of the first step.
+        last_loss: mean of the last steps (a tenth of them, ten at most).
+        tokens: that were trained on.
+        seconds: all steps together.
+        peak_memory: bytes, of each rank.
+        folder: where the run's files are.
+        checkpoint: folder of the full model, for `from_pretrained`.
+        sample: text that the model, loaded back from the checkpoint, wrote; None where it can't generate.
+    """
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    tokens: int
+    seconds: float
+    peak_memory: tuple[int, ...]
+    folder: str
+    checkpoint: str
+    sample: str | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together, over the whole run."""
+        return self.tokens / self.seconds
+
+
+def last_loss(steps: Sequence[Step]) -> float:
+    """The loss at the end of a run: the mean of a tenth of its steps, one at least and ten at most."""
+    count = min(10, max(1, len(steps) // 10))
+    return sum(step.loss for step in steps[-count:]) / count
+
+
+def as_json(value: Step | Summary) -> str:
+    """One line of JSON."""
+    return json.dumps(dataclasses.asdict(value))
+
+
+def draw_loss(steps: Sequence[Step], path: Path, *, title: str) -> None:
+    """Draws the loss curve as a PNG.
+
+    Raises:
+        ImportError: matplotlib isn't installed.
+    """
+    figure = _figure()
+    axes = figure.add_subplot()
+    axes.plot([step.step for step in steps], [step.loss for step in steps], linewidth=1.2)
+    axes.set(xlabel="step", ylabel="loss (nats a byte)", title=title)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the loss curve needs matplotlib: pip install 'hyper-parallel[train]'") from error
+    return Figure(figsize=(7, 4), layout="constrained")

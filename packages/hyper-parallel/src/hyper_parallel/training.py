@@ -11,7 +11,7 @@ from hp_plan.extend import data_parallel_rows
 from hp_platform import get_platform
 from hyper_parallel.data import ByteText
 from hyper_parallel.display import Reporter
-from hyper_parallel.metrics import Step, Summary, as_json, draw_loss, last_loss
+from hyper_parallel.output import Step, Summary, as_json, draw_loss, last_loss
 from hyper_parallel.port import Trainer, checkpoints, trainer
 
 

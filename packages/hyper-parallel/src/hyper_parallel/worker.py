@@ -17,7 +17,7 @@ from hp_platform.extend import end_with_parent, watch_parent
 from hyper_parallel.display import make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, launcher_place
-from hyper_parallel.metrics import Summary
+from hyper_parallel.output import Summary
 from hyper_parallel.port import rank_process
 from hyper_parallel.training import train
 

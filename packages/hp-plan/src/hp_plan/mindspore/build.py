@@ -11,12 +11,11 @@ from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import LambdaLR
 
 from hp_dtensor import SkipDTensorDispatch, init_empty_weights
-from hp_plan.findings import Finding, PlanError
+from hp_plan.diagnostics import Finding, PlanError
 from hp_plan.mindspore.models import named_parameters
-from hp_plan.model_function import check_returned, failed, function_faults, model_function
+from hp_plan.model_source import check_returned, failed, function_faults, load_weights, model_function, weights_faults
 from hp_plan.plan import ParallelPlan
-from hp_plan.schedule import schedule_factor
-from hp_plan.weights import load_weights, weights_faults
+from hp_plan.sections import schedule_factor
 
 
 def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:

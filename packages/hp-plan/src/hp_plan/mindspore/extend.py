@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hp_plan.mindspore.models import named_parameters
-from hp_plan.mindspore.samples import forward_loss
+from hp_plan.mindspore.models import forward_loss, named_parameters
 
 __all__ = ["forward_loss", "named_parameters"]

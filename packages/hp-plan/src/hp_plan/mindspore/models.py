@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mindspore
-from mindspore import nn
+from mindspore import Tensor, nn
 
 from hp_dtensor import DeviceMesh, implicit_replication
 from hp_dtensor.mindspore.extend import replicate_parameters
 from hp_fsdp.mindspore.extend import watch_optimizers
 from hp_plan.outline import ModelOutline, ModuleOutline
+from hp_plan.plan import ParallelPlan
 from hp_styles.mindspore.extend import kind as parallel_kind
 
 
@@ -93,3 +94,14 @@ def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], A
 
 def adapt_library_methods(model: nn.Cell, *, tensor_parallel: bool) -> None:
     """Nothing: Cells have no methods of a library's."""
+
+
+def forward_loss(plan: ParallelPlan, model: nn.Cell, tokens: Tensor) -> Tensor:
+    """The loss of predicting each token from those before it, as a causal language model returns it.
+
+    Args:
+        plan: of the model.
+        model: called with `input_ids` and `labels`, returns a mapping with `loss`.
+        tokens: (samples, sequence length).
+    """
+    return model(tokens, tokens)["loss"]

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from hp_plan.findings import Finding, PlanError
-from hp_plan.model_function import check_returned, failed, function_faults, model_function
+from hp_plan.diagnostics import Finding, PlanError
+from hp_plan.model_source import check_returned, failed, function_faults, load_weights, model_function, weights_faults
 from hp_plan.plan import ParallelPlan
-from hp_plan.schedule import schedule_factor
+from hp_plan.sections import schedule_factor
 from hp_plan.torch import pretrained
-from hp_plan.weights import load_weights, weights_faults
 
 
 def build_model(

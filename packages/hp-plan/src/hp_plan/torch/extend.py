@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hp_plan.torch.samples import forward_loss
+from hp_plan.torch.models import forward_loss
 
 __all__ = ["forward_loss"]

@@ -13,7 +13,8 @@ from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implic
 from hp_dtensor.torch.extend import become
 from hp_fsdp.extend import Roster
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
-from hp_plan.torch import library
+from hp_plan.plan import ParallelPlan
+from hp_plan.torch import pretrained as library
 from hp_styles.extend import hook
 from hp_styles.torch.extend import modules as styles_modules
 
@@ -171,3 +172,16 @@ def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:
     if tensor_parallel:
         library.generate_inside(model)
     library.save_whole(model)
+
+
+def forward_loss(plan: ParallelPlan, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of predicting each token from those before it, as a causal language model returns it.
+
+    Args:
+        plan: tells whether the model is transformers' own.
+        model: called with `input_ids` and `labels`, returns a mapping with `loss`.
+        tokens: (samples, sequence length).
+    """
+    # transformers fills a key-value cache unless told that nothing is generated.
+    options = {"use_cache": False} if plan.model.config is not None else {}
+    return model(input_ids=tokens, labels=tokens, **options)["loss"]

@@ -14,11 +14,10 @@ from torch import nn
 from hp_dtensor import DTensor
 from hp_fsdp import clip_grad_norm_
 from hp_plan.application import apply
-from hp_plan.plan import ParallelPlan
-from hp_plan.samples import data_parallel_rows
+from hp_plan.plan import ParallelPlan, data_parallel_rows
 from hp_plan.torch.build import build_model, build_optimizer, build_schedule
 from hp_plan.torch.float64 import Float64
-from hp_plan.torch.samples import forward_loss
+from hp_plan.torch.models import forward_loss
 from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform import get_platform
 from hp_styles.extend import runs_on_parts

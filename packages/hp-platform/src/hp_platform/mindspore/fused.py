@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform.devices import devices
-from hp_platform.fused_checks import hidden_shape
+from hp_platform.fused import hidden_shape
 
 _HALVES = (mindspore.float16, mindspore.bfloat16)
 _FLOATS = (*_HALVES, mindspore.float32)

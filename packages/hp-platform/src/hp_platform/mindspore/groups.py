@@ -9,11 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 from mindspore import communication
+from mindspore._c_expression import GroupOptions as OwnOptions
 from mindspore.communication import GlobalComm, management
 from mindspore.mint import distributed as dist
 
 from hp_platform.devices import devices
-from hp_platform.mindspore.options import own_options
+from hp_platform.groups import GroupOptions
 
 MCCL, HCCL = "mccl", "hccl"
 TIMEOUTS = False
@@ -137,3 +138,28 @@ def meet(ranks: Sequence[int], patiently: bool) -> None:
 
 def leave() -> None:
     """Do nothing; see `meet`."""
+
+
+def own_options(options: Any, backend: str) -> Any:
+    """Translate GroupOptions into MindSpore's own; whatever else is given passes as it is.
+
+    Args:
+        options: GroupOptions, MindSpore's own, or None.
+        backend: "hccl" or "mccl".
+
+    Raises:
+        ValueError: MindSpore's groups have no such option.
+    """
+    if not isinstance(options, GroupOptions):
+        return options
+    if options.timeout is not None:
+        raise ValueError(f"timeout={options.timeout!r}: MindSpore does not support a timeout per group, leave it out.")
+    if options.high_priority:
+        raise ValueError("high_priority=True: MindSpore chooses the streams of its groups itself, so leave it out.")
+    if options.buffer_size is None:
+        return None
+    if backend != "hccl":
+        raise ValueError(f"buffer_size={options.buffer_size} is an option of hccl; the group's backend is {backend}.")
+    made = OwnOptions()
+    made.hccl_config = {"hccl_buffer_size": options.buffer_size}
+    return made

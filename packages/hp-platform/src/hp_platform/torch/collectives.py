@@ -10,9 +10,9 @@ from torch._C import _distributed_c10d as c10d
 
 from hp_platform import devices
 from hp_platform.port import Handle
-from hp_platform.torch import gathered
-from hp_platform.torch.movable import MOVED_AS, movable, real
+from hp_platform.torch import hccl_fallback
 from hp_platform.torch.peers import Pending, raise_if_lost
+from hp_platform.torch.wire_dtypes import SENT_AS, real, sendable
 
 __all__ = ["raise_if_lost"]
 
@@ -51,15 +51,15 @@ def all_reduce(tensor: torch.Tensor, op: str, group: ProcessGroup, async_op: boo
     """Reduce in place."""
     if tensor.is_complex():
         tensor = real(tensor)
-    if tensor.dtype in gathered.NOT_ALL_REDUCED and _backend_name(tensor, group) == "hccl":
-        return gathered.all_reduce(tensor, op, group)
+    if tensor.dtype in hccl_fallback.NOT_ALL_REDUCED and _backend_name(tensor, group) == "hccl":
+        return hccl_fallback.all_reduce(tensor, op, group)
     return group.allreduce([tensor], _REDUCE[op, async_op])
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup, async_op: bool) -> Any:
     """Concatenate each rank's tensor."""
-    if tensor.dtype in MOVED_AS:
-        output, tensor = movable(output), movable(tensor)
+    if tensor.dtype in SENT_AS:
+        output, tensor = sendable(output), sendable(tensor)
     if tensor.dim() != 1 or output.dim() != 1:  # gloo compares the shapes of the pieces
         output, tensor = output.view(-1), tensor.view(-1)
     return group._allgather_base(output, tensor, _GATHER[async_op])
@@ -69,8 +69,8 @@ def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, op: str, group: P
     """Reduce and keep this rank's piece."""
     if tensor.is_complex():
         output, tensor = real(output), real(tensor)
-    if tensor.dtype in gathered.NOT_REDUCE_SCATTERED and _backend_name(tensor, group) == "hccl":
-        return gathered.reduce_scatter(output, tensor, op, group)
+    if tensor.dtype in hccl_fallback.NOT_REDUCE_SCATTERED and _backend_name(tensor, group) == "hccl":
+        return hccl_fallback.reduce_scatter(output, tensor, op, group)
     return group._reduce_scatter_base(output, tensor, _SCATTER[op, async_op])
 
 
@@ -83,8 +83,8 @@ def all_to_all(
     async_op: bool,
 ) -> Any:
     """Exchange rows."""
-    if tensor.dtype in MOVED_AS:
-        output, tensor = movable(output), movable(tensor)
+    if tensor.dtype in SENT_AS:
+        output, tensor = sendable(output), sendable(tensor)
     return group.alltoall_base(output, tensor, received, sent, _EXCHANGE[async_op])
 
 
@@ -94,18 +94,18 @@ def broadcast(tensor: torch.Tensor, group_src: int, group: ProcessGroup, async_o
     if options is None:
         options = _options(c10d.BroadcastOptions, async_op, rootRank=group_src, rootTensor=0)
         _BROADCAST[group_src, async_op] = options
-    return group.broadcast([movable(tensor) if tensor.dtype in MOVED_AS else tensor], options)
+    return group.broadcast([sendable(tensor) if tensor.dtype in SENT_AS else tensor], options)
 
 
 def send(tensor: torch.Tensor, dst: int, group: ProcessGroup) -> None:
     """Send to one rank."""
-    parts = movable(tensor) if tensor.dtype in MOVED_AS else tensor
+    parts = sendable(tensor) if tensor.dtype in SENT_AS else tensor
     _wait(group.send([parts.cpu() if _staged(tensor, group) else parts], dst, 0))
 
 
 def recv(tensor: torch.Tensor, src: int, group: ProcessGroup) -> None:
     """Receive from one rank."""
-    parts = movable(tensor) if tensor.dtype in MOVED_AS else tensor
+    parts = sendable(tensor) if tensor.dtype in SENT_AS else tensor
     if not _staged(tensor, group):
         _wait(group.recv([parts], src, 0))
         return

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_platform.fused_checks import hidden_shape
+from hp_platform.fused import hidden_shape
 
 _NPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPRESSED = 2048  # sides of the mask that stands for any causal one on an NPU

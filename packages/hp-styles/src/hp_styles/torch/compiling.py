@@ -20,7 +20,8 @@ from hp_dtensor.torch.extend import (
     texts,
     traces_as,
 )
-from hp_styles import inputs, widths
+from hp_styles import checks as widths
+from hp_styles import inputs
 
 __all__: list[str] = []
 

@@ -12,7 +12,7 @@ import torch
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, StridedShard
 from hp_dtensor.torch.extend import compare_generators
-from hp_styles.pickling import NotPickled, hook
+from hp_styles.inputs import NotPickled, hook
 
 __all__ = ["divide_inside", "run_experts", "run_pointwise", "run_replicated"]
 

@@ -9,7 +9,7 @@ from hp_platform.extend import end_with_parent
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Runs msrun in this process's place. See Note [No orphans] in `hp_platform.orphans`.
+    """Runs msrun in this process's place. See Note [No orphans] in `hp_platform.host`.
 
     Args:
         launcher: the process that started this one, and may have ended since.

@@ -1,6 +1,6 @@
 """The all-to-all of Ulysses: from a piece of the sequence with all heads to the whole of it with a part of the heads.
 
-Several tensors travel in one message. Note [Head and tail] in `hp_styles.context_plan` says what order they are put in.
+Several tensors travel in one message. Note [Head and tail] in `hp_styles.context.plan` says what order they are put in.
 """
 
 from __future__ import annotations

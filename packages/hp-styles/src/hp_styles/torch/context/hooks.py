@@ -19,15 +19,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DeviceMesh, DTensor
-from hp_styles.context_plan import Settings
-from hp_styles.context_rounds import Rounds
-from hp_styles.pickling import hook
-from hp_styles.torch.context.arguments import mapped
+from hp_styles.context.plan import Settings
+from hp_styles.inputs import hook
+from hp_styles.rounds import Rounds
 from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside
-from hp_styles.torch.context.call import Call, call_of, left_out
+from hp_styles.torch.context.call import Call, call_of, left_out, mapped
 from hp_styles.torch.context.exchange import Transfer
-from hp_styles.torch.context.group import like
-from hp_styles.torch.context.sequence import CUT
+from hp_styles.torch.context.sequence import CUT, like
 from hp_styles.torch.context.settling import Settling, end_round
 
 __all__ = ["attach", "enclose"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hp_styles.context_documents import Part, Run, Segment, plain_runs
-from hp_styles.context_plan import chunks_of
+from hp_styles.context.documents import Part, Run, Segment, plain_runs
+from hp_styles.context.plan import chunks_of
 from hp_styles.torch.context.call import Call
 
 __all__ = ["Reading", "Seen", "part_of", "places", "read_mask"]

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hp_platform import get_platform
-from hp_styles.context_plan import Block, chunks_of, ring_blocks
+from hp_styles.context.plan import Block, chunks_of, ring_blocks
 from hp_styles.torch.context.kernels import kernel_for, masked_backward, masked_forward
 from hp_styles.torch.context.masks import Seen, places
 

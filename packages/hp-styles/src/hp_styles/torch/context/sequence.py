@@ -1,13 +1,118 @@
-"""Cutting a sequence over the ranks of a context axis, and putting it together again."""
+"""A sequence that is sharded over the ranks of a context axis: the group of ranks, sharding and unsharding."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 import torch
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard
-from hp_styles.context_plan import chunk_order, chunks_of, divided
+from hp_platform import get_platform
+from hp_styles.context.plan import chunk_order, chunks_of, divided
 
-__all__ = ["CUT", "shard", "unshard"]
+__all__ = ["CUT", "SequenceGroup", "like", "shard", "unshard"]
+
+T = torch.Tensor
+
+
+class SequenceGroup:
+    """The ranks that a sequence is cut over.
+
+    Args:
+        mesh: of one axis.
+        load_balance: each rank holds a chunk of the head and one of the tail.
+        style: the name of the style, for errors.
+
+    Raises:
+        ValueError: the ranks do not ascend along the axis, or this one is not among them.
+    """
+
+    def __init__(self, mesh: DeviceMesh, load_balance: bool, style: str) -> None:
+        self.mesh = mesh
+        self.load_balance = load_balance
+        self.style = style
+        self.ranks: list[int] = mesh.ranks.reshape(-1).tolist()
+        self.size = len(self.ranks)
+        if self.ranks != sorted(self.ranks):
+            raise ValueError(
+                f"{style}: the ranks along the context axis are {self.ranks}; they have to ascend, as in a mesh made by"
+                " init_device_mesh"
+            )
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"{style}: this rank is not in the mesh of ranks {self.ranks}")
+        self.place = coordinate[0]
+
+    def cuts(self, x: DTensor) -> list[bool]:
+        """Of each axis of a DTensor's mesh, whether it is the one that the sequence is cut over."""
+        return [x.device_mesh._line(axis) == self.ranks for axis in range(x.device_mesh.ndim)]
+
+    def places(self, length: int, device: torch.device) -> T:
+        """The places in the whole sequence of this rank's tokens, of which there are ``length``."""
+        chunks = chunks_of(self.place, self.size, self.load_balance)
+        size = length // len(chunks)
+        runs = [torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in chunks]
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def check_layout(self, x: DTensor, name: str, seq_dim: int, others: Collection[int], called: str) -> None:
+        """Refuses a layout of which the local part is not this rank's part of the sequence.
+
+        Args:
+            x: a DTensor.
+            name: what it is, for the error.
+            seq_dim: the dim of its sequence.
+            others: dims that may be sharded over other axes.
+            called: what the error calls these.
+
+        Raises:
+            ValueError: such a layout, or a length that does not divide.
+        """
+        spec = x._spec
+        for placement, ours, axis in zip(spec.placements, self.cuts(x), range(spec.mesh.ndim), strict=True):
+            line = spec.mesh._line(axis)
+            if ours:
+                fits = placement == Shard(seq_dim) or (self.size == 1 and not placement.is_partial())
+                wanted = f"Shard({seq_dim}), its sequence dim,"
+                divided(spec.shape[seq_dim], self.size, self.load_balance, spec.shape, seq_dim)
+            else:
+                other = isinstance(placement, Shard) and placement.dim in others
+                fits = len(set(line) & set(self.ranks)) == 1 and (placement.is_replicate() or other)
+                wanted = f"Replicate(){called},"
+            if not fits:
+                raise ValueError(
+                    f"{self.style}: {name} of shape {spec.shape} is placed {spec.placements} on {spec.mesh}; over"
+                    f" ranks {line} it must be {wanted} with the sequence sharded over ranks {self.ranks}: redistribute"
+                    " it first"
+                )
+
+    def check_halves(self, x: T, name: str, seq_dim: int) -> None:
+        """Refuses a part that is not a chunk of the head and one of the tail.
+
+        Raises:
+            ValueError: an odd length with ``load_balance``.
+        """
+        if self.load_balance and x.shape[seq_dim] % 2:
+            raise ValueError(
+                f"{self.style}: load_balance needs two equal chunks per rank, but {name} of shape {tuple(x.shape)} has"
+                f" length {x.shape[seq_dim]} (dim {seq_dim}); cut the sequence with context_parallel_shard"
+            )
+
+    def gathered(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """The numbers of every rank."""
+        mine = torch.tensor(numbers, device=device)
+        found = mine.new_empty(self.size * len(numbers))
+        get_platform().collectives.all_gather(found, mine, group=self.mesh.get_group())
+        return found.view(self.size, -1).tolist()
+
+
+def like(out: T, q: T) -> T:
+    """A rank's part of attention's output, of the kind of its queries; a head size may differ from theirs."""
+    if not isinstance(q, DTensor):
+        return out
+    shape = [n * whole // part for n, whole, part in zip(out.shape, q.shape, q.local_shape, strict=False)]
+    shape += out.shape[len(shape) :]
+    return DTensor.from_local(out, q.device_mesh, q.placements, shape=shape)
+
 
 CUT = "_context_parallel_cut"
 """The attribute of a part that says how it was cut: the mesh and ``load_balance``."""

@@ -1,4 +1,4 @@
-"""What the ranks of a context axis compare before they compute, once a round: Note [Rounds] in `context_rounds`."""
+"""What the ranks of a context axis compare before they compute, once a round: Note [Rounds] in `hp_styles.rounds`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from hp_dtensor import DTensor
-from hp_styles.context_documents import Part, joined_parts
-from hp_styles.context_header import ERRORS, Header, check_alike, check_refusals, error_number
-from hp_styles.context_rounds import Round, Rounds
+from hp_styles.context.documents import Part, joined_parts
+from hp_styles.context.header import ERRORS, Header, check_alike, check_refusals, error_number
+from hp_styles.rounds import Round, Rounds
 from hp_styles.torch.context.call import Call
-from hp_styles.torch.context.group import SequenceGroup, like
 from hp_styles.torch.context.masks import Reading, Seen, part_of, read_mask
+from hp_styles.torch.context.sequence import SequenceGroup, like
 
 __all__ = ["Settling", "end_round", "zeros_like_queries"]
 
@@ -91,7 +91,7 @@ class Settling:
             is_causal: None where it is not known yet.
 
         Returns:
-            Zeros where this rank keeps an error: Note [Later attention] in `hp_styles.context_rounds`.
+            Zeros where this rank keeps an error: Note [Later attention] in `hp_styles.rounds`.
 
         Raises:
             Exception: that of ``checked``; what differs between ranks; where other ranks refuse, an error of its class.
@@ -218,7 +218,7 @@ class Settling:
 
 
 def end_round(now: Round, rounds: Rounds) -> None:
-    """Refuse a round in which a rank kept an error; Note [Later attention] in `hp_styles.context_rounds`.
+    """Refuse a round in which a rank kept an error; Note [Later attention] in `hp_styles.rounds`.
 
     Raises:
         Exception: that of this rank; where others have one, an error of its class.

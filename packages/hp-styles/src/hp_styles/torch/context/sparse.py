@@ -1,4 +1,4 @@
-"""The hooks of context parallelism on modules of sparse attention; Note [Whole keys] in `hp_styles.context_sparse`.
+"""The hooks of context parallelism on modules of sparse attention; Note [Whole keys] in `hp_styles.context.sparse`.
 
 Everything that is refused is refused by what all ranks know alike, or is compared, before a key is sent.
 """
@@ -14,13 +14,11 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from hp_platform import get_platform
-from hp_styles.context_sparse import DSAIndexerLossContextParallel, EarlySparseStyle, SparseStyle
-from hp_styles.inputs import current_round, note_comparing
-from hp_styles.pickling import hook
-from hp_styles.torch.context.arguments import Arguments, mapped, refuse_compiled
-from hp_styles.torch.context.early import Blocks, register
-from hp_styles.torch.context.gather import Whole, gather
-from hp_styles.torch.context.group import SequenceGroup, like
+from hp_styles.context.sparse import DSAIndexerLossContextParallel, EarlySparseStyle, SparseStyle
+from hp_styles.inputs import current_round, hook, note_comparing
+from hp_styles.torch.context.call import Arguments, mapped, refuse_compiled
+from hp_styles.torch.context.gather import Blocks, Whole, gather, register
+from hp_styles.torch.context.sequence import SequenceGroup, like
 
 __all__ = ["attach_sparse"]
 

@@ -1,15 +1,15 @@
-"""What backends can't move, as what they can: the same bytes under another dtype."""
+"""Dtypes on the wire: tensors of dtypes that a backend cannot send, viewed as same-width dtypes that it can."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["MOVED_AS", "movable", "real"]
+__all__ = ["SENT_AS", "sendable", "real"]
 
 real = torch.view_as_real  # backends know no complex numbers
 
-# What gloo can't move, as what it can. Complex numbers are apart: their real view has a dim more.
-MOVED_AS = {
+# Dtypes that gloo cannot send, and the dtype to send instead; None is for complex numbers, sent as their real view.
+SENT_AS = {
     getattr(torch, name): as_dtype
     for as_dtype, names in {
         torch.uint8: ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -23,10 +23,10 @@ MOVED_AS = {
 }
 
 
-def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor of such a dtype as what is moved.
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as the dtype that is sent.
 
     Args:
-        tensor: contiguous, of a dtype in MOVED_AS.
+        tensor: contiguous, of a dtype in SENT_AS.
     """
-    return real(tensor) if tensor.is_complex() else tensor.view(MOVED_AS[tensor.dtype])
+    return real(tensor) if tensor.is_complex() else tensor.view(SENT_AS[tensor.dtype])

@@ -9,9 +9,9 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh
 from hp_styles import port
-from hp_styles.arguments import check_mesh
-from hp_styles.context_plan import Settings
-from hp_styles.context_rounds import Rounds
+from hp_styles.checks import check_mesh
+from hp_styles.context.plan import Settings
+from hp_styles.rounds import Rounds
 from hp_styles.styles import ParallelStyle
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from hp_styles.context_documents import Part, Run
+from hp_styles.context.documents import Part, Run
 
 __all__ = ["ERRORS", "SIZE", "Header", "check_alike", "check_refusals", "error_number"]
 

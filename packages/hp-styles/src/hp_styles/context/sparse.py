@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh
 from hp_styles import port
-from hp_styles.arguments import check_mesh
+from hp_styles.checks import check_mesh
 from hp_styles.styles import ParallelStyle
 
 __all__ = [

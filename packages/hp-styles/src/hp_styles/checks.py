@@ -1,16 +1,76 @@
-"""How many features a plain input has, held against the weight that takes them."""
+"""Checks of meshes, placements and the shapes of plain inputs, with the same errors on every framework."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement, Shard
-from hp_dtensor.extend import local_shape
-from hp_styles.shapes import shapes_of_ranks
+from hp_dtensor.extend import kind_of, local_shape
+from hp_styles import port
 
-__all__ = ["Widths", "check_widths"]
+__all__ = ["Widths", "check_mesh", "check_placements", "check_widths", "shapes_of_ranks"]
+
+
+def check_mesh(mesh: Any, what: str) -> None:
+    """Refuses what is no mesh of hp_dtensor.
+
+    Args:
+        mesh: the value.
+        what: the function or the style, for the error.
+
+    Raises:
+        TypeError: it is of another type.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{what}: device_mesh must be a DeviceMesh of hp_dtensor, got {kind_of(mesh)}; create it with"
+            " hp_dtensor.init_device_mesh, whose arguments are those of torch's"
+        )
+
+
+def check_placements(style: Any, **layouts: Any) -> None:
+    """Refuses what is no placement of hp_dtensor.
+
+    Args:
+        style: that the layouts are arguments of.
+        layouts: by the argument's name: a placement, several, by name or not, or None.
+
+    Raises:
+        TypeError: one is of another type.
+    """
+    for name, layout in layouts.items():
+        if hasattr(layout, "values"):
+            layout = tuple(layout.values())
+        for value in layout if isinstance(layout, (tuple, list)) else (layout,):
+            if value is not None and not isinstance(value, Placement):
+                raise TypeError(
+                    f"{type(style).__name__}: {name} has {value!r}, a {kind_of(value)}, which is not a placement of"
+                    " hp_dtensor: from hp_dtensor import Shard, Replicate"
+                )
+
+
+_DIMS = 8  # of a shape
+
+
+def shapes_of_ranks(values: Sequence[Any | None], mesh: DeviceMesh) -> list[list[tuple[int, ...]]] | None:
+    """Gather the shapes that each rank of a mesh has of some tensors.
+
+    Args:
+        values: as many on every rank; the shape of None is empty.
+        mesh: the ranks.
+
+    Returns:
+        A row of shapes for each rank; None where autograd runs a module again, with what has been compared.
+    """
+    shapes = [() if value is None else tuple(value.shape[:_DIMS]) for value in values]
+    numbers = [n for shape in shapes for n in (*shape, *[-1] * (_DIMS - len(shape)))]
+    found = port.modules().gather_numbers(numbers, mesh, next(value for value in values if value is not None))
+    if found is None:
+        return None
+    each = [tuple(n for n in found[i : i + _DIMS] if n >= 0) for i in range(0, len(found), _DIMS)]
+    return [each[i : i + len(values)] for i in range(0, len(each), len(values))]
 
 
 class Widths:

@@ -1,4 +1,4 @@
-"""Reductions of what hccl doesn't reduce: the parts are gathered, and reduced here in the order of the ranks."""
+"""Reductions of dtypes that hccl does not reduce: gather all tensors and reduce them in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hp_platform.port import Handle
 
 ProcessGroup = dist.ProcessGroup
 
-# What ProcessGroupHCCL refuses to reduce and moves all the same.
+# Dtypes that ProcessGroupHCCL refuses to reduce but does send.
 NOT_ALL_REDUCED = frozenset({torch.float64})
 NOT_REDUCE_SCATTERED = frozenset({torch.float64, torch.uint8, torch.bool})
 
@@ -29,7 +29,7 @@ _GATHER.asyncOp = _EXCHANGE.asyncOp = True
 
 
 class _Parts:
-    """Parts under way that are reduced when they are waited for."""
+    """A gather under way, whose parts are reduced when it is waited for."""
 
     def __init__(self, work: Handle, parts: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.work, self.parts, self.output, self.op = work, parts, output, op

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hp_styles.context_plan import chunk_order
+from hp_styles.context.plan import chunk_order
 
 __all__ = ["Part", "Run", "Segment", "joined_parts", "plain_runs"]
 
