@@ -175,7 +175,7 @@ def test_unsharded_memory_and_activations_are_as_predicted():
             assert predicted == measured == row(early, kind)[0], (name, kind, predicted, measured)
             alone = dist.get_world_size() == 1 and (name != "mixed" or kind == "unsharded gradients")
             assert (measured == 0) == alone, (name, kind, measured)
-        assert max(sum(group != "Transformer" for group in each.groups) for each in told.held) <= 2
+        assert max(sum(group != "Transformer" for group in each.groups) for each in told.memory_timeline) <= 2
 
 
 @on_ranks(4)

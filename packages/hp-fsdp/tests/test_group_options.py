@@ -156,12 +156,15 @@ def test_the_smaller_group_holds_shards_between_forward_and_backward():
     whole, own = batch()
     with torch.no_grad():
         model(own)
-    assert bucket.near is None
+    assert bucket.post_forward_shard is None
     loss = loss_of(model(own))
-    assert bucket.near.numel() == 2 * bucket.layout.piece and not bucket.full_bytes == bucket.full_storage.nbytes()
+    assert (
+        bucket.post_forward_shard.numel() == 2 * bucket.layout.piece
+        and not bucket.full_bytes == bucket.full_storage.nbytes()
+    )
     loss_of(model(own))  # a forward in between
     loss.backward()
-    assert bucket.near is None
+    assert bucket.post_forward_shard is None
     loss_of(reference(whole)).backward()
     same_gradients(model, reference)
     with pytest.raises(ValueError, match=r"reshard_after_forward=3 must divide the 4 ranks.*\[1, 2, 4\] do"):

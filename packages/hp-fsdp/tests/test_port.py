@@ -10,7 +10,13 @@ from hp_testing.conformance import mismatches
 
 @pytest.mark.parametrize(
     ("protocol", "get"),
-    [(port.ModelStates, port.model_states), (port.Optimizers, port.optimizers), (port.Sharding, port.sharding)],
+    [
+        (port.Explaining, port.explaining),
+        (port.GradNorms, port.grad_norms),
+        (port.ModelStates, port.model_states),
+        (port.Optimizers, port.optimizers),
+        (port.Sharding, port.sharding),
+    ],
 )
 def test_all_primitives_are_there(protocol, get):
     assert mismatches(protocol, get()) == []

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hp_fsdp import StateDictOptions
-from hp_fsdp.state_options import flatten_optimizer_state, unflatten_optimizer_state
+from hp_fsdp.state_dict.optimizer import flatten_optimizer_state, unflatten_optimizer_state
 
 NESTED = {
     "state": {"a.w": {"step": 3, "exp_avg": 1.5}},

@@ -1,4 +1,4 @@
-"""The time line of a step, from moments: spans, totals, chart, what was held; no framework."""
+"""The time line of a step, from its trace: spans, totals, chart, unsharded memory; no framework."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from hp_fsdp import timeline
-from hp_fsdp.explaining import Event, Explanation, GroupFacts, MemoryRow, check_path, simulate
-from hp_fsdp.held import replay
-from hp_fsdp.timeline import Span, timeline_of
+from hp_fsdp.explanation.explain import Explanation
+from hp_fsdp.explanation.export import check_path
+from hp_fsdp.explanation.memory import Event, GroupFacts, MemoryRow, memory_timeline, simulate
+from hp_fsdp.explanation.timeline import Span, timeline_of
 
 MS = 1_000_000
 # Milliseconds; "a" contains "b". The gather of b runs behind a's computation but for 2 ms, its reduction but for 1 ms.
@@ -45,7 +46,7 @@ STEP = [
 START = 5_000_000_000
 
 
-def moments(step=STEP):
+def trace(step=STEP):
     return [(kind, group, START + at * MS) for kind, group, at in step]
 
 
@@ -58,7 +59,7 @@ def milliseconds(spans: list[Span]) -> list[tuple[str, str, str, float, float]]:
 
 
 def test_spans_of_a_step():
-    spans = milliseconds(timeline_of(moments()).spans)
+    spans = milliseconds(timeline_of(trace()).spans)
     assert [span for span in spans if span[2] == "b"] == [
         ("forward", "gather", "b", 2, 10),
         ("forward", "wait", "b", 10, 2),
@@ -77,7 +78,7 @@ def test_examples_in_docstrings():
 
 
 def test_totals():
-    told = timeline_of(moments())
+    told = timeline_of(trace())
     assert told.seconds == pytest.approx(0.080) and told.backward == pytest.approx(0.030)
     assert told.waiting_for_gathers == pytest.approx(0.006)  # 3 + 2 forward, 0 + 1 backward
     assert told.waiting_for_reductions == pytest.approx(0.009)  # 1 of b's, all 8 of a's
@@ -88,28 +89,28 @@ def test_totals():
 
 def test_a_reduction_ends_with_its_last_bucket_or_comes_from_the_pass_before():
     step = [("backward", None, 0), ("reduce", "a", 1), ("reduced", "a", 4), ("reduced", "a", 6), ("end", None, 6)]
-    assert milliseconds(timeline_of(moments(step)).spans) == [
+    assert milliseconds(timeline_of(trace(step)).spans) == [
         ("backward", "reduce", "a", 1, 5),
         ("backward", "wait", "a", 1, 3),
         ("backward", "wait", "a", 4, 2),
     ]
-    assert [each.gradients for each in replay(moments(step), [facts("a", 10)])] == [20, 0]
+    assert [each.gradients for each in memory_timeline(trace(step), [facts("a", 10)])] == [20, 0]
     step = [("backward", None, 0), ("left", "b", 2), ("reduced", "a", 3), ("end", None, 3)]
-    assert ("backward", "reduce", "a", 0, 3) in milliseconds(timeline_of(moments(step)).spans)
+    assert ("backward", "reduce", "a", 0, 3) in milliseconds(timeline_of(trace(step)).spans)
 
 
 def test_what_stays_open_is_closed():
     step = [("gather", "a", 0), ("wait", "b", 1), ("run", "b", 2), ("free", "a", 3), ("end", None, 4)]
-    assert milliseconds(timeline_of(moments(step)).spans) == [
+    assert milliseconds(timeline_of(trace(step)).spans) == [
         ("forward", "gather", "a", 0, 3),
         ("forward", "wait", "b", 1, 1),
         ("forward", "compute", "b", 2, 2),
     ]
-    assert timeline_of(moments([("run", "a", 0), ("left", "a", 1)])).overlapped is None
+    assert timeline_of(trace([("run", "a", 0), ("left", "a", 1)])).overlapped is None
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="expected the moments of a step, got none"):
+    with pytest.raises(ValueError, match="expected the trace of a step, got none"):
         timeline_of([])
     with pytest.raises(ValueError, match="expected one of gather, wait, .* got 'ran' of 'a'"):
         timeline_of([("ran", "a", 0)])
@@ -126,7 +127,7 @@ def test_the_chart_has_a_row_for_every_group(count):
         ("backward", None, 200 + 100 * count),
         ("end", None, 300 + 100 * count),
     ]
-    lines = str(timeline_of(moments(step))).split("\n")
+    lines = str(timeline_of(trace(step))).split("\n")
     rows = lines[1:-2]
     assert len(rows) == 1 + count and all("#" in row for row in rows) and all(len(row) <= 100 for row in lines[:-2])
     assert all(row.startswith("..." + name[-25:]) for row, name in zip(rows[1:], names))
@@ -136,8 +137,8 @@ def test_the_chart_has_a_row_for_every_group(count):
 
 def test_what_was_held():
     groups = [facts("a", 100, after_forward=100), facts("b", 10)]
-    held = replay(moments(), groups)
-    assert [(round(each.at * 1e3), each.parameters, each.gradients) for each in held] == [
+    memory = memory_timeline(trace(), groups)
+    assert [(round(each.at * 1e3), each.parameters, each.gradients) for each in memory] == [
         (0, 100, 0),
         (2, 110, 0),
         (20, 100, 0),
@@ -149,24 +150,24 @@ def test_what_was_held():
         (72, 0, 200),
         (80, 0, 0),
     ]
-    assert held[1].groups == ("a", "b")
+    assert memory[1].groups == ("a", "b")
     inside = lambda one, other: (one.name, other.name) == ("b", "a")  # noqa: E731
     events = list(simulate(groups, groups, inside))
-    assert max(event.unsharded for event in events) == max(each.parameters for each in held)
-    assert max(event.gradients for event in events) == max(each.gradients for each in held)
+    assert max(event.unsharded for event in events) == max(each.parameters for each in memory)
+    assert max(event.gradients for event in events) == max(each.gradients for each in memory)
 
 
 def test_what_is_kept_between_forward_and_backward():
     step = [("gather", "b", 0), ("run", "b", 1), ("left", "b", 2), ("free", "b", 2), ("backward", None, 3)]
     step += [("gather", "b", 4), ("run", "b", 5), ("left", "b", 6), ("free", "b", 6)]
     group = facts("b", 10, after_forward=5)
-    assert [each.parameters for each in replay(moments(step), [group])] == [10, 5, 15, 0]
+    assert [each.parameters for each in memory_timeline(trace(step), [group])] == [10, 5, 15, 0]
     events = list(simulate([group], [group], lambda one, other: False))
     assert max(event.unsharded for event in events) == 15
     # Gathered when the step began, and gradients that wait for a later reduction.
     step = [("run", "b", 0), ("left", "b", 1), ("backward", None, 2), ("run", "b", 3), ("left", "b", 4)]
-    held = replay(moments(step), [group], accumulating={"b"})
-    assert [(each.parameters, each.gradients) for each in held] == [(10, 0), (10, 20)]
+    memory = memory_timeline(trace(step), [group], accumulating={"b"})
+    assert [(each.parameters, each.gradients) for each in memory] == [(10, 0), (10, 20)]
 
 
 def explanation(timed: bool = True) -> Explanation:
@@ -175,7 +176,7 @@ def explanation(timed: bool = True) -> Explanation:
     rows = (MemoryRow("activations", 2048, None, "nobody watched"),)
     if not timed:
         return Explanation(groups, False, events, rows)
-    return Explanation(groups, True, events, rows, timeline_of(moments()), replay(moments(), groups))
+    return Explanation(groups, True, events, rows, timeline_of(trace()), memory_timeline(trace(), groups))
 
 
 def test_text():

@@ -8,28 +8,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_fsdp.api import fully_shard
-from hp_fsdp.controls import UnshardHandle, share_comm_ctx
-from hp_fsdp.joint_states import get_state_dict, set_state_dict
+from hp_fsdp.explanation.explain import explain
+from hp_fsdp.grad_norm import clip_grad_norm_, global_grad_norm
 from hp_fsdp.mesh_dims import DataParallelMeshDims
-from hp_fsdp.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
-from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from hp_fsdp.short import hsdp, modules_by_size
-from hp_fsdp.state_dict import (
+from hp_fsdp.module_api import UnshardHandle, share_comm_ctx
+from hp_fsdp.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.state_dict.model import (
+    StateDictOptions,
     full_state_dict,
     get_model_state_dict,
     load_full_state_dict,
     set_model_state_dict,
 )
-from hp_fsdp.state_options import StateDictOptions
+from hp_fsdp.state_dict.optimizer import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from hp_fsdp.zero import hsdp, modules_by_size
 from hp_platform import lazy_exports
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.activations import watch_activations
     from hp_fsdp.torch.context import hsdp_sync_stream
-    from hp_fsdp.torch.explain import explain
-    from hp_fsdp.torch.forward_methods import register_fsdp_forward_method
-    from hp_fsdp.torch.grad_norm import clip_grad_norm_, global_grad_norm
-    from hp_fsdp.torch.module import FSDPModule, HSDPModule
+    from hp_fsdp.torch.module import FSDPModule, HSDPModule, register_fsdp_forward_method
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -65,11 +68,8 @@ __getattr__, __dir__ = lazy_exports(
     {
         "FSDPModule": "module",
         "HSDPModule": "module",
-        "clip_grad_norm_": "grad_norm",
-        "explain": "explain",
-        "global_grad_norm": "grad_norm",
         "hsdp_sync_stream": "context",
-        "register_fsdp_forward_method": "forward_methods",
-        "watch_activations": "activations",
+        "register_fsdp_forward_method": "module",
+        "watch_activations": "explain",
     },
 )

@@ -1,39 +1,36 @@
-"""Questions to all ranks: whether they sharded one model in one way, and ran as many micro-batches.
+"""Checks over all ranks: did they shard the same model in the same way, and run as many micro-batches?
 
-All that is sent are whole numbers, of which each rank gets the largest: a text goes as its bytes, each rank's in places
-of its own.
+Only whole numbers are sent, and each rank gets the largest: a text travels as its bytes, each rank's at its own
+offset.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hp_fsdp.axes import DataAxes
+from hp_fsdp.port import model_states
 
-__all__ = ["Largest", "check_alike", "check_counts", "lines_of"]
-
-Largest = Callable[[Sequence[int], DataAxes], list[int]]
-"""Gives the largest of the ranks' numbers, place by place; it waits for all ranks of the axes."""
+__all__ = ["check_alike", "check_counts"]
 
 
-def check_alike(groups: Sequence[Any], axes: DataAxes, largest: Largest) -> None:
-    """Raises on all ranks alike where their groups differ; one reduction of two numbers where they don't.
+def check_alike(groups: Sequence[Any], axes: DataAxes) -> None:
+    """Raise on all ranks alike if their groups differ; it costs one reduction of two numbers if they don't.
 
     Args:
         groups: of a model.
-        axes: of its outermost group, whose ranks are asked.
-        largest: the framework's.
+        axes: of its outermost group.
 
     Raises:
-        ValueError: with the first group that is not the same.
+        ValueError: the groups differ; the text shows the first that does.
     """
-    lines = [_told(group) for group in groups]
+    lines = [_described(group) for group in groups]
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    if extremes(digest, axes, largest) == (digest, digest):
+    if _extremes(digest, axes) == (digest, digest):
         return
-    expected, different = (text.split("\n") for text in _two_texts("\n".join(lines), digest, axes, largest))
+    expected, different = (text.split("\n") for text in _two_texts("\n".join(lines), digest, axes))
     for one, other in zip(expected, different):
         if one != other:
             break
@@ -45,18 +42,17 @@ def check_alike(groups: Sequence[Any], axes: DataAxes, largest: Largest) -> None
     )
 
 
-def check_counts(axes: DataAxes, count: int, largest: Largest) -> None:
-    """Raises on all ranks alike where they ran different numbers of micro-batches.
+def check_counts(axes: DataAxes, count: int) -> None:
+    """Raise on all ranks alike if they ran different numbers of micro-batches.
 
     Args:
-        axes: of whose ranks.
+        axes: of the ranks to compare.
         count: this rank's number.
-        largest: the framework's.
 
     Raises:
         ValueError: the numbers differ.
     """
-    most, least = extremes(count, axes, largest)
+    most, least = _extremes(count, axes)
     if most != least:
         raise ValueError(
             f"fully_shard(deterministic=True): this rank ran {count} micro-batches since the last step, others from"
@@ -64,19 +60,19 @@ def check_counts(axes: DataAxes, count: int, largest: Largest) -> None:
         )
 
 
-def extremes(number: int, axes: DataAxes, largest: Largest) -> tuple[int, int]:
-    """The largest and the smallest of the ranks' numbers."""
-    most, least = largest([number, -number], axes)
+def _extremes(number: int, axes: DataAxes) -> tuple[int, int]:
+    """Return the largest and the smallest of the ranks' numbers."""
+    most, least = _largest([number, -number], axes)
     return most, -least
 
 
-def lines_of(axes: DataAxes) -> list[Any]:
-    """The process groups of more than one rank, along which all ranks are reached one after the other."""
+def _largest(numbers: Sequence[int], axes: DataAxes) -> list[int]:
+    """Return the largest of the ranks' numbers, element by element; wait for all ranks of the axes."""
     lines = ((axes.shard_group, axes.shard_size), (axes.replicate_group, axes.replicate_size))
-    return [group for group, size in lines if size > 1]
+    return model_states().largest(numbers, axes.mesh, [group for group, size in lines if size > 1])
 
 
-def _told(group: Any) -> str:
+def _described(group: Any) -> str:
     buckets = [
         f"{bucket.dtype} as {bucket.compute_dtype} of {[p.name + str(list(p.global_shape)) for p in bucket.parameters]}"
         for bucket in group.buckets
@@ -85,20 +81,20 @@ def _told(group: Any) -> str:
     return f"group {group.name!r} with {'; '.join(buckets)} ({options})"
 
 
-def _two_texts(text: str, digest: int, axes: DataAxes, largest: Largest) -> list[str]:
-    """That of the first rank, and of the first rank with another digest."""
+def _two_texts(text: str, digest: int, axes: DataAxes) -> list[str]:
+    """Return the text of the first rank, and of the first rank with another digest."""
     replica = axes.mesh.get_local_rank(0) if axes.replicate_size > 1 else 0
     me = replica * axes.shard_size + axes.shard_rank
-    digests = largest(_at(me, [digest], axes.replicate_size * axes.shard_size), axes)
+    digests = _largest(_at(me, [digest], axes.replicate_size * axes.shard_size), axes)
     chosen = (0, next(rank for rank, each in enumerate(digests) if each != digests[0]))
     own = text.encode()
-    (length,) = largest([len(own)], axes)
-    told = largest(_at(chosen.index(me), own, 2, length) if me in chosen else [0] * (2 * length), axes)
-    return [bytes(told[at : at + length]).rstrip(b"\0").decode() for at in (0, length)]
+    (length,) = _largest([len(own)], axes)
+    texts = _largest(_at(chosen.index(me), own, 2, length) if me in chosen else [0] * (2 * length), axes)
+    return [bytes(texts[at : at + length]).rstrip(b"\0").decode() for at in (0, length)]
 
 
-def _at(place: int, numbers: Sequence[int], places: int, size: int = 1) -> list[int]:
-    """Numbers in one of several places of a size, zeros in the others."""
-    made = [0] * (places * size)
-    made[place * size : place * size + len(numbers)] = numbers
-    return made
+def _at(index: int, numbers: Sequence[int], count: int, size: int = 1) -> list[int]:
+    """Put numbers into one of ``count`` slots of a size, zeros into the others."""
+    slots = [0] * (count * size)
+    slots[index * size : index * size + len(numbers)] = numbers
+    return slots

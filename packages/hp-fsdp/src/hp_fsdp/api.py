@@ -12,16 +12,18 @@ Note [Layouts on axes of data parallelism]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from hp_dtensor import DeviceMesh
-from hp_fsdp.mesh_dims import data_axes
-from hp_fsdp.options import check_options
-from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
-from hp_fsdp.port import sharding
+from hp_fsdp.axes import DataAxes
+from hp_fsdp.managed_params import find_parameters, ignore, is_copy
+from hp_fsdp.mesh_dims import all_ranks, data_axes
+from hp_fsdp.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy, check_options
+from hp_fsdp.port import Sharding, sharding
+from hp_fsdp.sharded_class import group_of
 
-__all__ = ["fully_shard"]
+__all__ = ["check_module", "fully_shard", "shard"]
 
 M = TypeVar("M")
 
@@ -111,7 +113,7 @@ def fully_shard(
     port = sharding()
     modules = port.modules_of(module)
     for each in modules:
-        port.check_module(each)
+        check_module(each, port)
     options = check_options(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=mixed_precision,
@@ -130,5 +132,43 @@ def fully_shard(
             f"fully_shard: mesh must be an hp_dtensor.DeviceMesh, got {type(mesh).__module__}.{type(mesh).__name__}."
             " Make it with hp_dtensor.init_device_mesh(device_type, shape, mesh_dim_names=...)"
         )
-    port.shard(modules, mesh, options, ignored_params or ())
+    shard(modules, mesh, options, ignored_params or ())
     return module
+
+
+def check_module(module: Any, port: Sharding) -> None:
+    """Raise TypeError or ValueError for an argument that `fully_shard` cannot be called on."""
+    cls, name = port.MODULE, type(module).__name__
+    if not isinstance(module, cls):
+        expected = f"{cls.__module__.partition('.')[0]}.nn.{cls.__name__}"
+        raise TypeError(f"fully_shard: expected a {expected}, got {name}")
+    if not port.anatomy().computes(module):
+        raise ValueError(
+            f"fully_shard: {name} has no {port.FORWARD} of its own. Call fully_shard on each of its {cls.__name__}s"
+        )
+    if group_of(module) is not None:
+        raise ValueError(f"fully_shard: this {name} is sharded already")
+
+
+def shard(
+    modules: Sequence[Any], mesh: DeviceMesh | None, options: GroupOptions, ignored_params: Collection[Any] = ()
+) -> None:
+    """Shard modules as one group, in place, with checked arguments."""
+    port = sharding()
+    port.check_contents(modules, ignored_params)
+    ignored = list(ignored_params)
+    candidates = find_parameters(modules, ignored, port.MANAGED)
+    mesh = all_ranks(candidates) if mesh is None else mesh
+    axes = DataAxes.of(mesh)
+    parameters = []
+    for parameter in candidates:
+        original = parameter.facts().original
+        if is_copy(original) or not axes.divided(parameter.name, parameter.inner):
+            parameters.append(parameter)
+        else:
+            ignored.append(original)
+    device = port.device_of(modules, parameters, mesh)
+    port.watch_optimizers()
+    for parameter in ignored:
+        ignore(parameter)
+    port.make_group(modules, parameters, axes, device, options, ignored)

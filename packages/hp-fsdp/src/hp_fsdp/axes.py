@@ -14,7 +14,7 @@ from hp_dtensor.extend import TensorSpec, axes_within, overlap
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
-__all__ = ["DataAxes", "Near"]
+__all__ = ["DataAxes", "PostForwardRanks"]
 
 
 class _Grouped:
@@ -51,7 +51,7 @@ def _forget_groups() -> None:
 
 
 @dataclass(eq=False, slots=True)
-class Near(_Grouped):
+class PostForwardRanks(_Grouped):
     """A smaller group of consecutive ranks of the shard axis.
 
     Attributes:
@@ -176,7 +176,7 @@ class DataAxes(_Grouped):
             replicate_size=replicas,
         )
 
-    def near(self, size: bool | int) -> Near | None:
+    def post_forward_ranks(self, size: bool | int) -> PostForwardRanks | None:
         """The smaller group of consecutive ranks that this rank is in, to keep shards in between forward and backward.
 
         Args:
@@ -195,9 +195,9 @@ class DataAxes(_Grouped):
                 f"fully_shard: reshard_after_forward={size} must divide the {self.shard_size} ranks of the shard axis:"
                 f" {[n for n in range(1, self.shard_size + 1) if self.shard_size % n == 0]} do"
             )
-        near = Near(self, size, self.shard_rank % size)
-        near._find_groups()
-        return near
+        ranks = PostForwardRanks(self, size, self.shard_rank % size)
+        ranks._find_groups()
+        return ranks
 
     def whole(self) -> DataAxes:
         """The same ranks, all of them replicas: for parameters that are not to be sharded."""

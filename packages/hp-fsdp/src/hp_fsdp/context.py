@@ -8,11 +8,10 @@ from typing import Any, Generic, Self, TypeVar
 
 from hp_fsdp.agreement import check_alike
 from hp_fsdp.group import Group
-from hp_fsdp.joining import Roster, inner_mesh
+from hp_fsdp.managed_params import Roster, inner_mesh
 from hp_fsdp.micro_batches import check_modes
 from hp_fsdp.order import ExecutionOrder
-from hp_fsdp.several import check_inside, several_outermost
-from hp_fsdp.sharded_class import groups_in
+from hp_fsdp.sharded_class import check_inside, groups_in, several_outermost
 
 __all__ = ["Context"]
 
@@ -37,8 +36,8 @@ class Context(Generic[G]):
         outermost: the group whose forward is under way, inside no other group's.
         backward: a backward pass is under way.
         ahead: what was gathered ahead of time and has not computed yet.
-        moments: what happened in the pass under way, see `hp_fsdp.timeline`: kind, group, nanoseconds of a clock.
-        last_moments: the same of the last forward and backward that came to their end.
+        trace: events of the pass under way, see `hp_fsdp.explanation.timeline`: kind, group, nanoseconds of a clock.
+        last_trace: the same of the last forward and backward that came to their end.
     """
 
     roster: Roster
@@ -53,8 +52,8 @@ class Context(Generic[G]):
         self.outermost: G | None = None
         self.backward = False
         self.ahead: list[G] = []
-        self.moments: list[tuple[str, G | None, int]] = []
-        self.last_moments: list[tuple[str, G | None, int]] = []
+        self.trace: list[tuple[str, G | None, int]] = []
+        self.last_trace: list[tuple[str, G | None, int]] = []
 
     @classmethod
     def of(cls, root: G) -> Self:
@@ -105,16 +104,16 @@ class Context(Generic[G]):
         if not self.roster.complete():
             self.enrol()
         if not self.compared:
-            check_alike(self.groups, self.root.axes, type(self.root).largest)
+            check_alike(self.groups, self.root.axes)
             self.compared = True
         for each in self.groups:
-            if each.near is not None:
-                each.drop_near()
+            if each.post_forward_ranks is not None:
+                each.drop_post_forward_shards()
             each.check()
             if (each.unsharded or each.gathering is not None) and each.stale():
                 each.reshard()
         self.outermost = group
-        self.moments = []
+        self.trace = []
         self.order = group.order
         self.order.start()
         self.finished.clear()
@@ -134,7 +133,7 @@ class Context(Generic[G]):
         """
         coming = order.visit(group)
         group.start_unshard()
-        self.moments.append(("wait", group, perf_counter_ns()))
+        self.trace.append(("wait", group, perf_counter_ns()))
         if self.ahead and group in self.ahead:
             self.ahead.remove(group)
         if group.overlaps:
@@ -143,7 +142,7 @@ class Context(Generic[G]):
                     each.start_unshard()
                     self.ahead.append(each)
         group.finish_unshard()
-        self.moments.append(("run", group, perf_counter_ns()))
+        self.trace.append(("run", group, perf_counter_ns()))
 
     def drop_ahead(self) -> None:
         """Free what was gathered ahead of time and then not used."""
@@ -160,7 +159,7 @@ class Context(Generic[G]):
         if self.backward:
             return
         self.backward = True
-        self.moments.append(("backward", None, perf_counter_ns()))
+        self.trace.append(("backward", None, perf_counter_ns()))
         self.call_at_end()
         if not self.backward_order.known:
             self.backward_order.start([group for group in reversed(self.finished) if group.unshard_in_backward])
@@ -170,8 +169,8 @@ class Context(Generic[G]):
         self.drop_ahead()
         self.backward = False
         self.backward_order.start()
-        self.moments.append(("end", None, perf_counter_ns()))
-        self.last_moments, self.moments = self.moments, []
+        self.trace.append(("end", None, perf_counter_ns()))
+        self.last_trace, self.trace = self.trace, []
 
     def abandon(self) -> None:
         """Back to the state between steps after an error."""

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from hp_fsdp.joining import Roster
+from hp_fsdp.managed_params import Roster
+from hp_fsdp.port import sharding
 
-__all__ = ["Roster"]
+__all__ = ["Roster", "watch_optimizers"]
+
+
+def watch_optimizers() -> None:
+    """Check the parameters of optimizers from now on, before their first step."""
+    sharding().watch_optimizers()

@@ -8,10 +8,9 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hp_dtensor import DeviceMesh
-from hp_fsdp.agreement import Largest, check_counts
-from hp_fsdp.axes import DataAxes, Near
-from hp_fsdp.finding import find_parameters, is_copy
-from hp_fsdp.optimizers import ignore
+from hp_fsdp.agreement import check_counts
+from hp_fsdp.axes import DataAxes, PostForwardRanks
+from hp_fsdp.managed_params import find_parameters, ignore, is_copy
 from hp_fsdp.order import ExecutionOrder
 from hp_platform.extend import communicate_for
 
@@ -36,7 +35,6 @@ class Group:
 
     Attributes:
         managed: the framework's class of parameters of a group.
-        largest: asks all ranks; see `hp_fsdp.agreement`.
         overlaps: gathers run beside the computation, so that it pays to start them ahead of time.
         name: the module's name from the root; its class's before the first forward.
         module: the first of the members, most often the only one.
@@ -50,9 +48,9 @@ class Group:
         scale: what they are multiplied by.
         waits: the end of a backward pass waits for the reductions.
         unshard_in_backward: backward gathers the parameters, where they are not.
-        near: the smaller group that keeps them between forward and backward, if there is one.
+        post_forward_ranks: the smaller group of ranks that keeps a shard between forward and backward, if there is one.
         unsharded: the unsharded parameters are gathered.
-        pinned: the user asked for them.
+        user_unsharded: the user asked for them by `unshard`.
         gathering: handles of the gather under way, None where there is none.
         calls: the calls in forward whose backward is still to come; deterministic mode counts on them.
         micro_batches: how many backward passes were kept since the last step, in deterministic mode.
@@ -61,7 +59,6 @@ class Group:
     """
 
     managed: ClassVar[Any]
-    largest: ClassVar[Largest]
     overlaps: bool = True
 
     def __init__(
@@ -95,8 +92,8 @@ class Group:
         self.unshard_in_backward = True
         self.prefetch_in_forward: list[Any] = []
         self.prefetch_in_backward: list[Any] = []
-        self.near = axes.near(options.reshard_after_forward)
-        self.unsharded = self.pinned = False
+        self.post_forward_ranks = axes.post_forward_ranks(options.reshard_after_forward)
+        self.unsharded = self.user_unsharded = False
         self.gathering: list[Any] | None = None
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self.micro_batches = 0
@@ -185,11 +182,11 @@ class Group:
         """Tell whether gathered parameters may be older than the sharded ones."""
         raise NotImplementedError
 
-    def free(self, near: Near | None) -> None:
+    def free(self, ranks: PostForwardRanks | None) -> None:
         """Register the sharded parameters again and free the gathered buffers.
 
         Args:
-            near: the ranks among which to keep a shard of what was gathered.
+            ranks: the ranks among which to keep a post-forward shard.
         """
         raise NotImplementedError
 
@@ -201,25 +198,25 @@ class Group:
         """
         if self.gathering is not None:
             self.finish_unshard()
-        near = self.near if before_backward else None
+        ranks = self.post_forward_ranks if before_backward else None
         if not self.unsharded:
-            if near is None and self.near is not None:
-                self.drop_near()
+            if ranks is None and self.post_forward_ranks is not None:
+                self.drop_post_forward_shards()
             return
-        self.unsharded = self.pinned = False
-        self.free(near)
+        self.unsharded = self.user_unsharded = False
+        self.free(ranks)
         self.note("free")
 
     def note(self, kind: str) -> None:
-        """Take note of a moment of the pass under way; see `hp_fsdp.timeline`."""
+        """Add an event to the trace of the pass under way; see `hp_fsdp.explanation.timeline`."""
         context = self.context
         if context is not None and (context.outermost is not None or context.backward):
-            context.moments.append((kind, self, perf_counter_ns()))
+            context.trace.append((kind, self, perf_counter_ns()))
 
-    def drop_near(self) -> None:
+    def drop_post_forward_shards(self) -> None:
         """Free the smaller group's shards."""
         for bucket in self.buckets:
-            bucket.drop_near()
+            bucket.drop_post_forward_shard()
 
     def keep(self) -> None:
         """Leave the parameters gathered after forward."""
@@ -237,5 +234,5 @@ class Group:
     def agree(self, count: int) -> None:
         """Raise where ranks ran different numbers of micro-batches; ask where it is not that of the last step."""
         if count != self.agreed:  # seldom, for it waits
-            communicate_for(self.modules, check_counts, self.axes, count, type(self).largest)
+            communicate_for(self.modules, check_counts, self.axes, count)
             self.agreed = count

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-__all__ = ["FlatLayout"]
+__all__ = [
+    "BLOCK",
+    "FlatLayout",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +111,7 @@ class FlatLayout:
         if end < self.piece:
             sizes.append(self.piece - end)
         return tuple(sizes), tuple(runs)
+
+
+BLOCK = 1024
+"""In deterministic mode, parameters are cut between blocks of this many elements, and norms are sums over blocks."""

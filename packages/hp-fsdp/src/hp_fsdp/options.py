@@ -7,14 +7,56 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hp_fsdp.controls import check_reshard
-from hp_fsdp.norms import BLOCK
-from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.layout import BLOCK
 
-__all__ = ["BucketPlan", "GroupOptions", "ParameterFacts", "check_options"]
+__all__ = [
+    "BucketPlan",
+    "CPUOffloadPolicy",
+    "GroupOptions",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParameterFacts",
+    "check_options",
+    "check_reshard",
+]
 
 ALIGNMENT = 64
 """Parameters and pieces start at multiples of this many bytes: a cache line, and more than vector loads ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a group's computation and communication. Sharded parameters keep theirs: the optimizer step is exact.
+
+    Args:
+        param_dtype: dtype of the unsharded parameters, so of forward, backward and the all-gather. Each rank casts its
+            own piece before the all-gather. Default None: the parameters' own dtype.
+        reduce_dtype: dtype in which gradients are reduced over ranks and accumulated over backward passes.
+            Default None: ``param_dtype``, or where that is None the parameters' own.
+        output_dtype: floating-point outputs of the module's forward are cast to this. Default None: no cast.
+        cast_forward_inputs: cast floating-point inputs of the module's forward to ``param_dtype``. Default True.
+    """
+
+    param_dtype: Any = None
+    reduce_dtype: Any = None
+    output_dtype: Any = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """Nothing is offloaded: the default, and the base of the other policies."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and optimizer states live on the host.
+
+    Args:
+        pin_memory: keep them in page-locked memory, so that copies overlap computation. Default True.
+    """
+
+    pin_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +287,23 @@ def check_options(
         bool(deterministic),
         any_dim=any_dim,
     )
+
+
+def check_reshard(value: Any, where: str, *, sizes: bool) -> None:
+    """Raises for what ``reshard_after_forward`` cannot be.
+
+    Args:
+        value: as given.
+        where: the function that it was given to.
+        sizes: it may be the size of a smaller group.
+    """
+    if not isinstance(value, bool):
+        if isinstance(value, int):
+            if sizes:
+                return
+            raise NotImplementedError(
+                f"{where}: reshard_after_forward={value}, the size of a smaller group to reshard to, is not supported "
+                "yet. Use True (reshard over all ranks, least memory) or False (keep gathered until backward, least "
+                "communication)"
+            )
+        raise TypeError(f"{where}: reshard_after_forward must be True or False, got {value!r}")

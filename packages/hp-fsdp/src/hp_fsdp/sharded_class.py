@@ -1,4 +1,4 @@
-"""The class of a sharded module.
+"""The class of a sharded module, and groups of several modules, ``fully_shard([one, other])``.
 
 Note [Name of a sharded class]
     The class of a sharded module is made, but its name is read by programs that know the module's own: transformers
@@ -9,10 +9,17 @@ Note [Name of a sharded class]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["group_of", "groups_in", "make_sharded_class"]
+__all__ = [
+    "check_inside",
+    "group_of",
+    "groups_in",
+    "make_sharded_class",
+    "roots_of",
+    "several_outermost",
+]
 
 _classes: dict[tuple[type, type], type] = {}
 
@@ -40,3 +47,56 @@ def group_of(module: Any) -> Any:
 def groups_in(modules: Iterable[Any]) -> list[Any]:
     """List the groups of modules, each once, in the modules' order."""
     return list(dict.fromkeys(group for module in modules if (group := group_of(module)) is not None))
+
+
+def roots_of(module: Any, cls: type, inside: Callable[[Any], Iterable[Any]]) -> list[Any]:
+    """Read what `fully_shard` is called on.
+
+    Args:
+        module: a module, or several.
+        cls: the class of modules.
+        inside: gives a module and the modules inside it.
+
+    Returns:
+        The modules, each once, without those that are inside others of them.
+
+    Raises:
+        TypeError: something else.
+        ValueError: no modules.
+    """
+    if isinstance(module, cls):
+        return [module]
+    name = f"{cls.__module__.partition('.')[0]}.nn.{cls.__name__}"
+    if not isinstance(module, (list, tuple)):
+        raise TypeError(f"fully_shard: expected a {name} or a list of them, got {type(module).__name__}")
+    for index, each in enumerate(module):
+        if not isinstance(each, cls):
+            raise TypeError(f"fully_shard: expected a list of {name}, number {index} is a {type(each).__name__}")
+    if not module:
+        raise ValueError("fully_shard: expected at least one module, got an empty list")
+    inner = {id(child) for each in module for child in inside(each) if child is not each}
+    return [each for each in dict.fromkeys(module) if id(each) not in inner]
+
+
+def several_outermost(classes: Sequence[str]) -> str:
+    """The error's text where a group of several modules is run with no sharded module around them."""
+    return (
+        f"fully_shard: one of the group [{', '.join(classes)}] runs, and no sharded module around them ran before. Call"
+        " fully_shard on the module that holds them, too, and run its forward first"
+    )
+
+
+def check_inside(members: Iterable[Any], names: Mapping[int, str], root: str) -> None:
+    """Raise RuntimeError where a group has modules outside of the outermost sharded module.
+
+    Args:
+        members: the group's modules.
+        names: of all modules inside the outermost one, by their ids.
+        root: the outermost module's class.
+    """
+    outside = [type(each).__name__ for each in members if id(each) not in names]
+    if outside:
+        raise RuntimeError(
+            f"fully_shard: {', '.join(outside)} is in one group with modules of {root}, but not in {root}, which is the"
+            " outermost sharded module that runs. Call fully_shard on a module that holds all of them, and run that"
+        )

@@ -195,7 +195,7 @@ def test_means_over_accumulated_micro_batches():
     same_gradients(model, gradients, reference, expected, 1e-12)
     for order in (1.0, 2.0, float("inf")):
         flat = np.concatenate([gradient.asnumpy().reshape(-1) for gradient in expected])
-        norm = global_grad_norm(model.trainable_params(), gradients, order)
+        norm = global_grad_norm(model.trainable_params(), order, gradients=gradients)
         close(norm.asnumpy(), np.linalg.norm(flat, order), f"norm {order}", 1e-12)
     # What waits can be dropped.
     model.set_requires_gradient_sync(False)
@@ -318,7 +318,7 @@ def test_norms():
     parameters = model.trainable_params()
     _, gradients = differentiated(model, lambda x, s: loss_of_micro_batch(model, x, s))(*micro_batch(0, 2))
     with pytest.raises(NotImplementedError, match=r"norm_type=3.0 is not the same for any number of ranks"):
-        global_grad_norm(parameters, gradients, 3)
+        global_grad_norm(parameters, 3, gradients=gradients)
     other = fully_shard(seeded(Twice), data_mesh())
     with pytest.raises(ValueError, match="some parameters are sharded with deterministic=True, some are not"):
         clip_grad_norm_([*parameters, *other.trainable_params()], 1.0, gradients=[*gradients, *gradients])

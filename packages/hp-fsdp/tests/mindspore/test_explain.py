@@ -94,8 +94,8 @@ def test_unsharded_memory_is_as_predicted(reshard: bool):
         assert predicted == measured == row(early, "unsharded gradients")[0]
         assert predicted == max(b.layout.total * 4 for group in groups_of(model) for b in group.buckets)
         if reshard:
-            assert max(sum(group != "Net" for group in each.groups) for each in told.held) == 1
-        assert sum(gathered(model)) == (told.held[-1].parameters if told.held else 0) == 0
+            assert max(sum(group != "Net" for group in each.groups) for each in told.memory_timeline) == 1
+        assert sum(gathered(model)) == (told.memory_timeline[-1].parameters if told.memory_timeline else 0) == 0
 
 
 @on_ranks(4)

@@ -66,16 +66,16 @@ def test_the_smaller_group_holds_shards_between_forward_and_backward():
 
     def run(x):
         output = model(x)
-        seen.append((bucket.near, gathered(model)[1]))
+        seen.append((bucket.post_forward_shard, gathered(model)[1]))
         return loss_of(output)
 
     model(own)
-    assert bucket.near is None  # nothing follows
+    assert bucket.post_forward_shard is None  # nothing follows
     with count_collectives() as counts:
         _, gradients = differentiated(model, run)(own)
-    (near, size), *rest = seen
-    assert near.numel() == 2 * bucket.layout.piece and size == 0 and not rest
-    assert bucket.near is None and not any(gathered(model))
+    (shard, size), *rest = seen
+    assert shard.numel() == 2 * bucket.layout.piece and size == 0 and not rest
+    assert bucket.post_forward_shard is None and not any(gathered(model))
     assert dict(counts) == {"all_gather": 7, "reduce_scatter": 4}
     _, expected = differentiated(reference, dtensors=False)(everything)
     same_gradients(model, gradients, reference, expected, 1e-12)

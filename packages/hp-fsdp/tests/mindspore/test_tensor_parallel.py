@@ -96,7 +96,7 @@ def test_data_by_tensor_parallel(hidden: int):
         same_gradients(model, gradients, reference, expected)
         norm = math.sqrt(sum(float((gradient.asnumpy() ** 2).sum()) for gradient in expected))
         with count_collectives() as counted:
-            close(global_grad_norm(model.trainable_params(), gradients).asnumpy(), norm, "norm")
+            close(global_grad_norm(model.trainable_params(), gradients=gradients).asnumpy(), norm, "norm")
         assert dict(counted) == {"all_reduce": 1}
         sgd(reference)(expected)
         sgd(model)(gradients)
@@ -143,7 +143,7 @@ def test_summed_in_one_order():
     same_gradients(model, gradients, reference, expected)
     flat = np.concatenate([gradient.asnumpy().reshape(-1) for gradient in expected])
     for order in (1.0, 2.0, math.inf):
-        norm = global_grad_norm(model.trainable_params(), gradients, order)
+        norm = global_grad_norm(model.trainable_params(), order, gradients=gradients)
         close(norm.asnumpy(), np.linalg.norm(flat, order), f"norm {order}")
 
 
@@ -156,12 +156,16 @@ def test_clipping():
     _, expected = differentiated(reference, dtensors=False)(everything)
     flat = np.concatenate([gradient.asnumpy().reshape(-1) for gradient in expected])
     for order in (1.0, 2.0, 3.0, math.inf):
-        close(global_grad_norm(parameters, gradients, order).asnumpy(), np.linalg.norm(flat, order), f"norm {order}")
+        close(
+            global_grad_norm(parameters, order, gradients=gradients).asnumpy(),
+            np.linalg.norm(flat, order),
+            f"norm {order}",
+        )
     norm = np.linalg.norm(flat)
     close(clip_grad_norm_(parameters, 0.5, gradients=gradients).asnumpy(), norm, "norm before")
     same_gradients(model, gradients, reference, [gradient * float(0.5 / (norm + 1e-6)) for gradient in expected])
     clip_grad_norm_(parameters, 100.0, gradients=gradients)
-    close(global_grad_norm(parameters, gradients).asnumpy(), 0.5, "norm after")
+    close(global_grad_norm(parameters, gradients=gradients).asnumpy(), 0.5, "norm after")
     with pytest.raises(ValueError, match=r"clip_grad_norm_: 13 parameters and 3 gradients"):
         clip_grad_norm_(parameters, 1.0, gradients=gradients[:3])
     gradients[0]._update_data(gradients[0].to_local() * float("nan"))

@@ -1,4 +1,4 @@
-"""Sharding Cells, for `hp_fsdp.fully_shard` and `hp_fsdp.hsdp`."""
+"""Primitives of sharding Cells, for `hp_fsdp.fully_shard` and `hp_fsdp.hsdp`."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from mindspore import Parameter, nn
 from mindspore._c_expression import typing
 
 from hp_dtensor import DeviceMesh
-from hp_fsdp.anatomy import Anatomy
 from hp_fsdp.axes import DataAxes
-from hp_fsdp.finding import find_parameters
-from hp_fsdp.mesh_dims import all_ranks
 from hp_fsdp.mindspore.group import ParameterGroup
-from hp_fsdp.mindspore.module import HSDPModule, shard_class
+from hp_fsdp.mindspore.module import HSDPModule, refuse_rewriting, shard_class
 from hp_fsdp.mindspore.optimizers import watch_optimizers
 from hp_fsdp.mindspore.parameter import ManagedParameter, itemsize
-from hp_fsdp.mindspore.rewriting import refuse_rewriting
-from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions
-from hp_fsdp.sharded_class import group_of
+from hp_fsdp.port import Anatomy
 
 __all__ = [
     "ANY_DIM",
     "BACKWARD_RETURNS_GRADIENTS",
     "DTYPE",
+    "FORWARD",
+    "MANAGED",
+    "MODULE",
     "ZERO_COPY",
     "anatomy",
-    "check_module",
+    "check_contents",
+    "device_of",
+    "make_group",
     "modules_of",
-    "shard",
+    "watch_optimizers",
 ]
 
+MODULE = nn.Cell
+FORWARD = "construct"
+MANAGED = ManagedParameter
 DTYPE = typing.Type
 ZERO_COPY = False
 ANY_DIM = False
@@ -46,7 +49,7 @@ def modules_of(module: Any) -> list[nn.Cell]:
 
 
 def anatomy() -> Anatomy:
-    """Get where Cells have their parts."""
+    """Return the structure of Cells."""
     return Anatomy(
         parameters="_params",
         children="_cells",
@@ -56,38 +59,28 @@ def anatomy() -> Anatomy:
     )
 
 
-def shard(
+def device_of(modules: Sequence[nn.Cell], parameters: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
+    """Return None: there is no choice."""
+
+
+def make_group(
     modules: Sequence[nn.Cell],
-    mesh: DeviceMesh | None,
+    parameters: Sequence[ManagedParameter],
+    axes: DataAxes,
+    device: None,
     options: GroupOptions,
-    ignored_params: Collection[Parameter] = (),
+    ignored: Sequence[Parameter],
 ) -> None:
-    """Shard a Cell as one group, with arguments that were checked.
-
-    Args:
-        modules: the Cell, changed in place.
-        mesh: of one axis or two; None for all ranks.
-        options: how the group communicates.
-        ignored_params: parameters to leave as they are.
-    """
-    (module,) = modules
-    _check_statistics(module, {id(parameter) for parameter in ignored_params})
-    ignored = list(ignored_params)
-    found = find_parameters(modules, ignored, ManagedParameter)
-    axes = DataAxes.of(all_ranks(found) if mesh is None else mesh)
-    parameters = [parameter for parameter in found if not axes.divided(parameter.name, parameter.inner)]
-    ignored += [parameter.parameter for parameter in found if axes.divided(parameter.name, parameter.inner)]
-    watch_optimizers()
+    """Shard the parameters as one group, and give the Cell a sharded class."""
     refuse_rewriting()
-    for parameter in ignored:
-        ignore(parameter)
-    group = ParameterGroup(modules, parameters, axes, None, options, ignored)
-    shard_class(module, group)
+    (module,) = modules
+    shard_class(module, ParameterGroup(modules, parameters, axes, device, options, ignored))
 
 
-def _check_statistics(module: nn.Cell, ignored: Collection[int]) -> None:
-    """Refuses BatchNorm's running statistics: Parameters, whose shards would not get what a forward writes."""
-    for name, cell in module.cells_and_names():
+def check_contents(modules: Sequence[nn.Cell], ignored_params: Collection[Parameter]) -> None:
+    """Refuse BatchNorm's running statistics: they are Parameters, and forward would not write to their shards."""
+    ignored = {id(parameter) for parameter in ignored_params}
+    for name, cell in (pair for module in modules for pair in module.cells_and_names()):
         for key in ("moving_mean", "moving_variance", "running_mean", "running_var"):
             parameter = cell._params.get(key)
             if parameter is not None and id(parameter) not in ignored:
@@ -98,17 +91,6 @@ def _check_statistics(module: nn.Cell, ignored: Collection[int]) -> None:
 
 
 def _computes(cell: nn.Cell) -> bool:
-    """Whether a Cell computes something of its own, which a plain ``CellList`` does not."""
+    """Tell whether a Cell has a construct of its own, which a plain ``CellList`` lacks."""
     inherited = (nn.CellList.construct, nn.CellDict.construct)
     return not (isinstance(cell, (nn.CellList, nn.CellDict)) and type(cell).construct in inherited)
-
-
-def check_module(module: Any) -> None:
-    """Raises for what `fully_shard` cannot be called on."""
-    if not isinstance(module, nn.Cell):
-        raise TypeError(f"fully_shard: expected a mindspore.nn.Cell, got {type(module).__name__}")
-    name = type(module).__name__
-    if not _computes(module):
-        raise ValueError(f"fully_shard: {name} has no construct of its own. Call fully_shard on each of its Cells")
-    if group_of(module) is not None:
-        raise ValueError(f"fully_shard: this {name} is sharded already")

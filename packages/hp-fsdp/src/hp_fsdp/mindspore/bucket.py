@@ -22,8 +22,8 @@ from mindspore import Tensor, mint, ops
 from mindspore.common import dtype as mstype
 
 from hp_dtensor.mindspore.extend import autograd, local_mode, local_view, set_local
-from hp_fsdp.axes import DataAxes, Near
-from hp_fsdp.blocks import mark_in_blocks
+from hp_fsdp.axes import DataAxes, PostForwardRanks
+from hp_fsdp.grad_norm import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.mindspore.deterministic import MicroBatchSums
 from hp_fsdp.mindspore.host import to_device, to_host
@@ -70,8 +70,8 @@ class Bucket:
         self.has_inner = any(parameter.inner is not None for parameter in self.parameters)
         self.full: Any = None
         self.source: Tensor | None = None
-        self.near: Tensor | None = None
-        self.near_group: Any = None
+        self.post_forward_shard: Tensor | None = None
+        self.post_forward_group: Any = None
         self.accumulated: Tensor | None = None
         self.accumulated_piece: Tensor | None = None
         self.divisor: float | None = None
@@ -153,9 +153,9 @@ class Bucket:
         self.storage.resize_(self.bytes)
         if self.has_inner:
             autograd.forget()  # what it keeps of the unsharded parameters may be of older values
-        if self.near is not None:
+        if self.post_forward_shard is not None:
             return get_platform().collectives.all_gather(
-                self.target, self.near, group=self.near_group, async_op=async_op
+                self.target, self.post_forward_shard, group=self.post_forward_group, async_op=async_op
             )
         self.come_home()
         source = self.piece()
@@ -176,26 +176,25 @@ class Bucket:
             for parameter, offset in zip(self.parameters, self.layout.offsets)
         ]
 
-    def release(self, near: Near | None = None) -> None:
+    def release(self, ranks: PostForwardRanks | None = None) -> None:
         """Frees the gathered buffer.
 
         Args:
-            near: the ranks among which to keep a shard of what was gathered. Default:
-                keep nothing.
+            ranks: the ranks among which to keep a post-forward shard. Default: keep nothing.
         """
-        self.source = self.near = None
+        self.source = self.post_forward_shard = None
         if self.full is not None:
-            if near is not None:
-                self.near_group, size, place = near.group, near.size, near.place
+            if ranks is not None:
+                self.post_forward_group, size, place = ranks.group, ranks.size, ranks.place
                 length = self.layout.total // size
-                self.near = mint.narrow(self.target, 0, place * length, length).copy()
+                self.post_forward_shard = mint.narrow(self.target, 0, place * length, length).copy()
             self.storage.resize_(0)
             if self.has_inner:
                 autograd.forget()
 
-    def drop_near(self) -> None:
+    def drop_post_forward_shard(self) -> None:
         """Frees what `release` kept."""
-        self.near = None
+        self.post_forward_shard = None
 
     # ---- gradients ----
     def collect(self, gradients: Sequence[Tensor]) -> Tensor:

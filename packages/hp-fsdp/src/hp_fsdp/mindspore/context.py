@@ -9,8 +9,8 @@ from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.mindspore.extend import own_dtypes
 from hp_fsdp.context import Context
+from hp_fsdp.mindspore.gradients import Call
 from hp_fsdp.mindspore.group import ParameterGroup
-from hp_fsdp.mindspore.unsharding import Call
 
 __all__ = ["RootContext", "hsdp_sync_stream", "in_backward"]
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from mindspore import Tensor, _no_grad
 
 from hp_dtensor.mindspore.extend import local_mode
-from hp_fsdp.axes import DataAxes, Near
-from hp_fsdp.controls import divisor_of
+from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.group import Group
-from hp_fsdp.mindspore.agreement import largest
 from hp_fsdp.mindspore.bucket import Bucket
+from hp_fsdp.mindspore.gradients import Call, unsharded_tensors
 from hp_fsdp.mindspore.parameter import ManagedParameter
-from hp_fsdp.mindspore.unsharding import Call, unsharded_tensors
+from hp_fsdp.module_api import divisor_of
 from hp_fsdp.options import BucketPlan
 from hp_platform import get_platform
 from hp_platform.extend import communicate_for
@@ -30,20 +29,19 @@ class ParameterGroup(Group):
 
     Attributes:
         standing: what is registered in the Cells for the parameters now.
-        carried: they stay gathered for the next micro-batch.
+        kept_unsharded: they stay gathered for the next micro-batch.
         has_values: each parameter was seen to have some.
         active: the calls whose backward has begun and is not over.
     """
 
     managed = ManagedParameter
-    largest = staticmethod(largest)
     context: RootContext | None
     buckets: list[Bucket]
     parameters: list[ManagedParameter]
 
     def __init__(self, *args: Any) -> None:
         self.standing: list[Any] = []
-        self.carried = self.has_values = False
+        self.kept_unsharded = self.has_values = False
         self.active: set[Call] = set()
         self.overlaps = get_platform().devices.capabilities.native_collectives
         super().__init__(*args)
@@ -95,18 +93,18 @@ class ParameterGroup(Group):
                 bucket.source = None
             self.gathering = None
             self.unsharded = True
-        if self.pinned:
+        if self.user_unsharded:
             self.show(unsharded_tensors(self, None))
 
-    def free(self, near: Near | None) -> None:
-        self.carried = False
+    def free(self, ranks: PostForwardRanks | None) -> None:
+        self.kept_unsharded = False
         self.hide()
         for bucket in self.buckets:
-            bucket.release(near)
+            bucket.release(ranks)
 
     def stale(self) -> bool:
         # Parameters have no version that tells of an optimizer's step.
-        return self.gathering is not None or not (self.pinned or self.carried)
+        return self.gathering is not None or not (self.user_unsharded or self.kept_unsharded)
 
     def show(self, tensors: Sequence[Any]) -> list[Any]:
         """Registers ``tensors`` in the Cells; returns what was registered before."""
@@ -232,7 +230,7 @@ class ParameterGroup(Group):
             self.reshard()
         elif self.unsharded:
             self.hide()
-            self.carried = True
+            self.kept_unsharded = True
 
     def abandon(self) -> None:
         self.active.clear()

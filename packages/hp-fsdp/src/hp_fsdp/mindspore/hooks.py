@@ -26,11 +26,13 @@ from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.mindspore.extend import DTensor, alias, grad_enabled, local_mode, once_differentiable, own_dtypes, wrap
 from hp_fsdp.mindspore.context import RootContext, in_backward
+from hp_fsdp.mindspore.gradients import Call, unsharded_tensors
 from hp_fsdp.mindspore.group import ParameterGroup
-from hp_fsdp.mindspore.tree import map_tensors, tensors
-from hp_fsdp.mindspore.unsharding import Call, unsharded_tensors
+from hp_fsdp.tree import tree_functions
 
 __all__ = ["run_forward"]
+
+map_tensors, tensors = tree_functions(Tensor)
 
 
 def run_forward(

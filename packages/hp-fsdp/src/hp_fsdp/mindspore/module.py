@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindspore import nn
 from mindspore.common._register_for_recompute import recompute_registry
+from mindspore.rewrite.symbol_tree.symbol_tree_builder import SymbolTreeBuilder
 
-from hp_fsdp.loading import check_names, laid_out
-from hp_fsdp.mindspore import loading
+from hp_fsdp.managed_params import spec_of
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.hooks import run_forward
-from hp_fsdp.norms import spec_of
+from hp_fsdp.mindspore.state_dict import refuse_hooks, write_parts
+from hp_fsdp.module_api import Tuning
 from hp_fsdp.sharded_class import make_sharded_class
-from hp_fsdp.tuning import Tuning
+from hp_fsdp.state_dict.loading import check_names, laid_out
 
-__all__ = ["FSDPModule", "HSDPModule", "shard_class"]
+__all__ = [
+    "FSDPModule",
+    "HSDPModule",
+    "refuse_rewriting",
+    "register_fsdp_forward_method",
+    "shard_class",
+]
 
 
 class HSDPModule(Tuning):
@@ -53,14 +61,14 @@ class HSDPModule(Tuning):
                 local shape; before anything is changed.
             NotImplementedError: a Cell inside changes states before they are loaded.
         """
-        loading.refuse_hooks(self)  # type: ignore[arg-type]
+        refuse_hooks(self)  # type: ignore[arg-type]
         for group in self._groups(True):
             group.reshard()
         own = dict(self.state_dict(keep_vars=True))  # type: ignore[attr-defined]
         missing, unknown = check_names(own, state_dict, type(self).__name__, strict=strict)
-        state = laid_out(own, state_dict, loading)
+        state = laid_out(own, state_dict)
         parts = {name: value for name, value in state.items() if spec_of(own.get(name)) is not None}
-        loading.write_parts(own, parts)
+        write_parts(own, parts)
         rest = {name: value for name, value in state.items() if name in own and name not in parts}
         return super().load_state_dict(rest, False)._replace(missing_keys=missing, unexpected_keys=unknown)  # type: ignore[misc]
 
@@ -117,3 +125,37 @@ def _recomputed(cell: nn.Cell, before: Any) -> Any:
     options = inspect.getclosurevars(before).nonlocals
     known = {name: options[name] for name in ("output_recompute", "early_stop", "context_fn")}
     return recompute_registry.get()(cell.construct, use_reentrant=False, **known)
+
+
+def register_fsdp_forward_method(module: Any, method_name: str) -> None:
+    """Not on MindSpore, whose backward passes follow the construct of Cells.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): on MindSpore the parameters of a"
+        " sharded Cell are gathered around its construct only. Call fully_shard on a Cell whose construct calls the"
+        " method"
+    )
+
+
+def refuse_rewriting() -> None:
+    """Refuse sharded Cells from now on where MindSpore rewrites a Cell's source: of their class there is none."""
+    plain = SymbolTreeBuilder.__init__
+    if hasattr(plain, "_refuses_sharded"):
+        return
+
+    @functools.wraps(plain)
+    def checked(self: Any, network: Any) -> None:
+        for _, each in network.cells_and_names() if isinstance(network, nn.Cell) else ():
+            if isinstance(each, HSDPModule):
+                raise NotImplementedError(
+                    f"{type(each).__name__} is sharded by fully_shard, and MindSpore rewrites the source of a Cell's"
+                    ' class (amp.auto_mixed_precision at "O1"): do that before fully_shard, or take level O2, O3 or'
+                    " auto, or fully_shard's own mp_policy"
+                )
+        plain(self, network)
+
+    checked._refuses_sharded = True  # type: ignore[attr-defined]
+    SymbolTreeBuilder.__init__ = checked

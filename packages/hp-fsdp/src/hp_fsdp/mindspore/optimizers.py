@@ -1,9 +1,19 @@
-"""MindSpore's optimizers looked at before their first step: Note [Before an optimizer's first step].
+"""Optimizers: what they are given, looked at before their first step, and their states.
+
+Before the first step: Note [Before an optimizer's first step] in `hp_fsdp.managed_params`.
 
 Note [States that were made before]
     An optimizer of MindSpore makes its states with the parameters' shapes when it is made; before `fully_shard` or
     tensor parallel styles, or before a forward that takes new parameters in, these are the whole ones. Each rank leaves
     its part of them.
+
+Note [What an optimizer holds]
+    An optimizer is a Cell. What it keeps for its parameters are tuples as long as that of its parameters
+    (``exp_avg``, ``moments``), and Parameters of one element that all of them share (``state_step``, ``beta1_power``,
+    ``global_step``): those are given for each parameter, as torch's ``step`` is, so that parameters may be grouped in
+    another way. Hyperparameters are what may change after the optimizer was made: all of a parameter group of
+    ``mindspore.experimental.optim`` and ``mindspore.mint.optim``; of ``mindspore.nn``'s optimizers the learning rate
+    and the momentum that are Parameters, for the rest is compiled into them (a schedule goes by ``global_step``).
 """
 
 from __future__ import annotations
@@ -11,19 +21,24 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.experimental.optim.optimizer import Optimizer
 
 from hp_dtensor import RaggedShard, Replicate
-from hp_dtensor.mindspore.extend import DTensor, distribute_tensor, local_mode, local_view, set_local
+from hp_dtensor.mindspore.extend import DTensor, distribute_tensor, local_mode, local_view, set_local, wrap
+from hp_fsdp.managed_params import refuse_unreduced, spec_of, unreduced
 from hp_fsdp.mindspore.parameter import run_of
-from hp_fsdp.norms import spec_of
-from hp_fsdp.optimizers import refuse_unreduced, unreduced
+from hp_fsdp.mindspore.state_dict import fill, write
 
-__all__ = ["watch_optimizers"]
+__all__ = [
+    "States",
+    "adapted",
+    "watch_optimizers",
+]
 
 _in_order: weakref.WeakKeyDictionary[nn.Cell, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -93,3 +108,159 @@ def _states(optimizer: Any) -> Iterator[tuple[Any, Parameter]]:
     for group in getattr(optimizer, "param_groups", ()):
         if isinstance(group.get("max_exp_avg_sq"), (list, tuple)):
             yield from zip(group["params"], group["max_exp_avg_sq"])
+
+
+State = dict[str, Any]
+
+_LARGEST = "max_exp_avg_sq"
+"""Kept by some optimizers whether they use it (``amsgrad``) or not, by others in the parameter groups."""
+
+
+def adapted(optimizers: nn.Cell | Iterable[nn.Cell]) -> list[States]:
+    """Wrap one optimizer or several."""
+    return [States(each) for each in ((optimizers,) if isinstance(optimizers, nn.Cell) else optimizers)]
+
+
+class States:
+    """An optimizer of MindSpore as an `OptimizerStates`.
+
+    Args:
+        optimizer: of ``mindspore.experimental.optim``, ``mindspore.mint.optim`` or ``mindspore.nn``.
+
+    Attributes:
+        slots: for each parameter its states by their names.
+        shared: the states that all parameters share.
+        rates: for each parameter what holds its learning rate, of ``mindspore.nn``'s optimizers.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: a state is of another shape than its parameter.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        if not isinstance(getattr(optimizer, "parameters", None), ParameterTuple):
+            raise TypeError(
+                f"optimizer state: expected an optimizer of mindspore.experimental.optim, mindspore.mint.optim or"
+                f" mindspore.nn, got {type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        self.kind = type(optimizer).__name__
+        self.parameters: list[Any] = list(optimizer.parameters)
+        self.slots: list[dict[str, Any]] = [{} for _ in self.parameters]
+        for key, kept in vars(optimizer).items():
+            fits = isinstance(kept, ParameterTuple) and len(kept) == len(self.parameters)
+            if fits and key != "learning_rate" and kept[0] is not self.parameters[0]:
+                self._add(key, range(len(kept)), kept)
+        for group, members in self._own_groups():
+            if _LARGEST in group:
+                self._add(_LARGEST, members, group[_LARGEST])
+        rate: Any = getattr(optimizer, "learning_rate", None)
+        self.rates = list(rate) if isinstance(rate, ParameterTuple) else [rate] * len(self.parameters)
+        self.momentum: Any = getattr(optimizer, "momentum", None)
+        taken = {id(each) for each in (*self.parameters, *self.rates, self.momentum)}
+        taken |= {id(slot) for slots in self.slots for slot in slots.values()}
+        self.shared = {name: own for name, own in optimizer._params.items() if id(own) not in taken}
+
+    def states(self, names: Sequence[str], *, whole: bool) -> dict[str, State]:
+        """The states; every rank has all."""
+        shared = {key: Tensor(value.asnumpy()) for key, value in self.shared.items()}
+        found: dict[str, State] = {}
+        for number, (name, parameter) in enumerate(zip(names, self.parameters)):
+            spec = spec_of(parameter)
+            found[name] = {}
+            for key in self._keys(number):
+                local = local_view(self.slots[number][key])
+                found[name][key] = local if spec is None else wrap(local, spec)
+            found[name] |= shared
+        return found
+
+    def groups(self) -> list[tuple[State, Sequence[int]]]:
+        """Hyperparameters and members."""
+        own = self._own_groups()
+        if own:
+            left_out = ("params", _LARGEST)
+            return [({k: _plain(v) for k, v in group.items() if k not in left_out}, at) for group, at in own]
+        members: dict[int, list[int]] = {}
+        for number, rate in enumerate(self.rates):
+            members.setdefault(id(rate), []).append(number)
+        found = []
+        for numbers in members.values():
+            held = {"learning_rate": self.rates[numbers[0]], "momentum": self.momentum}
+            found.append(({key: _plain(own) for key, own in held.items() if isinstance(own, Parameter)}, numbers))
+        return found
+
+    def loaded(self, number: int, name: str, key: str, value: Any) -> Any:
+        """Writes a parameter's own state; what all share is given back."""
+        slot = self.slots[number].get(key)
+        if slot is None:
+            return value
+        fill(f"{name}.{key}", slot, value, self.parameters[number])
+        return None
+
+    def load(self, states: Mapping[int, State], groups: Sequence[State], *, strict: bool) -> None:
+        """Sets hyperparameters and what all parameters share."""
+        own = self._own_groups()
+        for at, (values, (_, members)) in enumerate(zip(groups, self.groups())):
+            held = own[at][0] if own else {"learning_rate": self.rates[members[0]], "momentum": self.momentum}
+            for key, value in values.items():
+                if isinstance(held.get(key), Parameter):
+                    write(held[key], Tensor(value, held[key].dtype))
+                elif own:
+                    held[key] = tuple(value) if isinstance(value, list) else value
+        for number, state in states.items():
+            known = {*self._keys(number), *self.shared}
+            missing, unknown = sorted(known - set(state)), sorted(set(state) - known)
+            if strict and (missing or unknown):
+                raise ValueError(
+                    f"set_optimizer_state_dict: parameter {self.parameters[number].name!r} of {self.kind} misses the"
+                    f" states {missing}, and has {unknown}, which are not known. Load into the optimizer that was"
+                    " saved, or use strict=False to load the rest"
+                )
+        for key, shared in self.shared.items():
+            found = [_array(state[key]) for state in states.values() if key in state]
+            if any(not np.array_equal(each, found[0]) for each in found):
+                raise ValueError(
+                    f"set_optimizer_state_dict: parameters of one {self.kind} were saved with different {key}, from"
+                    f" {min(each.item() for each in found)} to {max(each.item() for each in found)}. Make an optimizer"
+                    " for each of them, as they were saved"
+                )
+            if found:
+                value = found[0].astype(shared.asnumpy().dtype).reshape(tuple(shared.shape))
+                write(shared, Tensor(value))
+
+    def _add(self, key: str, numbers: Sequence[int], kept: Sequence[Any]) -> None:
+        for number, slot in zip(numbers, kept):
+            parameter = self.parameters[number]
+            if _local_shape(slot) != _local_shape(parameter):
+                raise ValueError(
+                    f"optimizer state: {key} of {parameter.name!r} has shape {_local_shape(slot)} on this rank, the"
+                    f" parameter's part {_local_shape(parameter)}: create the optimizer after fully_shard. One whose"
+                    " states are not shaped as their parameters is not supported"
+                )
+            self.slots[number][key] = slot
+
+    def _keys(self, number: int) -> list[str]:
+        """The names of a parameter's own states that are in use."""
+        group = next((group for group, members in self._own_groups() if number in members), {})
+        return [key for key in self.slots[number] if key != _LARGEST or group.get("amsgrad", True)]
+
+    def _own_groups(self) -> list[tuple[State, range]]:
+        """The optimizer's own parameter groups, and the numbers of their members; none of ``mindspore.nn``'s."""
+        found, end = [], 0
+        for group in getattr(self.optimizer, "param_groups", ()):
+            found.append((group, range(end, end + len(group["params"]))))
+            end += len(group["params"])
+        return found
+
+
+def _local_shape(tensor: Any) -> tuple[int, ...]:
+    return tensor.local_shape if isinstance(tensor, DTensor) else tuple(tensor.shape)
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as a number."""
+    return value.asnumpy().item() if isinstance(value, Tensor) else value
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value.asnumpy() if isinstance(value, Tensor) else value)

@@ -11,7 +11,7 @@ from mindspore import Tensor, mint, nn
 from hp_dtensor import DeviceMesh, RaggedShard, Replicate
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_view, set_local, unwrap, wrap
-from hp_fsdp import finding
+from hp_fsdp.managed_params import mark
 from hp_fsdp.options import ParameterFacts
 
 __all__ = ["ManagedParameter", "itemsize"]
@@ -67,7 +67,7 @@ class ManagedParameter:
         if not self.parameter.has_init:
             set_local(self.parameter, run_of(local_view(self.parameter), start, stop, spec.local_shape))
         wrap(self.parameter, spec)
-        finding.mark(self.parameter, owner)
+        mark(self.parameter, owner)
 
     def check_place(self, standing: Any, owner: str) -> None:
         """Looks whether the Cells still hold what the group registered.

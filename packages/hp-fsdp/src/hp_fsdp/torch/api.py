@@ -1,4 +1,4 @@
-"""Sharding modules, for `hp_fsdp.fully_shard` and `hp_fsdp.hsdp`."""
+"""Primitives of sharding modules, for `hp_fsdp.fully_shard` and `hp_fsdp.hsdp`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh
-from hp_fsdp.anatomy import Anatomy
 from hp_fsdp.axes import DataAxes
-from hp_fsdp.finding import find_parameters
-from hp_fsdp.mesh_dims import all_ranks
-from hp_fsdp.optimizers import ignore
 from hp_fsdp.options import GroupOptions
-from hp_fsdp.several import roots_of
-from hp_fsdp.sharded_class import group_of
+from hp_fsdp.port import Anatomy
+from hp_fsdp.sharded_class import roots_of
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.module import HSDPModule, shard_class
 from hp_fsdp.torch.optimizers import watch_optimizers
@@ -28,13 +24,21 @@ __all__ = [
     "ANY_DIM",
     "BACKWARD_RETURNS_GRADIENTS",
     "DTYPE",
+    "FORWARD",
+    "MANAGED",
+    "MODULE",
     "ZERO_COPY",
     "anatomy",
-    "check_module",
+    "check_contents",
+    "device_of",
+    "make_group",
     "modules_of",
-    "shard",
+    "watch_optimizers",
 ]
 
+MODULE = nn.Module
+FORWARD = "forward"
+MANAGED = ManagedParameter
 DTYPE = torch.dtype
 ZERO_COPY = True
 ANY_DIM = True
@@ -47,7 +51,7 @@ def modules_of(module: Any) -> list[nn.Module]:
 
 
 def anatomy() -> Anatomy:
-    """Get where modules have their parts."""
+    """Return the structure of modules."""
     return Anatomy(
         parameters="_parameters",
         children="_modules",
@@ -62,48 +66,26 @@ def _computes(module: nn.Module) -> bool:
     return not (isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward)
 
 
-def shard(
-    modules: Sequence[nn.Module],
-    mesh: DeviceMesh | None,
-    options: GroupOptions,
-    ignored_params: Collection[nn.Parameter] = (),
-) -> None:
-    """Shards modules as one group, with arguments that were checked.
+def check_contents(modules: Sequence[nn.Module], ignored_params: Collection[nn.Parameter]) -> None:
+    """Accept all modules."""
 
-    Args:
-        modules: changed in place.
-        mesh: of one axis or two; None for all ranks.
-        options: how the group communicates.
-        ignored_params: parameters to leave as they are.
-    """
-    ignored: list[Any] = list(ignored_params)
-    found = find_parameters(modules, ignored, ManagedParameter)
-    mesh = all_ranks(found) if mesh is None else mesh
-    axes = DataAxes.of(mesh)
-    parameters = [p for p in found if p.copied or not axes.divided(p.name, p.inner)]
-    ignored += [p.original for p in found if p not in parameters]
-    device = _device(modules, parameters, mesh)
-    watch_optimizers()
-    for parameter in ignored:
-        ignore(parameter)
+
+def make_group(
+    modules: Sequence[nn.Module],
+    parameters: Sequence[ManagedParameter],
+    axes: DataAxes,
+    device: torch.device,
+    options: GroupOptions,
+    ignored: Sequence[nn.Parameter],
+) -> None:
+    """Shard the parameters as one group, and give the modules sharded classes."""
     group = ParameterGroup(modules, parameters, axes, device, options, ignored)
     for each in modules:
         shard_class(each, group)
 
 
-def check_module(module: Any) -> None:
-    """Raises for what `fully_shard` cannot be called on."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard: expected a torch.nn.Module, got {type(module).__name__}")
-    name = type(module).__name__
-    if not _computes(module):
-        raise ValueError(f"fully_shard: {name} has no forward of its own. Call fully_shard on each of its modules")
-    if group_of(module) is not None:
-        raise ValueError(f"fully_shard: this {name} is sharded already")
-
-
-def _device(modules: Sequence[nn.Module], parameters: list[ManagedParameter], mesh: DeviceMesh) -> torch.device:
-    """Where the shards live: meta with parameters on meta, else this process's device, where buffers are moved, too."""
+def device_of(modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter], mesh: DeviceMesh) -> torch.device:
+    """Return the device of the shards: meta for parameters on meta, else this process's, where buffers go too."""
     on_meta = [p.name for p in parameters if p.original is not None and p.original.is_meta]
     if on_meta and len(on_meta) < len(parameters):
         raise ValueError(

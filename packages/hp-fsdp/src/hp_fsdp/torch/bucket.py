@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 
-from hp_fsdp.axes import DataAxes, Near
-from hp_fsdp.blocks import mark_in_blocks
+from hp_fsdp.axes import DataAxes, PostForwardRanks
+from hp_fsdp.grad_norm import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.options import BucketPlan, GroupOptions
-from hp_fsdp.torch.adoption import adopt
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.gradients import GradientBuffer
-from hp_fsdp.torch.host import aside, empty_on_host, transport
-from hp_fsdp.torch.parameter import ManagedParameter, has_own_setattr
+from hp_fsdp.torch.host import empty_on_host, on_copy_stream, transport
+from hp_fsdp.torch.parameter import ManagedParameter, adopt, has_own_setattr
 from hp_platform import collectives, get_platform
 
 __all__ = ["Bucket"]
@@ -72,7 +71,7 @@ class Bucket:
             axes.shard_size,
             align=options.alignment(plan, smallest),
         )
-        self.near: torch.Tensor | None = None
+        self.post_forward_shard: torch.Tensor | None = None
         self.communication: Communication | None = None
         self.prepared = False
         # Layouts first: what can't be laid out raises before any parameter is changed.
@@ -230,11 +229,11 @@ class Bucket:
         if self.aliased:
             return None
         self.full_storage.resize_(self.full_bytes)
-        if self.near is not None:
-            return self._all_gather(self.near, self.near_group)
+        if self.post_forward_shard is not None:
+            return self._all_gather(self.post_forward_shard, self.post_forward_group)
         if self.home == self.device:
             return self._gather_from(self.shard)
-        with aside(self.device):
+        with on_copy_stream(self.device):
             return self._gather_from(self.shard.to(self.device, non_blocking=True))
 
     def _gather_from(self, shard: torch.Tensor) -> Any:
@@ -268,23 +267,22 @@ class Bucket:
         for module, name, tensor in self.sharded_attributes:
             setattr(module, name, tensor)
 
-    def release(self, near: Near | None = None) -> None:
+    def release(self, ranks: PostForwardRanks | None = None) -> None:
         """Frees the gathered buffer.
 
         Args:
-            near: the ranks among which to keep a shard of what was gathered. Default:
-                keep nothing.
+            ranks: the ranks among which to keep a post-forward shard. Default: keep nothing.
         """
-        self.near = None
+        self.post_forward_shard = None
         if not self.aliased:
-            if near is not None:
-                self.near_group, size, place = near.group, near.size, near.place
-                self.near = self.full_alias.chunk(size)[place].clone()
+            if ranks is not None:
+                self.post_forward_group, size, place = ranks.group, ranks.size, ranks.place
+                self.post_forward_shard = self.full_alias.chunk(size)[place].clone()
             self.full_storage.resize_(0)
 
-    def drop_near(self) -> None:
+    def drop_post_forward_shard(self) -> None:
         """Frees what `release` kept."""
-        self.near = None
+        self.post_forward_shard = None
 
     def keep(self) -> None:
         """Notes what `stale` has to know of a bucket that stays gathered after forward."""

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hp_fsdp.axes import DataAxes, Separate
-from hp_fsdp.order import ExecutionOrder
-from hp_fsdp.spans import Span
+from hp_fsdp.order import ExecutionOrder, Span
 from hp_platform import collectives, get_platform
 
 if TYPE_CHECKING:

@@ -1,9 +1,17 @@
-"""RootContext: what the groups of one model share: orders, gathers ahead of time, reductions under way."""
+"""RootContext: what the groups of one model share: orders, gathers ahead of time, reductions under way.
+
+Note [Gradients of gradients]
+    The graph of such a pass holds the unsharded parameters, so they stay gathered until the backward pass through it.
+    That one may reach a parameter by the kept graph alone, past the hooks on the module's outputs. So each parameter
+    gets a hook for its gradient, too, until the group is freed. And it may go on with the kept graph of a group whose
+    own nodes have run: nodes are ordered by numbers that each of autograd's threads gives out by itself, and there is
+    one for each device. So groups are freed at the end of that pass.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 from typing import Any
 
@@ -13,12 +21,17 @@ from torch import nn
 from hp_dtensor.torch.extend import arriving
 from hp_fsdp.context import Context
 from hp_fsdp.torch.group import ParameterGroup, Started
-from hp_fsdp.torch.higher_order import LateGradients
 
-__all__ = ["RootContext", "hsdp_sync_stream"]
+__all__ = [
+    "LateGradients",
+    "RootContext",
+    "hsdp_sync_stream",
+]
 
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
 _plain = torch._C.DisableTorchFunctionSubclass
 
 
@@ -144,7 +157,7 @@ class RootContext(Context[ParameterGroup]):
     def finish_group(self, group: ParameterGroup) -> None:
         """The gradients of ``group`` are there: takes them, frees its parameters, starts the reduction."""
         group.in_backward = False
-        self.moments.append(("left", group, perf_counter_ns()))
+        self.trace.append(("left", group, perf_counter_ns()))
         if not group.reduces_at_end:  # not on all ranks at this moment
             self.advance(self.spare)
         group.collect(differentiable=self.differentiable)
@@ -163,7 +176,7 @@ class RootContext(Context[ParameterGroup]):
     def started(self, group: ParameterGroup, reductions: list[Started]) -> None:
         """Takes note of reductions that were started."""
         if reductions:
-            self.moments.append(("reduce", group, perf_counter_ns()))
+            self.trace.append(("reduce", group, perf_counter_ns()))
             self.reductions += [(reduction, group) for reduction in reductions]
             # In the order of backward passes, which all ranks share: what is advanced may start a collective.
             arriving[self] = self.bring_gradients
@@ -185,7 +198,7 @@ class RootContext(Context[ParameterGroup]):
                 if id(group) in last or not reduction.advance():
                     left.append(each)
                 else:
-                    self.moments.append(("reduced", group, perf_counter_ns()))
+                    self.trace.append(("reduced", group, perf_counter_ns()))
         self.reductions, self.advancing = left, False
         if not left:
             arriving.pop(self, None)
@@ -233,3 +246,38 @@ def hsdp_sync_stream() -> None:
     """
     for context in list(arriving):
         context.drain()
+
+
+class LateGradients:
+    """Hooks on the unsharded parameters of groups whose backward pass kept its graph."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._watched: dict[ParameterGroup, list[Any]] = {}
+
+    @property
+    def watching(self) -> bool:
+        """True from a pass that kept its graph until one that doesn't is over."""
+        return bool(self._handles)
+
+    def watch(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
+        """Calls ``arrived`` when one of the group's parameters gets a gradient."""
+        with _plain():
+            for parameter in group.parameters:
+                if parameter.trains and parameter.unsharded is not None:
+                    self._handles.append(parameter.unsharded.register_post_accumulate_grad_hook(arrived))
+
+    def watch_once(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
+        """`watch`, unless the parameters that the group has now are watched already."""
+        parameters = [parameter.unsharded for parameter in group.parameters]
+        watched = self._watched.get(group, ())
+        if len(watched) != len(parameters) or any(a is not b for a, b in zip(watched, parameters, strict=True)):
+            self._watched[group] = parameters
+            self.watch(group, arrived)
+
+    def forget(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched.clear()

@@ -37,9 +37,9 @@ from hp_dtensor.torch.extend import DTensor
 from hp_fsdp.sharded_class import groups_in
 from hp_fsdp.torch.activations import Activations, SavedBytes, storages_of
 from hp_fsdp.torch.group import ParameterGroup
+from hp_fsdp.torch.hooks import map_tensors
 from hp_fsdp.torch.module import HSDPModule
 from hp_fsdp.torch.parameter import has_own_setattr
-from hp_fsdp.torch.tree import map_tensors
 from hp_platform import get_platform
 
 __all__ = ["predict_activations"]

@@ -1,118 +1,126 @@
-"""The norm of all gradients, over shards on any axes, and clipping by it."""
+"""Primitives of the gradients' norm, for `hp_fsdp.grad_norm`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import reduce
+from math import ceil
+from typing import Any
 
 import torch
 
-from hp_dtensor.torch.extend import DTensor, local_view
-from hp_fsdp.blocks import in_blocks
-from hp_fsdp.norms import counts, joint_mesh, spec_of
-from hp_fsdp.torch.block_norm import block_power_sum
+from hp_dtensor import DeviceMesh
+from hp_dtensor.torch.extend import local_view
+from hp_fsdp.layout import BLOCK
 from hp_fsdp.torch.context import hsdp_sync_stream
 from hp_fsdp.torch.host import transport
-from hp_platform import collectives, get_platform
 
-__all__ = ["clip_grad_norm_", "global_grad_norm"]
+__all__ = ["block_sums", "dtype_of", "pairs", "power_sum", "root", "scale", "total", "unrecorded"]
 
-
-def global_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of the gradients of all parameters as one vector: that of a single process, on every rank.
-
-    Each rank sums over what it holds and counts what several ranks hold once; one all-reduce of one number follows,
-    over the ranks of the parameters' meshes. Reductions under way are waited for. Parameters without gradients count
-    nothing. Parameters that were sharded
-    with ``deterministic=True`` have a norm of the same bits for any number of ranks, at the price of an all-reduce of
-    one number for 1024 elements.
-
-    Args:
-        parameters: DTensors, of which the gradients are; plain ones count as replicated.
-        norm_type: the p of the p-norm, ``inf`` for the largest absolute value. Default 2.
-
-    Returns:
-        A plain tensor of no dims, in the widest dtype of the parameters, at least float32.
-
-    Raises:
-        ValueError: some parameters are sharded with ``deterministic=True``, some without.
-        NotImplementedError: with it, a norm that is not 1, 2 or inf.
-    """
-    hsdp_sync_stream()
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    norm_type = float(norm_type)
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    mesh = joint_mesh([parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)])
-    reference = held[0] if held else parameters[0] if parameters else torch.zeros(())
-    # The same on all ranks, so not of the gradients: a rank that owns nothing of a parameter has none for it.
-    dtypes = (parameter.dtype for parameter in parameters if parameter.requires_grad)
-    dtype = reduce(torch.promote_types, dtypes, torch.float32)
-    if mesh is not None and in_blocks(parameters) and not math.isinf(norm_type):
-        with torch.no_grad():
-            total = block_power_sum(parameters, mesh, norm_type, dtype, transport(mesh))
-            return total.to(reference.device).pow(1.0 / norm_type)
-    counted = [local_view(parameter.grad) for parameter in held if counts(spec_of(parameter), mesh)]  # type: ignore[arg-type]
-    with torch.no_grad():
-        counted = [gradient for gradient in counted if gradient.numel()]
-        if counted:
-            norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(counted, norm_type, dtype=dtype)])
-            total = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-        else:
-            total = torch.zeros((), dtype=dtype, device=reference.device)
-        if mesh is not None and mesh.size() > 1:
-            group = get_platform().groups.new_group(sorted(int(rank) for rank in mesh.ranks.reshape(-1)))
-            total = total.to(transport(mesh))  # shards may be on the host
-            collectives.all_reduce(total, "max" if math.isinf(norm_type) else "sum", group=group)
-            total = total.to(reference.device)
-        return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+Pairs = Sequence[tuple[Any, Any]]
+unrecorded = torch.no_grad
 
 
-def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    gradients: None = None,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> torch.Tensor:
-    """Scales gradients in place so that their global norm is at most ``max_norm``.
-
-    Args:
-        parameters: as for `global_grad_norm`.
-        max_norm: the largest norm to allow.
-        norm_type: the p of the p-norm. Default 2.
-        gradients: MindSpore's, which has no ``.grad``; here the parameters have them.
-        error_if_nonfinite: raise where the norm is not finite, instead of scaling by it.
-        foreach: False scales one gradient after the other; default all of a dtype in one call.
-
-    Returns:
-        The norm before scaling, a plain tensor of no dims.
-
-    Raises:
-        TypeError: ``gradients`` are given.
-        RuntimeError: with ``error_if_nonfinite``, a norm that is infinite or not a number.
-    """
+def pairs(parameters: Any, gradients: Any, where: str) -> list[tuple[Any, Any]]:
+    """Return each parameter with its ``.grad``, after the reductions under way."""
     if gradients is not None:
         raise TypeError(
-            "clip_grad_norm_: gradients= is for MindSpore; on PyTorch the gradients are the parameters' .grad, so leave"
-            " it out"
+            f"{where}: gradients= is for MindSpore; on PyTorch the gradients are the parameters' .grad, so leave it out"
         )
+    hsdp_sync_stream()
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    norm = global_grad_norm(parameters, norm_type)
-    if error_if_nonfinite and not math.isfinite(norm.item()):
-        raise RuntimeError(
-            f"clip_grad_norm_: the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped to"
-            f" {max_norm}. Look for the first parameter with a gradient that is not finite, or lower the learning rate"
-        )
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return [(parameter, parameter.grad) for parameter in parameters]
+
+
+def dtype_of(pairs: Pairs) -> torch.dtype:
+    """Return the dtype to add in."""
+    # The same on all ranks, so not of the gradients: a rank that owns no element of a parameter has none for it.
+    dtypes = (parameter.dtype for parameter, _ in pairs if parameter.requires_grad)
+    return reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def power_sum(
+    gradients: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, pairs: Pairs, mesh: DeviceMesh | None
+) -> torch.Tensor:
+    """Return the sum of ``|x| ** norm_type`` over this rank's gradients, or the largest ``|x|`` for ``inf``."""
+    parts = [part for gradient in gradients if (part := local_view(gradient)).numel()]
+    if parts:
+        norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(parts, norm_type, dtype=dtype)])
+        result = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    else:
+        result = torch.zeros((), dtype=dtype, device=_device(pairs))
+    return result if mesh is None else result.to(transport(mesh))  # shards may be on the host
+
+
+def root(total: torch.Tensor, norm_type: float, pairs: Pairs) -> torch.Tensor:
+    """Return the norm, given the power sum, on the device of the gradients."""
+    total = total.to(_device(pairs))
+    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+
+
+def _device(pairs: Pairs) -> torch.device:
+    gradients = (gradient.device for _, gradient in pairs if gradient is not None)
+    return next(gradients, pairs[0][0].device if pairs else torch.device("cpu"))
+
+
+def scale(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, foreach: bool | None) -> None:
+    """Scale gradients in place so that ``norm`` is at most ``max_norm``."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_dtype.setdefault(parameter.grad.dtype, []).append(local_view(parameter.grad))
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(local_view(gradient))
     with torch.no_grad():
-        for dtype, grads in by_dtype.items():
-            for together in [grads] if foreach is not False else [[grad] for grad in grads]:
-                torch._foreach_mul_(together, scale.to(dtype))
-    return norm
+        for dtype, parts in by_dtype.items():
+            for together in [parts] if foreach is not False else [[part] for part in parts]:
+                torch._foreach_mul_(together, factor.to(dtype))
+
+
+# ---- Note [Norms by blocks] ----
+def block_sums(
+    gradients: Sequence[Any],
+    counts: Sequence[int],
+    firsts: Sequence[int],
+    norm_type: float,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+) -> torch.Tensor:
+    """Return one sum for each block of each gradient; zero for blocks of other ranks, and for None."""
+    device = transport(mesh)
+    sums = torch.zeros(sum(counts), dtype=dtype, device=device)
+    parts: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    offset = 0
+    for gradient, count, first in zip(gradients, counts, firsts):
+        if gradient is not None and gradient.numel():
+            local = local_view(gradient).reshape(-1)
+            if local.numel():
+                parts.append(local)
+                targets.append(sums[offset + first : offset + first + ceil(local.numel() / BLOCK)])
+        offset += count
+    if not parts:
+        return sums
+    sizes = [target.numel() for target in targets]
+    blocks = torch.zeros(sum(sizes) * BLOCK, dtype=dtype, device=parts[0].device)
+    rows = blocks.split([size * BLOCK for size in sizes])
+    torch._foreach_copy_([row[: part.numel()] for row, part in zip(rows, parts)], parts)
+    blocks = blocks.mul_(blocks) if norm_type == 2 else blocks.abs_()
+    added = _halved(blocks.view(-1, BLOCK)).to(device)
+    torch._foreach_copy_(targets, list(added.split(sizes)))
+    return sums
+
+
+def total(sums: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all blocks' sums, by halves."""
+    padded = sums.new_zeros(1, 1 << max(0, sums.numel() - 1).bit_length())
+    padded[0, : sums.numel()] = sums
+    return _halved(padded)[0]
+
+
+def _halved(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row, of a power of two elements; write into ``rows``."""
+    width = rows.shape[1]
+    while width > 1:
+        width //= 2
+        rows[:, :width] += rows[:, width : 2 * width]
+    return rows[:, 0]

@@ -23,7 +23,7 @@ from hp_dtensor.torch.extend import grad_spec, reduce_partial_grads, wrap
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.torch.communication import Communication
-from hp_fsdp.torch.host import Homecoming
+from hp_fsdp.torch.host import D2HCopy
 from hp_fsdp.torch.parameter import ManagedParameter
 from hp_platform import collectives
 from hp_platform.extend import communicate_for
@@ -80,7 +80,7 @@ class GradientBuffer:
         self.pin: bool | None = None
         self.divisor: float | None = None
         self.communication: Communication | None = None
-        self.coming: list[Homecoming] = []
+        self.coming: list[D2HCopy] = []
         self.accumulated: torch.Tensor | None = None
         if not self.alone:
             self.buffer = torch.empty(layout.total, dtype=reduce_dtype, device=device)
@@ -184,7 +184,7 @@ class GradientBuffer:
         if self.pin is None:
             self.assign(reduced, missing)
             return True
-        self.coming.append(Homecoming(reduced, self.pin, lambda copy: self.assign(copy, missing)))
+        self.coming.append(D2HCopy(reduced, self.pin, lambda copy: self.assign(copy, missing)))
         return False
 
     def arrive(self) -> bool:

@@ -8,28 +8,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hp_fsdp.axes import DataAxes, Near
-from hp_fsdp.controls import divisor_of
+from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.group import Group
+from hp_fsdp.module_api import divisor_of
 from hp_fsdp.options import BucketPlan
-from hp_fsdp.spans import Span
-from hp_fsdp.torch.adoption import restore
-from hp_fsdp.torch.agreement import largest
+from hp_fsdp.order import Span
 from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer
 from hp_fsdp.torch.gradients import Reduction
-from hp_fsdp.torch.higher_order import check_differentiable
-from hp_fsdp.torch.parameter import ManagedParameter
+from hp_fsdp.torch.parameter import ManagedParameter, restore
 from hp_platform.extend import communicate_for
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.context import RootContext
 
-__all__ = ["Call", "ParameterGroup", "Started"]
+__all__ = [
+    "Call",
+    "ParameterGroup",
+    "Started",
+    "check_differentiable",
+]
 
 _Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
+
 _plain = torch._C.DisableTorchFunctionSubclass
+
 Started = Reduction | Exchange
 """A reduction under way."""
 
@@ -56,7 +60,6 @@ class ParameterGroup(Group):
     """
 
     managed = ManagedParameter
-    largest = staticmethod(largest)
     context: RootContext | None
     buckets: list[Bucket]
     parameters: list[ManagedParameter]
@@ -138,15 +141,15 @@ class ParameterGroup(Group):
         for bucket in self.buckets:
             bucket.show_unsharded()
 
-    def free(self, near: Near | None) -> None:
+    def free(self, ranks: PostForwardRanks | None) -> None:
         self.hidden = False
         for bucket in self.buckets:
             bucket.show_sharded()
-            bucket.release(near)
+            bucket.release(ranks)
 
     def hide(self) -> None:
         """Registers the sharded parameters, but leaves the unsharded ones gathered."""
-        if self.unsharded and not self.hidden and not self.pinned:
+        if self.unsharded and not self.hidden and not self.user_unsharded:
             self.hidden = True
             for bucket in self.buckets:
                 bucket.show_sharded()
@@ -251,3 +254,27 @@ class ParameterGroup(Group):
                     bucket.gradients.release()
                     for parameter in bucket.parameters:
                         parameter.unsharded.grad = None
+
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+
+
+def check_differentiable(group: ParameterGroup) -> None:
+    """Raises where a backward pass with ``create_graph=True`` gives parameters gradients.
+
+    Raises:
+        NotImplementedError: they would lose their graph when they are reduced; or the group is deterministic.
+    """
+    if group.deterministic:
+        raise NotImplementedError(
+            f"fully_shard(deterministic=True): {group.name} ran backward with create_graph=True, whose second pass"
+            " would count as a micro-batch of its own. Shard it without deterministic=True"
+        )
+    for parameter in group.parameters:
+        gradient = None if parameter.unsharded is None else _get_grad(parameter.unsharded)
+        if gradient is not None and gradient.requires_grad:
+            raise NotImplementedError(
+                f"fully_shard: {parameter.name!r} of {group.name} got a gradient by backward(create_graph=True), but"
+                " reduced gradients have no graph. Take gradients with respect to activations or inputs instead:"
+                " torch.autograd.grad(outputs, inputs, create_graph=True)"
+            )

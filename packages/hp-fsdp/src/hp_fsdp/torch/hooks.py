@@ -30,15 +30,16 @@ import torch
 from hp_dtensor.torch.extend import DTensor, wrap
 from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import Call, ParameterGroup
-from hp_fsdp.torch.tree import map_tensors, tensors
+from hp_fsdp.tree import tree_functions
 from hp_platform.frames import current_frame
 
-__all__ = ["run_forward"]
+__all__ = ["map_tensors", "run_forward", "tensors"]
 
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
 _grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+map_tensors, tensors = tree_functions(torch.Tensor)
 
 
 def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,7 +83,7 @@ def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
                     if kwargs:
                         kwargs = map_tensors(watch_input, kwargs)
             output = forward(*args, **kwargs)
-            context.moments.append(("left", group, perf_counter_ns()))
+            context.trace.append(("left", group, perf_counter_ns()))
             watched = watch and _watch_outputs(group, output)
             context.finished.append(group)
             reshard = group.reshard_after_forward
@@ -109,9 +110,9 @@ def _run_again(context: RootContext, group: ParameterGroup, forward: Callable[..
     context.begin_backward()
     group.in_backward = True
     group.start_unshard()
-    context.moments.append(("wait", group, perf_counter_ns()))
+    context.trace.append(("wait", group, perf_counter_ns()))
     group.finish_unshard()
-    context.moments.append(("run", group, perf_counter_ns()))
+    context.trace.append(("run", group, perf_counter_ns()))
     return forward(*args, **kwargs)
 
 

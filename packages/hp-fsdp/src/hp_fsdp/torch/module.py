@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,22 +11,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_fsdp.loading import laid_out
+from hp_fsdp.module_api import Tuning
+from hp_fsdp.order import INSIDE
 from hp_fsdp.sharded_class import make_sharded_class
-from hp_fsdp.torch import loading
+from hp_fsdp.state_dict.loading import laid_out
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.context import RootContext
 from hp_fsdp.torch.group import ParameterGroup
 from hp_fsdp.torch.hooks import run_forward
-from hp_fsdp.torch.loading import unwrapped
 from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
-from hp_fsdp.tuning import Tuning
+from hp_fsdp.torch.state_dict import unwrapped
 
-__all__ = ["FSDPModule", "HSDPModule", "shard_class"]
+__all__ = [
+    "FSDPModule",
+    "HSDPModule",
+    "register_fsdp_forward_method",
+    "shard_class",
+]
 
 _WITH_DETERMINISTIC = ("set_custom_all_gather", "set_unshard_in_backward", "set_post_optim_event", "reset_iter_state")
+
 _OF_THE_MODEL = ("set_post_optim_event", "reset_iter_state")
+
 _Tracing = importlib.import_module("torch._guards").TracingContext
+
 _traced = torch.compiler.is_dynamo_compiling
 
 
@@ -128,7 +137,7 @@ class HSDPModule(Tuning):
         for name, value in super().state_dict(keep_vars=True).items():  # type: ignore[misc]
             if isinstance(value, torch.Tensor):
                 own[name] = own[unwrapped(name)] = value
-        made = super().load_state_dict(laid_out(own, state_dict, loading, assign=assign), strict, assign)  # type: ignore[misc]
+        made = super().load_state_dict(laid_out(own, state_dict, assign=assign), strict, assign)  # type: ignore[misc]
         self._restore()
         return made
 
@@ -167,7 +176,6 @@ def _refuse_in_a_graph(name: str) -> None:
 # Dynamo runs such a function while it traces, so that its error is raised instead of a fall back to no graph.
 _refuse_in_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-
 FSDPModule = HSDPModule
 """torch's name of the class."""
 
@@ -176,3 +184,45 @@ def shard_class(module: nn.Module, group: ParameterGroup) -> None:
     """Makes ``module`` an ``HSDPModule`` that runs with ``group``: Note [Name of a sharded class]."""
     module.__dict__["_hsdp_group"] = group
     module.__class__ = make_sharded_class(HSDPModule, type(module))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method of a sharded module gather the module's parameters, as its forward does.
+
+    The parameters stay gathered until the method returns, whatever it calls in between: its own forward, or modules
+    inside, each of which gathers its own group. All ranks must call it, and make the same calls in it.
+
+    Example:
+        >>> fully_shard(model)
+        >>> register_fsdp_forward_method(model, "generate")      # T5 calls its encoder outside of model.forward
+        >>> model.generate(ids)
+
+    Args:
+        module: a module that `fully_shard` was called on; another one is left as it is, as torch does.
+        method_name: the method's name.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, HSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}, got {method!r}"
+        )
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        group = module._hsdp_group
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            former, group.span = group.span, INSIDE
+            try:
+                return method(*args, **kwargs)
+            finally:
+                group.span = former
+
+        return run_forward(module, run, args, kwargs)
+
+    setattr(module, method_name, gathered)

@@ -1,20 +1,35 @@
-"""The hook of torch's optimizers by which their parameters are looked at: Note [Before an optimizer's first step]."""
+"""Optimizers: what they are given, looked at before their first step, and their states.
+
+Before the first step: Note [Before an optimizer's first step] in `hp_fsdp.managed_params`.
+
+Note [States that a rank does not have]
+    A rank that owns no element of a parameter gets no gradient for it, so its optimizer has no state for it either. A
+    sharded state says so: that rank lists fewer keys. A full one is gathered, which all ranks take part in; so they
+    tell each other first which states there are.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from hp_fsdp.finding import owner_of
-from hp_fsdp.optimizers import refuse_unreduced, unreduced
+from hp_fsdp.managed_params import owner_of, refuse_unreduced, spec_of, unreduced
 from hp_fsdp.torch.context import hsdp_sync_stream
 from hp_fsdp.torch.other_libraries import check_optimizer_state
+from hp_fsdp.torch.state_dict import fill, sharded_axis
 
-__all__ = ["watch_optimizers"]
+__all__ = [
+    "adapted",
+    "watch_optimizers",
+]
 
 _in_order: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
 _registered: list[Any] = []
 
 
@@ -54,3 +69,135 @@ def _check(optimizer: Optimizer) -> bool:
     if wrong:
         refuse_unreduced(wrong, len(parameters), name)
     return not others
+
+
+State = dict[str, Any]
+
+
+def initialize(optimizer: Optimizer) -> None:
+    """Makes the states of an optimizer that has none, as before its first step.
+
+    A step with gradients of zero, a learning rate of zero and no weight decay makes them; then "step" is set back to
+    zero. Of torch's optimizers, Adam's and AdamW's are then what their first step finds, and SGD's momentum with no
+    dampening. Gradients that there are stay.
+    """
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    before = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update({k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0.0 for k, v in values.items()})
+    try:
+        optimizer.step()
+    finally:
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+        elif step is not None:
+            state["step"] = 0
+
+
+def adapted(optimizers: Optimizer | Iterable[Optimizer]) -> list[_States]:
+    """Wrap one optimizer or several."""
+    return [_States(each) for each in ((optimizers,) if isinstance(optimizers, Optimizer) else optimizers)]
+
+
+class _States:
+    """An optimizer of torch as an `OptimizerStates`; it gets its states, if it has none."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        initialize(optimizer)
+        self.optimizer = optimizer
+        self.kind = type(optimizer).__name__
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def states(self, names: Sequence[str], *, whole: bool) -> dict[str, State]:
+        """The states; those that any rank has where they are to be gathered."""
+        packed: dict[int, State] = self.optimizer.state_dict()["state"]
+        states = {names[at]: dict(state) for at, state in packed.items()}
+        return _agreed(states, dict(zip(names, self.parameters, strict=True))) if whole else states
+
+    def groups(self) -> list[tuple[State, list[int]]]:
+        """Hyperparameters and members."""
+        packed = self.optimizer.state_dict()["param_groups"]
+        return [({key: v for key, v in group.items() if key != "params"}, group["params"]) for group in packed]
+
+    def loaded(self, number: int, name: str, key: str, value: Any) -> Any:
+        """The value as the optimizer is to hold it; a tensor that it has already is written in place."""
+        parameter = self.parameters[number]
+        own = self.optimizer.state[parameter].get(key)
+        if not isinstance(value, torch.Tensor):
+            if isinstance(own, torch.Tensor) and isinstance(value, (int, float)):
+                return own.fill_(value)
+            return value
+        if not isinstance(own, torch.Tensor):
+            if key != "step" and tuple(value.shape) == tuple(parameter.shape):  # a scalar's state is shaped as "step"
+                own = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+            else:
+                own = torch.zeros_like(value)
+        fill(f"{name}.{key}", own, value)
+        return own
+
+    def load(self, states: Mapping[int, State], groups: Sequence[State], *, strict: bool) -> None:
+        """Hands over states, which are the optimizer's own tensors mostly, through its own ``load_state_dict``."""
+        packed = self.optimizer.state_dict()
+        for number, state in states.items():
+            if state:
+                packed["state"][number] = state
+            else:
+                packed["state"].pop(number, None)
+        for group, values in zip(packed["param_groups"], groups, strict=True):
+            group.update({key: _beside(value, group.get(key)) for key, value in values.items()})
+        self.optimizer.load_state_dict(packed)
+
+
+class _Like:
+    """A state in its parameter's layout, of this dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def _agreed(states: dict[str, State], parameters: Mapping[str, Any]) -> dict[str, State]:
+    """The states that any rank has, in one order: Note [States that a rank does not have]."""
+    lines: dict[Any, list[str]] = {}
+    for name, parameter in parameters.items():
+        spec, axis = spec_of(parameter), sharded_axis(spec_of(parameter))
+        if spec is not None and axis is not None and spec.mesh.size(axis) > 1:
+            lines.setdefault(spec.mesh.get_group(axis), []).append(name)
+    for group, names in lines.items():
+        mine = {name: {key: _told(v) for key, v in states[name].items()} for name in names if name in states}
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+        for name in names:
+            all_keys = dict.fromkeys(key for theirs in everyone for key in theirs.get(name, ()))
+            if all_keys or any(name in theirs for theirs in everyone):
+                own, made = states.get(name, {}), {}
+                for key in all_keys:
+                    told = next(theirs[name][key] for theirs in everyone if key in theirs.get(name, ()))
+                    made[key] = own[key] if key in own else _made(told, parameters[name])
+                states[name] = made
+    return states
+
+
+def _told(value: Any) -> Any:
+    if spec_of(value) is not None:
+        return _Like(value.dtype)
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _made(told: Any, parameter: Any) -> Any:
+    return torch.zeros_like(parameter, dtype=told.dtype) if isinstance(told, _Like) else told
+
+
+def _beside(value: Any, own: Any) -> Any:
+    """A hyperparameter, where it is a tensor on the device of the optimizer's own."""
+    return value.to(own.device) if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) else value

@@ -10,7 +10,7 @@ from mindspore import Tensor, nn
 
 from hp_dtensor import DeviceMesh, implicit_replication
 from hp_dtensor.mindspore.extend import replicate_parameters
-from hp_fsdp.mindspore.extend import watch_optimizers
+from hp_fsdp.extend import watch_optimizers
 from hp_plan.outline import ModelOutline, ModuleOutline
 from hp_plan.plan import ParallelPlan
 from hp_styles.mindspore.extend import kind as parallel_kind

@@ -58,7 +58,7 @@ class Trainer:
         loss, gradients = self._gradients(Tensor(rows))
         clip = self._plan.run.grad_clip
         if clip is None:
-            norm: Any = global_grad_norm(self._weights, gradients)
+            norm: Any = global_grad_norm(self._weights, gradients=gradients)
         else:
             norm = clip_grad_norm_(self._weights, clip, gradients=gradients)
         with SkipDTensorDispatch():

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_fsdp import port
-from hp_fsdp.from_rank0 import from_rank0
 from hp_fsdp.port import OptimizerStates
-from hp_fsdp.state_dict import exported, parameter_names
-from hp_fsdp.state_options import StateDictOptions, flatten_optimizer_state, unflatten_optimizer_state
+from hp_fsdp.state_dict.loading import from_rank0
+from hp_fsdp.state_dict.model import (
+    StateDictOptions,
+    exported,
+    get_model_state_dict,
+    parameter_names,
+    set_model_state_dict,
+)
 from hp_platform import get_platform
 
-__all__ = ["get_optimizer_state_dict", "set_optimizer_state_dict"]
+__all__ = [
+    "flatten_optimizer_state",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+    "unflatten_optimizer_state",
+]
 
 State = dict[str, Any]
 
@@ -91,7 +103,7 @@ def set_optimizer_state_dict(
     known: set[Any] = set(entries)
     values: Iterator[tuple[Any, Any]] = iter(entries.items())
     if options.broadcast_from_rank0:
-        known, values = from_rank0(entries, port.model_states().wire(model))
+        known, values = from_rank0(entries, port.model_states().broadcaster(model))
     found = _matched(adapted, names, {name for name in known if isinstance(name, str)}, options.strict)
     fresh: dict[str, State] = {name: {} for name in found}
     hyper: dict[str, State] = {}
@@ -161,3 +173,120 @@ def _same(a: State, b: State) -> bool:
 
 def _equal(compared: Any) -> bool:
     return bool(compared.all() if hasattr(compared, "all") else compared)
+
+
+def get_state_dict(
+    model: Any, optimizers: Any, *, submodules: Iterable[Any] | None = None, options: StateDictOptions | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's state and its optimizers': `get_model_state_dict` and `get_optimizer_state_dict`.
+
+    Example:
+        >>> states = get_state_dict(model, optimizer)
+        >>> torch.distributed.checkpoint.save(dict(zip(("model", "optimizer"), states)), checkpoint_id=path)
+
+    Args:
+        model: holds sharded modules, is one, or is not sharded.
+        optimizers: one or several; ``()`` for none.
+        submodules: deprecated by torch, and refused.
+        options: see `StateDictOptions`.
+
+    Raises:
+        NotImplementedError: ``submodules``.
+    """
+    options = StateDictOptions.of(options)
+    if submodules:
+        raise NotImplementedError(
+            "get_state_dict: submodules is not supported, torch deprecates it; call get_model_state_dict(submodule), or"
+            " keep the names of the whole state that begin with the submodule's"
+        )
+    state = get_model_state_dict(model, options=options)
+    return state, get_optimizer_state_dict(model, optimizers, options=options)
+
+
+def set_state_dict(
+    model: Any,
+    optimizers: Any,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Loads what `get_state_dict` gave: `set_model_state_dict`, then `set_optimizer_state_dict`.
+
+    Args:
+        model: with memory, not on the meta device.
+        optimizers: one or several; ``()`` for none, whose state is not looked at.
+        model_state_dict: the model's state.
+        optim_state_dict: the optimizers'.
+        options: see `StateDictOptions`.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys`` of the model's.
+
+    Raises:
+        ValueError: names or shapes that do not fit.
+    """
+    options = StateDictOptions.of(options)
+    result = set_model_state_dict(model, model_state_dict, options=options)
+    if optimizers:
+        set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return result
+
+
+def flatten_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with names as one flat dictionary.
+
+    Example:
+        >>> group = {"lr": 0.1, "params": ["w"]}
+        >>> flatten_optimizer_state({"state": {"w": {"step": 3}}, "param_groups": [group]})
+        {'state.w.step': 3, 'param_groups.w.lr': 0.1}
+    """
+    flat = {f"state.{name}.{key}": value for name, inside in state["state"].items() for key, value in inside.items()}
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+    return flat
+
+
+def unflatten_optimizer_state(
+    state: Mapping[str, Any], known: Collection[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """States and hyperparameters by parameter, of a flat dictionary or a nested one.
+
+    Example:
+        >>> unflatten_optimizer_state({"state.a.w.step": 3, "param_groups.a.w.lr": 0.1}, ["a.w"])
+        ({'a.w': {'step': 3}}, {'a.w': {'lr': 0.1}})
+
+    Args:
+        state: what ``get_optimizer_state_dict`` gave.
+        known: names of parameters, which tell where in a flat key the parameter's name ends.
+
+    Raises:
+        ValueError: keys that are of no such dictionary, as an optimizer's own ``state_dict()`` has them.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    if "state" in state and "param_groups" in state:
+        if any(not isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
+            raise ValueError(
+                "set_optimizer_state_dict: parameters are numbered, as in optimizer.state_dict(); expected names, as"
+                " get_optimizer_state_dict gives them"
+            )
+        states = {name: dict(inside) for name, inside in state["state"].items()}
+        for group in state["param_groups"]:
+            values = {key: value for key, value in group.items() if key != "params"}
+            groups |= dict.fromkeys(group["params"], values)
+        return states, groups
+    names = frozenset(known)
+    for flat, value in state.items():
+        kind, _, rest = flat.partition(".")
+        if kind not in ("state", "param_groups") or "." not in rest:
+            raise ValueError(
+                f"set_optimizer_state_dict: {flat!r} is not a key of an optimizer's state; expected 'state' and"
+                " 'param_groups', or flat keys as 'state.layer.weight.exp_avg' and 'param_groups.layer.weight.lr'"
+            )
+        words = rest.split(".")
+        end = next((n for n in range(len(words) - 1, 0, -1) if ".".join(words[:n]) in names), len(words) - 1)
+        into = states if kind == "state" else groups
+        into.setdefault(".".join(words[:end]), {})[".".join(words[end:])] = value
+    return states, groups

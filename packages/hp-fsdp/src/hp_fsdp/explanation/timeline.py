@@ -1,9 +1,9 @@
-"""Timeline: what the groups of a model did in a step, and when; made of the moments that a step left behind.
+"""Timeline: events of the groups of a model in one step, and their times, from the trace of the step.
 
 Note [Whose clock]
-    Moments are of the host's clock. On CPU, with gloo, they tell when things happened. On devices they tell when the
-    host issued work, and how long it stood still itself: kernels and collectives run later, and a wait makes the
-    device's stream wait, not the host. For the device's own clock take torch.profiler, where the ranges are called
+    Trace events have times of the host's clock. On CPU, with gloo, these are the times at which things happened. On
+    devices they are the times at which the host issued work, or was blocked itself: kernels and collectives run later,
+    and a wait blocks the device's stream, not the host. For the device's own clock use torch.profiler, with the ranges
     ``hp.fsdp.all_gather(<group>)``, ``hp.fsdp.wait_all_gather(<group>)`` and ``hp.fsdp.reduce_scatter(<group>)``.
 """
 
@@ -12,31 +12,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Moment", "Span", "Timeline", "timeline_of"]
+__all__ = [
+    "KINDS",
+    "TraceEvent",
+    "Span",
+    "Timeline",
+    "timeline_of",
+]
 
-Moment = tuple[str, str | None, int]
-"""What happened, the name of the group, if it was one's, and when in nanoseconds."""
+TraceEvent = tuple[str, str | None, int]
+"""Kind, name of the group if the event belongs to one, and nanoseconds of a clock."""
 
 KINDS = ("gather", "wait", "run", "left", "free", "reduce", "reduced", "backward", "end")
-"""The kinds of moments: a group's gather was issued, it is waited for, the module computes, its forward or backward is
-over, its gathered parameters are freed, its reduction was issued, its sharded gradients are there; the backward pass
+"""Kinds of trace events: a group's gather was issued, it is waited for, the module computes, its forward or backward is
+over, its gathered parameters are freed, its reduction was issued, its sharded gradients are ready; the backward pass
 begins, it ends."""
 
 _NAME = 28
+
 _WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that lasts.
+    """A stretch of time of one kind.
 
     Attributes:
-        phase: ``"forward"`` or ``"backward"``: where it began.
-        kind: ``"compute"`` (the group's module; what is inside it computes in the meantime, too), ``"gather"`` and
-            ``"reduce"`` (under way, from where it was issued to where it was found done, waits included) or ``"wait"``.
+        phase: ``"forward"`` or ``"backward"``, at its beginning.
+        kind: ``"compute"`` (the group's module, including the modules inside it), ``"gather"`` and
+            ``"reduce"`` (under way, from its issue until it was seen to be done, waits included) or ``"wait"``.
         group: the group's name.
         start: seconds from the beginning of the step.
-        seconds: how long.
+        seconds: its length.
     """
 
     phase: str
@@ -47,7 +54,7 @@ class Span:
 
     @property
     def stop(self) -> float:
-        """Where it ends, in seconds from the beginning of the step."""
+        """End of the span, in seconds from the beginning of the step."""
         return self.start + self.seconds
 
 
@@ -57,15 +64,15 @@ class Timeline:
 
     Attributes:
         spans: in the order in which they began.
-        seconds: from the first moment to the last; the optimizer's step is not in it.
-        backward: where the backward pass began, in seconds; None where there was none.
-        computing: seconds in which a module computed and nothing was waited for. What runs between modules, such as
-            the loss, is in neither.
+        seconds: from the first event to the last; the optimizer's step is not in it.
+        backward: beginning of the backward pass, in seconds; None if there was none.
+        computing: seconds in which a module computed and nothing was waited for. Work between modules, such as the
+            loss, is in neither.
         waiting_for_gathers: seconds of waits for parameters: communication that nothing hid.
         waiting_for_reductions: the same for gradients.
         overlapped: share, 0 to 1, of the time that gathers and reductions were under way in which nobody waited for
-            them. One that was done before somebody asked counts to where that was, so it is a bound from above. None
-            where none took any time.
+            them. One that ended before anybody asked counts until then, so this is an upper bound. None if none took
+            any time.
     """
 
     spans: tuple[Span, ...]
@@ -90,31 +97,31 @@ class Timeline:
         return "\n".join([*_chart(self), legend, self.summary])
 
 
-def timeline_of(moments: Sequence[Moment]) -> Timeline:
-    """Puts moments together to spans, and sums them up.
+def timeline_of(trace: Sequence[TraceEvent]) -> Timeline:
+    """Combine trace events into spans, and sum them up.
 
     Example:
         >>> ms = 1_000_000
-        >>> told = timeline_of(
+        >>> timeline = timeline_of(
         ...     [("gather", "a", 0), ("wait", "a", 1 * ms), ("run", "a", 3 * ms), ("left", "a", 9 * ms)]
         ... )
-        >>> [(span.kind, round(span.start, 6), round(span.seconds, 6)) for span in told.spans]
+        >>> [(span.kind, round(span.start, 6), round(span.seconds, 6)) for span in timeline.spans]
         [('gather', 0.0, 0.003), ('wait', 0.001, 0.002), ('compute', 0.003, 0.006)]
 
     Args:
-        moments: of one pass, in their order. A wait for a reduction begins with the moment before its ``"reduced"``.
+        trace: events of one pass, in order. A wait for a reduction begins with the event before its ``"reduced"``.
 
     Raises:
-        ValueError: there are none, or one is of no known kind.
+        ValueError: an empty trace, or an unknown kind.
     """
-    if not moments:
-        raise ValueError("timeline_of: expected the moments of a step, got none")
-    began, ended = moments[0][2], moments[-1][2]
+    if not trace:
+        raise ValueError("timeline_of: expected the trace of a step, got none")
+    began, ended = trace[0][2], trace[-1][2]
     gathering, reducing = _Spans("gather", began), _Spans("reduce", began)
     computing, waiting, draining = _Spans("compute", began), _Spans("wait", began), _Spans("wait", began)
     phase, backward, before = "forward", None, began
-    complete = last_reductions(moments)
-    for index, (kind, group, now) in enumerate(moments):
+    complete = last_reductions(trace)
+    for index, (kind, group, now) in enumerate(trace):
         name = group or ""
         if kind == "backward":
             phase, backward = "backward", (now - began) * 1e-9
@@ -128,7 +135,7 @@ def timeline_of(moments: Sequence[Moment]) -> Timeline:
             computing.open(phase, name, now)
         elif kind == "left":
             computing.close(name, now)
-        elif kind == "free":  # nobody used what was gathered ahead of time
+        elif kind == "free":  # gathered ahead of time and not used
             waiting.close(name, now)
             gathering.close(name, now)
         elif kind == "reduced":
@@ -159,22 +166,22 @@ def timeline_of(moments: Sequence[Moment]) -> Timeline:
     )
 
 
-def last_reductions(moments: Sequence[Moment]) -> set[int]:
-    """Which ``"reduced"`` end a group's reduction, by their place in ``moments``: a group may have one a bucket."""
-    found: set[int] = set()
+def last_reductions(trace: Sequence[TraceEvent]) -> set[int]:
+    """Return the indices of the ``"reduced"`` that end a group's reduction: a group may have one for each bucket."""
+    indices: set[int] = set()
     seen: set[str | None] = set()
-    for index in reversed(range(len(moments))):
-        kind, group, _ = moments[index]
+    for index in reversed(range(len(trace))):
+        kind, group, _ = trace[index]
         if kind == "reduce":
             seen.discard(group)
         elif kind == "reduced" and group not in seen:
             seen.add(group)
-            found.add(index)
-    return found
+            indices.add(index)
+    return indices
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them: ``duration(0.0123)`` is ``'12.3 ms'``."""
+    """Format seconds for people: ``duration(0.0123)`` is ``'12.3 ms'``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -182,7 +189,7 @@ def duration(seconds: float) -> str:
 
 
 class _Spans:
-    """Spans of one kind: those that began and those that are over; a group's may lie in one another."""
+    """Spans of one kind, running and done; those of one group may nest."""
 
     def __init__(self, kind: str, began: int) -> None:
         self.kind = kind
@@ -194,7 +201,7 @@ class _Spans:
         self.running.setdefault(group, []).append((phase, now))
 
     def close(self, group: str, now: int) -> bool:
-        """Ends the group's last one; False where there is none."""
+        """End the group's last span; return False if there is none."""
         if not self.running.get(group):
             return False
         phase, start = self.running[group].pop()
@@ -208,7 +215,7 @@ class _Spans:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans runs."""
+    """Return the seconds in which at least one of the spans runs."""
     total, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.stop - max(reached, span.start))
@@ -218,7 +225,7 @@ def _covered(spans: Iterable[Span]) -> float:
 
 # ---- the chart ----
 def _chart(timeline: Timeline) -> list[str]:
-    """A row a group, a letter for what it does in the middle of each column's time."""
+    """Return one row for each group, with a letter for its activity in the middle of each column's time."""
     rows: dict[str, list[Span]] = {}
     for span in timeline.spans:
         rows.setdefault(span.group, []).append(span)
@@ -234,7 +241,7 @@ def _chart(timeline: Timeline) -> list[str]:
     lines = [f"{' ' * label} |{''.join(ruler)}|"]
     for group, spans in rows.items():
         cells = [_letter(spans, step * (column + 0.5), innermost[column]) for column in range(columns)]
-        for span in spans:  # one that is over before a column's middle is shown, too
+        for span in spans:  # show spans that end before a column's middle, too
             first, last = int(span.start / step), int(span.stop / step)
             if span.kind == "compute" and not {"#", "-"} & set(cells[first : last + 1]):
                 cells[min(first, columns - 1)] = "#"
@@ -243,7 +250,7 @@ def _chart(timeline: Timeline) -> list[str]:
 
 
 def _innermost(spans: Iterable[Span], at: float) -> Span | None:
-    """What computes or waits at a time: of modules in one another, the one whose pass began last."""
+    """Return the span that computes or waits at a time: of nested modules, the one whose pass began last."""
     now = [span for span in spans if span.kind in ("compute", "wait") and span.start <= at < span.stop]
     return max(now, key=lambda span: span.start, default=None)
 

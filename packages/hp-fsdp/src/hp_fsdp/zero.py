@@ -18,20 +18,25 @@ from typing import Any, NoReturn, TypeVar
 
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_dtensor.extend import TensorSpec
-from hp_fsdp.anatomy import Anatomy
-from hp_fsdp.norms import spec_of
-from hp_fsdp.options import GroupOptions
-from hp_fsdp.policies import MixedPrecisionPolicy
-from hp_fsdp.port import sharding
+from hp_fsdp.api import check_module, shard
+from hp_fsdp.managed_params import spec_of
+from hp_fsdp.options import GroupOptions, MixedPrecisionPolicy
+from hp_fsdp.port import Anatomy, sharding
 from hp_platform import get_platform
 
-__all__ = ["hsdp", "modules_by_size"]
+__all__ = [
+    "hsdp",
+    "modules_by_size",
+]
 
 M = TypeVar("M")
 
 DATA_NAMES = frozenset("dp ddp fsdp hsdp data batch cp context rep replica replicas replicate shard".split())
+
 PIPELINE_NAMES = frozenset("pp pipe pipeline stage stages".split())
+
 LEVELS = ("level1", "level2", "level3")
+
 TINY = 16
 """A group of less than one part in so many of the wanted size is not worth collectives of its own."""
 
@@ -94,7 +99,7 @@ def hsdp(
         NotImplementedError: ``comm_async=True`` on MindSpore.
     """
     port = sharding()
-    port.check_module(module)
+    check_module(module, port)
     if optimizer_level not in LEVELS:
         raise ValueError(f"hsdp: optimizer_level must be one of {', '.join(LEVELS)}, got {optimizer_level!r}")
     _check_sizes(threshold, shard_size, bucket_size)
@@ -121,7 +126,7 @@ def hsdp(
         threshold=math.inf if shard_size == 1 else threshold * 1024,
         bucket_bytes=bucket_size * 1024 if bucket_size > 0 else None,
     )
-    port.shard([module], _mesh(module, port.anatomy(), shard_size), options)
+    shard([module], _mesh(module, port.anatomy(), shard_size), options)
     for group in module._groups(False):  # type: ignore[attr-defined]
         group.reshard_after_backward = not stays
         group.reduces = not enable_grad_accumulation

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from hp_fsdp.from_rank0 import from_rank0
 from hp_fsdp.port import model_states
-from hp_fsdp.state_options import StateDictOptions
+from hp_fsdp.state_dict.loading import from_rank0
 from hp_platform import get_platform
 
 __all__ = [
+    "StateDictOptions",
     "exported",
     "full_state_dict",
     "get_model_state_dict",
@@ -75,7 +76,7 @@ def set_model_state_dict(
     names: set[str] = set(model_state_dict)
     values: Iterator[tuple[str, Any]] = iter(model_state_dict.items())
     if options.broadcast_from_rank0:
-        names, values = from_rank0(dict(model_state_dict), port.wire(model))
+        names, values = from_rank0(dict(model_state_dict), port.broadcaster(model))
     optional = _left_out(model, options)
     missing = [name for name in own if name not in names and name not in optional]
     unknown = sorted(name for name in names if name not in own)
@@ -159,3 +160,65 @@ def _left_out(model: Any, options: StateDictOptions) -> set[str]:
     if not options.ignore_frozen_params:
         return set()
     return {name for name, parameter in model_states().parameters(model) if not parameter.requires_grad}
+
+
+@dataclass(frozen=True, slots=True)
+class StateDictOptions:
+    """What a state dict holds, by the names of ``torch.distributed.checkpoint.state_dict``, whose object is taken, too.
+
+    Args:
+        full_state_dict: whole plain tensors instead of DTensors. Default False.
+        cpu_offload: tensors on the host; with ``full_state_dict`` on rank 0 only, other ranks get an empty dictionary.
+            Default False.
+        ignore_frozen_params: leave out parameters that require no gradient; loading does not miss them. Default False.
+        keep_submodule_prefixes: of no effect, as torch's without its deprecated ``submodules``. Default True.
+        strict: loading needs every name, and knows every name. Default True.
+        broadcast_from_rank0: loading takes rank 0's state, of whole tensors, and sends it to the others one tensor at
+            a time; they pass an empty dictionary. Needs ``full_state_dict``. Default False.
+        flatten_optimizer_state_dict: optimizer states as one flat dictionary, ``"state.<name>.<key>"`` and
+            ``"param_groups.<name>.<key>"``, which does not depend on how parameters are grouped; loading takes both.
+            Default False.
+        dsd_fqn_modifiers: torch's name of a method by which modules rename their keys, refused otherwise. Default
+            ``"_fqn_modifiers"``.
+
+    Raises:
+        ValueError: ``broadcast_from_rank0`` without ``full_state_dict``.
+        NotImplementedError: another ``dsd_fqn_modifiers``.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
+    strict: bool = True
+    broadcast_from_rank0: bool = False
+    flatten_optimizer_state_dict: bool = False
+    dsd_fqn_modifiers: str = "_fqn_modifiers"
+
+    def __post_init__(self) -> None:
+        if self.broadcast_from_rank0 and not self.full_state_dict:
+            raise ValueError(
+                "StateDictOptions: broadcast_from_rank0=True sends whole tensors, so full_state_dict must be True, too"
+            )
+        if self.dsd_fqn_modifiers != "_fqn_modifiers":
+            raise NotImplementedError("options: dsd_fqn_modifiers is not supported; rename the state's keys yourself")
+
+    @staticmethod
+    def of(options: Any) -> StateDictOptions:
+        """Ours of ours, of torch's, or of None (the defaults).
+
+        Raises:
+            TypeError: something else.
+            NotImplementedError: torch's options with a ``dsd_fqn_modifiers`` of the user's.
+        """
+        if options is None:
+            return StateDictOptions()
+        if isinstance(options, StateDictOptions):
+            return options
+        names = [field.name for field in fields(StateDictOptions) if hasattr(options, field.name)]
+        if not {"full_state_dict", "strict", "flatten_optimizer_state_dict"} <= set(names):
+            raise TypeError(
+                f"options: expected an hp_fsdp.StateDictOptions (or torch's), got {type(options).__name__}; write"
+                " options=StateDictOptions(full_state_dict=True)"
+            )
+        return StateDictOptions(**{name: getattr(options, name) for name in names})
