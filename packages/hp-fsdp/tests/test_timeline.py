@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hp_fsdp import timeline
+from hp_fsdp.explanation import timeline
 from hp_fsdp.explanation.explain import Explanation
 from hp_fsdp.explanation.export import check_path
 from hp_fsdp.explanation.memory import Event, GroupFacts, MemoryRow, memory_timeline, simulate

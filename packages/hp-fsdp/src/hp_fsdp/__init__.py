@@ -1,6 +1,6 @@
 """Fully-sharded data parallel training: `fully_shard` on a flat, ragged, zero-copy buffer.
 
-Policies and planning are framework-neutral; what touches tensors is in the framework's folder.
+Policies, planning and the order of events are framework-neutral; tensors are touched in the frameworks' folders only.
 """
 
 from __future__ import annotations

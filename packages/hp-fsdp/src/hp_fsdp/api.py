@@ -1,13 +1,13 @@
-"""fully_shard.
+"""fully_shard: the function, its checks, and the order of its work.
 
 Note [Layouts on axes of data parallelism]
-    A parameter that `shard_module` or `distribute_module` laid out on a mesh with the axes of data parallelism is one
-    parameter of one program: its module computes with DTensors on that mesh, inputs are divided over ``"dp"`` by their
-    layouts, and the loss is that of the whole batch. `fully_shard` changes where such a parameter is stored, not what
-    is computed. Where it is replicated over those axes it is sharded by pieces, gathered, and its gradient is the
-    program's: on each rank a part of a sum, or the whole. Parts are multiplied by the number of ranks, so that the mean
-    over the ranks that follows is the sum. A parameter that its own layout divides over those axes stays as it is: what
-    computes with it moves it, and its gradient.
+    A parameter that `shard_module` or `distribute_module` laid out on a mesh with the axes of data parallelism is part
+    of one global program: its module computes with DTensors on that mesh, inputs are sharded over ``"dp"`` by their
+    layouts, and the loss is that of the global batch. `fully_shard` changes the storage of such a parameter, not the
+    computation. If it is replicated over those axes it is sharded into pieces and gathered, and its gradient is the
+    program's: a partial sum on each rank, or the full one. Partial sums are multiplied by the number of ranks, so that
+    the mean over the ranks that follows is the sum. A parameter that its own layout shards over those axes stays as it
+    is: the operations that use it move it, and its gradient.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def fully_shard(
 ) -> M:
     """Shard a module's parameters, gradients and optimizer states over the ranks of data parallelism.
 
-    The parameters that no sharded module inside has become one group: gathered together before the module's forward and
+    Parameters outside of sharded modules inside form one group: gathered together before the module's forward and
     backward, freed after them, their gradients reduced together. So call it on the blocks of a model first, and on the
-    model last. Gradients are the mean over the ranks: those of a single process with the whole batch, where the loss is
-    a mean and each rank has an equal share of the batch.
+    model last. Gradients are the mean over the ranks: those of a single process with the global batch, if the loss is a
+    mean and each rank has an equal share of the batch.
 
     Example:
         >>> for layer in model.layers:
@@ -67,48 +67,47 @@ def fully_shard(
         ...     optimizer(gradients)
 
     Args:
-        module: a module, or on PyTorch a list of modules whose parameters are to be one group: gathered before the
-            first of them that is called, freed after the last. Changed in place: parameters become DTensors with a
-            `RaggedShard` placement, a module's class becomes a subclass of its own and of `HSDPModule`.
+        module: a module, or on PyTorch a list of modules whose parameters form one group: gathered before the first of
+            them that is called, freed after the last. Changed in place: parameters become DTensors with a `RaggedShard`
+            placement, a module's class becomes a subclass of its own and of `HSDPModule`.
         mesh: one axis to shard over, or two: replicate over the first, shard over the second (HSDP). Parameters that
-            are DTensors on other axes of the same root mesh (tensor parallel) stay so. Those whose own layout is on
-            these axes, too (``shard_module`` on the whole mesh), compute as that layout says, with DTensors on that
-            mesh, and the loss and its gradients are the whole batch's: Note [Layouts on axes of data parallelism].
-            Default: all ranks, where no parameter is a DTensor on another mesh.
+            are DTensors on other axes of the same root mesh (tensor parallel) stay so. Those whose own layout includes
+            these axes (``shard_module`` on the full mesh) compute as that layout says, with DTensors on that mesh, and
+            the loss and its gradients are the global batch's: Note [Layouts on axes of data parallelism]. Default: all
+            ranks, provided that no parameter is a DTensor on another mesh.
         reshard_after_forward: free the gathered parameters after forward and gather them again for backward. Default
-            True, which spares the outermost module, whose backward follows at once. A number of ranks that divides the
-            shard axis reshards to groups of that many consecutive ones: they gather again among themselves, and each
-            holds a part of the parameters in between (1 keeps them gathered).
+            True, except for the outermost module, whose backward follows at once. A number of ranks that divides the
+            shard axis reshards to groups of that many consecutive ranks: they gather again among themselves, and each
+            keeps a shard of the parameters in between (1 keeps them gathered).
         mixed_precision: dtypes of computation and communication. Default: the parameters' own.
         offload_policy: ``CPUOffloadPolicy()`` keeps sharded parameters, their gradients and so the optimizer's step and
-            states on the host. Default: nothing is offloaded.
+            states on the host. Default: no offload.
         comm_fusion: communicate by group (the default). False communicates each parameter by itself.
         comm_fusion_zero_copy: leave it out. On PyTorch collectives read and write the parameters' memory (True); on
-            MindSpore shards are put together before a gather (False).
-        shard_placement_fn: called with each parameter; where it returns ``Shard(0)`` the parameter is cut between its
-            rows only, where it returns ``Shard(d)`` of another dim along that one, with that placement, and it is
-            communicated by itself: Note [Cut along another dim], on PyTorch. None cuts it anywhere, with the group; the
-            default.
+            MindSpore shards are concatenated before a gather (False).
+        shard_placement_fn: called with each parameter. ``Shard(0)`` shards it between rows only, ``Shard(d)`` along
+            another dim, with that placement; both are communicated by themselves: Note [Sharded along another dim] of
+            PyTorch. None, the default, shards it at any element, with the group.
         ignored_params: parameters to leave as they are.
         mp_policy: torch's name for ``mixed_precision``.
         deterministic: gradients, and norms of `clip_grad_norm_`, are the same bits for any number of ranks that divides
-            the micro-batches of a step among itself, consecutive ones to each rank in the mesh's order. A backward pass
-            is a micro-batch. Each micro-batch's loss must be computed alike, so give it the weight that it has in the
-            whole: ``loss / micro_batches_of_all_ranks`` with ``set_reduce_op_type("sum")``; the number of threads
-            counts, too. Before the last backward pass of a step a rank keeps the unsharded gradients of each of its
+            the micro-batches of a step, consecutive ones on each rank in the mesh's order. A backward pass is a
+            micro-batch. Each micro-batch's loss must be computed alike, so give it the weight that it has in the global
+            batch: ``loss / micro_batches_of_all_ranks`` with ``set_reduce_op_type("sum")``; the number of threads
+            matters as well. Before the last backward pass of a step a rank keeps the unsharded gradients of each of its
             micro-batches; in the last one their sums are exchanged, see `hp_fsdp.micro_batches`.
-        dp_mesh_dims: names of the axes of data parallelism, where ``mesh`` is the whole mesh: a `DataParallelMeshDims`,
-            or torch's. Default: all axes of ``mesh`` are.
+        dp_mesh_dims: names of the axes of data parallelism, if ``mesh`` has others: a `DataParallelMeshDims`, or
+            torch's. Default: all axes of ``mesh``.
 
     Returns:
-        ``module``, a list where it is one.
+        ``module``, or the list of modules.
 
     Raises:
         ValueError: arguments that contradict each other, a mesh of more than two axes, a module that is sharded
-            already, a parameter that another group has, a size to reshard to that does not divide the shard axis.
-        TypeError: something that is not a module, a mesh or a policy.
-        NotImplementedError: the ``comm_fusion_zero_copy`` that the framework does not have; with ``deterministic`` or
-            on MindSpore, a ``Shard`` of another dim than 0; on MindSpore BatchNorm's running statistics.
+            already, a parameter of another group, a size to reshard to that does not divide the shard axis.
+        TypeError: another type than a module, a mesh or a policy.
+        NotImplementedError: the ``comm_fusion_zero_copy`` that the framework lacks; with ``deterministic`` or on
+            MindSpore, a ``Shard`` of another dim than 0; on MindSpore BatchNorm's running statistics.
     """
     port = sharding()
     modules = port.modules_of(module)
@@ -143,8 +142,9 @@ def check_module(module: Any, port: Sharding) -> None:
         expected = f"{cls.__module__.partition('.')[0]}.nn.{cls.__name__}"
         raise TypeError(f"fully_shard: expected a {expected}, got {name}")
     if not port.anatomy().computes(module):
+        inside = f"{cls.__name__.lower()}s"
         raise ValueError(
-            f"fully_shard: {name} has no {port.FORWARD} of its own. Call fully_shard on each of its {cls.__name__}s"
+            f"fully_shard: {name} has no {port.FORWARD} of its own. Call fully_shard on each of its {inside}"
         )
     if group_of(module) is not None:
         raise ValueError(f"fully_shard: this {name} is sharded already")

@@ -18,9 +18,9 @@ __all__ = ["DataAxes", "PostForwardRanks"]
 
 
 class _Grouped:
-    """Holds process groups, and asks for them again where they were destroyed.
+    """Holds process groups, and makes them again after they were destroyed.
 
-    They are then no longer attributes, so `__getattr__` is called for them; while they live, they are read at no cost.
+    Destroyed groups are deleted attributes, so `__getattr__` finds them; live ones are read at no cost.
     """
 
     __slots__ = ("__weakref__",)
@@ -57,7 +57,7 @@ class PostForwardRanks(_Grouped):
     Attributes:
         axes: the axes of data parallelism.
         size: number of its ranks.
-        place: this rank's place in it.
+        place: this rank's index in it.
         group: its process group.
     """
 
@@ -76,7 +76,7 @@ class PostForwardRanks(_Grouped):
 
 @dataclass(eq=False, slots=True)
 class Separate(_Grouped):
-    """A second process group of the ranks of a shard axis; one for one set of ranks.
+    """A second process group of the ranks of a shard axis, one for each set of ranks.
 
     Attributes:
         ranks: of the group.
@@ -89,13 +89,13 @@ class Separate(_Grouped):
 
     @staticmethod
     def of(axes: DataAxes) -> Separate:
-        """That of these axes, made at the first call, which all ranks of the axis make alike."""
+        """Return the group of these axes, made at the first call, which all ranks of the axis must make."""
         ranks = tuple(get_platform().groups.get_process_group_ranks(axes.shard_group))
-        found = _separate.get(ranks)
-        if found is None:
-            found = _separate[ranks] = Separate(ranks)
-            found._find_groups()
-        return found
+        separate = _separate.get(ranks)
+        if separate is None:
+            separate = _separate[ranks] = Separate(ranks)
+            separate._find_groups()
+        return separate
 
     def _find_groups(self) -> None:
         self.group = get_platform().groups.second_group(self.ranks)
@@ -112,7 +112,7 @@ class DataAxes(_Grouped):
         mesh: a mesh of one axis (shard) or two (replicate, shard).
         shard_group: process group of this rank's line along the shard axis.
         shard_size: number of ranks on it.
-        shard_rank: this rank's place on it.
+        shard_rank: this rank's index on it.
         replicate_group: process group along the replicate axis; None where there is none, or only one rank on it.
         replicate_size: number of ranks on it; 1 where there is none.
         shards: False where parameters are replicated over all axes of ``mesh``; the shard axis is then one rank's.
@@ -146,7 +146,7 @@ class DataAxes(_Grouped):
 
     @staticmethod
     def of(mesh: DeviceMesh) -> DataAxes:
-        """The axes of ``mesh``.
+        """Return the axes of ``mesh``.
 
         Raises:
             ValueError: a mesh of more than two axes, one that does not hold this rank, or one whose ranks do not ascend
@@ -177,13 +177,13 @@ class DataAxes(_Grouped):
         )
 
     def post_forward_ranks(self, size: bool | int) -> PostForwardRanks | None:
-        """The smaller group of consecutive ranks that this rank is in, to keep shards in between forward and backward.
+        """Return the smaller group of consecutive ranks, with this one, that keeps shards between forward and backward.
 
         Args:
             size: number of its ranks; a bool, 1 and the size of the shard axis ask for none.
 
         Returns:
-            The group, with its size and this rank's place in it.
+            The group; None without a smaller one.
 
         Raises:
             ValueError: ``size`` does not divide the shard axis.
@@ -200,27 +200,27 @@ class DataAxes(_Grouped):
         return ranks
 
     def whole(self) -> DataAxes:
-        """The same ranks, all of them replicas: for parameters that are not to be sharded."""
+        """Return the same ranks, all of them replicas, for parameters that are not sharded."""
         axes = DataAxes(self.mesh, None, 1, 0, None, self.mesh.size(), shards=False)
         axes._find_groups()
         return axes
 
     def axes_of(self, inner: DeviceMesh) -> tuple[int, ...]:
-        """The axes of a parameter's own mesh that are axes of data parallelism."""
+        """Return the axes of a parameter's own mesh that are axes of data parallelism."""
         if inner == self.mesh:
             return tuple(range(inner.ndim))
         cut = self._cut(inner)
         return () if cut is None else axes_within(cut, self.mesh)
 
     def divided(self, name: str, inner: TensorSpec | None) -> bool:
-        """Whether a parameter's own layout divides it over axes of data parallelism, so that no group has to.
+        """Tell whether a parameter's own layout shards it over axes of data parallelism, so that no group has to.
 
         Args:
             name: the parameter's, for errors.
             inner: its own layout, if it has one.
 
         Raises:
-            ValueError: it does over some of these axes, but the others are none of its mesh: nobody would reduce its
+            ValueError: it does so over some of these axes, and its mesh lacks the others: nobody would reduce its
                 gradients there.
         """
         if inner is None:
@@ -242,18 +242,18 @@ class DataAxes(_Grouped):
     def sharded_spec(
         self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None, dim: int | None = None
     ) -> TensorSpec:
-        """The layout of a sharded parameter.
+        """Return the layout of a sharded parameter.
 
         Args:
             name: the parameter's name, for errors.
-            units: how many elements each rank of the shard axis owns.
+            units: number of elements on each rank of the shard axis.
             shape: the parameter's global shape.
-            inner: its own layout, if it is a DTensor already: on other axes (tensor parallel), or on a mesh that has
-                these axes, too.
-            dim: the dim that is cut; None where runs of elements are.
+            inner: its own layout, if it is a DTensor already: on other axes (tensor parallel), or on a mesh that
+                includes these axes.
+            dim: the sharded dim; None for ranges of flattened elements.
 
         Raises:
-            ValueError: ``inner`` is on a mesh that cannot be joined with this one, or divides ``dim``, too.
+            ValueError: ``inner`` is on a mesh that cannot be joined with this one, or shards ``dim`` already.
         """
         ours: list[Placement] = [Replicate()] * self.mesh.ndim
         if self.shards:
@@ -279,14 +279,14 @@ class DataAxes(_Grouped):
         return TensorSpec.of(mesh, [*ours, *(inner.placements[axis] for axis in others)], shape)
 
     def _cut(self, inner: DeviceMesh) -> DeviceMesh | None:
-        """A parameter's own mesh as a slice of this one's root; None where it is none."""
-        # Equal meshes are one value, whatever they were cut from: what counts is that this root has the inner axes.
+        """Return a parameter's own mesh as a slice of this one's root, or None."""
+        # Equal meshes are one value, even as slices of different roots: it suffices that this root has the inner axes.
         root, names = self.mesh.root, inner.mesh_dim_names
         if inner.root == root:
             return inner
         slices = names is not None and set(names) <= set(root.mesh_dim_names or ())
-        found = root[names] if slices and names else None
-        return found if found == inner else None
+        sliced = root[names] if slices and names else None
+        return sliced if sliced == inner else None
 
     def _joined(self, name: str, inner: DeviceMesh, others: Sequence[int]) -> DeviceMesh:
         cut = self._cut(inner)
@@ -295,10 +295,10 @@ class DataAxes(_Grouped):
             names = tuple(theirs[axis] for axis in others)
             if not set(ours) & set(names) and not overlap((*self.mesh._axes, *(cut._axes[axis] for axis in others))):
                 both = (*ours, *names)
-                known = self.mesh.root.mesh_dim_names or ()
+                root_names = self.mesh.root.mesh_dim_names or ()
                 return (
                     self.mesh.root[both]
-                    if set(both) <= set(known)
+                    if set(both) <= set(root_names)
                     else DeviceMesh._concatenate([self.mesh, cut[names]])
                 )
         raise ValueError(

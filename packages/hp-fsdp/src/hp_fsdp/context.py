@@ -1,4 +1,4 @@
-"""Context: what the groups of one model share, and the order of events in a step; what no framework changes."""
+"""Context: the shared state of the groups of one model, and the order of events in a step, on any framework."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Context(Generic[G]):
     Attributes:
         groups: all groups, the root too, outer before inner.
         roster: notices what joined the model since the last forward.
-        compared: all ranks were seen to have sharded the same model.
+        compared: the ranks have compared their models.
         finished: the groups in the order in which their forward ended.
         outermost: the group whose forward is under way, inside no other group's.
         backward: a backward pass is under way.
-        ahead: what was gathered ahead of time and has not computed yet.
+        ahead: groups gathered ahead of time that have not computed yet.
         trace: events of the pass under way, see `hp_fsdp.explanation.timeline`: kind, group, nanoseconds of a clock.
         last_trace: the same of the last forward and backward that came to their end.
     """
@@ -71,7 +71,7 @@ class Context(Generic[G]):
         """Find the groups of the model, and shard parameters that no group has: Note [What joins later].
 
         Raises:
-            ValueError, TypeError, RuntimeError: a parameter that can't be taken in.
+            ValueError, TypeError, RuntimeError: a parameter that can't join.
         """
         if len(self.root.members) > 1:
             raise RuntimeError(several_outermost([type(module).__name__ for module in self.root.members]))
@@ -98,7 +98,7 @@ class Context(Generic[G]):
 
     # ---- forward ----
     def begin_forward(self, group: G) -> None:
-        """The forward of ``group``, inside no other group's, begins."""
+        """Begin the forward of ``group``, which is inside no other group's."""
         if self.backward:  # a backward pass that raised never came to its end
             self.abandon()
         if not self.roster.complete():
@@ -119,17 +119,17 @@ class Context(Generic[G]):
         self.finished.clear()
 
     def end_forward(self) -> None:
-        """The outermost forward is over."""
+        """End the outermost forward."""
         self.drop_ahead()
         self.outermost = None
 
     def unshard(self, group: G, order: ExecutionOrder[G], chosen: list[G]) -> None:
-        """Make the parameters of ``group`` ready, and start to gather what comes after it.
+        """Make the parameters of ``group`` ready, and start to gather the next group.
 
         Args:
-            group: what computes now.
-            order: predicts what comes next.
-            chosen: what the user says comes next, if they did.
+            group: computes now.
+            order: predicts the next group.
+            chosen: the user's choice of next groups, if any.
         """
         coming = order.visit(group)
         group.start_unshard()
@@ -145,7 +145,7 @@ class Context(Generic[G]):
         self.trace.append(("run", group, perf_counter_ns()))
 
     def drop_ahead(self) -> None:
-        """Free what was gathered ahead of time and then not used."""
+        """Free groups that were gathered ahead of time and not used."""
         while self.ahead:
             self.ahead.pop().reshard()
 
@@ -155,7 +155,7 @@ class Context(Generic[G]):
         raise NotImplementedError
 
     def begin_backward(self) -> None:
-        """The first hook of a backward pass: arranges for the last."""
+        """Begin the backward pass, and arrange for its end."""
         if self.backward:
             return
         self.backward = True
@@ -165,7 +165,7 @@ class Context(Generic[G]):
             self.backward_order.start([group for group in reversed(self.finished) if group.unshard_in_backward])
 
     def end_backward(self) -> None:
-        """The backward pass is over, for all groups."""
+        """End the backward pass of all groups."""
         self.drop_ahead()
         self.backward = False
         self.backward_order.start()
@@ -173,7 +173,7 @@ class Context(Generic[G]):
         self.last_trace, self.trace = self.trace, []
 
     def abandon(self) -> None:
-        """Back to the state between steps after an error."""
+        """Reset to the state between steps after an error."""
         self.outermost = None
         self.backward = False
         self.ahead.clear()

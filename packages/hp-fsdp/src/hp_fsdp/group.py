@@ -1,4 +1,4 @@
-"""Group: what one call of `fully_shard` made of a module, or of several, and its state; what no framework changes."""
+"""Group: the parameters that one call of `fully_shard` manages, and their state, on any framework."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ class Group:
         members: the modules; they compute with the unsharded parameters.
         parameters: those that are this group's.
         axes: the axes of data parallelism.
-        device: where the buffers live, where there is a choice.
-        options: what `fully_shard` was told.
-        ignored: parameters that are to stay as they are.
+        device: of the buffers; None if there is no choice.
+        options: the arguments of `fully_shard`.
+        ignored: parameters that stay as they are.
 
     Attributes:
         managed: the framework's class of parameters of a group.
         overlaps: gathers run beside the computation, so that it pays to start them ahead of time.
         name: the module's name from the root; its class's before the first forward.
         module: the first of the members, most often the only one.
-        modules: the members and, from the first forward on, the root: what `communicate_for` tells observers.
-        context: what the groups of one model share; None before the first forward.
-        order: in which groups run where this one is the outermost.
-        reshard_after_forward: None stands for "all but the root", whose parameters backward needs first.
+        modules: the members and, from the first forward on, the root, for observers of `communicate_for`.
+        context: the shared state of the groups of one model; None before the first forward.
+        order: the order in which groups run while this one is the outermost.
+        reshard_after_forward: None stands for "all groups but the root", whose parameters backward needs first.
         reduces: backward reduces the gradients.
-        reduces_over_replicas: on two axes, over the first, too.
-        divisor: what the reduced gradients are divided by, None for 1.
-        scale: what they are multiplied by.
+        reduces_over_replicas: on two axes, over the first as well.
+        divisor: of the reduced gradients; None for 1.
+        scale: factor of the reduced gradients.
         waits: the end of a backward pass waits for the reductions.
-        unshard_in_backward: backward gathers the parameters, where they are not.
+        unshard_in_backward: backward gathers the parameters, unless they are gathered.
         post_forward_ranks: the smaller group of ranks that keeps a shard between forward and backward, if there is one.
         unsharded: the unsharded parameters are gathered.
         user_unsharded: the user asked for them by `unshard`.
-        gathering: handles of the gather under way, None where there is none.
-        calls: the calls in forward whose backward is still to come; deterministic mode counts on them.
-        micro_batches: how many backward passes were kept since the last step, in deterministic mode.
-        agreed: how many micro-batches all ranks ran for the last step, in deterministic mode.
+        gathering: handles of the gather under way; None if there is none.
+        calls: the calls in forward whose backward is still to come, in deterministic mode.
+        micro_batches: number of backward passes since the last step, in deterministic mode.
+        agreed: number of micro-batches of all ranks in the last step, in deterministic mode.
         ended: the gradients of the backward pass under way are complete, in deterministic mode.
     """
 
@@ -133,19 +133,19 @@ class Group:
 
         Args:
             ignored: parameters to leave as they are.
-            inner: where all parameters of the model are distributed on other axes (tensor parallel), their mesh: plain
-                ones are replicated on it.
+            inner: the mesh of all parameters on other axes (tensor parallel), if they share one: plain parameters are
+                replicated on it.
 
         Returns:
-            True where there were some.
+            True if there were any.
 
         Raises:
-            RuntimeError: they have no values, or are copies of parameters that are sharded over other axes, too; on
+            RuntimeError: they have no values, or are copies of parameters that are sharded over other axes as well; on
                 MindSpore, a parameter was replaced or removed.
             ValueError, TypeError: see `fully_shard`.
         """
         counts = [len(parameter.places) for parameter in self.parameters]
-        found = []
+        joined = []
         own = {id(tensor): parameter for tensor, parameter in self.stand_ins()}
         for parameter in find_parameters(self.members, ignored, self.managed, own):
             original = parameter.facts().original
@@ -153,14 +153,14 @@ class Group:
                 self.ignored.append(original)
                 ignore(original)
             else:
-                found.append(parameter)
-        if not found and counts == [len(parameter.places) for parameter in self.parameters]:
+                joined.append(parameter)
+        if not joined and counts == [len(parameter.places) for parameter in self.parameters]:
             return False
         self.reshard()
-        for parameter in found:
+        for parameter in joined:
             parameter.join(self.axes.mesh, inner, self.class_name)
-        self.add(found)
-        return bool(found)
+        self.add(joined)
+        return bool(joined)
 
     def rename(self, name: str) -> None:
         """Set the name that profiles and errors show; an empty one stands for that of the class."""
@@ -223,16 +223,23 @@ class Group:
 
     # ---- gradients ----
     def abandon(self) -> None:
-        """Back to the state between steps after an error, without the gradients of the step that failed."""
+        """Reset to the state between steps after an error, without the gradients of the failed step."""
         raise NotImplementedError
 
     @property
+    def total_divisor(self) -> float | None:
+        """Divisor of the reduced gradients, with ``scale``; None for 1."""
+        if self.scale == 1.0:
+            return self.divisor
+        return (1.0 if self.divisor is None else self.divisor) / self.scale
+
+    @property
     def sums_now(self) -> bool:
-        """True where a backward pass ends with the sum over all since the last step, in deterministic mode."""
+        """True if a backward pass ends with the sum over all passes since the last step, in deterministic mode."""
         return self.reduces and (self.reduces_over_replicas or self.axes.replicate_group is None)
 
     def agree(self, count: int) -> None:
-        """Raise where ranks ran different numbers of micro-batches; ask where it is not that of the last step."""
+        """Raise if ranks ran different numbers of micro-batches; they compare when it is not that of the last step."""
         if count != self.agreed:  # seldom, for it waits
             communicate_for(self.modules, check_counts, self.axes, count)
             self.agreed = count

@@ -1,11 +1,11 @@
-"""FlatLayout: where each parameter of a group lies in the flat buffer, and which part of it each rank owns.
+"""FlatLayout: the offset of each parameter in a group's flat buffer, and the part of it that each rank owns.
 
 Note [Ragged pieces]
-    The parameters lie one after the other in one buffer, which is cut in equal contiguous pieces, one a rank, wherever
-    the cuts fall. So the gathered pieces are the buffer, and the buffer's pieces are what a reduce-scatter hands out:
-    neither needs a copy in or out. A parameter's part on a rank is a contiguous run of its elements (a `RaggedShard`),
-    often none. The price is that no shard is a whole row; what works on elements (optimizers, norms, checkpoints) does
-    not mind.
+    The parameters lie one after the other in one buffer, which is split into equal contiguous pieces, one for each
+    rank, at any element. So the gathered pieces are the buffer, and a reduce-scatter returns pieces of the buffer:
+    neither needs a copy in or out. A parameter's shard is a contiguous range of its elements (a `RaggedShard`), often
+    empty. In return shards are not made of rows, which does not matter to elementwise code (optimizers, norms,
+    checkpoints).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Parameters in one flat buffer that ``ranks`` ranks own in equal contiguous pieces. ``FlatLayout.of`` makes one.
+    """Parameters in one flat buffer that ``ranks`` ranks own in equal contiguous pieces, made by ``FlatLayout.of``.
 
     Example:
         >>> layout = FlatLayout.of([6, 3], ranks=2, align=4)
@@ -34,7 +34,7 @@ class FlatLayout:
     Attributes:
         numels: number of elements of each parameter.
         ranks: number of ranks.
-        offsets: where each parameter starts in the buffer.
+        offsets: start of each parameter in the buffer.
         piece: number of elements that each rank owns.
     """
 
@@ -45,7 +45,7 @@ class FlatLayout:
 
     @staticmethod
     def of(numels: Sequence[int], ranks: int, *, align: int = 1) -> FlatLayout:
-        """Lays the parameters out in their order.
+        """Lay the parameters out in order.
 
         Args:
             numels: number of elements of each parameter.
@@ -71,14 +71,14 @@ class FlatLayout:
         return self.piece * self.ranks
 
     def part(self, index: int, rank: int) -> tuple[int, int]:
-        """The elements of parameter ``index`` that ``rank`` owns: start and stop in the flattened parameter."""
+        """Return the elements of parameter ``index`` on ``rank``: start and stop in the flattened parameter."""
         offset, numel = self.offsets[index], self.numels[index]
         start = min(max(rank * self.piece - offset, 0), numel)
         stop = min(max((rank + 1) * self.piece - offset, 0), numel)
         return start, stop
 
     def place(self, index: int, rank: int) -> tuple[int, int]:
-        """The same elements as start and stop in the rank's piece; ``(0, 0)`` where the rank owns none."""
+        """Return the same elements as start and stop in the rank's piece; ``(0, 0)`` if it has none."""
         start, stop = self.part(index, rank)
         if start == stop:
             return 0, 0
@@ -86,13 +86,13 @@ class FlatLayout:
         return start + shift, stop + shift
 
     def units(self, index: int) -> tuple[int, ...]:
-        """How many elements of parameter ``index`` each rank owns."""
+        """Return the number of elements of parameter ``index`` on each rank."""
         return tuple(stop - start for start, stop in (self.part(index, rank) for rank in range(self.ranks)))
 
     def splits(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes that cut the rank's piece in runs, and for each parameter the index of its run.
+        """Return sizes that split the rank's piece into ranges, and for each parameter the index of its range.
 
-        The gaps of padding are runs, too; a parameter of which the rank owns nothing has a run of no elements.
+        Gaps of padding are ranges as well; a parameter of which the rank owns nothing has an empty range.
 
         Example:
             >>> FlatLayout.of([6, 3], ranks=2, align=4).splits(0)

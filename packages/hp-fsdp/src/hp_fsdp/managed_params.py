@@ -1,15 +1,15 @@
-"""Which parameters fall to a group, which join it later, and which an optimizer has beside them.
+"""The parameters of a group: those of its modules, those that join later, and others beside them in an optimizer.
 
 Note [What joins later]
-    A new head, adapters, or a parameter set anew are the user's right, and a group that doesn't know them would leave
-    their gradients each rank's own. So the outermost forward asks whether the model still holds what it held: one pass
-    over the dictionaries of its modules, in C, of about 50 ns a module. Only what is new costs a search.
+    A user may add a new head, adapters, or another parameter, and the group must take them in: their gradients would
+    stay each rank's own otherwise. So the outermost forward checks that the model still holds the same objects: one
+    pass over the dictionaries of its modules, in C, of about 50 ns a module. Only new objects cost a search.
 
 Note [Before an optimizer's first step]
-    A block can't see that the model around it was not sharded; the optimizer has the parameters of both. Those that no
-    group has would be trained on each rank's own gradients, and drift apart without a word. So from the first call of
-    `fully_shard` on all optimizers are looked at before their first step. It costs one look-up a step, once the
-    parameters were found in order.
+    A block can't see that the model around it was not sharded; the optimizer has the parameters of both. Parameters
+    outside of groups would be trained on each rank's own gradients, and the ranks would drift apart silently. So from
+    the first call of `fully_shard` on all optimizers are checked before their first step. Afterwards it costs one
+    look-up a step.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ P = TypeVar("P")
 
 
 def mark(parameter: Any, owner: str) -> None:
-    """Notes on a parameter that a group has it.
+    """Mark a parameter as one of a group's.
 
     Args:
         parameter: the object that stands in the modules.
-        owner: text for the error where another group finds it, too.
+        owner: text for the error if another group finds it as well.
     """
-    parameter._hsdp_owner = (id(parameter), owner)  # a copy takes attributes along, and is nobody's
+    parameter._hsdp_owner = (id(parameter), owner)  # a copy has the attributes, and belongs to no group
 
 
 def owner_of(parameter: Any) -> str | None:
-    """What `mark` noted; None for a parameter that no group has."""
+    """Return the group's text that `mark` stored; None for a parameter of no group."""
     key, owner = getattr(parameter, "_hsdp_owner", None) or (None, None)
     return owner if key == id(parameter) else None
 
 
 def is_copy(parameter: Any) -> bool:
-    """Whether a parameter is a copy (``copy.deepcopy``) of one that a group has."""
+    """Tell whether a parameter is a copy (``copy.deepcopy``) of a group's."""
     return getattr(parameter, "_hsdp_owner", None) is not None and owner_of(parameter) is None
 
 
@@ -74,8 +74,8 @@ def find_parameters(
         ignored: parameters to leave as they are.
         managed: the framework's ``ManagedParameter``, made of a name and a parameter, whose ``places`` are filled here.
             Its ``stores`` are the attributes of modules that map names to parameters and to modules.
-        own: what the group has already, by the ids of the objects that may stand in the modules; places that are new
-            are added to theirs.
+        own: the group's parameters so far, by the ids of the objects that may be registered for them; new places are
+            added to theirs.
 
     Raises:
         ValueError: a parameter that another group has already.
@@ -84,7 +84,7 @@ def find_parameters(
     parameters, children = make.stores
     skip = {id(parameter) for parameter in ignored}
     owned = own or {}
-    found: dict[int, Any] = {}
+    new: dict[int, Any] = {}
     seen: set[int] = set()
 
     def visit(current: Any, prefix: str) -> None:
@@ -94,7 +94,7 @@ def find_parameters(
         for name, parameter in getattr(current, parameters).items():
             if parameter is None or id(parameter) in skip:
                 continue
-            managed: Any = owned.get(id(parameter)) or found.get(id(parameter))
+            managed: Any = owned.get(id(parameter)) or new.get(id(parameter))
             if managed is None:
                 owner = owner_of(parameter)
                 if owner is not None:
@@ -104,7 +104,7 @@ def find_parameters(
                         " don't call it on either of the modules that share it, so that both fall to the group of a"
                         " module around them; on PyTorch fully_shard([one, other]) also takes both"
                     )
-                managed = found[id(parameter)] = make(prefix + name, parameter)
+                managed = new[id(parameter)] = make(prefix + name, parameter)
             if not any(place is current and key == name for place, key in managed.places):
                 managed.places.append((current, name))
         for name, child in getattr(current, children).items():
@@ -113,15 +113,15 @@ def find_parameters(
 
     for index, root in enumerate(modules):
         visit(root, "" if len(modules) == 1 else f"{index}.")
-    return list(found.values())
+    return list(new.values())
 
 
 class Roster:
-    """Modules, and what may stand in them.
+    """The modules of a model, and the objects that may be registered in them.
 
     Args:
         modules: all of a model.
-        parameters: all objects that stand in these modules, now or in turn.
+        parameters: all objects that are registered in these modules, now or in turn.
         attributes: the modules' attributes that map names to parameters and to modules.
     """
 
@@ -134,12 +134,12 @@ class Roster:
         self._stores = [getattr(module, attribute) for module in modules for attribute in attributes]
 
     def complete(self) -> bool:
-        """True while nothing else stands in the modules."""
+        """Tell whether the modules still hold only these."""
         return self._known.issuperset(map(id, chain.from_iterable(map(dict.values, self._stores))))
 
 
 def inner_mesh(groups: Iterable[Any]) -> DeviceMesh | None:
-    """The mesh that all parameters are on besides the axes of data parallelism; None where some are on none.
+    """Return the mesh of all parameters besides the axes of data parallelism; None if some have none.
 
     Args:
         groups: of a model.
@@ -149,12 +149,12 @@ def inner_mesh(groups: Iterable[Any]) -> DeviceMesh | None:
 
 
 def ignore(parameter: Any) -> None:
-    """Notes on a parameter that the user reduces its gradients themselves."""
+    """Mark a parameter whose gradients the user reduces."""
     parameter._hsdp_ignored = True
 
 
 def unreduced(parameters: Sequence[Any]) -> list[Any]:
-    """The parameters of an optimizer whose gradients nobody reduces, though there are sharded ones beside them."""
+    """Return the parameters of an optimizer whose gradients nobody reduces, while others beside them are sharded."""
     meshes = {each._spec.mesh for each in parameters if owner_of(each) is not None}
     if all(mesh.size() == 1 for mesh in meshes):
         return []
@@ -162,10 +162,10 @@ def unreduced(parameters: Sequence[Any]) -> list[Any]:
 
 
 def refuse_unreduced(wrong: Sequence[Any], count: int, name: str) -> NoReturn:
-    """Refuses a step that would let ranks drift apart.
+    """Refuse a step that would let ranks drift apart.
 
     Args:
-        wrong: some of what `unreduced` gave.
+        wrong: some of the result of `unreduced`.
         count: number of the optimizer's parameters.
         name: its class.
 
@@ -181,11 +181,11 @@ def refuse_unreduced(wrong: Sequence[Any], count: int, name: str) -> NoReturn:
 
 
 def _settled(parameter: Any, meshes: set[Any]) -> bool:
-    """True for a parameter that is reduced elsewhere: by the user, or as a DTensor over the same ranks."""
+    """Tell whether a parameter is reduced elsewhere: by the user, or as a DTensor over the same ranks."""
     spec = spec_of(parameter)
     return getattr(parameter, "_hsdp_ignored", False) or (spec is not None and spec.mesh in meshes)
 
 
 def spec_of(tensor: object) -> TensorSpec | None:
-    """The layout of a DTensor; None of a plain tensor."""
+    """Return the layout of a DTensor; None for a plain tensor."""
     return getattr(tensor, "_spec", None)

@@ -1,4 +1,4 @@
-"""Which axes are those of data parallelism: named ones of a whole mesh, or all ranks where no mesh is given."""
+"""The axes of data parallelism: named axes of a larger mesh, or all ranks if no mesh is passed."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class DataParallelMeshDims:
 
 
 def data_axes(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh | None:
-    """The mesh of data parallelism that is in a whole mesh.
+    """Return the mesh of data parallelism inside the mesh of all axes.
 
     Args:
-        mesh: the whole mesh.
-        dims: a `DataParallelMeshDims`, or torch's; None: ``mesh`` is that of data parallelism.
+        mesh: the mesh of all axes.
+        dims: a `DataParallelMeshDims`, or torch's; None if ``mesh`` is that of data parallelism.
 
     Raises:
-        TypeError: ``dims`` is something else.
-        ValueError: no mesh, no names, or names that the mesh has not.
+        TypeError: ``dims`` of another type.
+        ValueError: no mesh, no names, or names that the mesh lacks.
         NotImplementedError: no axis to shard over.
     """
     if dims is None:
@@ -69,14 +69,14 @@ def data_axes(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh | None:
 
 
 def all_ranks(parameters: Sequence[Any]) -> DeviceMesh:
-    """One axis of all ranks: the mesh of `fully_shard` where none is given.
+    """Return one axis of all ranks: the default mesh of `fully_shard`.
 
     Args:
         parameters: the group's, managed: with a name, and a layout where they have one.
 
     Raises:
-        ValueError: parameters are distributed already, so that all ranks are not those of data parallelism; before
-            anything is communicated.
+        ValueError: parameters are distributed already, so not all ranks are of data parallelism; raised before any
+            communication.
     """
     groups: Any = get_platform().groups
     if not groups.is_initialized():

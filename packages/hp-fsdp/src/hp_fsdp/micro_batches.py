@@ -1,12 +1,12 @@
-"""Sums over micro-batches in one fixed tree, whichever rank ran which.
+"""Sums over micro-batches in one fixed tree, independent of which rank ran which.
 
 Note [The tree over micro-batches]
     Floating-point sums depend on their order, and a ring's order on the number of ranks. So in deterministic mode a
     gradient is summed along a binary tree over the micro-batches' *global* numbers: neighbours 2i and 2i+1 first, then
-    those sums, and so on; where the number is no power of two, what has no right neighbour goes up as it is. A rank
-    that ran micro-batches ``start`` to ``start + count`` adds up the subtrees that it holds whole, at most
-    ``2 * log2(count)`` of them, and sends these instead of ``count`` gradients; the ranks that receive them go on from
-    there. Where ``count`` is a power of two that is one, so as much is sent as by a reduce-scatter.
+    those sums, and so on; if the number is not a power of two, a sum without a right neighbour moves up unchanged. A
+    rank that ran micro-batches ``start`` to ``start + count`` adds up its complete subtrees, at most
+    ``2 * log2(count)`` of them, and sends these instead of ``count`` gradients; the receiving ranks go on from there.
+    If ``count`` is a power of two there is one subtree, so the traffic is that of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def subtrees(start: int, count: int) -> list[tuple[int, int]]:
-    """The largest whole subtrees that make up micro-batches ``start`` to ``start + count``.
+    """Return the largest complete subtrees that make up micro-batches ``start`` to ``start + count``.
 
     Example:
         >>> subtrees(6, 6)          # 6 and 7, 8 to 11
@@ -29,20 +29,20 @@ def subtrees(start: int, count: int) -> list[tuple[int, int]]:
 
     Args:
         start: global number of the first.
-        count: how many.
+        count: number of micro-batches.
 
     Returns:
         First number and size of each, in order.
     """
-    found = []
+    trees = []
     stop = start + count
     while start < stop:
         size = start & -start if start else 1 << (stop - start).bit_length()
         while start + size > stop:
             size //= 2
-        found.append((start, size))
+        trees.append((start, size))
         start += size
-    return found
+    return trees
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Subtree(Generic[T]):
 
 
 class TreeSum(Generic[T]):
-    """Takes subtrees in order and adds neighbours as soon as they make a larger one.
+    """Adds neighbouring subtrees, pushed in order, as soon as they make a larger one.
 
     Example:
         >>> tree = TreeSum(lambda a, b: f"({a}+{b})")
@@ -65,55 +65,55 @@ class TreeSum(Generic[T]):
         '(((0+1)+(2+3))+4)'
 
     Args:
-        add: gives the sum of a left and a right value; it may write into them.
+        add: returns the sum of a left and a right value; it may write into them.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
         self._add = add
-        self._held: list[_Subtree[T]] = []
+        self._stack: list[_Subtree[T]] = []
 
     @property
     def values(self) -> list[T]:
-        """The sums of the subtrees that are held: those that `subtrees` tells."""
-        return [each.value for each in self._held]
+        """Sums of the subtrees so far: those of `subtrees`."""
+        return [each.value for each in self._stack]
 
     @property
     def count(self) -> int:
-        """How many micro-batches were taken."""
-        return sum(each.size for each in self._held)
+        """Number of micro-batches so far."""
+        return sum(each.size for each in self._stack)
 
     def push(self, start: int, size: int, value: T) -> None:
-        """Takes the sum of the subtree that comes next.
+        """Add the sum of the next subtree.
 
         Args:
             start: global number of its first micro-batch.
-            size: how many it has, a power of two that divides ``start``.
+            size: number of its micro-batches, a power of two that divides ``start``.
             value: their sum.
         """
-        held = self._held
+        stack = self._stack
         assert size & (size - 1) == 0 and start % size == 0, (start, size)
-        assert not held or held[-1].start + held[-1].size == start, (held[-1].start, held[-1].size, start)
-        held.append(_Subtree(start, size, value))
-        while len(held) > 1 and held[-2].size == held[-1].size and held[-2].start % (2 * held[-2].size) == 0:
-            right = held.pop()
-            held[-1] = _Subtree(held[-1].start, 2 * right.size, self._add(held[-1].value, right.value))
+        assert not stack or stack[-1].start + stack[-1].size == start, (stack[-1].start, stack[-1].size, start)
+        stack.append(_Subtree(start, size, value))
+        while len(stack) > 1 and stack[-2].size == stack[-1].size and stack[-2].start % (2 * stack[-2].size) == 0:
+            right = stack.pop()
+            stack[-1] = _Subtree(stack[-1].start, 2 * right.size, self._add(stack[-1].value, right.value))
 
     def total(self) -> T:
-        """The sum of all micro-batches, after those from number 0 to the last were taken."""
-        assert self._held and self._held[0].start == 0
-        value = self._held[-1].value
-        for left in reversed(self._held[:-1]):
+        """Return the sum of all micro-batches, once those from number 0 to the last are in."""
+        assert self._stack and self._stack[0].start == 0
+        value = self._stack[-1].value
+        for left in reversed(self._stack[:-1]):
             value = self._add(left.value, value)
         return value
 
 
 class OwnMicroBatches(Generic[T]):
-    """A rank's own micro-batches of a step, kept until it is known how many there are and so where they stand.
+    """A rank's own micro-batches of a step, pending until their number and so their global numbers are known.
 
-    The first rank knows that its numbers start at 0, and adds up as it goes.
+    The numbers of the first rank start at 0, so it adds them up at once.
 
     Args:
-        rank: the rank's place among those that share the micro-batches.
+        rank: the rank's index among those that share the micro-batches.
         add: as for `TreeSum`, of values that may be None, which adds nothing.
     """
 
@@ -123,39 +123,39 @@ class OwnMicroBatches(Generic[T]):
         self.clear()
 
     def clear(self) -> None:
-        """Drops what is kept."""
+        """Drop all micro-batches."""
         self._tree: TreeSum[T | None] = TreeSum(self._add)
-        self._kept: list[T | None] = []
+        self._pending: list[T | None] = []
 
     def keep(self, number: int, value: T | None) -> None:
-        """Takes a micro-batch.
+        """Add a micro-batch.
 
         Args:
-            number: how many this rank ran before it in this step; those that were not taken count as None.
-            value: what it gives to the sum.
+            number: number of micro-batches before it on this rank in this step; missing ones count as None.
+            value: its summand.
         """
         if self._rank == 0:
             for index in range(self._tree.count, number + 1):
                 self._tree.push(index, 1, value if index == number else None)
         else:
-            self._kept += [None] * (number - len(self._kept))
-            self._kept.append(value)
+            self._pending += [None] * (number - len(self._pending))
+            self._pending.append(value)
 
     def take(self, count: int) -> list[T | None]:
-        """Gives up the sums of this rank's subtrees.
+        """Return the sums of this rank's subtrees, and drop them.
 
         Args:
-            count: how many micro-batches each rank ran.
+            count: number of micro-batches on each rank.
         """
         tree = self._tree
-        for index, value in enumerate(self._kept):
+        for index, value in enumerate(self._pending):
             tree.push(self._rank * count + index, 1, value)
         self.clear()
         return tree.values
 
 
 def check_modes(groups: Sequence[Any]) -> None:
-    """Raises where some groups of a model are in deterministic mode and some are not.
+    """Raise if some groups of a model are in deterministic mode and some are not.
 
     Raises:
         ValueError: with the first of each kind.

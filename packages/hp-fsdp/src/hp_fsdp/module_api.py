@@ -1,4 +1,4 @@
-"""The methods of a sharded module that set up its group, whatever the framework."""
+"""The methods of a sharded module, whatever the framework."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ from hp_fsdp.options import check_reshard
 from hp_fsdp.sharded_class import groups_in
 
 __all__ = [
-    "Controls",
-    "Tuning",
+    "ModuleAPI",
     "UnshardHandle",
-    "divisor_of",
     "share_comm_ctx",
 ]
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns."""
+    """The result of ``unshard(async_op=True)``."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def wait(self) -> None:
-        """Makes the unsharded parameters usable."""
+        """Wait until the unsharded parameters are usable."""
         self._group.finish_unshard()
 
 
-class Controls:
-    """The methods that act on the groups of a sharded module and of those inside it.
+class ModuleAPI:
+    """The methods of a sharded module that act on its group, and on the groups of the modules inside it.
 
-    Setters with ``recurse=True``, which most have by default, act on all sharded modules inside, too.
+    Setters with ``recurse=True``, the default of most, act on all sharded modules inside as well.
     """
 
     _hsdp_group: Any
@@ -42,11 +40,21 @@ class Controls:
         raise NotImplementedError
 
     def _groups(self, recurse: bool) -> list[Any]:
-        """List this module's group, with ``recurse`` those inside it, too."""
+        """List this module's group, with ``recurse`` also those inside it."""
         return groups_in(self._hsdp_modules()) if recurse else [self._hsdp_group]
 
+    def _tuned(self, setter: str, recurse: bool = False, *, one_mesh: bool = False) -> Iterator[Any]:
+        """Yield the communication settings of each group, or raise if a group doesn't support a setter.
+
+        Args:
+            setter: its name, for errors.
+            recurse: include the sharded modules inside.
+            one_mesh: the setting needs all parameters of a group on one mesh.
+        """
+        raise NotImplementedError
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's own parameters (not those of sharded modules inside) and registers them.
+        """Gather this module's own parameters (not those of sharded modules inside) and register them.
 
         Args:
             async_op: return at once. The parameters are there after ``wait()`` on the result; forward waits by itself.
@@ -60,52 +68,52 @@ class Controls:
         return None
 
     def reshard(self) -> None:
-        """Frees this module's gathered parameters and registers the sharded ones."""
+        """Free this module's gathered parameters and register the sharded ones."""
         self._hsdp_group.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over ranks. Without, they accumulate unsharded until a backward that does.
+        """Set whether backward reduces gradients over ranks; else they accumulate unsharded until a backward that does.
 
         Args:
             requires_gradient_sync: reduce.
-            recurse: for the sharded modules inside, too.
+            recurse: include the sharded modules inside.
         """
         for group in self._groups(recurse):
             group.reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward on a 2-d mesh all-reduces the gradients' shards over the replicas; without, they accumulate.
+        """Set whether backward on a 2-d mesh all-reduces the gradients' shards over the replicas; else they accumulate.
 
         Args:
             requires_all_reduce: all-reduce.
-            recurse: for the sharded modules inside, too.
+            recurse: include the sharded modules inside.
         """
         for group in self._groups(recurse):
             group.reduces_over_replicas = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to free the gathered parameters after forward. Set to True it holds for the root module, too.
+        """Set whether to free the gathered parameters after forward; True includes the root module.
 
         Args:
             reshard_after_forward: free them.
-            recurse: for the sharded modules inside, too.
+            recurse: include the sharded modules inside.
         """
         check_reshard(reshard_after_forward, "set_reshard_after_forward", sizes=False)
         for group in self._groups(recurse):
             group.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to free the gathered parameters after backward. Keeping them saves a gather between micro-batches.
+        """Set whether to free the gathered parameters after backward; else the next micro-batch needs no gather.
 
         Args:
             reshard_after_backward: free them.
-            recurse: for the sharded modules inside, too.
+            recurse: include the sharded modules inside.
         """
         for group in self._groups(recurse):
             group.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Which modules to gather while this one computes in forward, instead of the one that came next the last time.
+        """Set the modules to gather while this one computes in forward, instead of the next one of the last pass.
 
         Args:
             modules: sharded modules; an empty list goes back to the recorded order.
@@ -113,7 +121,7 @@ class Controls:
         self._hsdp_group.prefetch_in_forward = _groups_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Which modules to gather while this one computes in backward, instead of the one that came next the last time.
+        """Set the modules to gather while this one computes in backward, instead of the next one of the last pass.
 
         Args:
             modules: sharded modules; an empty list goes back to the recorded order.
@@ -121,11 +129,11 @@ class Controls:
         self._hsdp_group.prefetch_in_backward = _groups_of(modules, "set_modules_to_backward_prefetch")
 
     def set_reduce_op_type(self, reduce_op_type: Any, *, recurse: bool = True) -> None:
-        """How gradients are reduced over ranks; takes back what `set_gradient_divide_factor` set.
+        """Set how gradients are reduced over ranks; undoes `set_gradient_divide_factor`.
 
         Args:
             reduce_op_type: ``"avg"`` (the default) or ``"sum"``, or the framework's own name for one of them.
-            recurse: for the sharded modules inside, too.
+            recurse: include the sharded modules inside.
 
         Raises:
             ValueError: another operation.
@@ -137,99 +145,35 @@ class Controls:
             group.reduce_op, group.divisor = op, None
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Gradients of this module's own group are the sum over the ranks divided by ``factor``, instead of their mean.
+        """Make gradients of this module's group the sum over the ranks divided by ``factor``, instead of the mean.
 
-        The sum is divided, so with a ``reduce_dtype`` of a small range, such as float16, it must not overflow.
+        The sum is divided, so it must not overflow a ``reduce_dtype`` of a small range, such as float16.
 
         Args:
             factor: more than 0; such as the number of ranks times that of micro-batches.
-            recurse: for the sharded modules inside, too. Default False, as in torch.
+            recurse: include the sharded modules inside. Default False, as in torch.
 
         Raises:
-            ValueError: a factor that is not a finite number above 0.
+            ValueError: anything but a finite number above 0.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= sys.float_info.max:
             raise ValueError(f"set_gradient_divide_factor: factor must be a finite number above 0, got {factor!r}")
         for group in self._groups(recurse):
             group.reduce_op, group.divisor = "sum", None if factor == 1 else float(factor)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be copied: its parameters are shards of a group's. Build a second model and"
-            " load full_state_dict(model) into it"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be pickled: its parameters are shards of a group's. Save"
-            " full_state_dict(model)"
-        )
-
-
-def divisor_of(group: Any) -> float | None:
-    """What reduced gradients of a group are divided by, its scale in it; None for 1."""
-    if group.scale == 1.0:
-        return group.divisor
-    return (1.0 if group.divisor is None else group.divisor) / group.scale
-
-
-def _groups_of(modules: Sequence[Any], where: str) -> list[Any]:
-    for module in modules:
-        if not isinstance(module, Controls):
-            raise TypeError(f"{where}: expected modules that fully_shard was called on, got {type(module).__name__}")
-    return [module._hsdp_group for module in modules]
-
-
-def share_comm_ctx(modules: Sequence[Any]) -> None:
-    """Check that several sharded models, such as the stages of a pipeline on a rank, can share streams; they do anyway.
-
-    torch's function of the name gives its models one set of streams. Here no model has streams of its own: buffers are
-    allocated on the current stream, collectives run on that of their process group, copies of offloaded shards on one
-    for the device. So nothing is left to set.
-
-    Args:
-        modules: sharded modules.
-
-    Raises:
-        ValueError: something else among them.
-    """
-    for index, module in enumerate(modules):
-        if not isinstance(module, Controls):
-            raise ValueError(
-                f"share_comm_ctx: expected modules of fully_shard, number {index} is a {type(module).__name__}. Call"
-                " fully_shard on it first"
-            )
-
-
-class Tuning(Controls):
-    """Setters of how gradients are reduced and parameters are gathered, which most programs leave alone.
-
-    They act on the module's own group, as torch's do; those with ``recurse=True`` on the sharded modules inside, too.
-    """
-
-    def _tuned(self, setter: str, recurse: bool = False, *, one_mesh: bool = False) -> Iterator[Any]:
-        """Give what to set, a group at a time, or raise where a group can't follow.
-
-        Args:
-            setter: its name, for errors.
-            recurse: those of the sharded modules inside, too.
-            one_mesh: the setting has no meaning for a group of which some parameters are on a mesh of their own.
-        """
-        raise NotImplementedError
-
     def set_all_reduce_hook(self, hook: Callable[[Any], None], *, stream: Any = None) -> None:
-        """Call ``hook`` with each reduced piece of gradients, to reduce it over further ranks.
+        """Call ``hook`` with each reduced shard of gradients, to reduce it over further ranks.
 
-        The piece is flat, of the reduction's dtype, and the hook changes it in place. It is the reduce-scatter's
-        result, on a mesh of two axes the all-reduce's; it is called once for each dtype in the group.
+        The shard is flat, of the reduction's dtype, and the hook changes it in place. It is the result of the
+        reduce-scatter, or on a mesh of two axes of the all-reduce; there is one call for each dtype in the group.
 
         Args:
-            hook: takes the piece.
+            hook: takes the shard.
             stream: on a device, the stream to run the hook in. Default: the current one.
 
         Raises:
-            TypeError: the hook can't be called.
-            ValueError: a stream on a mesh of two axes, whose all-reduce comes before the hook.
+            TypeError: the hook isn't callable.
+            ValueError: a stream on a mesh of two axes, whose all-reduce precedes the hook.
         """
         if not callable(hook):
             raise TypeError(f"set_all_reduce_hook: expected a function of a tensor, got {type(hook).__name__}")
@@ -241,12 +185,12 @@ class Tuning(Controls):
             each.hook, each.stream = hook, stream
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce by sums only, and divide what was reduced; the gradients are the same up to rounding.
+        """Reduce by sums only, and divide afterwards; the gradients are the same up to rounding.
 
-        An all-reduce hook gets the sums, before they are divided.
+        An all-reduce hook gets the sums before the division.
 
         Args:
-            enable: do so.
+            enable: use sums.
         """
         for each in self._tuned("set_force_sum_reduction_for_comms"):
             each.sums = bool(enable)
@@ -257,10 +201,10 @@ class Tuning(Controls):
         Args:
             comm: torch's ``AllGather``: ``comm.allocate(size, dtype=, device=)`` makes the memory that is gathered
                 into, ``comm(output_tensor=, input_tensor=, group=, async_op=)`` gathers, and returns a handle or None.
-                What it gathered is copied into the parameters' memory.
+                The result is copied into the parameters' memory.
 
         Raises:
-            TypeError: it has not both.
+            TypeError: it lacks one of them.
         """
         check_comm(comm, "set_custom_all_gather")
         for each in self._tuned("set_custom_all_gather", one_mesh=True):
@@ -274,53 +218,53 @@ class Tuning(Controls):
                 sum: means are divided afterwards.
 
         Raises:
-            TypeError: it has not both.
+            TypeError: it lacks one of them.
         """
         check_comm(comm, "set_custom_reduce_scatter")
         for each in self._tuned("set_custom_reduce_scatter", one_mesh=True):
             each.scatter = comm
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce-scatter in a process group of its own, so that it can run beside the all-gathers of backward.
+        """Use a separate process group for reduce-scatters, so that they can run beside the all-gathers of backward.
 
-        All ranks call it alike.
+        All ranks must call it.
 
         Args:
             enable: False goes back to the mesh's group.
-            recurse: for the sharded modules inside, too.
+            recurse: include the sharded modules inside.
         """
         for each in self._tuned("set_separate_reduce_scatter_group", recurse):
             each.apart = bool(enable)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """`set_gradient_divide_factor`; torch's older name."""
+        """Call `set_gradient_divide_factor`, of which this is torch's older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce a group's gradients even where a rank's backward pass does not reach the group.
+        """Reduce a group's gradients even if a rank's backward pass does not reach the group.
 
-        Without, a group must have gradients on all ranks or on none; of its parameters, some may have none anywhere.
+        By default a group must have gradients on all ranks or on none; some of its parameters may have none anywhere.
         The group's forward must still run on all ranks. Its parameters stay gathered between forward and backward, and
         its gradients are reduced at the end of backward, when all ranks have the same to do.
 
         Args:
-            reduce_scatter_unused_params: do so.
-            recurse: for the sharded modules inside, too.
+            reduce_scatter_unused_params: reduce them.
+            recurse: include the sharded modules inside.
         """
         for each in self._tuned("set_reduce_scatter_unused_params", recurse):
             each.reduce_at_end(bool(reduce_scatter_unused_params))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many groups' gradients may be under way at once; more take more memory and wait less. Default 1.
+        """Set how many groups' gradients may be under way at once; more take more memory and wait less. Default 1.
 
         The largest number of a model's groups counts for all of them.
 
         Args:
             max_input_buffers: at least 1.
-            recurse: for the sharded modules inside, too.
+            recurse: include the sharded modules inside.
 
         Raises:
-            TypeError, ValueError: it is not.
+            TypeError, ValueError: anything else.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
@@ -335,24 +279,25 @@ class Tuning(Controls):
             each.set_most_reductions(max_input_buffers)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers the parameters again, which it needn't where it computes without (embeddings).
+        """Set whether backward gathers the parameters again; it need not if it does not use them (embeddings).
 
         Args:
-            unshard_in_backward: False: don't. A module that saves a parameter for backward raises RuntimeError then.
+            unshard_in_backward: False: don't gather. A module that saves a parameter for backward then raises
+                RuntimeError.
         """
         for each in self._tuned("set_unshard_in_backward"):
             each.set_unshard_in_backward(bool(unshard_in_backward))
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Wait for ``event`` before the next forward gathers; for an optimizer step that runs in another stream.
+        """Wait for ``event`` before the next forward gathers, for an optimizer step in another stream.
 
-        Once: a new event is needed for each step.
+        It is used once: each step needs a new event.
 
         Args:
             event: recorded after the optimizer's step; it has ``wait()``.
 
         Raises:
-            TypeError: it hasn't.
+            TypeError: it has no ``wait()``.
         """
         if not callable(getattr(event, "wait", None)):
             raise TypeError(f"set_post_optim_event: expected an event, with wait(), got {type(event).__name__}")
@@ -362,7 +307,7 @@ class Tuning(Controls):
     def reset_iter_state(self) -> None:
         """Go back to the state between steps after an error in forward or backward; the step's gradients are lost.
 
-        The next forward does so by itself.
+        The next forward does this by itself.
 
         Raises:
             RuntimeError: this is not the outermost sharded module.
@@ -371,7 +316,7 @@ class Tuning(Controls):
             each.reset_iter_state()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not here: collectives read and write the memory of parameters and gradients, so nothing is staged.
+        """Refuse: collectives read and write the memory of parameters and gradients, so nothing is staged.
 
         Raises:
             NotImplementedError: ``enable`` is True.
@@ -380,12 +325,52 @@ class Tuning(Controls):
             raise NotImplementedError(_NOTHING_STAGED.format("set_allocate_memory_from_process_group_for_comm"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not here: collectives read and write the memory of parameters and gradients, so nothing is staged.
+        """Refuse: collectives read and write the memory of parameters and gradients, so nothing is staged.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(_NOTHING_STAGED.format(f"set_symm_mem_for_comm({backend!r})"))
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be copied: its parameters are shards of a group's. Build a second model and"
+            " load full_state_dict(model) into it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be pickled: its parameters are shards of a group's. Save"
+            " full_state_dict(model)"
+        )
+
+
+def _groups_of(modules: Sequence[Any], where: str) -> list[Any]:
+    for module in modules:
+        if not isinstance(module, ModuleAPI):
+            raise TypeError(f"{where}: expected modules that fully_shard was called on, got {type(module).__name__}")
+    return [module._hsdp_group for module in modules]
+
+
+def share_comm_ctx(modules: Sequence[Any]) -> None:
+    """Check that several sharded models, such as the stages of a pipeline on a rank, can share streams; they always do.
+
+    torch's function of this name gives its models one set of streams. Here no model has streams of its own: buffers are
+    allocated on the current stream, collectives run on their process group's, copies of offloaded shards on one for the
+    device. So there is nothing to set.
+
+    Args:
+        modules: sharded modules.
+
+    Raises:
+        ValueError: something else among them.
+    """
+    for index, module in enumerate(modules):
+        if not isinstance(module, ModuleAPI):
+            raise ValueError(
+                f"share_comm_ctx: expected modules of fully_shard, number {index} is a {type(module).__name__}. Call"
+                " fully_shard on it first"
+            )
 
 
 _NOTHING_STAGED = (
@@ -395,7 +380,7 @@ _NOTHING_STAGED = (
 
 
 def check_comm(comm: Any, where: str) -> None:
-    """Raise TypeError for what is not torch's ``AllGather`` or ``ReduceScatter``."""
+    """Raise TypeError for anything but torch's ``AllGather`` or ``ReduceScatter``."""
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(
             f"{where}: expected an object that can be called and has allocate(size, dtype=, device=), as torch's"

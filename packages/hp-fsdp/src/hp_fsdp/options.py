@@ -61,7 +61,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """What decides how a parameter is communicated.
+    """Properties of a parameter that decide how it is communicated.
 
     Attributes:
         parameter: the managed parameter.
@@ -84,13 +84,13 @@ class ParameterFacts:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Parameters that are communicated as one, and how they are cut.
+    """Parameters that are communicated together, and how they are sharded.
 
     Attributes:
         parameters: the managed parameters.
-        unit: how many elements stay together: a row's, or those of a slice along ``dim``.
-        sharded: False for such that stay whole on each rank.
-        dim: of its one parameter, the dim that is cut; None where runs of elements in their order are.
+        unit: number of elements that stay together: a row's, or those of a slice along ``dim``.
+        sharded: False for parameters that stay replicated.
+        dim: the sharded dim of its one parameter; None for ranges of flattened elements.
     """
 
     parameters: list[Any]
@@ -101,18 +101,18 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """How a group communicates and where it lives, as `fully_shard` was told.
+    """Options of a group, from the arguments of `fully_shard` or `hsdp`.
 
     Attributes:
         policy: dtypes of computation and communication.
         reshard_after_forward: True, False, or the size of the smaller group to reshard to.
-        offload: where shards live, if on the host.
-        by_parameter: each parameter is communicated by itself, not the group's as one.
-        placement_of: gives a parameter's wanted placement, or None.
+        offload: the policy of shards on the host; None for shards on the device.
+        by_parameter: communicate each parameter by itself, not the group's together.
+        placement_of: the user's ``shard_placement_fn``; None for ranges of elements.
         deterministic: sums don't depend on the number of ranks.
-        threshold: parameters of fewer bytes stay whole on each rank, and their gradients are averaged.
-        bucket_bytes: what is communicated as one holds no more, but one parameter at least; None for no limit.
-        any_dim: the framework can cut parameters along another dim than the first.
+        threshold: parameters of fewer bytes stay replicated, and their gradients are averaged.
+        bucket_bytes: limit of a bucket, which holds one parameter at least; None for no limit.
+        any_dim: the framework can shard parameters along any dim.
     """
 
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -127,18 +127,18 @@ class GroupOptions:
 
     @property
     def reshards(self) -> bool:
-        """Whether gathered parameters are freed after forward; one rank alone holds what was gathered."""
+        """True if gathered parameters are freed after forward; a smaller group of one rank keeps them."""
         return self.reshard_after_forward is True or self.reshard_after_forward > 1
 
     def together(self, facts: Iterable[ParameterFacts]) -> list[BucketPlan]:
-        """Which parameters of a group are communicated as one.
+        """Plan which parameters of a group are communicated together.
 
         Args:
             facts: of the group's parameters, in order.
         """
         kinds: dict[Any, list[ParameterFacts]] = {}
         for each in facts:
-            # What is to keep whole slices is cut by itself; what differs in dtype or takes no part in reductions, too.
+            # Parameters sharded between slices have a bucket of their own; others share one by dtype and requires_grad.
             unit, dim = self.cut_of(each.name, each.original, each.shape)
             alone = each.name if self.by_parameter or unit > 1 or dim is not None else ""
             kinds.setdefault((each.dtype, each.trains, alone, unit, each.nbytes >= self.threshold, dim), []).append(
@@ -163,7 +163,7 @@ class GroupOptions:
         yield bucket
 
     def alignment(self, plan: BucketPlan, itemsize: int) -> int:
-        """Where parameters and pieces may start in a flat buffer, in elements.
+        """Return the alignment of parameters and pieces in a flat buffer, in elements.
 
         Args:
             plan: of the bucket.
@@ -174,17 +174,17 @@ class GroupOptions:
         return max(1, ALIGNMENT // itemsize)
 
     def cut_of(self, name: str, parameter: Any, shape: Sequence[int]) -> tuple[int, int | None]:
-        """How many elements of a parameter stay together, and along which dim other than the first it is cut.
+        """Return how many elements of a parameter stay together, and the sharded dim, None for the first.
 
         Args:
             name: the parameter's, for errors.
-            parameter: what to ask ``shard_placement_fn`` about.
+            parameter: the argument of ``shard_placement_fn``.
             shape: of the unsharded tensor on this rank.
 
         Raises:
-            TypeError: it gives something that is neither a ``Shard`` nor None.
-            ValueError: it gives a ``Shard`` of a dim that the parameter has not.
-            NotImplementedError: it gives a ``Shard`` of a dim that can't be cut here, or a mesh.
+            TypeError: it returns something that is neither a ``Shard`` nor None.
+            ValueError: it returns a ``Shard`` of a dim that the parameter lacks.
+            NotImplementedError: it returns a ``Shard`` of a dim that can't be sharded here, or a mesh.
         """
         placement = None if self.placement_of is None else self.placement_of(parameter)
         if placement is None:
@@ -220,7 +220,7 @@ class GroupOptions:
 
 
 def _ours(policy: Any) -> Any:
-    """A policy of torch's FSDP2 as ours of the same name and fields; others as they are."""
+    """Convert a policy of torch's FSDP2 to ours of the same name and fields; return others as they are."""
     kind: Any = {each.__name__: each for each in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy)}.get(
         type(policy).__name__
     )
@@ -242,19 +242,19 @@ def check_options(
     zero_copy: bool,
     any_dim: bool = False,
 ) -> GroupOptions:
-    """Checks the options of `fully_shard`.
+    """Check the options of `fully_shard`.
 
     Args:
-        reshard_after_forward: as given.
-        mixed_precision: as given.
-        mp_policy: as given.
-        offload_policy: as given.
-        comm_fusion: as given.
-        comm_fusion_zero_copy: as given.
-        shard_placement_fn: as given.
-        deterministic: as given.
-        zero_copy: what ``comm_fusion_zero_copy`` is with this framework.
-        any_dim: whether it can cut parameters along another dim than the first.
+        reshard_after_forward: this and the following are arguments of `fully_shard`.
+        mixed_precision: see there.
+        mp_policy: see there.
+        offload_policy: see there.
+        comm_fusion: see there.
+        comm_fusion_zero_copy: see there.
+        shard_placement_fn: see there.
+        deterministic: see there.
+        zero_copy: the framework's value of ``comm_fusion_zero_copy``.
+        any_dim: the framework can shard parameters along any dim.
 
     Raises:
         ValueError, TypeError, NotImplementedError: see `fully_shard`.
@@ -290,12 +290,12 @@ def check_options(
 
 
 def check_reshard(value: Any, where: str, *, sizes: bool) -> None:
-    """Raises for what ``reshard_after_forward`` cannot be.
+    """Raise if ``reshard_after_forward`` has a wrong type.
 
     Args:
-        value: as given.
-        where: the function that it was given to.
-        sizes: it may be the size of a smaller group.
+        value: the argument.
+        where: the function's name.
+        sizes: accept the size of a smaller group.
     """
     if not isinstance(value, bool):
         if isinstance(value, int):

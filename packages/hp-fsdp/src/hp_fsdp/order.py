@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ExecutionOrder(Generic[T]):
-    """Records the sequence of a pass and predicts from the pass before it. A wrong prediction costs time, nothing else.
+    """Records the sequence of a pass and predicts from the pass before it. A wrong prediction costs only time.
 
     Example:
         >>> order = ExecutionOrder()
@@ -35,25 +35,24 @@ class ExecutionOrder(Generic[T]):
 
     @property
     def now(self) -> Sequence[T]:
-        """What was visited in this pass so far."""
+        """Items visited in this pass so far."""
         return self._now
 
     @property
     def last(self) -> Sequence[T]:
-        """What was visited in the pass before this one."""
+        """Items visited in the pass before this one."""
         return self._last
 
     @property
     def known(self) -> bool:
-        """Whether there is a pass to predict from."""
+        """True if there is a pass to predict from."""
         return bool(self._last)
 
     def start(self, expected: Sequence[T] | None = None) -> None:
-        """Begins a pass.
+        """Begin a pass.
 
         Args:
-            expected: the sequence to predict from. Default: what was visited in the pass that ends here, if anything
-                was.
+            expected: the sequence to predict from. Default: the items of the pass that ends here, if there are any.
         """
         if expected is not None:
             self._last = expected
@@ -63,7 +62,7 @@ class ExecutionOrder(Generic[T]):
         self._at = 0
 
     def visit(self, item: T) -> T | None:
-        """Records ``item`` and returns what came after it in the last pass; None at its end or if unknown."""
+        """Record ``item`` and return the one after it in the last pass; None at its end or if unknown."""
         self._now.append(item)
         last, at = self._last, self._at
         if at >= len(last) or last[at] is not item:
@@ -80,8 +79,8 @@ class Span:
     """The calls of a group's modules in one forward pass: the first begins the group's forward, the last ends it.
 
     Args:
-        modules: of the group; each is called once, in any order. None: each call begins and ends the forward.
-        around: wraps what a call runs while gradients are recorded. Default: nothing.
+        modules: the group's; each is called once, in any order. Empty: each call begins and ends the forward.
+        around: wraps the forward of a call while gradients are recorded. Default: no wrapper.
     """
 
     __slots__ = ("_left", "around", "modules")
@@ -92,14 +91,14 @@ class Span:
         self._left: set[int] = set()
 
     def begins(self, module: Any) -> bool:
-        """Note that a module is called; True for the first one of a pass."""
+        """Record the call of a module; return True for the first one of a pass."""
         first = not self._left
         if first:
             self._left = set(map(id, self.modules))
         return first
 
     def ends(self, module: Any) -> bool:
-        """Note that a module's call returned; True when all did."""
+        """Record the return of a module's call; return True for the last one of a pass."""
         self._left.discard(id(module))
         return not self._left
 
@@ -109,12 +108,12 @@ class Span:
         return bool(self._left)
 
     def close(self) -> None:
-        """End the pass, whatever has run."""
+        """End the pass, even if some modules have not run."""
         self._left.clear()
 
 
 class _Inside(Span):
-    """A call inside of another one of the same group, which neither begins nor ends anything."""
+    """A call inside of another one of the same group, which neither begins nor ends a forward."""
 
     __slots__ = ()
 

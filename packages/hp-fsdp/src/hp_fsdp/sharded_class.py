@@ -25,18 +25,18 @@ _classes: dict[tuple[type, type], type] = {}
 
 
 def make_sharded_class(base: type, cls: type) -> type:
-    """A subclass of ``base`` and ``cls`` with the name of ``cls``; the same for each call.
+    """Return a subclass of ``base`` and ``cls`` with the name of ``cls``; the same for each call.
 
     Args:
         base: the framework's ``HSDPModule``.
         cls: the module's own class.
     """
-    made = _classes.get((base, cls))
-    if made is None:
+    sharded = _classes.get((base, cls))
+    if sharded is None:
         around, dot, own = cls.__qualname__.rpartition(".")
         names = {"__module__": cls.__module__, "__qualname__": f"{around}{dot}HSDP{own}"}
-        made = _classes[base, cls] = type(cls.__name__, (base, cls), names)
-    return made
+        sharded = _classes[base, cls] = type(cls.__name__, (base, cls), names)
+    return sharded
 
 
 def group_of(module: Any) -> Any:
@@ -79,7 +79,7 @@ def roots_of(module: Any, cls: type, inside: Callable[[Any], Iterable[Any]]) -> 
 
 
 def several_outermost(classes: Sequence[str]) -> str:
-    """The error's text where a group of several modules is run with no sharded module around them."""
+    """Return the error's text for a group of several modules that runs with no sharded module around them."""
     return (
         f"fully_shard: one of the group [{', '.join(classes)}] runs, and no sharded module around them ran before. Call"
         " fully_shard on the module that holds them, too, and run its forward first"

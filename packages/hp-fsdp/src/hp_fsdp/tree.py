@@ -11,14 +11,14 @@ __all__ = ["tree_functions"]
 
 
 def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], Iterator[Any]]]:
-    """Makes ``map_tensors(function, tree)`` and ``tensors(tree)`` for a framework's class of tensors.
+    """Make ``map_tensors(function, tree)`` and ``tensors(tree)`` for a framework's class of tensors.
 
     Args:
         kind: the class.
     """
 
     def tensors(tree: Any) -> Iterator[Any]:
-        """Every tensor in ``tree``, in order."""
+        """Yield every tensor in ``tree``, in order."""
         if isinstance(tree, kind):
             yield tree
         elif isinstance(tree, (tuple, list)):
@@ -32,7 +32,7 @@ def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], Iter
                 yield from tensors(getattr(tree, field.name, None))
 
     def map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
-        """``tree`` with ``function`` applied to its tensors; what holds no changed tensor is the same object as before.
+        """Apply ``function`` to the tensors in ``tree``; parts without changed tensors stay the same objects.
 
         Containers keep their type (a ``ModelOutput`` stays one): a changed one is a shallow copy.
         """

@@ -1,13 +1,12 @@
-"""Short forms of `fully_shard`: options by ZeRO level, and which modules to call it on.
+"""`hsdp`, `fully_shard` by ZeRO level, and `modules_by_size`, the modules to call it on.
 
 Note [Axes of hsdp]
-    `hsdp` is given no mesh. Plain parameters are sharded over the ranks that those of a group inside are, and where
-    there is none, over all. Those with a layout on a whole mesh
-    (`shard_module`) are sharded over the axes on which all of the group are replicated; one that is divided over these
-    stays as it is. Where layouts are on a slice (styles on ``mesh["tp"]``), the axes are the other ones of the mesh
-    that it was cut from, if all have names of data parallelism: over another one the ranks may hold other parameters
-    (pipeline) or the same rows, which nothing here can tell. A layout on a slice that holds an axis of such a name
-    (``mesh["dp", "tp"]``) has told the axes as one on the whole mesh does.
+    `hsdp` takes no mesh. Plain parameters are sharded over the ranks of the groups inside, or over all ranks if there
+    are none. Parameters with a layout on a full mesh (`shard_module`) are sharded over the axes on which all parameters
+    of the group are replicated; one that is sharded over these itself stays as it is. For layouts on a slice (styles on
+    ``mesh["tp"]``), the axes are the others of the root mesh, if all have names of data parallelism: over another axis
+    the ranks may hold other parameters (pipeline) or the same rows, which cannot be known here. A layout on a slice
+    that has an axis of such a name (``mesh["dp", "tp"]``) gives the axes like one on the full mesh.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PIPELINE_NAMES = frozenset("pp pipe pipeline stage stages".split())
 LEVELS = ("level1", "level2", "level3")
 
 TINY = 16
-"""A group of less than one part in so many of the wanted size is not worth collectives of its own."""
+"""A group smaller than this fraction (one in ...) of ``max_bytes`` is not worth collectives of its own."""
 
 
 def hsdp(
@@ -58,12 +57,12 @@ def hsdp(
     | level | sharded | parameters are gathered |
     | --- | --- | --- |
     | ``"level1"`` | optimizer states | once a step, at the first forward, and stay until the optimizer has stepped |
-    | ``"level2"`` | gradients, too | the same |
-    | ``"level3"`` | parameters, too | for each forward and for each backward (the outermost module's: once) |
+    | ``"level2"`` | gradients as well | the same |
+    | ``"level3"`` | parameters as well | for each forward and for each backward (the outermost module's: once) |
 
-    On MindSpore parameters stay until the step's last backward. Levels 1 and 2 are one: gradients are reduce-scattered
-    in both, which moves half of what an all-reduce does. Only under ``set_requires_gradient_sync(False)`` do they
-    accumulate whole, at any level.
+    On MindSpore parameters stay until the step's last backward. Levels 1 and 2 are the same: gradients are
+    reduce-scattered in both, with half the traffic of an all-reduce. Only under ``set_requires_gradient_sync(False)``
+    do they accumulate unsharded, at any level.
 
     Example:
         >>> for layer in model.layers:
@@ -71,23 +70,23 @@ def hsdp(
         >>> hsdp(model, optimizer_level="level3")
 
     Args:
-        module: inner modules first, the model last. Its parameters' own layouts say which axes are those of data
-            parallelism: with one on a whole mesh (`shard_module`), those on which all are replicated; with one on a
-            slice (styles on ``mesh["tp"]``), the other axes of the mesh; plain ones have all ranks.
+        module: inner modules first, the model last. Its parameters' own layouts give the axes of data parallelism: a
+            layout on the full mesh (`shard_module`) those on which all are replicated, a layout on a slice (styles on
+            ``mesh["tp"]``) the other axes of the mesh; plain parameters use all ranks.
         shard_size: ranks of a shard group; with fewer than all, groups are replicas of one another. 1 is plain data
-            parallelism: parameters stay whole, and their gradients are averaged. Default -1: all.
-        threshold: parameters of less than so many KiB, whole, stay whole on each rank. Default 64.
+            parallelism: parameters stay replicated, and their gradients are averaged. Default -1: all.
+        threshold: unsharded size in KiB below which parameters stay replicated. Default 64.
         optimizer_level: see above. Default ``"level1"``.
         enable_grad_accumulation: backward passes add up gradients without communication, until
             ``set_requires_gradient_sync(True)`` asks for the next ones to reduce. Default False: all reduce.
-        grad_scale: what reduced gradients are multiplied by. Default 1.
+        grad_scale: factor of the reduced gradients. Default 1.
         reduce_dtype: gradients are reduced in this dtype. Default: their own.
         comm_async: backward returns while reductions are under way: `hsdp_sync_stream` waits for them, as do an
-            optimizer's step and `clip_grad_norm_`. Default False: backward waits. Not on MindSpore,
-            whose backward passes return their gradients.
+            optimizer's step and `clip_grad_norm_`. Default False: backward waits. Not on MindSpore, whose backward
+            passes return their gradients.
         comm_fusion: parameters are gathered, and their gradients reduced, together. Default False: one by one.
-        bucket_size: with ``comm_fusion``, what is communicated as one holds no more than so many KiB of parameters, but
-            one parameter at least; 0 is one by one. Default -1: no limit.
+        bucket_size: with ``comm_fusion``, limit in KiB of parameters communicated together, but one at least; 0 is one
+            by one. Default -1: no limit.
 
     Returns:
         ``module``.
@@ -95,7 +94,7 @@ def hsdp(
     Raises:
         ValueError: an argument out of its range, a ``shard_size`` that does not divide the number of ranks, or a
             ``bucket_size`` without ``comm_fusion``.
-        TypeError: an argument of another type, or something that is no module.
+        TypeError: an argument of another type, or not a module.
         NotImplementedError: ``comm_async=True`` on MindSpore.
     """
     port = sharding()
@@ -155,12 +154,12 @@ def _is_int(value: Any) -> bool:
 
 
 def _mesh(module: Any, anatomy: Anatomy, shard_size: int) -> DeviceMesh:
-    """The axes over which `hsdp` shards a module's group: see Note [Axes of hsdp].
+    """Return the axes over which `hsdp` shards a module's group: see Note [Axes of hsdp].
 
     Args:
         module: it holds the group's parameters.
-        anatomy: where modules have their parts.
-        shard_size: as given; 1 asks for the ranks, which are all replicas.
+        anatomy: the structure of modules.
+        shard_size: the argument of `hsdp`; with 1 all ranks are replicas.
 
     Raises:
         ValueError: a ``shard_size`` that does not divide the ranks, or layouts on several meshes.
@@ -186,7 +185,7 @@ def _mesh(module: Any, anatomy: Anatomy, shard_size: int) -> DeviceMesh:
 
 
 def _data_axes(specs: Sequence[TensorSpec]) -> DeviceMesh | None:
-    """The axes of data parallelism of parameters with layouts, as one axis; None where no parameter has one."""
+    """Return the axes of data parallelism of parameters with layouts, as one axis; None if no parameter has one."""
     if not specs:
         return None
     root = specs[0].mesh.root
@@ -206,27 +205,27 @@ def _data_axes(specs: Sequence[TensorSpec]) -> DeviceMesh | None:
 
 
 def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks of a group's axes on one axis."""
+    """Return the ranks of a group's axes on one axis."""
     if mesh.ndim == 1:
         return mesh
     return mesh.root if mesh.root.ndim == 1 else mesh._flatten("hsdp_all")
 
 
 def _free_axes(spec: TensorSpec, root: DeviceMesh) -> list[str]:
-    """The axes over which a parameter may be sharded further."""
+    """Return the axes over which a parameter may be sharded further."""
     own = dict(zip(spec.mesh.mesh_dim_names or (), spec.placements, strict=True))
     others = [name for name in root.mesh_dim_names or () if name not in own]
-    told = not others or any(_named(name, DATA_NAMES) for name in own)
+    explicit = not others or any(_named(name, DATA_NAMES) for name in own)
     unknown = [name for name in others if not _named(name, DATA_NAMES)]
-    if unknown and not told:
+    if unknown and not explicit:
         _refuse_axes(unknown, spec, "of which hsdp cannot tell whether they are of data parallelism")
-    free = [name for name, placement in own.items() if told and placement.is_replicate()]
+    free = [name for name, placement in own.items() if explicit and placement.is_replicate()]
     return [name for name in root.mesh_dim_names or () if name in free or (name in others and name not in unknown)]
 
 
-def _named(name: str, known: Collection[str]) -> bool:
-    """Whether a word of an axis' name is a known one: ``"dp_shard"``, ``"data-parallel"``, ``"dp0"``."""
-    return any(word.strip("0123456789") in known for word in name.lower().replace("-", "_").split("_"))
+def _named(name: str, words: Collection[str]) -> bool:
+    """Tell whether one of ``words`` is in an axis' name: ``"dp_shard"``, ``"data-parallel"``, ``"dp0"``."""
+    return any(word.strip("0123456789") in words for word in name.lower().replace("-", "_").split("_"))
 
 
 def _refuse_axes(names: Sequence[str], spec: TensorSpec, why: str) -> NoReturn:
@@ -244,7 +243,7 @@ def modules_by_size(model: M, max_bytes: int) -> list[M]:
     """List the modules to call `fully_shard` on, so that groups hold at most ``max_bytes`` where modules allow it.
 
     From the model down, the first modules that are small enough are groups. A module without a forward of its own
-    (``ModuleList``, ``CellList``), one that shares a parameter with others, and one that holds very little is none: its
+    (``ModuleList``, ``CellList``), with a parameter shared with others, or with very few parameters is not one: its
     parameters fall to the group around it.
 
     Example:
@@ -260,7 +259,7 @@ def modules_by_size(model: M, max_bytes: int) -> list[M]:
 
     Raises:
         ValueError: ``max_bytes`` below one.
-        TypeError: ``max_bytes`` that is no int.
+        TypeError: ``max_bytes`` is not an int.
     """
     if not isinstance(max_bytes, int):
         raise TypeError(f"modules_by_size: max_bytes must be a number of bytes, got {max_bytes!r}")
@@ -268,7 +267,7 @@ def modules_by_size(model: M, max_bytes: int) -> list[M]:
         raise ValueError(f"modules_by_size: max_bytes must be at least 1, got {max_bytes}")
     anatomy = sharding().anatomy()
     shared = _uses(anatomy, model)
-    found: dict[int, Any] = {}
+    chosen: dict[int, Any] = {}
     taken: set[int] = set()  # ids of parameters that have a group
 
     def visit(module: Any) -> None:
@@ -280,13 +279,13 @@ def modules_by_size(model: M, max_bytes: int) -> list[M]:
             take(module)
 
     def take(module: Any) -> None:
-        if id(module) not in found:
-            found[id(module)] = module
+        if id(module) not in chosen:
+            chosen[id(module)] = module
             taken.update(id(parameter) for parameter in anatomy.uses(module))
 
     visit(model)
     take(model)
-    return list(found.values())
+    return list(chosen.values())
 
 
 def _uses(anatomy: Anatomy, module: Any) -> dict[int, int]:
@@ -297,6 +296,6 @@ def _uses(anatomy: Anatomy, module: Any) -> dict[int, int]:
 
 
 def _fits(anatomy: Anatomy, module: Any, shared: dict[int, int]) -> bool:
-    """Whether a module can be a group: it computes, and nobody else has its parameters."""
+    """Tell whether a module can be a group: it computes, and no other module shares its parameters."""
     inside = _uses(anatomy, module)
     return anatomy.computes(module) and all(shared[key] == count for key, count in inside.items())

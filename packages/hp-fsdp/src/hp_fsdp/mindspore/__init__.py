@@ -1,4 +1,4 @@
 """fully_shard on MindSpore Cells, in PyNative mode.
 
-What differs from `hp_fsdp.torch` is told in Note [One function a group] in `hp_fsdp.mindspore.unsharding`.
+For the differences to `hp_fsdp.torch` see Note [One function a group] in `hp_fsdp.mindspore.gradients`.
 """

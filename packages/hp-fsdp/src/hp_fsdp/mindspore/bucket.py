@@ -2,15 +2,15 @@
 
 Note [Two copies]
     On MindSpore a write into a view does not reach its base (on CPU it is lost without an error), so sharded
-    parameters cannot look into a flat shard that an optimizer then writes: the shards are put together before a gather.
-    Reading through views is right, so the gathered buffer needs no copy out: the unsharded parameters look into it.
-    Gradients are put together before the reduction and copied out after it, for they may be written to in place.
+    parameters cannot be views of a flat shard that an optimizer then writes: the shards are concatenated before a
+    gather. Reading through views works, so the gathered buffer needs no copy out: the unsharded parameters are views of
+    it. Gradients are concatenated before the reduction and copied out after it, because they may be written in place.
 
 Note [Memory that comes and goes]
-    The gathered buffer is one tensor for good, of which the storage is emptied by ``resize_(0)``. What autograd saved
-    in forward are views of it; they find their values again when it is gathered anew for backward. Collectives write
-    through an alias with a version counter of its own, for autograd must not take a gather for a change of the value
-    that it saved.
+    The gathered buffer is one tensor for good, whose storage is emptied by ``resize_(0)``. The tensors that autograd
+    saved in forward are views of it; they have their values again when it is gathered anew for backward. Collectives
+    write through an alias with a version counter of its own, since autograd must not take a gather for a change of a
+    saved value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bucket:
     Args:
         plan: the parameters, in the order in which they lie in the buffer, and how they are cut.
         axes: the axes of data parallelism.
-        options: what `fully_shard` was told.
+        options: the arguments of `fully_shard`.
         owner: text that names the group in errors.
     """
 
@@ -82,7 +82,7 @@ class Bucket:
         ]
 
     def shard_originals(self) -> None:
-        """Makes the parameters sharded ones."""
+        """Shard the parameters."""
         for index, (parameter, spec) in enumerate(zip(self.parameters, self.specs)):
             start, stop = self.layout.part(index, self.axes.shard_rank)
             parameter.shard(start, stop, spec, f"{parameter.name!r} of {self.owner}")
@@ -95,17 +95,17 @@ class Bucket:
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter requires gradients."""
+        """True if any parameter requires gradients."""
         return any(parameter.parameter.requires_grad for parameter in self.parameters)
 
     @property
     def gathered_bytes(self) -> int:
-        """The memory of the gathered buffer now."""
+        """Current memory of the gathered buffer."""
         return 0 if self.full is None else self.storage.size()
 
     # ---- gathering ----
     def check(self) -> None:
-        """Raises where a parameter has no values yet.
+        """Raise if a parameter has no values yet.
 
         Raises:
             RuntimeError: it was built by ``init_empty_weights`` and not initialised.
@@ -124,7 +124,7 @@ class Bucket:
         self.bytes = self.storage.size()
 
     def piece(self) -> Tensor:
-        """The rank's piece: its shards one after the other, with the padding between them."""
+        """Return the rank's piece: its shards one after the other, with the padding between them."""
         sizes, runs = self.layout.splits(self.axes.shard_rank)
         at = dict(zip(runs, self.parameters))
         parts = [
@@ -137,7 +137,7 @@ class Bucket:
         return parts[0].copy() if len(parts) == 1 else ops.concat(parts)
 
     def come_home(self) -> None:
-        """Moves offloaded shards to the host that are on the device: Note [Optimizers bring parameters back]."""
+        """Move offloaded shards that are on the device to the host: Note [Optimizers bring parameters back]."""
         if self.offload is not None:
             for parameter in self.parameters:
                 if not parameter.parameter.has_init:
@@ -147,7 +147,7 @@ class Bucket:
                         set_local(parameter.parameter, moved)
 
     def gather(self, async_op: bool = False) -> Any:
-        """Starts to fill the gathered buffer from all ranks' shards; returns a handle, or None where it is filled."""
+        """Start to fill the gathered buffer from all ranks' shards; return a handle, or None if it is filled."""
         if self.full is None:
             self._prepare()
         self.storage.resize_(self.bytes)
@@ -170,14 +170,14 @@ class Bucket:
         )
 
     def views(self) -> list[Tensor]:
-        """The unsharded parameters as plain tensors that look into the gathered buffer."""
+        """Return the unsharded parameters as plain views of the gathered buffer."""
         return [
             mint.narrow(self.full, 0, offset, parameter.numel).reshape(parameter.shape)
             for parameter, offset in zip(self.parameters, self.layout.offsets)
         ]
 
     def release(self, ranks: PostForwardRanks | None = None) -> None:
-        """Frees the gathered buffer.
+        """Free the gathered buffer.
 
         Args:
             ranks: the ranks among which to keep a post-forward shard. Default: keep nothing.
@@ -193,12 +193,12 @@ class Bucket:
                 autograd.forget()
 
     def drop_post_forward_shard(self) -> None:
-        """Frees what `release` kept."""
+        """Free the post-forward shard."""
         self.post_forward_shard = None
 
     # ---- gradients ----
     def collect(self, gradients: Sequence[Tensor]) -> Tensor:
-        """One flat buffer of the gradients, with what earlier backward passes left."""
+        """Return one flat buffer of the gradients, with those of earlier backward passes."""
         parts: list[Tensor] = []
         end = 0
         for gradient, offset, numel in zip(gradients, self.layout.offsets, self.layout.numels):
@@ -216,10 +216,10 @@ class Bucket:
         return flat
 
     def reduce(self, flat: Tensor, op: str, *, over_replicas: bool) -> list[Tensor]:
-        """Each parameter's shard of the gradient, reduced over the ranks.
+        """Return each parameter's shard of the gradient, reduced over the ranks.
 
         Args:
-            flat: what `collect` gave.
+            flat: the result of `collect`.
             op: ``"avg"`` or ``"sum"``.
             over_replicas: on two axes, all-reduce the shards, too; else they wait for a later call that does, and
                 zeros are returned.
@@ -240,7 +240,7 @@ class Bucket:
         return self.shards(piece)
 
     def reduce_in_order(self, count: int, op: str) -> list[Tensor]:
-        """Each parameter's shard of the sum over micro-batches, in deterministic mode.
+        """Return each parameter's shard of the sum over micro-batches, in deterministic mode.
 
         Args:
             count: number of micro-batches a rank.
@@ -250,7 +250,7 @@ class Bucket:
         return self.shards(self.sums.reduce(count, op))
 
     def shards(self, piece: Tensor) -> list[Tensor]:
-        """Each parameter's part of this rank's piece of a reduced gradient, 1-d, in memory of its own."""
+        """Split this rank's piece of a reduced gradient into a shard for each parameter, 1-d, in memory of its own."""
         if self.divisor is not None:
             piece = piece / self.divisor
         shards = []
@@ -261,12 +261,12 @@ class Bucket:
         return shards
 
     def zeros(self) -> list[Tensor]:
-        """Shards of gradients that are still to come."""
+        """Return zeros in place of gradients that a later backward pass returns."""
         rank = self.axes.shard_rank
         return [ops.zeros((self.layout.units(index)[rank],), self.dtype) for index in range(len(self.parameters))]
 
     def forget_gradients(self) -> None:
-        """Drops what was accumulated."""
+        """Drop accumulated gradients."""
         self.accumulated = self.accumulated_piece = None
         if self.sums is not None:
             self.sums.forget()

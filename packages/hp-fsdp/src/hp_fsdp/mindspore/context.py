@@ -1,4 +1,4 @@
-"""RootContext: what the groups of one model share: orders, gathers ahead of time, the backward pass under way."""
+"""RootContext: the shared state of the groups of one model: orders, gathers ahead of time, the backward pass."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RootContext(Context[ParameterGroup]):
         _pynative_executor.queue_backward_final_callback(self.end_backward)
 
     def enter_backward(self, call: Call) -> None:
-        """The backward of ``call`` is about to begin: a gradient has come to one of its outputs."""
+        """Begin the backward of ``call``: a gradient has arrived at one of its outputs."""
         group = call.group
         if call.done or call in group.active:
             return
@@ -51,7 +51,7 @@ class RootContext(Context[ParameterGroup]):
             group.show_again()
 
     def end_backward(self) -> None:
-        """The backward pass is over, for the groups, too, whose gradients did not all come.
+        """End the backward pass, including groups that are missing some gradients.
 
         Raises:
             RuntimeError: in deterministic mode, a sum that could not be returned; see `ParameterGroup.end_micro_batch`.
@@ -68,7 +68,7 @@ class RootContext(Context[ParameterGroup]):
 
 
 def hsdp_sync_stream() -> None:
-    """Waits for the reductions of all sharded models that are still under way: on MindSpore none are.
+    """Wait for the reductions of all sharded models that are still under way: on MindSpore none are.
 
     A backward pass waits for its reductions where it starts them, for it returns their results.
     """

@@ -2,12 +2,11 @@
 
 Note [The sum is returned]
     Until the last backward pass before an optimizer's step a rank keeps the unsharded gradients of each of its
-    micro-batches, for the order of their sum is known only when their number is: `hp_fsdp.micro_batches`. Gradients are
+    micro-batches, because the order of their sum depends on their number: `hp_fsdp.micro_batches`. Gradients are
     returned, so the sum over the ranks is formed in the backward of the function that unshards
-    (`hp_fsdp.mindspore.unsharding`): of the last of the Cell's calls in the last micro-batch. The others return zeros.
-    The last call is the one after which none is left that was recorded; so a call whose output the loss does not use
-    must not be kept alive, and a group must be used in the last micro-batch if it was in an earlier one. Where that is
-    not so the backward pass raises.
+    (`hp_fsdp.mindspore.gradients`): of the last of the Cell's calls in the last micro-batch. The others return zeros.
+    The last call is the last of the recorded ones; so a call whose output the loss does not use must not be kept alive,
+    and a group must be used in the last micro-batch if it was in an earlier one. Otherwise the backward pass raises.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class MicroBatchSums:
 
     Args:
         axes: the axes of data parallelism.
-        layout: where the parameters lie in a flat gradient.
+        layout: offsets of the parameters in a flat gradient.
 
     Attributes:
         current: the sum over the Cell's calls in the backward pass under way; None where there was none.
@@ -50,27 +49,27 @@ class MicroBatchSums:
         self.own: OwnMicroBatches[Tensor] = OwnMicroBatches(self.row + axes.shard_rank, _add)
 
     def add(self, flat: Tensor) -> None:
-        """Takes the flat gradient of one call."""
+        """Add the flat gradient of one call."""
         self.current = _add(self.current, flat)
         self.used = True
 
     def end_micro_batch(self, number: int) -> None:
-        """The gradients of a micro-batch are complete.
+        """End a micro-batch: its gradients are complete.
 
         Args:
-            number: how many this rank ran before it since the last step.
+            number: number of micro-batches before it on this rank since the last step.
         """
         self.own.keep(number, self.current)
         self.current = None
 
     def forget(self) -> None:
-        """Drops what was taken."""
+        """Drop all gradients."""
         self.current = None
         self.used = False
         self.own.clear()
 
     def reduce(self, count: int, op: str) -> Tensor:
-        """This rank's piece of the sum over all micro-batches: an all-to-all, on two axes a gather over replicas, too.
+        """Return this rank's piece of the sum over all micro-batches, by an all-to-all and a gather over replicas.
 
         Args:
             count: number of micro-batches a rank.
@@ -87,14 +86,14 @@ class MicroBatchSums:
         return total / self.ranks if op == "avg" and self.ranks > 1 else total
 
     def _sum_row(self, sent: list[Tensor], count: int) -> TreeSum[Any]:
-        """The subtrees that the ranks of this line hold together, of this rank's piece."""
+        """Sum this rank's piece over the ranks of this line, as far as subtrees are complete."""
         size, piece = self.axes.shard_size, self.layout.piece
-        held = [subtrees((self.row + rank) * count, count) for rank in range(size)]
+        trees = [subtrees((self.row + rank) * count, count) for rank in range(size)]
         slots: list[list[Tensor | None]] = [list(sent)] if size == 1 else []
         if size > 1:
             slots = [[] for _ in range(size)]
-            for slot in range(max(map(len, held))):
-                splits = [piece if slot < len(each) else 0 for each in held]
+            for slot in range(max(map(len, trees))):
+                splits = [piece if slot < len(each) else 0 for each in trees]
                 mine = slot < len(sent)
                 output = mint.empty((sum(splits),), dtype=sent[0].dtype)
                 get_platform().collectives.all_to_all(
@@ -109,22 +108,22 @@ class MicroBatchSums:
                     slots[rank].append(mint.narrow(output, 0, at, length) if length else None)
                     at += length
         tree: TreeSum[Any] = TreeSum(_add)
-        for each, received in zip(held, slots):
+        for each, received in zip(trees, slots):
             for (start, number), value in zip(each, received):
                 tree.push(start, number, value)
         return tree
 
     def _sum_replicas(self, own: list[Tensor], count: int) -> TreeSum[Any]:
         size, row, piece = self.axes.replicate_size, self.axes.shard_size, self.layout.piece
-        held = [subtrees(replica * row * count, row * count) for replica in range(size)]
+        trees = [subtrees(replica * row * count, row * count) for replica in range(size)]
         received = []
-        for slot in range(max(map(len, held))):
-            value = own[min(slot, len(own) - 1)].copy()  # all-gathers are even: what fills up is not read
+        for slot in range(max(map(len, trees))):
+            value = own[min(slot, len(own) - 1)].copy()  # all-gathers are even: padding is not read
             output = mint.empty((size * piece,), dtype=value.dtype)
             get_platform().collectives.all_gather(output, value, group=self.axes.replicate_group)
             received.append(output)
         tree: TreeSum[Any] = TreeSum(_add)
-        for replica, each in enumerate(held):
+        for replica, each in enumerate(trees):
             for slot, (start, number) in enumerate(each):
                 tree.push(start, number, mint.narrow(received[slot], 0, replica * piece, piece))
         return tree
@@ -137,5 +136,5 @@ def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 
 def _minus_zeros(like: Tensor) -> Tensor:
-    """What a micro-batch without a gradient adds: -0.0 + x is x for every x, zeros of either sign, too."""
+    """Return the summand of a micro-batch without a gradient: -0.0 + x is x for every x, also for +0.0 and -0.0."""
     return Tensor(np.full(tuple(like.shape), -0.0, np.float32)).astype(like.dtype)

@@ -143,7 +143,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def watch_activations(model: nn.Cell) -> NoReturn:
-    """Refuse: not supported on MindSpore yet.
+    """Refuse: MindSpore does not support it yet.
 
     Raises:
         NotImplementedError: always; MindSpore has no hooks for what its autograd saves.

@@ -15,8 +15,8 @@ Note [The oldest node]
     trained parameters has no such node, and keeps its memory until the backward pass ends.
 
 Note [No cycle]
-    The node refers to the call, so the call refers to no tensor of the graph: what refers to itself through the graph
-    is never freed.
+    The node refers to the call, so the call refers to no tensor of the graph: a reference cycle through the graph is
+    never freed.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class _Unshard(_Function):
                 return tuple(shard.reshape(shape) for shard, shape in zip(shards, shapes, strict=True))
 
         with local_mode():
-            made = once_differentiable(leave, lambda: f"a parameter of {name}, sharded by fully_shard,", *gradients)
-        return (None, *made) if isinstance(made, tuple) else (None, made)
+            shards = once_differentiable(leave, lambda: f"a parameter of {name}, sharded by fully_shard,", *gradients)
+        return (None, *shards) if isinstance(shards, tuple) else (None, shards)
 
 
 def unsharded_tensors(group: ParameterGroup, call: Call | None) -> list[Any]:
-    """The unsharded parameters of a gathered group, in the order of its buckets.
+    """Return the unsharded parameters of a gathered group, in the order of its buckets.
 
     Args:
         group: the group.
@@ -85,18 +85,18 @@ def unsharded_tensors(group: ParameterGroup, call: Call | None) -> list[Any]:
     with local_mode():
         if call is None or not group.trains:
             with _no_grad():
-                made = [view for bucket in group.buckets for view in bucket.views()]
+                tensors = [view for bucket in group.buckets for view in bucket.views()]
         else:
             # A function checks gradients against its inputs' shapes, and of a Parameter it knows the one that it was
             # made with. An alias has the shape of the data.
             shards = [alias(p.parameter) for bucket in group.buckets if bucket.trains for p in bucket.parameters]
             recorded = _Unshard.apply(call, *shards)
             rest = iter(recorded if isinstance(recorded, tuple) else (recorded,))
-            made = []
+            tensors = []
             for bucket in group.buckets:
                 if bucket.trains:
-                    made += [next(rest) for _ in bucket.parameters]
+                    tensors += [next(rest) for _ in bucket.parameters]
                 else:
                     with _no_grad():
-                        made += bucket.views()
-    return [parameter.dress(tensor) for parameter, tensor in zip(group.parameters, made)]
+                        tensors += bucket.views()
+    return [parameter.dress(tensor) for parameter, tensor in zip(group.parameters, tensors)]

@@ -1,4 +1,4 @@
-"""ParameterGroup: what one call of `fully_shard` made of a Cell, and its state."""
+"""ParameterGroup: the group that one call of `fully_shard` makes of a Cell, and its state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hp_fsdp.group import Group
 from hp_fsdp.mindspore.bucket import Bucket
 from hp_fsdp.mindspore.gradients import Call, unsharded_tensors
 from hp_fsdp.mindspore.parameter import ManagedParameter
-from hp_fsdp.module_api import divisor_of
 from hp_fsdp.options import BucketPlan
 from hp_platform import get_platform
 from hp_platform.extend import communicate_for
@@ -28,9 +27,9 @@ class ParameterGroup(Group):
     """A group of one Cell.
 
     Attributes:
-        standing: what is registered in the Cells for the parameters now.
-        kept_unsharded: they stay gathered for the next micro-batch.
-        has_values: each parameter was seen to have some.
+        standing: the tensors registered in the Cells for the parameters now.
+        kept_unsharded: the parameters stay gathered for the next micro-batch.
+        has_values: every parameter has values.
         active: the calls whose backward has begun and is not over.
     """
 
@@ -62,7 +61,7 @@ class ParameterGroup(Group):
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter requires gradients."""
+        """True if any parameter requires gradients."""
         return any(bucket.trains for bucket in self.buckets)
 
     # ---- parameters ----
@@ -107,7 +106,7 @@ class ParameterGroup(Group):
         return self.gathering is not None or not (self.user_unsharded or self.kept_unsharded)
 
     def show(self, tensors: Sequence[Any]) -> list[Any]:
-        """Registers ``tensors`` in the Cells; returns what was registered before."""
+        """Register ``tensors`` in the Cells; return the tensors registered before."""
         before, self.standing = self.standing, list(tensors)
         for parameter, tensor in zip(self.parameters, tensors):
             for cell, name in parameter.places:
@@ -115,12 +114,12 @@ class ParameterGroup(Group):
         return before
 
     def hide(self) -> None:
-        """Registers the sharded parameters in the Cells."""
+        """Register the sharded parameters in the Cells."""
         self.show([parameter.parameter for parameter in self.parameters])
 
     # ---- backward ----
     def show_again(self) -> None:
-        """Registers unsharded tensors for a forward inside backward (recomputation), which records what it saves."""
+        """Register unsharded tensors for a forward inside backward (recomputation), which is recorded."""
         tensors = unsharded_tensors(self, None)
         for parameter, tensor in zip(self.parameters, tensors):
             if parameter.parameter.requires_grad:
@@ -128,7 +127,7 @@ class ParameterGroup(Group):
         self.show(tensors)
 
     def leave_backward(self, call: Call, gradients: Sequence[Tensor]) -> list[Any]:
-        """The backward of ``call`` is over: frees the parameters, reduces the gradients.
+        """End the backward of ``call``: free the parameters, reduce the gradients.
 
         Returns:
             The shards of the gradients of the trained buckets' parameters.
@@ -152,7 +151,7 @@ class ParameterGroup(Group):
             return shards
         self.note("reduce")
         for bucket, flat in zip(trained, flats):
-            bucket.divisor = divisor_of(self)
+            bucket.divisor = self.total_divisor
             shards += communicate_for(
                 self.modules, bucket.reduce, flat, self.reduce_op, over_replicas=self.reduces_over_replicas
             )
@@ -160,7 +159,7 @@ class ParameterGroup(Group):
         return shards
 
     def _leave_in_order(self, trained: Sequence[Bucket], flats: Sequence[Tensor]) -> list[Any]:
-        """What `leave_backward` does in deterministic mode: the last call returns the sum, the others zeros.
+        """Reduce in deterministic mode: the last call returns the sum, the others zeros.
 
         Raises:
             RuntimeError: a call that was made after the last one had returned the sum.
@@ -183,13 +182,13 @@ class ParameterGroup(Group):
         for bucket in trained:
             assert bucket.sums is not None
             bucket.sums.end_micro_batch(number)
-            bucket.divisor = divisor_of(self)
+            bucket.divisor = self.total_divisor
             shards += communicate_for(self.modules, bucket.reduce_in_order, number + 1, self.reduce_op)
         self.note("reduced")
         return shards
 
     def end_micro_batch(self) -> str | None:
-        """A backward pass of the model is over, in deterministic mode.
+        """End a micro-batch, in deterministic mode.
 
         Returns:
             What to raise where it was to return the sum, but the call that was to return it got no gradient.
@@ -224,7 +223,7 @@ class ParameterGroup(Group):
         return None
 
     def end_backward(self) -> None:
-        """No call's backward is under way: frees the parameters, or carries them to the next micro-batch."""
+        """Free the parameters after the last call's backward, or keep them unsharded for the next micro-batch."""
         self.active.clear()
         if self.reduces or self.reshard_after_backward:
             self.reshard()
@@ -241,7 +240,7 @@ class ParameterGroup(Group):
             self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Drops gradients that wait for a backward pass that reduces them."""
+        """Drop gradients that wait for a backward pass that reduces them."""
         self.micro_batches = 0
         for bucket in self.buckets:
             bucket.forget_gradients()

@@ -1,17 +1,17 @@
-"""What happens around a sharded Cell's forward and backward.
+"""The work before and after a sharded Cell's forward and backward.
 
 Note [Where backward begins and ends]
     The backward of a Cell begins when a gradient has come to one of its outputs: a hook on that tensor. It ends with
-    the node that unsharded its parameters: Note [The oldest node] in `hp_fsdp.mindspore.unsharding`.
+    the node that unsharded its parameters: Note [The oldest node] in `hp_fsdp.mindspore.gradients`.
 
 Note [Forward inside backward]
-    Recomputation runs forward again in backward. Inside a Cell whose backward has begun the parameters are there, and
-    stay. A whole Cell that is recomputed runs as in any forward.
+    Recomputation runs forward again in backward. Inside a Cell whose backward has begun the parameters are gathered,
+    and stay so. A Cell that is recomputed as a whole runs as in any forward.
 
 Note [No second derivative]
-    What a recorded backward computes with is freed when that backward ends, and the sum over the ranks is not
-    recorded. So neither the gradients of the parameters nor those of the inputs of the outermost Cell can be
-    differentiated again: there is no other way into what was recorded.
+    The tensors that a recorded backward computes with are freed when that backward ends, and the sum over the ranks is
+    not recorded. So neither the gradients of the parameters nor those of the inputs of the outermost Cell can be
+    differentiated again: no other path leads into the recorded graph.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ map_tensors, tensors = tree_functions(Tensor)
 def run_forward(
     group: ParameterGroup, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs a Cell's forward with its parameters gathered, and arranges for its backward.
+    """Run a Cell's forward with its parameters gathered, and arrange for its backward.
 
     Args:
         group: the Cell's group.
-        forward: what to call.
+        forward: the function to call.
         args: its positional arguments.
         kwargs: its keyword arguments.
 
     Returns:
-        What ``forward`` returned.
+        The result of ``forward``.
     """
     context = group.context or RootContext.of(group)
     policy = group.policy
@@ -113,7 +113,7 @@ def _recording() -> bool:
 
 
 def _guard(tensor: Tensor) -> Tensor:
-    """An input whose gradient can't be differentiated: Note [No second derivative]."""
+    """Return an alias of an input, whose gradient can't be differentiated: Note [No second derivative]."""
     if not tensor._requires_grad:
         return tensor
     with local_mode():

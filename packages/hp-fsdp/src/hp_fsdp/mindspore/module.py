@@ -15,7 +15,7 @@ from hp_fsdp.managed_params import spec_of
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.hooks import run_forward
 from hp_fsdp.mindspore.state_dict import refuse_hooks, write_parts
-from hp_fsdp.module_api import Tuning
+from hp_fsdp.module_api import ModuleAPI
 from hp_fsdp.sharded_class import make_sharded_class
 from hp_fsdp.state_dict.loading import check_names, laid_out
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-class HSDPModule(Tuning):
+class HSDPModule(ModuleAPI):
     """A sharded Cell: its own class, and these methods. Not made by hand: `fully_shard` changes a Cell's class.
 
     Setters with ``recurse=True``, which most have by default, act on all sharded Cells inside, too.
@@ -37,12 +37,12 @@ class HSDPModule(Tuning):
     _hsdp_group: ParameterGroup
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As every Cell's, which would give parameters without values whole ones."""
+        """Call the Cell, whose own ``__call__`` would initialise full parameters where values are missing."""
         self._hsdp_group.check_values()
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the Cell's construct with the parameters gathered.
+        """Run the Cell's construct with the parameters gathered.
 
         Not around ``__call__``: a Cell that is differentiated itself begins to record there.
         """
@@ -50,7 +50,7 @@ class HSDPModule(Tuning):
         return run_forward(self._hsdp_group, inner, args, kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """As every Cell's, of DTensors, whole plain tensors (the same on all ranks), or this rank's plain parts.
+        """Load DTensors, full plain tensors (the same on all ranks), or this rank's plain parts.
 
         Args:
             state_dict: by name. A DTensor in another layout is moved, which all ranks of its mesh take part in.
@@ -73,7 +73,7 @@ class HSDPModule(Tuning):
         return super().load_state_dict(rest, False)._replace(missing_keys=missing, unexpected_keys=unknown)  # type: ignore[misc]
 
     def zero_grads(self) -> None:
-        """Drops the gradients that wait for a backward pass with gradient sync, here and in the sharded Cells inside.
+        """Drop the gradients that wait for a backward pass with gradient sync, here and in the sharded Cells inside.
 
         The gradients that `mindspore.value_and_grad` returned belong to the caller and are not touched.
         """
@@ -106,7 +106,7 @@ FSDPModule = HSDPModule
 
 
 def shard_class(cell: nn.Cell, group: ParameterGroup) -> None:
-    """Makes ``cell`` an ``HSDPModule`` that runs with ``group``: its class becomes a subclass of its own.
+    """Make ``cell`` an ``HSDPModule`` that runs with ``group``: its class becomes a subclass of its own.
 
     What was put around the Cell's construct before runs inside of the gather, recomputation around it.
     """
@@ -119,12 +119,12 @@ def shard_class(cell: nn.Cell, group: ParameterGroup) -> None:
 
 
 def _recomputed(cell: nn.Cell, before: Any) -> Any:
-    """What ``Cell.recompute`` made of a construct, made of the sharded Cell's."""
+    """Apply ``Cell.recompute`` to the sharded Cell's construct, with the options of before."""
     if isinstance(before, nn.Cell):
         return recompute_registry.get()(cell.construct, True)
     options = inspect.getclosurevars(before).nonlocals
-    known = {name: options[name] for name in ("output_recompute", "early_stop", "context_fn")}
-    return recompute_registry.get()(cell.construct, use_reentrant=False, **known)
+    kwargs = {name: options[name] for name in ("output_recompute", "early_stop", "context_fn")}
+    return recompute_registry.get()(cell.construct, use_reentrant=False, **kwargs)
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:

@@ -1,17 +1,16 @@
-"""Optimizers: what they are given, looked at before their first step, and their states.
+"""Optimizers: their parameters, checked before the first step, and their states.
 
 Before the first step: Note [Before an optimizer's first step] in `hp_fsdp.managed_params`.
 
 Note [States that were made before]
-    An optimizer of MindSpore makes its states with the parameters' shapes when it is made; before `fully_shard` or
-    tensor parallel styles, or before a forward that takes new parameters in, these are the whole ones. Each rank leaves
-    its part of them.
+    An optimizer of MindSpore makes its states in the parameters' shapes when it is made. Before `fully_shard` or tensor
+    parallel styles, or before a forward that new parameters join, these are the full shapes. Each rank keeps its part.
 
 Note [What an optimizer holds]
     An optimizer is a Cell. What it keeps for its parameters are tuples as long as that of its parameters
     (``exp_avg``, ``moments``), and Parameters of one element that all of them share (``state_step``, ``beta1_power``,
     ``global_step``): those are given for each parameter, as torch's ``step`` is, so that parameters may be grouped in
-    another way. Hyperparameters are what may change after the optimizer was made: all of a parameter group of
+    another way. Hyperparameters are values that may change after the optimizer was made: all of a parameter group of
     ``mindspore.experimental.optim`` and ``mindspore.mint.optim``; of ``mindspore.nn``'s optimizers the learning rate
     and the momentum that are Parameters, for the rest is compiled into them (a schedule goes by ``global_step``).
 """
@@ -44,7 +43,7 @@ _in_order: weakref.WeakKeyDictionary[nn.Cell, list[Any]] = weakref.WeakKeyDictio
 
 
 def watch_optimizers() -> None:
-    """Looks at what optimizers are given from now on: MindSpore has no hook for it, so their calls are wrapped once."""
+    """Check optimizers' parameters from now on; MindSpore has no hook for it, so their calls are wrapped once."""
     for kind in (nn.Optimizer, Optimizer):
         if not hasattr(kind.__call__, "_looks_at_parameters"):
             kind.__call__ = _looking(kind.__call__)
@@ -64,7 +63,7 @@ def _looking(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(optimizer: Any) -> None:
-    """Cuts states that were made before their parameters were sharded.
+    """Shard states that were made before their parameters were sharded.
 
     Raises:
         RuntimeError: the optimizer has parameters that no group has beside sharded ones.
@@ -80,7 +79,7 @@ def _check(optimizer: Any) -> None:
 
 
 def _part_of(state: Parameter, parameter: Any, name: str) -> Tensor:
-    """The rank's part of a state."""
+    """Return the rank's part of a state."""
     spec, value = parameter._spec, local_view(state)
     whole = tuple(value.shape) == tuple(spec.shape)
     others = [Replicate() if isinstance(p, RaggedShard) else p for p in spec.placements]
@@ -100,11 +99,11 @@ def _part_of(state: Parameter, parameter: Any, name: str) -> Tensor:
 
 
 def _states(optimizer: Any) -> Iterator[tuple[Any, Parameter]]:
-    """Each parameter with each of its states."""
+    """Yield each parameter with each of its states."""
     parameters = list(optimizer.parameters)
-    for kept in vars(optimizer).values():
-        if isinstance(kept, ParameterTuple) and len(kept) == len(parameters) and kept[0] is not parameters[0]:
-            yield from zip(parameters, kept)
+    for states in vars(optimizer).values():
+        if isinstance(states, ParameterTuple) and len(states) == len(parameters) and states[0] is not parameters[0]:
+            yield from zip(parameters, states)
     for group in getattr(optimizer, "param_groups", ()):
         if isinstance(group.get("max_exp_avg_sq"), (list, tuple)):
             yield from zip(group["params"], group["max_exp_avg_sq"])
@@ -147,10 +146,10 @@ class States:
         self.kind = type(optimizer).__name__
         self.parameters: list[Any] = list(optimizer.parameters)
         self.slots: list[dict[str, Any]] = [{} for _ in self.parameters]
-        for key, kept in vars(optimizer).items():
-            fits = isinstance(kept, ParameterTuple) and len(kept) == len(self.parameters)
-            if fits and key != "learning_rate" and kept[0] is not self.parameters[0]:
-                self._add(key, range(len(kept)), kept)
+        for key, slots in vars(optimizer).items():
+            fits = isinstance(slots, ParameterTuple) and len(slots) == len(self.parameters)
+            if fits and key != "learning_rate" and slots[0] is not self.parameters[0]:
+                self._add(key, range(len(slots)), slots)
         for group, members in self._own_groups():
             if _LARGEST in group:
                 self._add(_LARGEST, members, group[_LARGEST])
@@ -162,20 +161,20 @@ class States:
         self.shared = {name: own for name, own in optimizer._params.items() if id(own) not in taken}
 
     def states(self, names: Sequence[str], *, whole: bool) -> dict[str, State]:
-        """The states; every rank has all."""
+        """Return the states; every rank has all."""
         shared = {key: Tensor(value.asnumpy()) for key, value in self.shared.items()}
-        found: dict[str, State] = {}
+        result: dict[str, State] = {}
         for number, (name, parameter) in enumerate(zip(names, self.parameters)):
             spec = spec_of(parameter)
-            found[name] = {}
+            result[name] = {}
             for key in self._keys(number):
                 local = local_view(self.slots[number][key])
-                found[name][key] = local if spec is None else wrap(local, spec)
-            found[name] |= shared
-        return found
+                result[name][key] = local if spec is None else wrap(local, spec)
+            result[name] |= shared
+        return result
 
     def groups(self) -> list[tuple[State, Sequence[int]]]:
-        """Hyperparameters and members."""
+        """Return hyperparameters and members."""
         own = self._own_groups()
         if own:
             left_out = ("params", _LARGEST)
@@ -183,14 +182,14 @@ class States:
         members: dict[int, list[int]] = {}
         for number, rate in enumerate(self.rates):
             members.setdefault(id(rate), []).append(number)
-        found = []
+        result = []
         for numbers in members.values():
-            held = {"learning_rate": self.rates[numbers[0]], "momentum": self.momentum}
-            found.append(({key: _plain(own) for key, own in held.items() if isinstance(own, Parameter)}, numbers))
-        return found
+            hyper = {"learning_rate": self.rates[numbers[0]], "momentum": self.momentum}
+            result.append(({key: _plain(own) for key, own in hyper.items() if isinstance(own, Parameter)}, numbers))
+        return result
 
     def loaded(self, number: int, name: str, key: str, value: Any) -> Any:
-        """Writes a parameter's own state; what all share is given back."""
+        """Write a parameter's own state; return a state that all parameters share."""
         slot = self.slots[number].get(key)
         if slot is None:
             return value
@@ -198,18 +197,18 @@ class States:
         return None
 
     def load(self, states: Mapping[int, State], groups: Sequence[State], *, strict: bool) -> None:
-        """Sets hyperparameters and what all parameters share."""
+        """Set hyperparameters and the states that all parameters share."""
         own = self._own_groups()
         for at, (values, (_, members)) in enumerate(zip(groups, self.groups())):
-            held = own[at][0] if own else {"learning_rate": self.rates[members[0]], "momentum": self.momentum}
+            hyper = own[at][0] if own else {"learning_rate": self.rates[members[0]], "momentum": self.momentum}
             for key, value in values.items():
-                if isinstance(held.get(key), Parameter):
-                    write(held[key], Tensor(value, held[key].dtype))
+                if isinstance(hyper.get(key), Parameter):
+                    write(hyper[key], Tensor(value, hyper[key].dtype))
                 elif own:
-                    held[key] = tuple(value) if isinstance(value, list) else value
+                    hyper[key] = tuple(value) if isinstance(value, list) else value
         for number, state in states.items():
-            known = {*self._keys(number), *self.shared}
-            missing, unknown = sorted(known - set(state)), sorted(set(state) - known)
+            keys = {*self._keys(number), *self.shared}
+            missing, unknown = sorted(keys - set(state)), sorted(set(state) - keys)
             if strict and (missing or unknown):
                 raise ValueError(
                     f"set_optimizer_state_dict: parameter {self.parameters[number].name!r} of {self.kind} misses the"
@@ -217,19 +216,19 @@ class States:
                     " saved, or use strict=False to load the rest"
                 )
         for key, shared in self.shared.items():
-            found = [_array(state[key]) for state in states.values() if key in state]
-            if any(not np.array_equal(each, found[0]) for each in found):
+            arrays = [_array(state[key]) for state in states.values() if key in state]
+            if any(not np.array_equal(each, arrays[0]) for each in arrays):
                 raise ValueError(
                     f"set_optimizer_state_dict: parameters of one {self.kind} were saved with different {key}, from"
-                    f" {min(each.item() for each in found)} to {max(each.item() for each in found)}. Make an optimizer"
-                    " for each of them, as they were saved"
+                    f" {min(each.item() for each in arrays)} to {max(each.item() for each in arrays)}. Make"
+                    " an optimizer for each of them, as they were saved"
                 )
-            if found:
-                value = found[0].astype(shared.asnumpy().dtype).reshape(tuple(shared.shape))
+            if arrays:
+                value = arrays[0].astype(shared.asnumpy().dtype).reshape(tuple(shared.shape))
                 write(shared, Tensor(value))
 
-    def _add(self, key: str, numbers: Sequence[int], kept: Sequence[Any]) -> None:
-        for number, slot in zip(numbers, kept):
+    def _add(self, key: str, numbers: Sequence[int], slots: Sequence[Any]) -> None:
+        for number, slot in zip(numbers, slots):
             parameter = self.parameters[number]
             if _local_shape(slot) != _local_shape(parameter):
                 raise ValueError(
@@ -240,17 +239,17 @@ class States:
             self.slots[number][key] = slot
 
     def _keys(self, number: int) -> list[str]:
-        """The names of a parameter's own states that are in use."""
+        """Return the names of a parameter's own states that are in use."""
         group = next((group for group, members in self._own_groups() if number in members), {})
         return [key for key in self.slots[number] if key != _LARGEST or group.get("amsgrad", True)]
 
     def _own_groups(self) -> list[tuple[State, range]]:
-        """The optimizer's own parameter groups, and the numbers of their members; none of ``mindspore.nn``'s."""
-        found, end = [], 0
+        """Return the optimizer's own parameter groups and their members' numbers; ``mindspore.nn``'s have none."""
+        groups, end = [], 0
         for group in getattr(self.optimizer, "param_groups", ()):
-            found.append((group, range(end, end + len(group["params"]))))
+            groups.append((group, range(end, end + len(group["params"]))))
             end += len(group["params"])
-        return found
+        return groups
 
 
 def _local_shape(tensor: Any) -> tuple[int, ...]:
@@ -258,7 +257,7 @@ def _local_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """A hyperparameter as a number."""
+    """Convert a hyperparameter to a number."""
     return value.asnumpy().item() if isinstance(value, Tensor) else value
 
 

@@ -18,9 +18,9 @@ __all__ = ["ManagedParameter", "itemsize"]
 
 
 class ManagedParameter:
-    """A Parameter, where it is registered, and what it looks like unsharded.
+    """A Parameter, the places where it is registered, and its unsharded shape.
 
-    The Parameter stays the object that it was; only its data becomes the rank's run of elements.
+    The Parameter stays the same object; only its data becomes the rank's range of elements.
 
     Attributes:
         stores: the attributes of Cells that map names to parameters and to Cells.
@@ -45,24 +45,24 @@ class ManagedParameter:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """The shape that the user sees."""
+        """Shape that the user sees."""
         return self.shape if self.inner is None else self.inner.shape
 
     def facts(self) -> ParameterFacts:
         """Get what decides how it is communicated."""
-        made = self.parameter
-        nbytes = math.prod(self.global_shape) * itemsize(made.dtype)
-        return ParameterFacts(self, self.name, made, made.dtype, made.requires_grad, self.shape, nbytes)
+        parameter = self.parameter
+        nbytes = math.prod(self.global_shape) * itemsize(parameter.dtype)
+        return ParameterFacts(self, self.name, parameter, parameter.dtype, parameter.requires_grad, self.shape, nbytes)
 
     def shard(self, start: int, stop: int, spec: TensorSpec, owner: str) -> None:
-        """Leaves only a run of elements in the Parameter, and makes it a DTensor.
+        """Reduce the Parameter to a range of its elements, and make it a DTensor.
 
         Args:
-            start: where the run begins in the flattened parameter. One without values (``init_empty_weights``) gets
-                its layout only; ``init_parameters`` gives it values.
-            stop: where it ends.
+            start: begin of the range in the flattened parameter. A parameter without values (``init_empty_weights``)
+                gets its layout only; ``init_parameters`` gives it values.
+            stop: end of the range.
             spec: the layout.
-            owner: text for the error where another group finds this parameter, too.
+            owner: text for the error if another group finds this parameter as well.
         """
         if not self.parameter.has_init:
             set_local(self.parameter, run_of(local_view(self.parameter), start, stop, spec.local_shape))
@@ -70,37 +70,37 @@ class ManagedParameter:
         mark(self.parameter, owner)
 
     def check_place(self, standing: Any, owner: str) -> None:
-        """Looks whether the Cells still hold what the group registered.
+        """Check that the Cells still hold the tensor that the group registered.
 
         Args:
-            standing: what it registered last.
+            standing: the tensor that it registered last.
             owner: the Cell's class, for errors.
 
         Raises:
-            RuntimeError: something else stands there, or nothing.
+            RuntimeError: another object is registered there, or none.
         """
         for cell, name in self.places:
-            found = cell._params.get(name)
-            if found is standing:
+            registered = cell._params.get(name)
+            if registered is standing:
                 continue
             where = f"fully_shard: parameter {self.name!r} of {owner}"
-            if found is None:
+            if registered is None:
                 raise RuntimeError(
                     f"{where} is no longer in {type(cell).__name__}: remove or move parameters before fully_shard"
                 )
             raise RuntimeError(
-                f"{where} was replaced by {type(found).__name__} of shape {tuple(found.shape)}. Change a sharded"
-                " parameter in place (set_data), or load values with load_full_state_dict(model, ...)"
+                f"{where} was replaced by {type(registered).__name__} of shape {tuple(registered.shape)}. Change a"
+                " sharded parameter in place (set_data), or load values with load_full_state_dict(model, ...)"
             )
 
     def join(self, mesh: DeviceMesh, inner: DeviceMesh | None, owner: str) -> None:
-        """Prepares a parameter that joined a sharded Cell: one that `fully_shard` could have found.
+        """Prepare a parameter that joined a sharded Cell for sharding.
 
         A copy of a sharded parameter (``copy.deepcopy`` of a Cell) is gathered first, so all ranks have to call it.
 
         Args:
             mesh: of data parallelism.
-            inner: what to replicate a plain parameter on, if anything.
+            inner: mesh to replicate a plain parameter on, if any.
             owner: the Cell's class, for errors.
 
         Raises:
@@ -115,8 +115,8 @@ class ManagedParameter:
                     f"{where} is a copy of one that is placed {self.inner.placements} on {self.inner.mesh}. Add the"
                     " Cell before fully_shard, or build a new one instead of a copy"
                 )
-            whole = self.parameter.full_tensor()
-            set_local(unwrap(self.parameter), whole)
+            full = self.parameter.full_tensor()
+            set_local(unwrap(self.parameter), full)
             self.inner = None
         elif self.inner is None and inner is not None:
             distribute_parameter(self.parameter, inner, [Replicate()] * inner.ndim)
@@ -125,19 +125,19 @@ class ManagedParameter:
         self.numel = math.prod(self.shape)
 
     def dress(self, unsharded: Tensor) -> Any:
-        """Gives an unsharded tensor its layout, and what Cells ask of a parameter."""
+        """Give an unsharded tensor its layout, and the attributes that Cells expect of a parameter."""
         unsharded.name = self.parameter.name
         unsharded.inited_param = None
         return unsharded if self.inner is None else wrap(unsharded, self.inner)
 
 
 def run_of(tensor: Tensor, start: int, stop: int, shape: Sequence[int] | None = None) -> Tensor:
-    """A run of a tensor's elements, in memory of its own.
+    """Copy a range of a tensor's elements.
 
     Args:
         tensor: of any shape.
-        start: where the run begins in the flattened tensor.
-        stop: where it ends.
+        start: begin of the range in the flattened tensor.
+        stop: end of the range.
         shape: of the result. Default: one dim.
     """
     shape = (stop - start,) if shape is None else tuple(shape)
@@ -147,5 +147,5 @@ def run_of(tensor: Tensor, start: int, stop: int, shape: Sequence[int] | None = 
 
 
 def itemsize(dtype: Any) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     return mint.empty((0,), dtype=dtype).itemsize

@@ -1,4 +1,4 @@
-"""Values for ``load_state_dict`` of a sharded module, and values that only rank 0 has."""
+"""Loading of states: layouts and names compared with the model's, ragged shards, and values that only rank 0 has."""
 
 from __future__ import annotations
 

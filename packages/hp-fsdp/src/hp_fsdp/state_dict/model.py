@@ -128,7 +128,7 @@ def exported(value: Any, options: StateDictOptions, keep: bool) -> Any:
     Args:
         value: a DTensor is gathered where the options ask for it, so every rank has to call it.
         options: full or not, on the host or not.
-        keep: False drops the full tensor and gives None.
+        keep: False drops the full tensor and returns None.
     """
     port = model_states()
     if not port.is_tensor(value):
@@ -141,10 +141,10 @@ def exported(value: Any, options: StateDictOptions, keep: bool) -> Any:
 
 def parameter_names(model: Any) -> dict[int, list[str]]:
     """List the names of each parameter, by its id: more than one where it is tied."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in model_states().parameters(model):
-        found.setdefault(id(parameter), []).append(name)
-    return found
+        names.setdefault(id(parameter), []).append(name)
+    return names
 
 
 def _state(model: Any, options: StateDictOptions, *, rank0_only: bool) -> State:
@@ -164,16 +164,16 @@ def _left_out(model: Any, options: StateDictOptions) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class StateDictOptions:
-    """What a state dict holds, by the names of ``torch.distributed.checkpoint.state_dict``, whose object is taken, too.
+    """Options of state dicts, by the names of ``torch.distributed.checkpoint.state_dict``'s, which are accepted too.
 
     Args:
-        full_state_dict: whole plain tensors instead of DTensors. Default False.
+        full_state_dict: full plain tensors instead of DTensors. Default False.
         cpu_offload: tensors on the host; with ``full_state_dict`` on rank 0 only, other ranks get an empty dictionary.
             Default False.
         ignore_frozen_params: leave out parameters that require no gradient; loading does not miss them. Default False.
         keep_submodule_prefixes: of no effect, as torch's without its deprecated ``submodules``. Default True.
         strict: loading needs every name, and knows every name. Default True.
-        broadcast_from_rank0: loading takes rank 0's state, of whole tensors, and sends it to the others one tensor at
+        broadcast_from_rank0: loading takes rank 0's state, of full tensors, and sends it to the others one tensor at
             a time; they pass an empty dictionary. Needs ``full_state_dict``. Default False.
         flatten_optimizer_state_dict: optimizer states as one flat dictionary, ``"state.<name>.<key>"`` and
             ``"param_groups.<name>.<key>"``, which does not depend on how parameters are grouped; loading takes both.
@@ -205,7 +205,7 @@ class StateDictOptions:
 
     @staticmethod
     def of(options: Any) -> StateDictOptions:
-        """Ours of ours, of torch's, or of None (the defaults).
+        """Convert torch's options, or None (the defaults), to ours; return ours as they are.
 
         Raises:
             TypeError: something else.

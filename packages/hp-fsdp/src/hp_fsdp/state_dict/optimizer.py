@@ -43,7 +43,7 @@ def get_optimizer_state_dict(model: Any, optimizers: Any, *, options: StateDictO
         ['layer.weight', 'layer.bias']
 
     Args:
-        model: whose parameters the optimizers have.
+        model: the model whose parameters the optimizers have.
         optimizers: one or several; created after ``fully_shard``. On MindSpore of ``mindspore.experimental.optim``,
             ``mindspore.mint.optim`` or ``mindspore.nn``: Note [What an optimizer holds].
         options: see `StateDictOptions`. Full, states are gathered one at a time, and every rank has to call it.
@@ -84,7 +84,7 @@ def set_optimizer_state_dict(
     """Load the optimizers' state in place: full tensors, of which each rank takes its part, or DTensors.
 
     Args:
-        model: whose parameters the optimizers have.
+        model: the model whose parameters the optimizers have.
         optimizers: one or several; the state's parameter groups may be other ones than theirs.
         optim_state_dict: the result of `get_optimizer_state_dict`, nested or flat; full, of any number of ranks.
         options: see `StateDictOptions`.
@@ -100,28 +100,28 @@ def set_optimizer_state_dict(
     states, groups = unflatten_optimizer_state(optim_state_dict, [name for each in names.values() for name in each])
     entries: dict[Any, Any] = {(name, key): value for name, inside in states.items() for key, value in inside.items()}
     entries |= groups
-    known: set[Any] = set(entries)
+    saved: set[Any] = set(entries)
     values: Iterator[tuple[Any, Any]] = iter(entries.items())
     if options.broadcast_from_rank0:
-        known, values = from_rank0(entries, port.model_states().broadcaster(model))
-    found = _matched(adapted, names, {name for name in known if isinstance(name, str)}, options.strict)
-    fresh: dict[str, State] = {name: {} for name in found}
+        saved, values = from_rank0(entries, port.model_states().broadcaster(model))
+    matched = _matched(adapted, names, {name for name in saved if isinstance(name, str)}, options.strict)
+    fresh: dict[str, State] = {name: {} for name in matched}
     hyper: dict[str, State] = {}
     for entry, value in values:
         if isinstance(entry, str):
             hyper[entry] = value
-        elif entry[0] in found:
-            optimizer, number = found[entry[0]]
+        elif entry[0] in matched:
+            optimizer, number = matched[entry[0]]
             fresh[entry[0]][entry[1]] = optimizer.loaded(number, entry[0], entry[1], value)
         del value  # before the next one is sent
     for optimizer in adapted:
-        own = {number: name for name, (owner, number) in found.items() if owner is optimizer}
+        own = {number: name for name, (owner, number) in matched.items() if owner is optimizer}
         shared = [_shared([own[at] for at in members if at in own], hyper) for _, members in optimizer.groups()]
         optimizer.load({number: fresh[name] for number, name in own.items()}, shared, strict=options.strict)
 
 
 def _first_names(optimizer: OptimizerStates, names: Mapping[int, Sequence[str]]) -> list[str]:
-    """The first name of each of the optimizer's parameters, in their order."""
+    """Return the first name of each of the optimizer's parameters, in order."""
     strange = [parameter for parameter in optimizer.parameters if id(parameter) not in names]
     if strange:
         raise ValueError(
@@ -135,8 +135,8 @@ def _first_names(optimizer: OptimizerStates, names: Mapping[int, Sequence[str]])
 def _matched(
     optimizers: Sequence[OptimizerStates], names: Mapping[int, Sequence[str]], saved: Collection[str], strict: bool
 ) -> dict[str, tuple[OptimizerStates, int]]:
-    """The optimizer and the number of each saved name; of a tied parameter's names, the saved one."""
-    found: dict[str, tuple[OptimizerStates, int]] = {}
+    """Return the optimizer and the number of each saved name; of a tied parameter's names, the saved one."""
+    matched: dict[str, tuple[OptimizerStates, int]] = {}
     missing: list[str] = []
     for optimizer in optimizers:
         first = _first_names(optimizer, names)
@@ -145,19 +145,19 @@ def _matched(
             if name is None:
                 missing.append(first[number])
             else:
-                found[name] = (optimizer, number)
-    unknown = sorted(name for name in saved if name not in found)
+                matched[name] = (optimizer, number)
+    unknown = sorted(name for name in saved if name not in matched)
     if strict and (missing or unknown):
         raise ValueError(
             f"set_optimizer_state_dict: {len(missing)} parameters of the optimizers are missing in the state"
             f" ({', '.join(missing[:5])}), {len(unknown)} in it belong to no optimizer ({', '.join(unknown[:5])}). Use"
             " strict=False to load the rest"
         )
-    return found
+    return matched
 
 
 def _shared(members: Sequence[str], hyper: Mapping[str, State]) -> State:
-    """The hyperparameters that all members of a group were saved with."""
+    """Return the hyperparameters that all members of a group were saved with."""
     for name in members[1:]:
         if not _same(hyper[members[0]], hyper[name]):
             raise ValueError(
@@ -178,7 +178,7 @@ def _equal(compared: Any) -> bool:
 def get_state_dict(
     model: Any, optimizers: Any, *, submodules: Iterable[Any] | None = None, options: StateDictOptions | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's state and its optimizers': `get_model_state_dict` and `get_optimizer_state_dict`.
+    """Get the model's state and its optimizers': `get_model_state_dict` and `get_optimizer_state_dict`.
 
     Example:
         >>> states = get_state_dict(model, optimizer)
@@ -211,7 +211,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Loads what `get_state_dict` gave: `set_model_state_dict`, then `set_optimizer_state_dict`.
+    """Load the result of `get_state_dict`: `set_model_state_dict`, then `set_optimizer_state_dict`.
 
     Args:
         model: with memory, not on the meta device.
@@ -234,7 +234,7 @@ def set_state_dict(
 
 
 def flatten_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with names as one flat dictionary.
+    """Flatten an optimizer's state with names to one dictionary.
 
     Example:
         >>> group = {"lr": 0.1, "params": ["w"]}
@@ -249,20 +249,20 @@ def flatten_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflatten_optimizer_state(
-    state: Mapping[str, Any], known: Collection[str]
+    state: Mapping[str, Any], parameter_names: Collection[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """States and hyperparameters by parameter, of a flat dictionary or a nested one.
+    """Return states and hyperparameters by parameter, from a flat dictionary or a nested one.
 
     Example:
         >>> unflatten_optimizer_state({"state.a.w.step": 3, "param_groups.a.w.lr": 0.1}, ["a.w"])
         ({'a.w': {'step': 3}}, {'a.w': {'lr': 0.1}})
 
     Args:
-        state: what ``get_optimizer_state_dict`` gave.
-        known: names of parameters, which tell where in a flat key the parameter's name ends.
+        state: the result of ``get_optimizer_state_dict``.
+        parameter_names: names of parameters, to find the end of a name in a flat key.
 
     Raises:
-        ValueError: keys that are of no such dictionary, as an optimizer's own ``state_dict()`` has them.
+        ValueError: other keys, such as those of an optimizer's own ``state_dict()``.
     """
     states: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
@@ -277,7 +277,7 @@ def unflatten_optimizer_state(
             values = {key: value for key, value in group.items() if key != "params"}
             groups |= dict.fromkeys(group["params"], values)
         return states, groups
-    names = frozenset(known)
+    names = frozenset(parameter_names)
     for flat, value in state.items():
         kind, _, rest = flat.partition(".")
         if kind not in ("state", "param_groups") or "." not in rest:

@@ -1,1 +1,1 @@
-"""What touches tensors on PyTorch."""
+"""fully_shard on PyTorch modules."""

@@ -1,9 +1,9 @@
-"""Activations: what autograd keeps of a model's forward for its backward, counted in bytes.
+"""Activations: bytes of the tensors that autograd saves in a model's forward for its backward.
 
 Note [What counts as an activation]
-    Each storage that autograd saved in the model's own forward counts once, whole, while something saved looks into it;
-    parameters and buffers of the model don't, for they are there anyway. Of a block under torch.utils.checkpoint that
-    are its inputs; what it computes anew in backward is not counted, nor what a loss outside the model saves.
+    Each storage that autograd saved in the model's own forward counts once, in full, while a saved tensor uses it;
+    parameters and buffers of the model don't, because they exist anyway. For a block under torch.utils.checkpoint these
+    are its inputs; tensors recomputed in backward are not counted, nor those that a loss outside the model saves.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _hooks_above = torch._C._autograd._top_saved_tensors_default_hooks  # type: igno
 
 
 class Activations:
-    """How many bytes autograd saved, see Note [What counts as an activation].
+    """Bytes that autograd saved, see Note [What counts as an activation].
 
     Attributes:
-        bytes: kept now.
-        peak: most that were kept at once.
-        uncounted: how many saved tensors have no storage to count (sparse ones).
+        bytes: saved now.
+        peak: the most saved at once.
+        uncounted: number of saved tensors without a storage to count (sparse ones).
     """
 
     def __init__(self) -> None:
@@ -47,24 +47,24 @@ class SavedBytes:
     """Hooks for `torch.autograd.graph.saved_tensors_hooks` that count what lives between the two.
 
     Args:
-        counted: where to add it up.
-        ignore: whether a storage, given by its address, is one that is there anyway.
+        counted: the counts to update.
+        ignore: tells, by its address, if a storage exists anyway.
     """
 
     def __init__(self, counted: Activations, ignore: Callable[[int], bool]) -> None:
         self.counted = counted
         self.ignore = ignore
         self.users: dict[int, int] = {}
-        # Nodes of several devices are freed in several threads, and while a lock of ours is held, too.
+        # Nodes of several devices are freed in several threads, also while this thread holds the lock.
         self.lock = threading.RLock()
 
     def hooks(self) -> Any:
-        """The context manager inside which saved tensors are counted."""
+        """Return the context manager inside which saved tensors are counted."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         with _plain():
-            tensor = tensor.detach()  # the tensor itself would keep its node, which keeps what this returns
+            tensor = tensor.detach()  # the tensor itself would keep its node alive, which keeps the result of this
             try:
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
@@ -80,7 +80,7 @@ class SavedBytes:
         return packed.tensor if isinstance(packed, _Saved) else packed
 
     def add(self, key: int, size: int) -> None:
-        """A saved tensor looks into a storage from now on."""
+        """Count one more saved tensor in a storage."""
         with self.lock:
             self.users[key] = self.users.get(key, 0) + 1
             if self.users[key] == 1:
@@ -88,7 +88,7 @@ class SavedBytes:
                 self.counted.peak = max(self.counted.peak, self.counted.bytes)
 
     def remove(self, key: int, size: int) -> None:
-        """It was freed."""
+        """Count one less."""
         with self.lock:
             self.users[key] -= 1
             if not self.users[key]:
@@ -111,7 +111,7 @@ class _Saved:
 
 @contextmanager
 def watch_activations(model: nn.Module) -> Iterator[Activations]:
-    """Counts the bytes that autograd keeps of the model's forwards inside the block, for `explain`.
+    """Count the bytes that autograd saves in the model's forwards inside the block, for `explain`.
 
     Example:
         >>> with watch_activations(model) as activations:
@@ -119,7 +119,7 @@ def watch_activations(model: nn.Module) -> Iterator[Activations]:
         >>> print(explain(model, activations=activations))
 
     Args:
-        model: a sharded module, or any other. It runs as ever, a little slower.
+        model: a sharded module, or any other. It runs as usual, a little slower.
 
     Yields:
         The counts, which stay readable afterwards; see Note [What counts as an activation].
@@ -161,15 +161,15 @@ def watch_activations(model: nn.Module) -> Iterator[Activations]:
 
 
 def storages_of(tensors: Sequence[Any]) -> set[int]:
-    """Addresses of the storages of tensors; those without one are left out."""
-    found = set()
+    """Return the addresses of the storages of tensors; those without one are left out."""
+    addresses = set()
     with _plain():
         for tensor in tensors:
             try:
-                found.add(tensor.untyped_storage()._cdata)
+                addresses.add(tensor.untyped_storage()._cdata)
             except (NotImplementedError, RuntimeError):
                 continue
-    return found
+    return addresses
 
 
 def _storages(model: nn.Module) -> set[int]:

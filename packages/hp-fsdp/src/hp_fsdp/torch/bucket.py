@@ -1,12 +1,12 @@
 """Bucket: a group's parameters of one dtype in one flat buffer: gathered as one, reduced as one.
 
 Note [Three buffers]
-    *shard* holds the rank's piece for good; the sharded parameters look into it, so an optimizer's step writes it.
-    *full* is the gathered buffer; the unsharded parameters look into it. The *gradient* buffer takes the unsharded
-    gradients (`hp_fsdp.torch.gradients`). The tensors that look into the last two are made once; only their memory
-    comes and goes, by resizing the storage. So what autograd saved in forward finds the values again when the buffer is
-    gathered anew in backward, and a step makes no views. Collectives write through an alias with a version counter of
-    its own, for autograd must not take a gather for a change of the value that it saved.
+    *shard* holds the rank's piece for good; the sharded parameters are views of it, so an optimizer's step writes it.
+    *full* is the gathered buffer; the unsharded parameters are views of it. The *gradient* buffer takes the unsharded
+    gradients (`hp_fsdp.torch.gradients`). The views of the last two are made once; only their memory comes and goes, by
+    resizing the storage. So tensors that autograd saved in forward have their values again when the buffer is gathered
+    anew in backward, and a step makes no views. Collectives write through an alias with a version counter of its own,
+    since autograd must not take a gather for a change of a saved value.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Bucket:
     Args:
         plan: the parameters, in the order in which they lie in the buffer, all of one dtype, and how they are cut.
         axes: the axes of data parallelism.
-        device: where the buffers live; meta where the parameters are to be materialised later.
-        options: what `fully_shard` was told.
+        device: of the buffers; meta if the parameters are materialised later.
+        options: the arguments of `fully_shard`.
         owner: text that names the group in errors.
     """
 
@@ -85,7 +85,7 @@ class Bucket:
             parameter.front = plan.dim
 
     def choose_dtypes(self) -> None:
-        """Of what is computed with, and of what is reduced."""
+        """Set the dtypes of computation and of reductions."""
         policy = self.policy
         self.compute_dtype: torch.dtype = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
         self.reduce_dtype: torch.dtype = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
@@ -94,7 +94,7 @@ class Bucket:
         return dtype is not None and self.dtype.is_floating_point
 
     def shard_originals(self) -> None:
-        """Makes the parameters sharded ones."""
+        """Shard the parameters."""
         layout, rank = self.layout, self.axes.shard_rank
         self.shard = self.new_shard(self.home)
         with torch.no_grad():
@@ -108,29 +108,29 @@ class Bucket:
         self.show_sharded()
 
     def new_shard(self, device: torch.device) -> torch.Tensor:
-        """Memory for the rank's piece, zeroed."""
+        """Allocate memory for the rank's piece, zeroed."""
         if self.offload is None or device.type != "cpu":
             return torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
         return empty_on_host(self.layout.piece, self.dtype, self.offload.pin_memory).zero_()
 
     def run(self, index: int) -> torch.Tensor:
-        """The part of the rank's piece that is a parameter's."""
+        """Return a parameter's range of the rank's piece."""
         start, stop = self.layout.place(index, self.axes.shard_rank)
         return self.shard[start:stop]
 
     def shard_view(self, index: int) -> torch.Tensor:
-        """The same as the sharded parameter has it: a run of elements, slices, or all of one that stays whole."""
+        """Return the same range in the sharded parameter's shape."""
         return self.parameters[index].part(self.run(index), self.axes.shards)
 
     def note_sharded(self) -> None:
-        """Takes note of new sharded parameters."""
+        """Record new sharded parameters."""
         if self.deterministic:
             for parameter in self.parameters:
                 mark_in_blocks(parameter.sharded)
         self.note_places()
 
     def note_places(self) -> None:
-        """Takes note of where the parameters stand."""
+        """Record where the parameters are registered."""
         self.sharded_places, self.sharded_attributes = _places((p, p.sharded) for p in self.parameters)
         if self.prepared:
             self.unsharded_places, self.unsharded_attributes = _places((p, p.unsharded) for p in self.parameters)
@@ -143,7 +143,7 @@ class Bucket:
 
     # ---- lazy preparation ----
     def prepare(self) -> None:
-        """Makes the gathered buffer and what looks into it, at the first use.
+        """Make the gathered buffer and the views of it, at the first use.
 
         Raises:
             RuntimeError: the parameters are still on the meta device.
@@ -185,7 +185,7 @@ class Bucket:
         self.prepared = True
 
     def check(self) -> None:
-        """Follows what was done to the sharded parameters from outside: new memory, replaced objects, frozen or not."""
+        """Follow changes to the sharded parameters from outside: new memory, replaced objects, frozen or not."""
         if self.offload is not None and self.shard.device.type not in ("cpu", "meta"):
             self._come_home()
         with _plain():
@@ -196,7 +196,7 @@ class Bucket:
         self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
-        """Freezes and unfreezes the unsharded parameters as the sharded ones were."""
+        """Freeze and unfreeze the unsharded parameters like the sharded ones."""
         with _plain():
             for parameter in self.parameters:
                 if _get_requires_grad(parameter.sharded) is not parameter.trains:
@@ -205,7 +205,7 @@ class Bucket:
                         parameter.unsharded.requires_grad_(parameter.trains)
 
     def materialize(self, device: torch.device) -> None:
-        """Replaces sharded parameters on meta by ones with memory, not initialised yet."""
+        """Replace sharded parameters on meta by ones with memory, not initialised yet."""
         if self.shard.device.type != "meta":
             return
         self.shard = self.new_shard(device)
@@ -215,7 +215,7 @@ class Bucket:
         self.show_sharded()
 
     def _come_home(self) -> None:
-        """Moves a shard to the host that was materialised and initialised on the device, as random numbers need it."""
+        """Move a shard to the host after it was initialised on the device, for the sake of random numbers."""
         former, self.shard = self.shard, self.new_shard(torch.device("cpu"))
         with torch.no_grad(), _plain():
             self.shard.copy_(former)
@@ -225,7 +225,7 @@ class Bucket:
 
     # ---- gathering ----
     def gather(self) -> Any:
-        """Starts to fill the gathered buffer from all ranks' shards; returns a handle, or None where nothing moves."""
+        """Start to fill the gathered buffer from all ranks' shards; return a handle, or None if nothing moves."""
         if self.aliased:
             return None
         self.full_storage.resize_(self.full_bytes)
@@ -253,7 +253,7 @@ class Bucket:
         return collectives.all_gather(self.full_alias, piece, group=group, async_op=True)
 
     def show_unsharded(self) -> None:
-        """Registers the unsharded parameters in the modules."""
+        """Register the unsharded parameters in the modules."""
         self.source = None
         for registered, name, tensor in self.unsharded_places:
             registered[name] = tensor
@@ -261,14 +261,14 @@ class Bucket:
             setattr(module, name, tensor)
 
     def show_sharded(self) -> None:
-        """Registers the sharded parameters in the modules."""
+        """Register the sharded parameters in the modules."""
         for registered, name, tensor in self.sharded_places:
             registered[name] = tensor
         for module, name, tensor in self.sharded_attributes:
             setattr(module, name, tensor)
 
     def release(self, ranks: PostForwardRanks | None = None) -> None:
-        """Frees the gathered buffer.
+        """Free the gathered buffer.
 
         Args:
             ranks: the ranks among which to keep a post-forward shard. Default: keep nothing.
@@ -281,17 +281,17 @@ class Bucket:
             self.full_storage.resize_(0)
 
     def drop_post_forward_shard(self) -> None:
-        """Frees what `release` kept."""
+        """Free the post-forward shard."""
         self.post_forward_shard = None
 
     def keep(self) -> None:
-        """Notes what `stale` has to know of a bucket that stays gathered after forward."""
+        """Record the state that `stale` compares with, for a bucket that stays gathered after forward."""
         self.kept_versions = self._versions()
         with _plain():
             self.kept_with_gradients = any(_get_grad(parameter.sharded) is not None for parameter in self.parameters)
 
     def stale(self) -> bool:
-        """Whether the sharded parameters may have changed since `keep`.
+        """Tell whether the sharded parameters may have changed since `keep`.
 
         Fused optimizers write without a trace in the version counter; but an optimizer has something to write only
         where there were gradients, and gradients that came later came with a backward pass, which reshards.
@@ -313,12 +313,12 @@ class _Copied:
         self._event.record()
 
     def wait(self) -> None:
-        """Makes the current stream wait for it."""
+        """Make the current stream wait for the copy."""
         self._module.current_stream().wait_event(self._event)
 
 
 def _places(tensors: Iterable[tuple[ManagedParameter, Any]]) -> tuple[list[Any], list[Any]]:
-    """Where to put tensors, without a lookup later: into a module's dictionary, or by its own ``__setattr__``."""
+    """Return where to put tensors, without a lookup later: a module's dictionary, or its own ``__setattr__``."""
     direct, attributes = [], []
     for parameter, tensor in tensors:
         for module, name in parameter.places:

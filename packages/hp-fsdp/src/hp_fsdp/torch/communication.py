@@ -1,4 +1,4 @@
-"""Communication: how a group gathers and reduces, where the user changed it."""
+"""Communication: the user's settings of a group's gathers and reductions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Communication"]
 
 
 class Communication:
-    """What the setters of `hp_fsdp.tuning.Tuning` set for a group. A group that none was called for has none.
+    """Settings of a group's communication, by `hp_fsdp.module_api.ModuleAPI`; a group without any has none.
 
     Args:
         group: the group.
@@ -30,7 +30,7 @@ class Communication:
         hook: called with reduced pieces, or None.
         stream: the stream for the hook; None for the current one.
         sums: reduce by sums only.
-        apart: reduce-scatter in a process group of its own.
+        apart: reduce-scatter in a separate process group.
     """
 
     def __init__(self, group: ParameterGroup) -> None:
@@ -46,13 +46,13 @@ class Communication:
 
     @staticmethod
     def of(group: ParameterGroup) -> Communication:
-        """That of a group, which asks it in each step from now on."""
-        made = group.communication = group.communication or Communication(group)
+        """Return the settings of a group, which uses them in each step from now on."""
+        settings = group.communication = group.communication or Communication(group)
         for bucket in group.buckets:
-            bucket.communication = made
+            bucket.communication = settings
             if bucket.prepared:
-                bucket.gradients.communication = made
-        return made
+                bucket.gradients.communication = settings
+        return settings
 
     # ---- collectives ----
     def all_gather(self, full: torch.Tensor, piece: torch.Tensor, group: Any) -> Any:
@@ -80,13 +80,13 @@ class Communication:
         return piece, _Landing(work, (source, piece), None)
 
     def operation(self, op: str, divisor: float | None, axes: DataAxes) -> tuple[str, float | None]:
-        """The operation to reduce with, and what to divide its result by."""
+        """Return the operation to reduce with, and the divisor of its result."""
         if op == "avg" and (self.sums or self.scatter is not None):
             return "sum", axes.shard_size * axes.replicate_size * (1.0 if divisor is None else divisor)
         return op, divisor
 
     def run_hook(self, piece: torch.Tensor) -> None:
-        """Let the user's hook reduce a piece over further ranks."""
+        """Run the user's hook, which reduces a piece over further ranks."""
         if self.hook is None:
             return
         if self.stream is None:
@@ -101,10 +101,10 @@ class Communication:
 
     # ---- backward ----
     def set_unshard_in_backward(self, unshard: bool) -> None:
-        """See `hp_fsdp.tuning.Tuning`."""
+        """Set the group's part; see `hp_fsdp.module_api.ModuleAPI`."""
         self.group.unshard_in_backward = unshard
         if self.group.context is not None:
-            self.group.context.backward_order = ExecutionOrder()  # what was learnt may gather it ahead
+            self.group.context.backward_order = ExecutionOrder()  # the recorded order may gather it ahead
         several = len(self.group.members) > 1
         self.group.span = (
             Span(self.group.members if several else (), None if unshard else self._around)
@@ -120,7 +120,7 @@ class Communication:
         return run
 
     def _check_saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Raise where backward needs a parameter whose memory was freed after forward."""
+        """Raise if backward needs a parameter whose memory was freed after forward."""
         storage = tensor.untyped_storage()
         if tensor.numel() and storage.nbytes() == 0:
             for bucket in self.group.buckets:
@@ -132,32 +132,32 @@ class Communication:
                         )
         return tensor
 
-    def reduce_at_end(self, wanted: bool) -> None:
-        """See `hp_fsdp.tuning.Tuning.set_reduce_scatter_unused_params`."""
+    def reduce_at_end(self, enable: bool) -> None:
+        """Set the group's part; see `ModuleAPI.set_reduce_scatter_unused_params`."""
         group = self.group
-        if wanted is group.reduces_at_end:
+        if enable is group.reduces_at_end:
             return
-        group.reduces_at_end = wanted
-        group.unshard_in_backward = not wanted
-        if wanted:
+        group.reduces_at_end = enable
+        group.unshard_in_backward = not enable
+        if enable:
             self._reshard_after_forward, group.reshard_after_forward = group.reshard_after_forward, False
         else:
             group.reshard_after_forward = self._reshard_after_forward
 
     # ---- the model ----
     def set_most_reductions(self, number: int) -> None:
-        """See `hp_fsdp.tuning.Tuning.set_reduce_scatter_max_input_buffers`."""
+        """Set the group's part; see `ModuleAPI.set_reduce_scatter_max_input_buffers`."""
         self.group.most_reductions = number
         if self.group.context is not None:
             self.group.context.count_reductions()
 
     def set_post_optim_event(self, event: Any) -> None:
-        """See `hp_fsdp.tuning.Tuning`."""
+        """Set the group's part; see `hp_fsdp.module_api.ModuleAPI`."""
         assert self.group.context is not None
         self.group.context.events.append(event)
 
     def reset_iter_state(self) -> None:
-        """See `hp_fsdp.tuning.Tuning`."""
+        """Set the group's part; see `hp_fsdp.module_api.ModuleAPI`."""
         context = self.group.context
         assert context is not None
         if context.root is not self.group:
@@ -169,13 +169,13 @@ class Communication:
 
 
 class _Landing:
-    """A collective of the user's, and what is to be done after it."""
+    """A collective of the user's, and the work after it."""
 
     def __init__(self, work: Any, tensors: Sequence[torch.Tensor], land: Callable[[], Any] | None) -> None:
         self._work, self._tensors, self._land = work, tensors, land
 
     def wait(self) -> None:
-        """Wait for the collective, and use what it made."""
+        """Wait for the collective, and use its result."""
         if self._work is not None:
             self._work.wait()
         if self._land is not None:

@@ -1,11 +1,12 @@
-"""RootContext: what the groups of one model share: orders, gathers ahead of time, reductions under way.
+"""RootContext: the shared state of the groups of one model: orders, gathers ahead of time, reductions under way.
 
 Note [Gradients of gradients]
-    The graph of such a pass holds the unsharded parameters, so they stay gathered until the backward pass through it.
-    That one may reach a parameter by the kept graph alone, past the hooks on the module's outputs. So each parameter
-    gets a hook for its gradient, too, until the group is freed. And it may go on with the kept graph of a group whose
-    own nodes have run: nodes are ordered by numbers that each of autograd's threads gives out by itself, and there is
-    one for each device. So groups are freed at the end of that pass.
+    The graph of a pass with ``create_graph=True``, as for a gradient penalty, holds the unsharded parameters, so they
+    stay gathered until the backward pass through it. That pass may reach a parameter by the kept graph alone, past the
+    hooks on the module's outputs. So each parameter has a hook for its gradient as well, until the group is freed. And
+    it may continue with the kept graph of a group whose own nodes have run: nodes are ordered by numbers that each of
+    autograd's threads assigns by itself, and there is one thread for each device. So groups are freed at the end of
+    that pass.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class RootContext(Context[ParameterGroup]):
         reductions: those under way.
         advancing: reductions are being moved on, so gradients handed out.
         last_backward: the next backward waits for the reductions at its end.
-        spare: how many reductions may be under way besides the one that starts.
+        spare: limit of reductions under way besides the one that starts.
         events: of the user's, to be waited for before the next forward gathers.
         differentiable: the backward pass under way keeps its graph.
-        late: hooks on parameters that may get gradients through a graph that was kept: Note [Gradients of gradients].
-        owed: the same where weights' gradients are put off: Note [Gradients put off].
+        late: hooks on parameters that may get gradients through a kept graph: Note [Gradients of gradients].
+        owed: the same for weights' gradients that are put off: Note [Gradients put off].
     """
 
     def __init__(self, root: ParameterGroup) -> None:
@@ -74,7 +75,7 @@ class RootContext(Context[ParameterGroup]):
         self.count_reductions()
 
     def count_reductions(self) -> None:
-        """Follows how many reductions may be under way besides the one that starts."""
+        """Recompute how many reductions may be under way besides the one that starts."""
         self.spare = max(group.most_reductions for group in self.groups) - 1
 
     # ---- forward ----
@@ -92,7 +93,7 @@ class RootContext(Context[ParameterGroup]):
         super().end_forward()
 
     def expect_owed(self, group: ParameterGroup) -> None:
-        """The forward of ``group`` runs in a frame that puts the weights' gradients off: Note [Gradients put off].
+        """Watch a ``group`` whose forward runs in a frame that puts gradients off: Note [Gradients put off].
 
         Raises:
             NotImplementedError: the group is deterministic.
@@ -111,7 +112,7 @@ class RootContext(Context[ParameterGroup]):
         _engine.queue_callback(self.end_backward)
 
     def enter_backward(self, group: ParameterGroup, *_: Any) -> None:
-        """The backward of ``group`` is about to begin."""
+        """Begin the backward of ``group``."""
         if not group.in_backward:
             if not self.backward:
                 self.begin_backward()
@@ -120,18 +121,18 @@ class RootContext(Context[ParameterGroup]):
                 self.unshard(group, self.backward_order, group.prefetch_in_backward)
 
     def leave_backward(self, group: ParameterGroup, *_: Any) -> None:
-        """The gradient has left ``group`` through one of its inputs."""
+        """End the backward of ``group``: the gradient has left through one of its inputs."""
         if group.in_backward and not self.late.watching:  # else a kept graph may need its parameters yet
             self.finish_group(group)
 
     def late_gradient(self, group: ParameterGroup, *_: Any) -> None:
-        """A parameter got a gradient through the graph of a pass before: Note [Gradients of gradients]."""
+        """Begin a backward pass for a gradient that came through a kept graph: Note [Gradients of gradients]."""
         if not group.in_backward:
             self.begin_backward()
             group.in_backward = True
 
     def end_backward(self) -> None:
-        """The backward pass is over: the groups whose inputs needed no gradient, and the last reductions."""
+        """End the backward pass: finish groups whose inputs needed no gradient, and the last reductions."""
         for group in reversed(self.groups):
             if group.in_backward:
                 self.finish_group(group)
@@ -155,7 +156,7 @@ class RootContext(Context[ParameterGroup]):
         super().end_backward()
 
     def finish_group(self, group: ParameterGroup) -> None:
-        """The gradients of ``group`` are there: takes them, frees its parameters, starts the reduction."""
+        """Take the gradients of ``group``, free its parameters, start the reduction."""
         group.in_backward = False
         self.trace.append(("left", group, perf_counter_ns()))
         if not group.reduces_at_end:  # not on all ranks at this moment
@@ -170,22 +171,22 @@ class RootContext(Context[ParameterGroup]):
             self.started(group, group.reduce())
 
     def end_micro_batch(self, group: ParameterGroup) -> None:
-        """In deterministic mode, the gradients of this backward pass for ``group`` are complete."""
+        """End a micro-batch of ``group``, in deterministic mode: its gradients of this backward pass are complete."""
         self.started(group, group.end_micro_batch(self.last_backward))
 
     def started(self, group: ParameterGroup, reductions: list[Started]) -> None:
-        """Takes note of reductions that were started."""
+        """Record reductions that were started."""
         if reductions:
             self.trace.append(("reduce", group, perf_counter_ns()))
             self.reductions += [(reduction, group) for reduction in reductions]
-            # In the order of backward passes, which all ranks share: what is advanced may start a collective.
+            # In the order of backward passes, which all ranks share: advancing may start a collective.
             arriving[self] = self.bring_gradients
 
     def advance(self, spare: int = 0) -> None:
-        """Moves each reduction under way one step on.
+        """Advance each reduction under way by one step.
 
         Args:
-            spare: leave those of that many groups, the last ones, alone.
+            spare: skip those of this many groups, the last ones.
         """
         if not self.reductions:
             return
@@ -204,21 +205,21 @@ class RootContext(Context[ParameterGroup]):
             arriving.pop(self, None)
 
     def drain(self, *, put_off: bool = False) -> None:
-        """Waits for the reductions under way.
+        """Wait for the reductions under way.
 
         Args:
-            put_off: leave those of groups that don't wait for them at the end of a backward pass.
+            put_off: skip groups that don't wait for them at the end of a backward pass.
         """
         while any(group.waits or not put_off for _, group in self.reductions):
             self.advance()
 
     def bring_gradients(self) -> None:
-        """Somebody reads or sets a gradient; in a backward pass, and in hooks, it is what it is."""
+        """Wait for reductions before a gradient is read or set, except in a backward pass and its hooks."""
         if not self.backward and not self.advancing:
             self.drain()
 
     def settle(self) -> None:
-        """Somebody looks at the parameters from outside: they find the sharded ones, and no half of a failed step."""
+        """Show the sharded parameters to a reader from outside, and abandon a failed step."""
         if self.outermost is not None or _backward_id() != -1:
             return
         if self.backward:
@@ -237,12 +238,12 @@ class RootContext(Context[ParameterGroup]):
 
 
 def hsdp_sync_stream() -> None:
-    """Waits for the reductions of all sharded models that are still under way, and hands out their gradients.
+    """Wait for the reductions of all sharded models that are still under way, and assign their gradients.
 
-    They are where the last backward passes ran with ``set_is_last_backward(False)`` or ``hsdp(comm_async=True)``. An
-    optimizer's step calls it, and to read or set ``.grad`` of a parameter waits, too: all ranks must do it, or call
-    this, for with replicas a second reduction follows the first. On a device the host does not wait: the current stream
-    does.
+    Reductions are under way after backward passes with ``set_is_last_backward(False)`` or ``hsdp(comm_async=True)``. An
+    optimizer's step calls this function, and reading or setting ``.grad`` of a parameter waits as well: all ranks must
+    do so, because with replicas a second reduction follows the first. On a device the current stream waits, not the
+    host.
     """
     for context in list(arriving):
         context.drain()
@@ -257,18 +258,18 @@ class LateGradients:
 
     @property
     def watching(self) -> bool:
-        """True from a pass that kept its graph until one that doesn't is over."""
+        """True from a pass that kept its graph until the end of one that doesn't."""
         return bool(self._handles)
 
     def watch(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
-        """Calls ``arrived`` when one of the group's parameters gets a gradient."""
+        """Call ``arrived`` when one of the group's parameters gets a gradient."""
         with _plain():
             for parameter in group.parameters:
                 if parameter.trains and parameter.unsharded is not None:
                     self._handles.append(parameter.unsharded.register_post_accumulate_grad_hook(arrived))
 
     def watch_once(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
-        """`watch`, unless the parameters that the group has now are watched already."""
+        """Call `watch`, unless the current parameters of the group are watched already."""
         parameters = [parameter.unsharded for parameter in group.parameters]
         watched = self._watched.get(group, ())
         if len(watched) != len(parameters) or any(a is not b for a, b in zip(watched, parameters, strict=True)):
@@ -276,7 +277,7 @@ class LateGradients:
             self.watch(group, arrived)
 
     def forget(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,11 +1,11 @@
 """MicroBatchBuffer: a bucket's gradients, micro-batch by micro-batch, summed alike for any number of ranks.
 
-Note [What is kept]
-    How a sum over micro-batches is ordered is known only when their number is: at the last backward pass before the
-    optimizer's step. So until then a rank keeps the unsharded gradients of each of its micro-batches (the first rank
-    adds up as it goes: it knows that its numbers start at 0), without communication. At the last one it adds what the
-    tree lets it, sends each rank its pieces of what is left by all-to-all, and sums what it got; see
-    `hp_fsdp.micro_batches`. With one micro-batch a rank nothing is kept.
+Note [Gradients kept until the last micro-batch]
+    The order of a sum over micro-batches depends on their number, which is known at the last backward pass before the
+    optimizer's step. Until then a rank keeps the unsharded gradients of each of its micro-batches (the numbers of the
+    first rank start at 0, so it adds them up at once), without communication. At the last one it adds up its complete
+    subtrees, sends each rank its pieces of them by all-to-all, and sums the received ones; see
+    `hp_fsdp.micro_batches`. With one micro-batch on each rank nothing is kept.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MicroBatchBuffer(GradientBuffer):
         self.own.clear()
 
     def collect(self) -> None:
-        """Takes the gradients that autograd left on the unsharded parameters into the buffer.
+        """Move the gradients that autograd left on the unsharded parameters into the buffer.
 
         Raises:
             RuntimeError: the gradients of a step that is over were neither dropped nor zeroed.
@@ -61,19 +61,19 @@ class MicroBatchBuffer(GradientBuffer):
 
     @property
     def used(self) -> bool:
-        """Whether there is a gradient to reduce."""
+        """True if there is a gradient to reduce."""
         return bool(self.had)
 
     def end_micro_batch(self, number: int, *, keeps: bool) -> None:
-        """The gradients of a micro-batch are complete.
+        """End a micro-batch: its gradients are complete.
 
         Args:
-            number: how many this rank ran before it since the last step.
-            keeps: it is not the last one, so they must survive the next one.
+            number: number of micro-batches before it on this rank since the last step.
+            keeps: it is not the last one, so its gradients must survive the next one.
         """
         current: torch.Tensor | None = None
         if self.filled:
-            # A zero that is a gradient must not be minus zero, which says that there is none.
+            # A zero that is a gradient must not be minus zero, which stands for no gradient.
             torch._foreach_add_([self.views[index] for index in self.filled], 0.0)
             for index, view in enumerate(self.views):
                 if index not in self.filled:
@@ -87,10 +87,10 @@ class MicroBatchBuffer(GradientBuffer):
         self.own.keep(number, current)
 
     def take(self, count: int) -> tuple[list[torch.Tensor | None], list[int]]:
-        """Gives up what was kept.
+        """Return the micro-batches, and drop them.
 
         Args:
-            count: how many micro-batches each rank ran.
+            count: number of micro-batches on each rank.
 
         Returns:
             The sums of this rank's subtrees, None for minus zeros, and the parameters that had no gradient.
@@ -100,12 +100,12 @@ class MicroBatchBuffer(GradientBuffer):
         return self.own.take(count), missing
 
     def release(self) -> None:
-        """Drops what was collected."""
+        """Drop collected gradients."""
         super().release()
         self._forget()
 
     def assign(self, reduced: torch.Tensor, missing: Sequence[int]) -> None:
-        """Gives the sharded parameters their gradients, and notes which tensors these are."""
+        """Give the sharded parameters their gradients, and record these tensors."""
         super().assign(reduced, missing)
         self.handed = {}
         for index, parameter in enumerate(self.parameters):
@@ -133,7 +133,7 @@ class Exchange:
         gradients: of the micro-batches; it gets the result.
         count: number of micro-batches a rank.
         op: ``"avg"`` or ``"sum"``.
-        modules: for what observers are told that this communicates; see `communicate_for`.
+        modules: the modules that this communicates for, for observers; see `communicate_for`.
     """
 
     def __init__(self, gradients: MicroBatchBuffer, count: int, op: str, modules: Sequence[Any]) -> None:
@@ -169,7 +169,7 @@ class Exchange:
         return subtrees(rank * self.count, ranks * self.count)
 
     def advance(self) -> bool:
-        """Waits for the collectives under way and starts the next ones; True when the gradients are handed out."""
+        """Wait for the collectives under way and start the next ones; return True when the gradients are assigned."""
         if self.handed:
             return self.gradients.arrive()
         self.abandon()
@@ -190,7 +190,7 @@ class Exchange:
         return self._finish(tree)
 
     def _sum_row(self, size: int) -> TreeSum[torch.Tensor | None]:
-        """The subtrees that the ranks of this line hold together, of this rank's piece."""
+        """Sum this rank's piece over the ranks of this line, as far as subtrees are complete."""
         tree: TreeSum[torch.Tensor | None] = TreeSum(_add)
         for rank in range(size):
             for slot, (start, number) in enumerate(self._subtrees(self.gradients.row + rank, 1)):
@@ -199,16 +199,16 @@ class Exchange:
         return tree
 
     def _gather(self, tree: TreeSum[Any], size: int, group: Any) -> None:
-        held = tree.values
+        values = tree.values
         row = self.gradients.axes.shard_size
         slots = max(len(self._subtrees(replica * row, row)) for replica in range(size))
         self.received = []
         for slot in range(slots):
-            value = held[slot] if slot < len(held) else held[0]  # all-gathers are even: what fills up is not read
+            value = values[slot] if slot < len(values) else values[0]  # all-gathers are even: padding is not read
             output = value.new_empty(size * value.numel())
             self.handles.append(collectives.all_gather(output, value, group=group, async_op=True))
             self.received.append(output.chunk(size))
-        self.sent = held  # lives until the gather is over
+        self.sent = values  # lives until the gather is over
 
     def _release(self, gradients: MicroBatchBuffer) -> None:
         if not gradients.filled:
@@ -217,14 +217,14 @@ class Exchange:
     def _finish(self, tree: TreeSum[Any]) -> bool:
         total = tree.total()
         ranks = self.gradients.ranks
-        # Not a part of what was received, which would live as long as the gradient.
+        # Not a view of the received buffer, which would live as long as the gradient.
         reduced = total / ranks if self.op == "avg" and ranks > 1 else total.clone()
         self.sent, self.received = [], []
         self.handed = True
         return self.gradients.hand_out(reduced, self.missing, self.divisor)
 
     def abandon(self) -> None:
-        """Waits for the collectives under way."""
+        """Wait for the collectives under way."""
         for handle in self.handles:
             if handle is not None:
                 handle.wait()

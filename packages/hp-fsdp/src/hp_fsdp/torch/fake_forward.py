@@ -1,17 +1,16 @@
-"""A forward without kernels: what a model's forward would save for backward, before it ever ran.
+"""A forward without kernels, to predict the tensors that it saves for backward before it ever runs.
 
 Note [A forward that leaves no trace]
-    The model runs under torch's FakeTensorMode: tensors have shapes and no values. In place of its parameters stand
-    fake ones, unsharded, in the dtype of computation; in place of its buffers fake copies. Sharded modules get back the
-    class that they had, so nothing is gathered; a collective of the model's own raises. Afterwards each module's
-    attributes are what they were, and so are the states of random number generators. What forward appends to a list or
-    dictionary of its own is not undone.
+    The model runs under torch's FakeTensorMode: tensors have shapes and no values. Its parameters are replaced by fake
+    ones, unsharded, in the dtype of computation; its buffers by fake copies. Sharded modules get their former class, so
+    nothing is gathered; a collective of the model's own raises. Afterwards each module's attributes and the states of
+    random number generators are restored. Items that forward appends to a list or dictionary of its own remain.
 
 Note [How exact the prediction is]
-    To the byte, where fake kernels save what real ones do and the model does not ask. Measured otherwise: oneDNN's LSTM
-    keeps a workspace that its fake kernel doesn't tell; layer norms of bfloat16 keep their statistics in float32 or not
-    by device and autocast; transformers builds an attention mask where it sees a fake tensor, and so repeats the heads
-    of keys and values that it would not have.
+    Exact to the byte if fake kernels save the same tensors as real ones, and the model does not treat fake tensors
+    differently. Known exceptions: oneDNN's LSTM saves a workspace that its fake kernel doesn't; layer norms of bfloat16
+    save their statistics in float32 or not by device and autocast; transformers builds an attention mask if it sees a
+    fake tensor, and so repeats the heads of keys and values.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = ["predict_activations"]
 
 
 def predict_activations(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Activations:
-    """What autograd would keep of one forward; no kernel runs, nothing is communicated, the model stays as it is.
+    """Predict the tensors that autograd saves in one forward, without kernels, communication or changes to the model.
 
     See Note [A forward that leaves no trace], and `hp_fsdp.torch.activations` for what counts.
 
@@ -94,13 +93,13 @@ def predict_activations(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str,
 
 
 def _check_nothing_kept(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Raises where tensors without values outlive the forward, in a cache that a later forward would read."""
+    """Raise if tensors without values outlive the forward, in a cache that a later forward would read."""
     gc.collect()
-    kept = [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode]
-    if kept:
+    leaked = [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode]
+    if leaked:
         raise RuntimeError(
-            f"explain: the forward of {type(model).__name__} put {len(kept)} tensors into a cache, the first of shape"
-            f" {tuple(kept[0].shape)}. They have no values, and a later forward would compute with them: empty the"
+            f"explain: the forward of {type(model).__name__} put {len(leaked)} tensors into a cache, the first of shape"
+            f" {tuple(leaked[0].shape)}. They have no values, and a later forward would compute with them: empty the"
             " cache (a dict of the module's own, functools.lru_cache) or build the model anew. Run one forward before"
             " explain(inputs=...), so that it is filled, or leave out inputs"
         )
@@ -153,7 +152,7 @@ def _same_random_state() -> Iterator[None]:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Gives each module back the attributes, parameters and buffers that it had."""
+    """Restore each module's attributes, parameters and buffers on exit."""
     tables = ("_parameters", "_buffers", "_modules")
     before = [(m, dict(m.__dict__), [dict(m.__dict__[table]) for table in tables]) for m in model.modules()]
     own = [(m, list(m._parameters.items())) for m in model.modules() if has_own_setattr(m)]
@@ -173,14 +172,14 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def _swap_tensors(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[torch.Tensor]:
-    """Registers fakes in place of parameters and buffers; returns them."""
-    made: list[torch.Tensor] = []
+    """Register fakes in place of parameters and buffers; return them."""
+    swapped: list[torch.Tensor] = []
     managed: set[tuple[int, str]] = set()
     for bucket in (bucket for group in groups for bucket in group.buckets):
         device = _real_device(bucket.device)
         for parameter in bucket.parameters:
             fake = _parameter(parameter.shape, bucket.compute_dtype, device, bool(parameter.sharded.requires_grad))
-            made.append(fake)
+            swapped.append(fake)
             for module, name in parameter.places:
                 managed.add((id(module), name))
                 _register(module, name, fake)
@@ -198,7 +197,7 @@ def _swap_tensors(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[to
                 if id(tensor) not in fakes:
                     fakes[id(tensor)] = torch.empty_like(tensor, device=_real_device(tensor.device))
                 module._buffers[name] = fakes[id(tensor)]
-    return [*made, *fakes.values()]
+    return [*swapped, *fakes.values()]
 
 
 def _register(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -213,12 +212,12 @@ def _parameter(shape: Any, dtype: torch.dtype, device: torch.device, trains: boo
 
 
 def _real_device(device: torch.device) -> torch.device:
-    """Where a tensor will live; one on meta goes to this process's device later."""
+    """Return the device of a tensor; one on meta goes to this process's device later."""
     return get_platform().devices.current_device() if device.type == "meta" else device
 
 
 def _fake_input(bases: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """A fake of an input, in a storage of the same size, which it shares with what shares it in truth."""
+    """Return a fake of an input, in a storage of the same size, shared like the input's."""
     if isinstance(tensor, DTensor):
         raise NotImplementedError(
             "explain: activations cannot be predicted from inputs that are DTensors. Leave out inputs, and measure with"
@@ -234,7 +233,7 @@ def _fake_input(bases: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.T
 
 
 def _unshard_class(group: ParameterGroup) -> Callable[[], None]:
-    """Gives a sharded module its former class, with the casts of its policy; returns what undoes it."""
+    """Give a sharded module its former class, with the casts of its policy; return a function that undoes it."""
     module, policy = group.module, group.policy
     sharded = type(module)
     module.__class__ = sharded.__bases__[1]
@@ -268,7 +267,7 @@ class _Silent(TorchDispatchMode):
     """Raises where a model communicates."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets everything but collectives pass."""
+        """Let everything but collectives pass."""
         if "c10d" in func.namespace:
             raise NotImplementedError(
                 f"explain: forward communicates ({func}), so activations cannot be predicted. Leave out inputs, and"

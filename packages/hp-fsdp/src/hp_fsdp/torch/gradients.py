@@ -1,15 +1,15 @@
 """GradientBuffer: takes a bucket's gradients from autograd, reduces them over ranks, hands out the shards.
 
 Note [One copy of the gradients]
-    Autograd hands over each gradient as it computed it; one ``_foreach_copy_`` moves a bucket's into the flat buffer,
+    Autograd returns each gradient as a tensor of its own; one ``_foreach_copy_`` moves a bucket's into the flat buffer,
     with the cast to the reduction's dtype. Giving autograd views of the buffer as ``.grad`` instead means that it must
     be zeroed and added to: 230 us for 800,000 floats against 150 us for the copy, and no cast.
 
 Note [Missing gradients]
-    A parameter without a gradient on this rank may have one on another, so it takes part in the sum. What it adds is
-    *minus* zero: -0.0 + x is x for every x, and the sum of nothing but minus zeros is minus zero. So where the reduced
-    piece is all minus zero no rank had a gradient, and ``.grad`` stays None as in a single process, with no
-    communication about it. A rank that owns no element of the parameter keeps None, too: it has nothing to update.
+    A parameter without a gradient on this rank may have one on another, so it takes part in the sum. It adds *minus*
+    zero: -0.0 + x is x for every x, and the sum of minus zeros is minus zero. So if the reduced piece is all minus
+    zero, no rank had a gradient, and ``.grad`` stays None as in a single process, without further communication.
+    A rank that owns no element of the parameter also keeps None: it has nothing to update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GradientBuffer:
 
     Args:
         parameters: the bucket's, with their unsharded tensors.
-        layout: where they lie.
+        layout: their offsets.
         axes: the axes of data parallelism.
         dtype: of the sharded gradients.
         reduce_dtype: of the buffer.
@@ -48,7 +48,7 @@ class GradientBuffer:
     """
 
     in_order = False
-    """Whether each rank's gradients are kept apart until they are summed, even where there is one rank."""
+    """True if each micro-batch's gradients are kept apart until they are summed, even on one rank."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class GradientBuffer:
             self.storage.resize_(0)
 
     def collect(self) -> None:
-        """Takes the gradients that autograd left on the unsharded parameters into the buffer."""
+        """Move the gradients that autograd left on the unsharded parameters into the buffer."""
         if self.replicated:
             reduce_partial_grads(self.replicated, self.averaged)
         if self.alone:
@@ -123,12 +123,12 @@ class GradientBuffer:
             torch._foreach_add_(sums, added)
 
     def reduce(self, op: str, *, over_replicas: bool, modules: Sequence[Any]) -> Reduction | None:
-        """Starts the reduction of what was collected; None where there is nobody to reduce with.
+        """Start the reduction of the collected gradients; return None on one rank, which has nothing to reduce.
 
         Args:
             op: ``"avg"`` or ``"sum"``.
-            over_replicas: on two axes, all-reduce the shards, too; else they wait for a later call that does.
-            modules: for what observers are told that this communicates; see `communicate_for`.
+            over_replicas: on two axes, all-reduce the shards as well; else they wait for a later call that does.
+            modules: the modules that this communicates for, for observers; see `communicate_for`.
         """
         if self.alone:
             self._hand_out_alone()
@@ -146,20 +146,20 @@ class GradientBuffer:
 
     @property
     def used(self) -> bool:
-        """Whether there is a gradient to reduce."""
+        """True if there is a gradient to reduce."""
         return bool(self.filled)
 
     @property
     def trains(self) -> bool:
-        """Whether there may be one."""
+        """True if there may be one."""
         return any(parameter.trains for parameter in self.parameters)
 
     def minus_zeros(self) -> torch.Tensor:
-        """What no gradient at all adds; see Note [Missing gradients]."""
+        """Return the summand of no gradient at all; see Note [Missing gradients]."""
         return torch.full((self.layout.total,), -0.0, dtype=self.reduce_dtype, device=self.buffer.device)
 
     def release(self) -> None:
-        """Drops what was collected."""
+        """Drop collected gradients."""
         if not self.alone:
             self.filled.clear()
             self.coming.clear()
@@ -167,15 +167,15 @@ class GradientBuffer:
             self.storage.resize_(0)
 
     def hand_out(self, reduced: torch.Tensor, missing: Sequence[int], divisor: float | None) -> bool:
-        """Gives the sharded parameters their gradients, or adds to those that they have.
+        """Give the sharded parameters their gradients, or add to theirs.
 
         Args:
             reduced: this rank's piece, in memory of its own.
-            missing: parameters that had no gradient on this rank.
-            divisor: what to divide it by, if anything.
+            missing: parameters without a gradient on this rank.
+            divisor: of the gradients, if any.
 
         Returns:
-            Whether that is done; else they are on their way to the host, and `arrive` does it.
+            True if done; else they are on their way to the host, and `arrive` does it.
         """
         if divisor is not None:
             reduced.div_(divisor)
@@ -188,13 +188,13 @@ class GradientBuffer:
         return False
 
     def arrive(self) -> bool:
-        """Waits for gradients that are on their way to the host, and hands them out."""
+        """Wait for gradients on their way to the host, and assign them."""
         if self.coming:
             self.coming.pop(0).wait()
         return True
 
     def assign(self, reduced: torch.Tensor, missing: Sequence[int]) -> None:
-        """What `hand_out` does, with a piece that is where the sharded parameters are."""
+        """Assign gradients from a piece that is on the device of the sharded parameters."""
         runs = reduced.split_with_sizes(self.sizes)
         pieces: list[torch.Tensor | None] = [runs[run] for run in self.runs]
         for index in missing:
@@ -220,7 +220,7 @@ class GradientBuffer:
         self._assign(pieces)
 
     def _hook_alone(self, communication: Communication) -> None:
-        """What ranks with others do, of which the hook may know some that these axes don't."""
+        """Reduce on one rank by the hook, which may know of ranks that these axes don't."""
         device = self.parameters[0].unsharded.device
         flat = torch.full((self.layout.total,), -0.0, dtype=self.reduce_dtype, device=device)
         missing = []
@@ -262,11 +262,11 @@ class GradientBuffer:
 
 
 def _hooked(hooks: Mapping[int, Any], piece: torch.Tensor) -> torch.Tensor:
-    """What the hooks that ``register_hook`` put on a sharded parameter make of its gradient."""
+    """Run the hooks that ``register_hook`` put on a sharded parameter; return its new gradient."""
     with torch._C._EnableTorchFunction():
         for hook in tuple(hooks.values()):
-            made = hook(piece)
-            piece = piece if made is None else made
+            result = hook(piece)
+            piece = piece if result is None else result
     return piece
 
 
@@ -318,7 +318,7 @@ class Reduction:
         self.handle = collectives.reduce_scatter(self.piece, buffer, op, group=axes.shard_group, async_op=True)
 
     def advance(self) -> bool:
-        """Waits for the collective under way and starts the next one; True when the gradients are handed out."""
+        """Wait for the collective under way and start the next one; return True when the gradients are assigned."""
         gradients = self.gradients
         if self.handed:
             return gradients.arrive()
@@ -346,6 +346,6 @@ class Reduction:
         return gradients.hand_out(self.piece, self.missing, self.divisor)
 
     def abandon(self) -> None:
-        """Waits for the collective under way and forgets its result."""
+        """Wait for the collective under way and drop its result."""
         if self.handle is not None:
             self.handle.wait()

@@ -1,4 +1,4 @@
-"""ParameterGroup: what one call of `fully_shard` made of a module, or of several, and its state."""
+"""ParameterGroup: the group that one call of `fully_shard` makes of one module or several, and its state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.group import Group
-from hp_fsdp.module_api import divisor_of
 from hp_fsdp.options import BucketPlan
 from hp_fsdp.order import Span
 from hp_fsdp.torch.bucket import Bucket
@@ -48,15 +47,15 @@ class ParameterGroup(Group):
     """A group of one module or of several.
 
     Attributes:
-        span: which calls begin and end the group's forward; None where each call does both.
+        span: the calls that begin and end the group's forward; None if each call does both.
         enter_backward: hook that the context sets, for before the first node of the module's backward.
         leave_backward: hook that the context sets, for after the last one.
-        hidden: the parameters are gathered, but the sharded ones are registered, because somebody looked between
-            forward and backward.
+        hidden: the parameters are gathered, but the sharded ones are registered, because they were read from outside
+            between forward and backward.
         in_backward: between the first gradient of an output and the last gradient of an input.
-        reduces_at_end: its gradients are reduced when the backward pass is over, used or not.
-        most_reductions: how many groups' reductions may be under way at once.
-        communication: what the user set about it; None where that is nothing.
+        reduces_at_end: its gradients are reduced at the end of the backward pass, used or not.
+        most_reductions: limit of the groups whose reductions are under way at once.
+        communication: the user's settings, if any.
     """
 
     managed = ManagedParameter
@@ -108,7 +107,7 @@ class ParameterGroup(Group):
                 bucket.check()
 
     def restore(self) -> None:
-        """`check`, where a method of the module replaced parameters: the former objects take their places again."""
+        """Call `check` after a method of the module replaced parameters: the former objects take their places again."""
         if not self.unsharded and self.gathering is None:
             for bucket in self.buckets:
                 restore(bucket)
@@ -148,7 +147,7 @@ class ParameterGroup(Group):
             bucket.release(ranks)
 
     def hide(self) -> None:
-        """Registers the sharded parameters, but leaves the unsharded ones gathered."""
+        """Register the sharded parameters, but leave the unsharded ones gathered."""
         if self.unsharded and not self.hidden and not self.user_unsharded:
             self.hidden = True
             for bucket in self.buckets:
@@ -163,7 +162,7 @@ class ParameterGroup(Group):
 
     # ---- gradients ----
     def collect(self, *, differentiable: bool = False) -> None:
-        """Takes the gradients of the unsharded parameters; frees the parameters if that is wanted.
+        """Take the gradients of the unsharded parameters, and free the parameters unless they stay gathered.
 
         Args:
             differentiable: a graph of this backward pass is kept, which needs the parameters.
@@ -189,7 +188,7 @@ class ParameterGroup(Group):
             self.reshard()
 
     def end_micro_batch(self, last_backward: bool) -> list[Started]:
-        """In deterministic mode, the group's gradients of this backward pass are complete.
+        """End a micro-batch, in deterministic mode: the group's gradients of this backward pass are complete.
 
         Args:
             last_backward: the gradients of all passes since the last step may be reduced now.
@@ -207,14 +206,14 @@ class ParameterGroup(Group):
 
     def _end_micro_batch(self, number: int, op: str | None) -> list[Started]:
         started = []
-        kept = [bucket.gradients for bucket in self.buckets if bucket.prepared]
-        for gradients in kept:
+        buffers = [bucket.gradients for bucket in self.buckets if bucket.prepared]
+        for gradients in buffers:
             assert isinstance(gradients, MicroBatchBuffer)
             gradients.end_micro_batch(number, keeps=op is None)
         if op is not None:
-            used = any(gradients.used for gradients in kept)
-            for gradients in kept:
-                gradients.divisor = divisor_of(self)
+            used = any(gradients.used for gradients in buffers)
+            for gradients in buffers:
+                gradients.divisor = self.total_divisor
                 if used and gradients.trains:
                     started.append(Exchange(gradients, number + 1, op, self.modules))  # type: ignore[arg-type]
                 else:
@@ -222,7 +221,7 @@ class ParameterGroup(Group):
         return started
 
     def reduce(self) -> list[Started]:
-        """Starts the reductions of what was collected."""
+        """Start the reductions of the collected gradients."""
         with self._reduce_range, torch.no_grad(), _plain():
             return communicate_for(self.modules, self._reduce)
 
@@ -232,7 +231,7 @@ class ParameterGroup(Group):
         used = self.reduces_at_end or any(b.gradients.used or b.gradients.alone for b in buckets)
         for bucket in buckets:
             if used and (bucket.gradients.used or bucket.gradients.trains):
-                op, divisor = self.reduce_op, divisor_of(self)
+                op, divisor = self.reduce_op, self.total_divisor
                 if self.communication is not None:
                     op, divisor = self.communication.operation(op, divisor, bucket.axes)
                 bucket.gradients.divisor = divisor
@@ -260,7 +259,7 @@ _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 def check_differentiable(group: ParameterGroup) -> None:
-    """Raises where a backward pass with ``create_graph=True`` gives parameters gradients.
+    """Raise if a backward pass with ``create_graph=True`` gave parameters gradients.
 
     Raises:
         NotImplementedError: they would lose their graph when they are reduced; or the group is deterministic.

@@ -1,4 +1,4 @@
-"""What happens around a sharded module's forward and backward.
+"""The work before and after a sharded module's forward and backward.
 
 Note [Where backward begins and ends]
     The backward of a module begins when the node that made one of its outputs is about to run: a pre-hook on that node.
@@ -12,9 +12,9 @@ Note [Forward inside backward]
     second run only needs the parameters, which stay until the group's backward ends.
 
 Note [Gradients put off]
-    In a frame that puts weights' gradients off, a backward pass leaves parameters without them; who has them runs
-    autograd once more, on the parameters alone. A hook on each parameter makes that a backward pass of the group's: its
-    end takes the gradients and reduces them. With ``set_requires_gradient_sync(False)`` around the first pass there is
+    In a frame that puts weights' gradients off, a backward pass leaves parameters without them; the frame runs autograd
+    once more, on the parameters alone. A hook on each parameter makes that a backward pass of the group: its end takes
+    the gradients and reduces them. With ``set_requires_gradient_sync(False)`` around the first pass there is
     one reduction.
 """
 
@@ -43,16 +43,16 @@ map_tensors, tensors = tree_functions(torch.Tensor)
 
 
 def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a module's forward with its parameters gathered, and arranges for its backward.
+    """Run a module's forward with its parameters gathered, and arrange for its backward.
 
     Args:
         module: a sharded module.
-        forward: what to call.
+        forward: the function to call.
         args: its positional arguments.
         kwargs: its keyword arguments.
 
     Returns:
-        What ``forward`` returned.
+        The result of ``forward``.
     """
     group: ParameterGroup = module._hsdp_group
     context = group.context or RootContext.of(group)

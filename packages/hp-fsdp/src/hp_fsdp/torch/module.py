@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_fsdp.module_api import Tuning
+from hp_fsdp.module_api import ModuleAPI
 from hp_fsdp.order import INSIDE
 from hp_fsdp.sharded_class import make_sharded_class
 from hp_fsdp.state_dict.loading import laid_out
@@ -38,7 +38,7 @@ _Tracing = importlib.import_module("torch._guards").TracingContext
 _traced = torch.compiler.is_dynamo_compiling
 
 
-class HSDPModule(Tuning):
+class HSDPModule(ModuleAPI):
     """A sharded module: its own class, and these methods. Not made by hand: `fully_shard` changes a module's class.
 
     Setters with ``recurse=True``, which most have by default, act on all sharded modules inside, too.
@@ -47,13 +47,13 @@ class HSDPModule(Tuning):
     _hsdp_group: ParameterGroup
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs forward with the parameters gathered."""
+        """Run forward with the parameters gathered."""
         if _traced():
             _refuse_in_a_graph(type(self).__name__)
         return run_forward(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward waits for the reductions at its end.
+        """Set whether the next backward waits for the reductions at its end.
 
         Without, the last ones run on into the next micro-batch. Set on the root module.
 
@@ -82,7 +82,7 @@ class HSDPModule(Tuning):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """As torch's fully_shard marks modules: transformers' ``generate`` keeps ranks in step then.
+        """Mark of torch's fully_shard, by which transformers' ``generate`` keeps ranks in step.
 
         False for the compiler, which has ways of its own with torch's.
         """
@@ -103,25 +103,25 @@ class HSDPModule(Tuning):
         pass  # accelerate marks what it has registered
 
     def modules(self) -> Iterator[nn.Module]:
-        """As every module's."""
+        """Return all modules, as every module does."""
         check_modules(sys._getframe(1))
         return super().modules()  # type: ignore[misc]
 
     # ---- where the parameters are looked at from outside ----
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """As every module's; outside forward and backward the sharded parameters, unless ``unshard`` was called."""
+        """Return named parameters: outside forward and backward the sharded ones, unless ``unshard`` was called."""
         self._settle()
         check_parameters(sys._getframe(1))
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state, with sharded parameters; `full_state_dict` gives whole tensors."""
+        """Return the state, with sharded parameters; `full_state_dict` has full tensors."""
         self._settle()
         check_state(sys._getframe(1))
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As every module's, of DTensors, whole plain tensors (the same on all ranks), or this rank's plain parts.
+        """Load DTensors, full plain tensors (the same on all ranks), or this rank's plain parts.
 
         Args:
             state_dict: by name. A DTensor in another layout is moved, which all ranks of its mesh take part in.
@@ -137,9 +137,9 @@ class HSDPModule(Tuning):
         for name, value in super().state_dict(keep_vars=True).items():  # type: ignore[misc]
             if isinstance(value, torch.Tensor):
                 own[name] = own[unwrapped(name)] = value
-        made = super().load_state_dict(laid_out(own, state_dict, assign=assign), strict, assign)  # type: ignore[misc]
+        result = super().load_state_dict(laid_out(own, state_dict, assign=assign), strict, assign)  # type: ignore[misc]
         self._restore()
-        return made
+        return result
 
     def _settle(self) -> None:
         context = self._hsdp_group.context
@@ -151,16 +151,16 @@ class HSDPModule(Tuning):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for group in self._groups(True):
             group.reshard()
-        made = super()._apply(fn, recurse)  # type: ignore[misc]
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
         self._restore()
-        return made
+        return result
 
     def _restore(self) -> None:
         for group in self._groups(True):
             group.restore()
 
     def _materialize(self, device: torch.device) -> None:
-        """Gives parameters on meta memory in a flat shard; `hp_dtensor.init_parameters` calls it, then fills them."""
+        """Give parameters on meta memory in a flat shard; `hp_dtensor.init_parameters` calls it, then fills them."""
         for bucket in self._hsdp_group.buckets:
             bucket.materialize(device)
 
@@ -181,7 +181,7 @@ FSDPModule = HSDPModule
 
 
 def shard_class(module: nn.Module, group: ParameterGroup) -> None:
-    """Makes ``module`` an ``HSDPModule`` that runs with ``group``: Note [Name of a sharded class]."""
+    """Make ``module`` an ``HSDPModule`` that runs with ``group``: Note [Name of a sharded class]."""
     module.__dict__["_hsdp_group"] = group
     module.__class__ = make_sharded_class(HSDPModule, type(module))
 

@@ -1,11 +1,11 @@
-"""Optimizers: what they are given, looked at before their first step, and their states.
+"""Optimizers: their parameters, checked before the first step, and their states.
 
 Before the first step: Note [Before an optimizer's first step] in `hp_fsdp.managed_params`.
 
 Note [States that a rank does not have]
     A rank that owns no element of a parameter gets no gradient for it, so its optimizer has no state for it either. A
-    sharded state says so: that rank lists fewer keys. A full one is gathered, which all ranks take part in; so they
-    tell each other first which states there are.
+    sharded state shows this: that rank lists fewer keys. A full one is gathered, which all ranks take part in; so they
+    exchange the lists of their states first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _registered: list[Any] = []
 
 
 def watch_optimizers() -> None:
-    """Looks at what optimizers are given from now on."""
+    """Check optimizers' parameters from now on."""
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -50,7 +50,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check(optimizer: Optimizer) -> bool:
-    """Raises for parameters that would be trained wrongly; False where some may yet get gradients.
+    """Raise for parameters that would be trained wrongly; return False if some may yet get gradients.
 
     Raises:
         RuntimeError: the optimizer has gathered parameters, or such that no group has beside sharded ones.
@@ -75,7 +75,7 @@ State = dict[str, Any]
 
 
 def initialize(optimizer: Optimizer) -> None:
-    """Makes the states of an optimizer that has none, as before its first step.
+    """Make the states of an optimizer that has none, as before its first step.
 
     A step with gradients of zero, a learning rate of zero and no weight decay makes them; then "step" is set back to
     zero. Of torch's optimizers, Adam's and AdamW's are then what their first step finds, and SGD's momentum with no
@@ -120,18 +120,18 @@ class _States:
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def states(self, names: Sequence[str], *, whole: bool) -> dict[str, State]:
-        """The states; those that any rank has where they are to be gathered."""
+        """Return the states; if they are to be gathered, those that any rank has."""
         packed: dict[int, State] = self.optimizer.state_dict()["state"]
         states = {names[at]: dict(state) for at, state in packed.items()}
         return _agreed(states, dict(zip(names, self.parameters, strict=True))) if whole else states
 
     def groups(self) -> list[tuple[State, list[int]]]:
-        """Hyperparameters and members."""
+        """Return hyperparameters and members."""
         packed = self.optimizer.state_dict()["param_groups"]
         return [({key: v for key, v in group.items() if key != "params"}, group["params"]) for group in packed]
 
     def loaded(self, number: int, name: str, key: str, value: Any) -> Any:
-        """The value as the optimizer is to hold it; a tensor that it has already is written in place."""
+        """Return a value for the optimizer; a tensor that it has already is written in place."""
         parameter = self.parameters[number]
         own = self.optimizer.state[parameter].get(key)
         if not isinstance(value, torch.Tensor):
@@ -147,7 +147,7 @@ class _States:
         return own
 
     def load(self, states: Mapping[int, State], groups: Sequence[State], *, strict: bool) -> None:
-        """Hands over states, which are the optimizer's own tensors mostly, through its own ``load_state_dict``."""
+        """Load states, most of them the optimizer's own tensors, by its own ``load_state_dict``."""
         packed = self.optimizer.state_dict()
         for number, state in states.items():
             if state:
@@ -167,37 +167,37 @@ class _Like:
 
 
 def _agreed(states: dict[str, State], parameters: Mapping[str, Any]) -> dict[str, State]:
-    """The states that any rank has, in one order: Note [States that a rank does not have]."""
+    """Return the states that any rank has, in one order: Note [States that a rank does not have]."""
     lines: dict[Any, list[str]] = {}
     for name, parameter in parameters.items():
         spec, axis = spec_of(parameter), sharded_axis(spec_of(parameter))
         if spec is not None and axis is not None and spec.mesh.size(axis) > 1:
             lines.setdefault(spec.mesh.get_group(axis), []).append(name)
     for group, names in lines.items():
-        mine = {name: {key: _told(v) for key, v in states[name].items()} for name in names if name in states}
+        mine = {name: {key: _described(v) for key, v in states[name].items()} for name in names if name in states}
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, mine, group=group)
         for name in names:
             all_keys = dict.fromkeys(key for theirs in everyone for key in theirs.get(name, ()))
             if all_keys or any(name in theirs for theirs in everyone):
-                own, made = states.get(name, {}), {}
+                own, complete = states.get(name, {}), {}
                 for key in all_keys:
-                    told = next(theirs[name][key] for theirs in everyone if key in theirs.get(name, ()))
-                    made[key] = own[key] if key in own else _made(told, parameters[name])
-                states[name] = made
+                    described = next(theirs[name][key] for theirs in everyone if key in theirs.get(name, ()))
+                    complete[key] = own[key] if key in own else _restored(described, parameters[name])
+                states[name] = complete
     return states
 
 
-def _told(value: Any) -> Any:
+def _described(value: Any) -> Any:
     if spec_of(value) is not None:
         return _Like(value.dtype)
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _made(told: Any, parameter: Any) -> Any:
-    return torch.zeros_like(parameter, dtype=told.dtype) if isinstance(told, _Like) else told
+def _restored(described: Any, parameter: Any) -> Any:
+    return torch.zeros_like(parameter, dtype=described.dtype) if isinstance(described, _Like) else described
 
 
 def _beside(value: Any, own: Any) -> Any:
-    """A hyperparameter, where it is a tensor on the device of the optimizer's own."""
+    """Move a hyperparameter, if it is a tensor, to the device of the optimizer's own."""
     return value.to(own.device) if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) else value

@@ -1,10 +1,10 @@
-"""What other libraries ask of sharded modules: refused by name where the answer would be taken for something else.
+"""Refusals of other libraries by name, if they would misread sharded modules.
 
 Note [Callers by name]
-    DDP, torch's own fully_shard, accelerate and transformers look for torch's classes and find none, and go on as with
-    a module that is whole on each rank: they would broadcast parts of parameters over one another, or write rank 0's
-    part of a model as the model. The module cannot tell from what is called (``state_dict``, ``named_parameters``)
-    what the answer is for, so it looks at who calls.
+    DDP, torch's own fully_shard, accelerate and transformers look for torch's classes, find none, and go on as with an
+    unsharded module: they would broadcast shards over one another, or save rank 0's shards as the model. The called
+    method (``state_dict``, ``named_parameters``) does not show the purpose of the call, so the module looks at the
+    caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WHOLE = "full_state_dict(model), called on all ranks (from hp_fsdp import full_
 
 
 def check_parameters(caller: FrameType | None) -> None:
-    """Raise TypeError where a wrapper that would shard or replicate parameters once more asks for them."""
+    """Raise TypeError if a wrapper that would shard or replicate parameters once more asks for them."""
     for name, _ in _callers(caller, 3):  # DistributedDataParallel asks by way of Module.parameters
         if name == "torch.nn.parallel.distributed":
             raise TypeError(
@@ -37,7 +37,7 @@ def check_parameters(caller: FrameType | None) -> None:
 
 
 def own_mark() -> None:
-    """Raise TypeError where torch's FullyShardedDataParallel marks modules as its own."""
+    """Raise TypeError if torch's FullyShardedDataParallel marks modules as its own."""
     raise TypeError(
         "FullyShardedDataParallel around modules of hp_fsdp.fully_shard: their parameters are sharded already. Leave it"
         " out; with accelerate and transformers leave their FSDP settings out, for they wrap with it"
@@ -45,7 +45,7 @@ def own_mark() -> None:
 
 
 def check_state(caller: FrameType | None) -> None:
-    """Raise TypeError where a library takes a sharded state for a whole one."""
+    """Raise TypeError if a library takes a sharded state for a full one."""
     for name, frame in _callers(caller, 50):
         if name == "torch.nn.modules.module":  # of a module around this one
             continue
@@ -71,7 +71,7 @@ def check_state(caller: FrameType | None) -> None:
 
 
 def check_optimizer_state(optimizer: Any) -> None:
-    """Raise TypeError where a trainer would write rank 0's part of an optimizer's states as all of them."""
+    """Raise TypeError if a trainer would save rank 0's part of an optimizer's states as all of them."""
     for name, frame in _callers(sys._getframe(1), 12):
         if (name.partition(".")[0], frame.f_code.co_name) in (
             ("transformers", "_save_optimizer_and_scheduler"),
@@ -86,7 +86,7 @@ def check_optimizer_state(optimizer: Any) -> None:
 
 
 def check_prepared(caller: FrameType | None) -> None:
-    """Raise TypeError where accelerate would leave out the mixed precision that it was told."""
+    """Raise TypeError if accelerate would leave out its mixed precision."""
     for name, frame in _callers(caller, 1):
         dtype = getattr(frame.f_locals.get("self"), "mixed_precision", "no")
         if name == "accelerate.accelerator" and dtype != "no":
@@ -98,7 +98,7 @@ def check_prepared(caller: FrameType | None) -> None:
 
 
 def check_modules(caller: FrameType | None) -> None:
-    """Raise TypeError where torchtitan would find no module to switch the division of gradients off in."""
+    """Raise TypeError if torchtitan would find no module to switch off the division of gradients in."""
     for name, frame in _callers(caller, 1):
         if name.startswith("torchtitan.") and frame.f_code.co_name == "disable_fsdp_gradient_division":
             raise TypeError(

@@ -1,10 +1,10 @@
 """ManagedParameter: one parameter of a group, sharded and unsharded.
 
-Note [Cut along another dim]
-    A rank's part of a buffer is one run of it. A parameter that is cut along a dim other than the first lies in the
-    buffer with that dim moved to the front, so that its slices along the dim are runs, and a rank has as many as
-    ``Shard`` of that dim gives it. The sharded parameter, the unsharded one and gradients look into the buffer with the
-    dim in its place: their strides are not those of a contiguous tensor, and nothing is copied.
+Note [Sharded along another dim]
+    A rank's part of a buffer is one contiguous range. A parameter that is sharded along a dim other than the first lies
+    in the buffer with that dim moved to the front, so that its slices along the dim are contiguous, and a rank has as
+    many as ``Shard`` of that dim assigns to it. The sharded parameter, the unsharded one and gradients are views of the
+    buffer with the dim in its place: their strides are not those of a contiguous tensor, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -56,34 +56,34 @@ _OUTSIDE_GRAPHS = (
     "is a parameter of fully_shard: forward computes with a gathered copy of it, and the gradient of the copy is"
     " reduced into its .grad. Call backward() without inputs and read .grad, or differentiate before fully_shard"
 )
-"""Why autograd doesn't find a sharded parameter; see ``hp_dtensor.torch.backward.engine``."""
+"""Reason why autograd doesn't find a sharded parameter; see ``hp_dtensor.torch.backward.engine``."""
 
 _MEETS_PLAIN = (
     "parameter {} is gathered by fully_shard while its module's forward runs, and was used outside of it. Call the"
     " module that was given to fully_shard; where a method of it calls parts of the module (generate), make the method"
     ' gather as forward does: hp_fsdp.register_fsdp_forward_method(module, "name of the method")'
 )
-"""Why a sharded parameter meets no plain input; see ``hp_dtensor.torch.ops.dispatch``."""
+"""Reason why a sharded parameter meets no plain input; see ``hp_dtensor.torch.ops.dispatch``."""
 
 
 class ManagedParameter:
-    """A parameter, where it is registered, and the two tensors that stand there in turn.
+    """A parameter, the places where it is registered, and the two tensors registered there in turn.
 
-    The sharded one is the object that was found, with other memory and layout: optimizers, hooks and lists that hold
-    it see what happens to it.
+    The sharded one is the original object, with other memory and layout: optimizers, hooks and lists that refer to it
+    see its changes.
 
     Attributes:
         stores: the attributes of modules that map names to parameters and to modules.
         name: its name inside the group's module.
-        cls: the class that it had.
-        original: the parameter as it was found; None once it is sharded.
+        cls: its original class.
+        original: the original parameter; None once it is sharded.
         shape: shape of the unsharded tensor on this rank.
-        inner: the unsharded tensor's layout where it is a DTensor (tensor parallel), else None.
-        front: the dim that lies first in the buffer, see Note [Cut along another dim]; None where the order is its own.
-        copied: it is a copy of one that a group has.
-        trains: whether it requires gradients.
-        sharded: what the user and the optimizer see: a DTensor, locally a run of elements of the rank's flat shard.
-        unsharded: what forward and backward use: a leaf that looks into the gathered buffer.
+        inner: the unsharded tensor's layout if it is a DTensor (tensor parallel), else None.
+        front: the dim that lies first in the buffer, see Note [Sharded along another dim]; None for the own order.
+        copied: it is a copy of a group's parameter.
+        trains: it requires gradients.
+        sharded: the tensor of user and optimizer: a DTensor, locally a range of the rank's flat shard.
+        unsharded: the tensor of forward and backward: a leaf and view of the gathered buffer.
     """
 
     __slots__ = (
@@ -117,21 +117,21 @@ class ManagedParameter:
         self.unsharded: Any = None
 
     def join(self, mesh: DeviceMesh, inner: DeviceMesh | None, owner: str) -> None:
-        """Prepares a parameter that joined a sharded module: one that `fully_shard` could have found.
+        """Prepare a parameter that joined a sharded module for sharding.
 
         A copy of a sharded parameter (``copy.deepcopy`` of a module) is gathered first, so all ranks have to call it.
 
         Args:
             mesh: of data parallelism.
-            inner: what to replicate a plain parameter on, if anything.
+            inner: mesh to replicate a plain parameter on, if any.
             owner: the module's class, for errors.
 
         Raises:
-            RuntimeError: it is on the meta device, or a copy of a parameter that is sharded over other axes, too.
+            RuntimeError: it is on the meta device, or a copy of a parameter that is sharded over other axes as well.
         """
-        made: Any = self.original
+        parameter: Any = self.original
         where = f"fully_shard: parameter {self.name!r} joined {owner} after it was sharded, and"
-        if made.is_meta:
+        if parameter.is_meta:
             raise RuntimeError(f"{where} is on the meta device. Give it values before the next forward")
         ragged = self.inner is not None and any(isinstance(p, RaggedShard) for p in self.inner.placements)
         if self.inner is not None and (ragged or self.copied):
@@ -141,15 +141,15 @@ class ManagedParameter:
                     " module before fully_shard, or build a new one instead of a copy"
                 )
             with torch.no_grad():
-                whole = made.full_tensor()
+                full = parameter.full_tensor()
             with _plain():
-                _set_data(made, whole)
-            made.__class__ = nn.Parameter
-            del made._spec
-            self.inner, self.shape, self.cls, self.copied = None, whole.shape, nn.Parameter, False
+                _set_data(parameter, full)
+            parameter.__class__ = nn.Parameter
+            del parameter._spec
+            self.inner, self.shape, self.cls, self.copied = None, full.shape, nn.Parameter, False
         if self.inner is None and inner is not None:
-            become(made, distribute_tensor(made.detach(), inner, [Replicate()] * inner.ndim))
-            self.inner = made._spec
+            become(parameter, distribute_tensor(parameter.detach(), inner, [Replicate()] * inner.ndim))
+            self.inner = parameter._spec
 
     @property
     def numel(self) -> int:
@@ -158,31 +158,31 @@ class ManagedParameter:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """The shape that the user sees."""
+        """Shape that the user sees."""
         return tuple(self.shape) if self.inner is None else self.inner.shape
 
     def facts(self) -> ParameterFacts:
-        """What decides how it is communicated."""
-        made: Any = self.original
-        nbytes = math.prod(self.global_shape) * made.dtype.itemsize
-        return ParameterFacts(self, self.name, made, made.dtype, self.trains, self.shape, nbytes)
+        """Return the properties that decide how it is communicated."""
+        original: Any = self.original
+        nbytes = math.prod(self.global_shape) * original.dtype.itemsize
+        return ParameterFacts(self, self.name, original, original.dtype, self.trains, self.shape, nbytes)
 
     def flat(self) -> torch.Tensor:
-        """The original's elements in the buffer's order, as a plain tensor of one dim."""
+        """Return the original's elements in the buffer's order, as a plain tensor of one dim."""
         assert self.original is not None
         with torch.no_grad(), _plain():
             return self.flattened(torch.Tensor.detach(self.original))
 
     def flattened(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the unsharded shape, in one dim and the buffer's order."""
+        """Flatten a tensor of the unsharded shape to the buffer's order."""
         return (tensor if self.front is None else tensor.movedim(self.front, 0)).reshape(-1)
 
     def part(self, run: torch.Tensor, shards: bool = False) -> torch.Tensor:
-        """The whole, or a rank's part, of the parameter or its gradient in a run of a buffer.
+        """View a range of a buffer as the full parameter or gradient, or as a rank's part of it.
 
         Args:
             run: of one dim.
-            shards: it is a rank's part; else the whole.
+            shards: the range is a rank's part; else the full parameter.
         """
         if self.front is None:
             return run if shards else run.view(self.shape)
@@ -190,26 +190,26 @@ class ManagedParameter:
         return run.view(run.numel() // math.prod(rest), *rest).movedim(0, self.front)
 
     def make_sharded(self, view: torch.Tensor, spec: TensorSpec, owner: str) -> None:
-        """Makes the original the sharded parameter over ``view``, a part of the flat shard.
+        """Make the original the sharded parameter over ``view``, a part of the flat shard.
 
         Args:
-            view: what `part` gave for the rank's run of elements.
+            view: the result of `part` for the rank's range.
             spec: the sharded parameter's layout.
-            owner: text for the error where another group finds this parameter, too.
+            owner: text for the error if another group finds this parameter as well.
         """
-        made: Any = self.original
-        self.sharded, self.original = made, None
-        become(made, wrap(view.detach(), spec))
-        made._outside_graphs = _OUTSIDE_GRAPHS
-        made._meets_plain = _MEETS_PLAIN.format(owner)
-        mark(made, owner)
+        parameter: Any = self.original
+        self.sharded, self.original = parameter, None
+        become(parameter, wrap(view.detach(), spec))
+        parameter._outside_graphs = _OUTSIDE_GRAPHS
+        parameter._meets_plain = _MEETS_PLAIN.format(owner)
+        mark(parameter, owner)
 
     def renew_sharded(self, view: torch.Tensor) -> None:
-        """Gives the sharded parameter the memory of ``view``, of another kind of device than it had (meta)."""
+        """Give the sharded parameter the memory of ``view``, on another kind of device than before (meta)."""
         give_memory(self.sharded, view)
 
     def make_unsharded(self, view: torch.Tensor) -> None:
-        """Makes the unsharded parameter over ``view``, which is a run of the gathered buffer."""
+        """Make the unsharded parameter over ``view``, a range of the gathered buffer."""
         self.unsharded = _leaf(self.part(view), self.inner, self.trains)
         if self.inner is None and issubclass(self.cls, nn.Parameter):
             self.unsharded.__class__ = self.cls
@@ -218,11 +218,11 @@ class ManagedParameter:
 
 
 def check_kind(name: str, original: Any) -> None:
-    """Raises for a parameter that a flat buffer cannot hold.
+    """Raise for a parameter that a flat buffer cannot hold.
 
     Args:
         name: for errors.
-        original: the parameter as it was found.
+        original: the parameter.
 
     Raises:
         TypeError: it has no shape yet, or computes in ways of its own, which a view of a buffer would not.
@@ -259,7 +259,7 @@ def _computes_plainly(cls: type[torch.Tensor]) -> bool:
 
 
 def has_own_setattr(module: nn.Module) -> bool:
-    """Whether a module does more than to store a parameter that is set on it (RNNs do)."""
+    """Tell whether a module does more than to store a parameter that is set on it (RNNs do)."""
     return type(module).__setattr__ is not _module_setattr
 
 
@@ -268,15 +268,15 @@ def _leaf(view: torch.Tensor, spec: TensorSpec | None, trains: bool) -> torch.Te
     view = view.detach()
     if spec is None:
         return nn.Parameter(view, requires_grad=trains)
-    made = wrap(view, spec)
-    made._is_param = True  # type: ignore[attr-defined]
+    leaf = wrap(view, spec)
+    leaf._is_param = True  # type: ignore[attr-defined]
     with _plain():
-        made.requires_grad_(trains)
-    return made
+        leaf.requires_grad_(trains)
+    return leaf
 
 
 def _copy_attributes(source: Any, target: Any) -> None:
-    """Marks that a model or user hung on a parameter (no weight decay, an initialised flag) stay on it."""
+    """Copy the marks of a model or a user (no weight decay, an initialised flag) to another tensor."""
     for key, value in source.__dict__.items():
         if key not in _OWN_ATTRIBUTES:
             target.__dict__[key] = value
@@ -286,21 +286,21 @@ _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-def
 
 
 def adopt(bucket: Bucket) -> None:
-    """Takes over parameters that were materialised, moved, cast, or loaded by assignment.
+    """Take over parameters that were materialised, moved, cast, or loaded by assignment.
 
-    Those of a cast keep their places in the buffer, which is aligned for the dtype that it had.
+    After a cast, parameters keep their offsets in the buffer, which is aligned for the former dtype.
 
     Args:
         bucket: it gets a new shard, and is prepared anew.
 
     Raises:
-        RuntimeError: a parameter was replaced by something of another layout, or removed; some were cast and some not;
-            they left the host that ``CPUOffloadPolicy`` keeps them on.
+        RuntimeError: a parameter was removed, or replaced by a tensor of another layout; some were cast and some not;
+            they were moved from the host despite ``CPUOffloadPolicy``.
     """
     with torch.no_grad(), _plain():
-        found = [_registered(bucket, parameter) for parameter in bucket.parameters]
-        device, dtype = found[0].device, found[0].dtype
-        _check(bucket, found)
+        objects = [_registered(bucket, parameter) for parameter in bucket.parameters]
+        device, dtype = objects[0].device, objects[0].dtype
+        _check(bucket, objects)
         if device.type == "meta":
             return
         if bucket.prepared or dtype is not bucket.dtype:
@@ -311,7 +311,7 @@ def adopt(bucket: Bucket) -> None:
                 bucket.shard.copy_(former)
         else:
             bucket.shard = bucket.new_shard(device)
-        for index, (parameter, registered) in enumerate(zip(bucket.parameters, found)):
+        for index, (parameter, registered) in enumerate(zip(bucket.parameters, objects)):
             view = bucket.shard_view(index)
             view.copy_(registered)
             if registered is not parameter.sharded:
@@ -324,9 +324,9 @@ def adopt(bucket: Bucket) -> None:
 
 
 def restore(bucket: Bucket) -> None:
-    """Puts the sharded parameters back where others of their layout stand now, with the others' values.
+    """Put the sharded parameters back in place of others of their layout, with the others' values.
 
-    For the others were made by a method of the module (``to_empty``), and an optimizer may have the former ones.
+    The others were made by a method of the module (``to_empty``), and an optimizer may have the former ones.
     """
     with torch.no_grad(), _plain():
         for parameter in bucket.parameters:
@@ -341,7 +341,7 @@ def restore(bucket: Bucket) -> None:
 
 
 def _registered(bucket: Bucket, parameter: ManagedParameter) -> Any:
-    """What stands in a parameter's places."""
+    """Return the object registered in all of a parameter's places."""
     objects = [module._parameters.get(name) for module, name in parameter.places]
     module, name = parameter.places[0]
     where = f"fully_shard: parameter {parameter.name!r} of {bucket.owner}"
@@ -364,9 +364,9 @@ def _registered(bucket: Bucket, parameter: ManagedParameter) -> Any:
     return objects[0]
 
 
-def _check(bucket: Bucket, found: list[Any]) -> None:
-    first, device, dtype = bucket.parameters[0], found[0].device, found[0].dtype
-    for parameter, registered in zip(bucket.parameters, found):
+def _check(bucket: Bucket, objects: list[Any]) -> None:
+    first, device, dtype = bucket.parameters[0], objects[0].device, objects[0].dtype
+    for parameter, registered in zip(bucket.parameters, objects):
         if registered.dtype is not dtype or registered.device != device:
             raise RuntimeError(
                 f"fully_shard: of one group's parameters {first.name!r} of {bucket.owner} is {dtype} on {device} now,"
