@@ -76,7 +76,7 @@ def test_a_slice_that_the_mesh_of_data_parallelism_holds_is_refused():
 def test_hsdp_refuses_axes_that_it_cannot_tell():
     """Each mesh has names of its own: equal slices are one value, whatever they were cut from."""
     staged, odd = mesh_of((1, 2, 1), "pp", "dp", "tp1"), mesh_of((2, 1), "rows", "tp2")
-    told = r"was cut from a mesh of \('pp', 'dp', 'tp1'\), with \['pp'\], .*fully_shard\(module, mesh\['dp'\]\)"
+    told = r"a slice of a mesh of \('pp', 'dp', 'tp1'\), with \['pp'\], .*fully_shard\(module, mesh\['dp'\]\)"
     refused(rf"hsdp: .*{told}", hsdp, laid_out(staged["tp1"], Shard(0)))
     refused(rf"{told}", hsdp, laid_out(staged, R, R, Shard(0)))
     refused(r"with \['rows'\], of which hsdp cannot tell.*mesh\['rows'\]", hsdp, laid_out(odd["tp2"], Shard(0)))

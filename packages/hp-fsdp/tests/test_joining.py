@@ -113,7 +113,7 @@ def test_what_joins_and_cannot_be_taken_in():
         model(batch()[1])
     _, model = pair()
     model.last.bias = None
-    with pytest.raises(RuntimeError, match=r"'last.bias' of Net is no longer in Linear: what moves parameters"):
+    with pytest.raises(RuntimeError, match=r"'last.bias' of Net is no longer in Linear: modules that move parameters"):
         model(batch()[1])
     _, model = pair()
     model.last.weight = model.blocks[0].up.weight

@@ -171,7 +171,7 @@ def test_rank_0_sends_one_tensor_at_a_time():
     assert dict(counts) == ({"broadcast": len(other.state_dict())} if dist.get_world_size() > 1 else {})
     same_weights(model, other)
     if dist.get_world_size() > 1:
-        with pytest.raises(TypeError, match="rank 0 must have whole plain tensors"):
+        with pytest.raises(TypeError, match="rank 0 must have full plain tensors"):
             set_model_state_dict(model, get_model_state_dict(model), options=BROADCAST)
     with pytest.raises(ValueError, match="1 names are missing"):
         set_model_state_dict(model, {k: v for k, v in state.items() if k != "last.bias"}, options=BROADCAST)

@@ -37,7 +37,7 @@ def test_what_is_no_state_is_refused():
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match="full_state_dict must be True"):
+    with pytest.raises(ValueError, match="set full_state_dict=True as well"):
         StateDictOptions(broadcast_from_rank0=True)
     with pytest.raises(TypeError, match="got bool"):
         StateDictOptions.of(True)

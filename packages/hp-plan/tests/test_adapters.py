@@ -176,7 +176,7 @@ def test_what_accelerate_would_get_wrong(tmp_path: Path):
         own: Any = accelerator.clip_grad_norm_(model.parameters(), 0.5)
         torch.testing.assert_close(own.full_tensor(), norm, atol=1e-10, rtol=1e-10)
         stepper.step()
-        whole = "takes the state of a module of hp_fsdp.fully_shard for a whole one"
+        whole = "takes the state of a module of hp_fsdp.fully_shard for a full one"
         for save in (accelerator.get_state_dict, lambda net: accelerator.save_model(net, str(tmp_path))):
             for net in (model, nn.Sequential(model)):
                 with pytest.raises(TypeError, match=f"accelerate {whole}"):

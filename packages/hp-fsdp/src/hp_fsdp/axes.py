@@ -113,9 +113,9 @@ class DataAxes(_Grouped):
         shard_group: process group of this rank's line along the shard axis.
         shard_size: number of ranks on it.
         shard_rank: this rank's index on it.
-        replicate_group: process group along the replicate axis; None where there is none, or only one rank on it.
-        replicate_size: number of ranks on it; 1 where there is none.
-        shards: False where parameters are replicated over all axes of ``mesh``; the shard axis is then one rank's.
+        replicate_group: process group along the replicate axis; None if there is none, or only one rank on it.
+        replicate_size: number of ranks on it; 1 if there is none.
+        shards: False if parameters are replicated over all axes of ``mesh``; the shard axis is then one rank's.
     """
 
     _group_names = ("shard_group", "replicate_group")
@@ -199,7 +199,7 @@ class DataAxes(_Grouped):
         ranks._find_groups()
         return ranks
 
-    def whole(self) -> DataAxes:
+    def replicated(self) -> DataAxes:
         """Return the same ranks, all of them replicas, for parameters that are not sharded."""
         axes = DataAxes(self.mesh, None, 1, 0, None, self.mesh.size(), shards=False)
         axes._find_groups()
@@ -209,8 +209,8 @@ class DataAxes(_Grouped):
         """Return the axes of a parameter's own mesh that are axes of data parallelism."""
         if inner == self.mesh:
             return tuple(range(inner.ndim))
-        cut = self._cut(inner)
-        return () if cut is None else axes_within(cut, self.mesh)
+        inner_slice = self._as_slice(inner)
+        return () if inner_slice is None else axes_within(inner_slice, self.mesh)
 
     def divided(self, name: str, inner: TensorSpec | None) -> bool:
         """Tell whether a parameter's own layout shards it over axes of data parallelism, so that no group has to.
@@ -235,7 +235,7 @@ class DataAxes(_Grouped):
                 f"fully_shard: parameter {name!r} is placed {inner.placements} on {inner.mesh}, which is a part of the"
                 f" mesh of data parallelism, {self.mesh}: its layout divides it over {ranks} of {self.mesh.size()}"
                 " ranks, and over the others nobody would reduce its gradients. Pass the other axes alone, such as"
-                ' mesh["dp"] of ("dp", "tp"), or lay it out on the whole mesh'
+                ' mesh["dp"] of ("dp", "tp"), or lay it out on the full mesh'
             )
         return True
 
@@ -273,12 +273,12 @@ class DataAxes(_Grouped):
             raise ValueError(
                 f"fully_shard: shard_placement_fn returned Shard({dim}) for {name!r}, which is placed"
                 f" {inner.placements} on {inner.mesh} and so divided along that dim already. Return a Shard of another"
-                " dim, or None to cut it anywhere"
+                " dim, or None to shard it at any element"
             )
         mesh = self._joined(name, inner.mesh, others)
         return TensorSpec.of(mesh, [*ours, *(inner.placements[axis] for axis in others)], shape)
 
-    def _cut(self, inner: DeviceMesh) -> DeviceMesh | None:
+    def _as_slice(self, inner: DeviceMesh) -> DeviceMesh | None:
         """Return a parameter's own mesh as a slice of this one's root, or None."""
         # Equal meshes are one value, even as slices of different roots: it suffices that this root has the inner axes.
         root, names = self.mesh.root, inner.mesh_dim_names
@@ -289,22 +289,24 @@ class DataAxes(_Grouped):
         return sliced if sliced == inner else None
 
     def _joined(self, name: str, inner: DeviceMesh, others: Sequence[int]) -> DeviceMesh:
-        cut = self._cut(inner)
+        inner_slice = self._as_slice(inner)
         ours, theirs = self.mesh.mesh_dim_names, inner.mesh_dim_names
-        if cut is not None and ours is not None and theirs is not None:
+        if inner_slice is not None and ours is not None and theirs is not None:
             names = tuple(theirs[axis] for axis in others)
-            if not set(ours) & set(names) and not overlap((*self.mesh._axes, *(cut._axes[axis] for axis in others))):
+            if not set(ours) & set(names) and not overlap(
+                (*self.mesh._axes, *(inner_slice._axes[axis] for axis in others))
+            ):
                 both = (*ours, *names)
                 root_names = self.mesh.root.mesh_dim_names or ()
                 return (
                     self.mesh.root[both]
                     if set(both) <= set(root_names)
-                    else DeviceMesh._concatenate([self.mesh, cut[names]])
+                    else DeviceMesh._concatenate([self.mesh, inner_slice[names]])
                 )
         raise ValueError(
             f"fully_shard: parameter {name!r} is a DTensor on {inner}, the group is to be sharded on {self.mesh}."
             " Both must be slices of one mesh, by name: mesh = init_device_mesh(..., mesh_dim_names=("
-            '"dp", "tp")); parallelize on mesh["tp"] or on the whole mesh, shard on mesh["dp"]'
+            '"dp", "tp")); parallelize on mesh["tp"] or on the full mesh, shard on mesh["dp"]'
         )
 
 

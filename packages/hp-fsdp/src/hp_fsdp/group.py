@@ -120,7 +120,7 @@ class Group:
     def add(self, parameters: Sequence[Any]) -> None:
         """Shard parameters and make them the group's."""
         buckets = [
-            self.bucket(plan, self.axes if plan.sharded else self.axes.whole())
+            self.bucket(plan, self.axes if plan.sharded else self.axes.replicated())
             for plan in self.options.together(parameter.facts() for parameter in parameters)
         ]
         for bucket in buckets:

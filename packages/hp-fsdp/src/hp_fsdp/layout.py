@@ -114,4 +114,4 @@ class FlatLayout:
 
 
 BLOCK = 1024
-"""In deterministic mode, parameters are cut between blocks of this many elements, and norms are sums over blocks."""
+"""Deterministic mode shards parameters between blocks of this many elements; norms are sums over blocks."""

@@ -70,7 +70,7 @@ def find_parameters(
     Modules inside that have groups of their own are not entered.
 
     Args:
-        modules: the group's; names begin with their numbers where there are several.
+        modules: the group's; names begin with their numbers if there are several.
         ignored: parameters to leave as they are.
         managed: the framework's ``ManagedParameter``, made of a name and a parameter, whose ``places`` are filled here.
             Its ``stores`` are the attributes of modules that map names to parameters and to modules.
@@ -175,7 +175,7 @@ def refuse_unreduced(wrong: Sequence[Any], count: int, name: str) -> NoReturn:
     raise RuntimeError(
         f"fully_shard: {len(wrong)} of the {count} parameters of {name} are in no sharded module (the first of shape"
         f" {tuple(wrong[0].shape)}), so their gradients are each rank's own and the ranks would drift apart. Call"
-        " fully_shard on the model itself, too, after its blocks; if you reduce these gradients yourself, pass the"
+        " fully_shard on the model itself as well, after its blocks; if you reduce these gradients yourself, pass the"
         " parameters in ignored_params"
     )
 

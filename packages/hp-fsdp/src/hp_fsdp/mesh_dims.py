@@ -72,7 +72,7 @@ def all_ranks(parameters: Sequence[Any]) -> DeviceMesh:
     """Return one axis of all ranks: the default mesh of `fully_shard`.
 
     Args:
-        parameters: the group's, managed: with a name, and a layout where they have one.
+        parameters: the group's, managed: with a name, and a layout if they have one.
 
     Raises:
         ValueError: parameters are distributed already, so not all ranks are of data parallelism; raised before any
@@ -103,7 +103,7 @@ def _refuse_all_ranks(placed: Sequence[Any], count: int, size: int) -> None:
     else:
         advice = (
             "Its mesh has no named axis for data parallelism: make one that has, mesh ="
-            ' init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize on mesh["tp"] or on the whole mesh, and'
+            ' init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize on mesh["tp"] or on the full mesh, and'
             ' call fully_shard(module, mesh["dp"]). Where the ranks of its mesh are those of data parallelism, pass it'
         )
     raise ValueError(

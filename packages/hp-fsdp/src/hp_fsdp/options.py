@@ -32,7 +32,7 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of the unsharded parameters, so of forward, backward and the all-gather. Each rank casts its
             own piece before the all-gather. Default None: the parameters' own dtype.
         reduce_dtype: dtype in which gradients are reduced over ranks and accumulated over backward passes.
-            Default None: ``param_dtype``, or where that is None the parameters' own.
+            Default None: ``param_dtype``, or the parameters' own without one.
         output_dtype: floating-point outputs of the module's forward are cast to this. Default None: no cast.
         cast_forward_inputs: cast floating-point inputs of the module's forward to ``param_dtype``. Default True.
     """
@@ -70,7 +70,7 @@ class ParameterFacts:
         dtype: of its elements.
         trains: it requires gradients.
         shape: of the unsharded tensor on this rank.
-        nbytes: of the whole parameter, the same on all ranks.
+        nbytes: of the full parameter, the same on all ranks.
     """
 
     parameter: Any
@@ -139,7 +139,7 @@ class GroupOptions:
         kinds: dict[Any, list[ParameterFacts]] = {}
         for each in facts:
             # Parameters sharded between slices have a bucket of their own; others share one by dtype and requires_grad.
-            unit, dim = self.cut_of(each.name, each.original, each.shape)
+            unit, dim = self.sharding_of(each.name, each.original, each.shape)
             alone = each.name if self.by_parameter or unit > 1 or dim is not None else ""
             kinds.setdefault((each.dtype, each.trains, alone, unit, each.nbytes >= self.threshold, dim), []).append(
                 each
@@ -173,7 +173,7 @@ class GroupOptions:
             return math.lcm(plan.unit, BLOCK if self.deterministic else 1)
         return max(1, ALIGNMENT // itemsize)
 
-    def cut_of(self, name: str, parameter: Any, shape: Sequence[int]) -> tuple[int, int | None]:
+    def sharding_of(self, name: str, parameter: Any, shape: Sequence[int]) -> tuple[int, int | None]:
         """Return how many elements of a parameter stay together, and the sharded dim, None for the first.
 
         Args:
@@ -209,11 +209,11 @@ class GroupOptions:
             why = (
                 "deterministic=True adds in blocks of consecutive elements"
                 if self.any_dim
-                else "on MindSpore a rank holds one run of a parameter's elements"
+                else "on MindSpore a rank holds one range of a parameter's elements"
             )
             raise NotImplementedError(
-                f"{what}: {why}, so it can be cut between rows (Shard(0)), not along another dim. Return Shard(0), or"
-                " None to cut it anywhere"
+                f"{what}: {why}, so it can be sharded between rows (Shard(0)), not along another dim. Return Shard(0),"
+                " or None to shard it at any element"
             )
         unit = math.prod(size for at, size in enumerate(shape) if at != dim)
         return (unit, dim or None) if unit else (1, None)

@@ -138,7 +138,7 @@ class Sharding(Protocol):
         ...
 
     def device_of(self, modules: Sequence[Any], parameters: Sequence[Any], mesh: DeviceMesh) -> Any:
-        """Return the device of the shards, to which buffers are moved too; None if there is no choice."""
+        """Return the device of the shards, to which buffers are moved as well; None if there is no choice."""
         ...
 
     def watch_optimizers(self) -> None:
@@ -227,8 +227,8 @@ class OptimizerStates(Protocol):
         """List the parameters that it updates."""
         ...
 
-    def states(self, names: Sequence[str], *, whole: bool) -> dict[str, State]:
-        """Get the states by the parameters' names; the same keys on all ranks where ``whole``."""
+    def states(self, names: Sequence[str], *, full: bool) -> dict[str, State]:
+        """Get the states by the parameters' names; the same keys on all ranks if ``full``."""
         ...
 
     def groups(self) -> Iterable[tuple[State, Sequence[int]]]:
@@ -311,7 +311,7 @@ class Explaining(Protocol):
         ...
 
     def predicted_activations(self, model: Any, inputs: Any, activations: Any) -> Any:
-        """Predict the activations of a forward on ``inputs``; refuse what the framework cannot predict or measure."""
+        """Predict the activations of a forward on ``inputs``; refuse arguments that the framework does not support."""
         ...
 
     def overlap(self, root: Any) -> Overlap:

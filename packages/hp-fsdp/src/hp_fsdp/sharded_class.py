@@ -1,10 +1,9 @@
 """The class of a sharded module, and groups of several modules, ``fully_shard([one, other])``.
 
 Note [Name of a sharded class]
-    The class of a sharded module is made, but its name is read by programs that know the module's own: transformers
-    writes it to ``config.json``, where others look it up to load the model, and a Trainer shifts labels only for names
-    that it knows. So ``__name__`` stays; what is for the eye of a person, ``repr(type(module))``, shows
-    ``__qualname__``, which tells that it is sharded.
+    The class of a sharded module is generated, but programs read the name of the original one: transformers writes it
+    to ``config.json``, where others look it up to load the model, and a Trainer shifts labels only for known names. So
+    ``__name__`` stays; ``repr(type(module))``, for people, shows ``__qualname__``, which says that it is sharded.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ def groups_in(modules: Iterable[Any]) -> list[Any]:
 
 
 def roots_of(module: Any, cls: type, inside: Callable[[Any], Iterable[Any]]) -> list[Any]:
-    """Read what `fully_shard` is called on.
+    """Read the modules that `fully_shard` is called on.
 
     Args:
         module: a module, or several.
         cls: the class of modules.
-        inside: gives a module and the modules inside it.
+        inside: yields a module and the modules inside it.
 
     Returns:
         The modules, each once, without those that are inside others of them.
 
     Raises:
-        TypeError: something else.
+        TypeError: another object.
         ValueError: no modules.
     """
     if isinstance(module, cls):
@@ -82,12 +81,12 @@ def several_outermost(classes: Sequence[str]) -> str:
     """Return the error's text for a group of several modules that runs with no sharded module around them."""
     return (
         f"fully_shard: one of the group [{', '.join(classes)}] runs, and no sharded module around them ran before. Call"
-        " fully_shard on the module that holds them, too, and run its forward first"
+        " fully_shard on the module that holds them as well, and run its forward first"
     )
 
 
 def check_inside(members: Iterable[Any], names: Mapping[int, str], root: str) -> None:
-    """Raise RuntimeError where a group has modules outside of the outermost sharded module.
+    """Raise RuntimeError if a group has modules outside of the outermost sharded module.
 
     Args:
         members: the group's modules.

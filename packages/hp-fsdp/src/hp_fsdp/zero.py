@@ -109,8 +109,8 @@ def hsdp(
         raise TypeError(f"hsdp: reduce_dtype must be a {port.DTYPE.__name__} or None, got {reduce_dtype!r}")
     if bucket_size > 0 and not comm_fusion:
         raise ValueError(
-            f"hsdp: bucket_size={bucket_size} limits what is communicated as one, but comm_fusion=False communicates"
-            " each parameter by itself. Use comm_fusion=True, or leave bucket_size out"
+            f"hsdp: bucket_size={bucket_size} limits how much is communicated together, but comm_fusion=False"
+            " communicates each parameter by itself. Use comm_fusion=True, or leave bucket_size out"
         )
     if comm_async and port.BACKWARD_RETURNS_GRADIENTS:
         raise NotImplementedError(
@@ -233,7 +233,7 @@ def _refuse_axes(names: Sequence[str], spec: TensorSpec, why: str) -> NoReturn:
     data = [name for name in axes if name not in names and name not in (spec.mesh.mesh_dim_names or ())]
     data = data or [name for name in axes if _named(name, DATA_NAMES)] or names
     raise ValueError(
-        f"hsdp: parameters are on {spec.mesh}, which was cut from a mesh of {axes}, with {list(names)}, {why}. Name the"
+        f"hsdp: parameters are on {spec.mesh}, a slice of a mesh of {axes}, with {list(names)}, {why}. Name the"
         f" axes: fully_shard(module, mesh[{', '.join(map(repr, data))}]), or lay the parameters out on a slice that has"
         " them (replicated there)"
     )

@@ -225,7 +225,7 @@ def test_rank_0_sends_one_tensor_at_a_time():
         set_model_state_dict(model, state, options=BROADCAST)
     if world()[1] > 1:
         assert dict(counted) == {"broadcast": len(whole) + 2}  # and what there is: its length, and itself
-        with pytest.raises(TypeError, match="rank 0 must have whole plain tensors"):
+        with pytest.raises(TypeError, match="rank 0 must have full plain tensors"):
             set_model_state_dict(model, get_model_state_dict(model), options=BROADCAST)
     same_weights(model, reference, 0.0)
     with pytest.raises(ValueError, match="1 names are missing"):

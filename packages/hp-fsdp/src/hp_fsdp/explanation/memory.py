@@ -284,7 +284,7 @@ def activation_row(predicted: Any, measured: Any) -> MemoryRow:
     if predicted is None and measured is None:
         remark = "predicted with inputs=, measured with activations= of watch_activations(model)"
     else:
-        remark = "kept of the model's forward; not what checkpointed blocks compute anew, nor what the loss keeps"
+        remark = "saved in the model's forward; without tensors that checkpointed blocks recompute or the loss saves"
     uncounted = sum(each.uncounted for each in (predicted, measured) if each is not None)
     if uncounted:
         remark += f"; {uncounted} tensors without a storage of their own were not counted"

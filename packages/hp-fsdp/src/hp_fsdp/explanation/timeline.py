@@ -93,7 +93,7 @@ class Timeline:
         return f"{total} by the host's clock: computing {computing}, {waits}{share}"
 
     def __str__(self) -> str:
-        legend = "# computes   - what is inside it does   w waits   g gather under way   r reduction under way"
+        legend = "# computes   - a module inside it does   w waits   g gather under way   r reduction under way"
         return "\n".join([*_chart(self), legend, self.summary])
 
 

@@ -38,7 +38,7 @@ class Bucket:
     """Parameters of one dtype, all trained or all frozen, sharded, gathered and reduced together.
 
     Args:
-        plan: the parameters, in the order in which they lie in the buffer, and how they are cut.
+        plan: the parameters, in the order in which they lie in the buffer, and how they are sharded.
         axes: the axes of data parallelism.
         options: the arguments of `fully_shard`.
         owner: text that names the group in errors.
@@ -152,7 +152,7 @@ class Bucket:
             self._prepare()
         self.storage.resize_(self.bytes)
         if self.has_inner:
-            autograd.forget()  # what it keeps of the unsharded parameters may be of older values
+            autograd.forget()  # its copies of the unsharded parameters may have older values
         if self.post_forward_shard is not None:
             return get_platform().collectives.all_gather(
                 self.target, self.post_forward_shard, group=self.post_forward_group, async_op=async_op
@@ -221,7 +221,7 @@ class Bucket:
         Args:
             flat: the result of `collect`.
             op: ``"avg"`` or ``"sum"``.
-            over_replicas: on two axes, all-reduce the shards, too; else they wait for a later call that does, and
+            over_replicas: on two axes, all-reduce the shards as well; else they wait for a later call that does, and
                 zeros are returned.
         """
         axes, collectives = self.axes, get_platform().collectives

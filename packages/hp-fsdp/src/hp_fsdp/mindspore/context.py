@@ -70,5 +70,5 @@ class RootContext(Context[ParameterGroup]):
 def hsdp_sync_stream() -> None:
     """Wait for the reductions of all sharded models that are still under way: on MindSpore none are.
 
-    A backward pass waits for its reductions where it starts them, for it returns their results.
+    A backward pass returns its gradients, so it waits for each reduction that it starts.
     """

@@ -34,7 +34,7 @@ class MicroBatchSums:
         layout: offsets of the parameters in a flat gradient.
 
     Attributes:
-        current: the sum over the Cell's calls in the backward pass under way; None where there was none.
+        current: the sum over the Cell's calls in the backward pass under way; None if there was none.
         used: some micro-batch since the last step had a gradient.
     """
 

@@ -44,8 +44,8 @@ def predicted_activations(model: nn.Cell, inputs: Any, activations: Any) -> None
     if inputs is not None or activations is not None:
         raise NotImplementedError(
             "explain: inputs= and activations= are not supported on MindSpore, which has no tensors without values and"
-            " no hooks for what its autograd saves; leave them out. mindspore.runtime.max_memory_allocated() tells the"
-            " peak of a device, of all kinds together"
+            " no hooks for the tensors that autograd saves; leave them out. The peak of a device, of all kinds"
+            " together, is mindspore.runtime.max_memory_allocated()"
         )
 
 
@@ -78,7 +78,7 @@ _FROZEN = "the prediction frees {} after its backward, but what has no trained p
 
 _BUFFERS = "the buffers in which they are put together; autograd's own, of the group that computes, come on top"
 
-_ACTIVATIONS = "not known on MindSpore, which has no hooks for what its autograd saves"
+_ACTIVATIONS = "not known on MindSpore, which has no hooks for the tensors that autograd saves"
 
 _STATES = {
     "mindspore.experimental.optim": {"Adam": 3, "AdamW": 3, "SGD": 2},  # with amsgrad and momentum or not
@@ -146,7 +146,7 @@ def watch_activations(model: nn.Cell) -> NoReturn:
     """Refuse: MindSpore does not support it yet.
 
     Raises:
-        NotImplementedError: always; MindSpore has no hooks for what its autograd saves.
+        NotImplementedError: always; MindSpore has no hooks for the tensors that autograd saves.
     """
     raise NotImplementedError(
         "watch_activations is not supported on MindSpore yet; mindspore.runtime.max_memory_allocated() tells the peak"

@@ -31,7 +31,7 @@ __all__ = [
 class HSDPModule(ModuleAPI):
     """A sharded Cell: its own class, and these methods. Not made by hand: `fully_shard` changes a Cell's class.
 
-    Setters with ``recurse=True``, which most have by default, act on all sharded Cells inside, too.
+    Setters with ``recurse=True``, the default of most, act on all sharded Cells inside as well.
     """
 
     _hsdp_group: ParameterGroup
@@ -57,7 +57,7 @@ class HSDPModule(ModuleAPI):
             strict: names must be the same.
 
         Raises:
-            RuntimeError: names that are missing or not known, with ``strict``, or a tensor of neither the whole nor the
+            RuntimeError: names that are missing or not known, with ``strict``, or a tensor of neither the full nor the
                 local shape; before anything is changed.
             NotImplementedError: a Cell inside changes states before they are loaded.
         """

@@ -81,9 +81,9 @@ def _check(optimizer: Any) -> None:
 def _part_of(state: Parameter, parameter: Any, name: str) -> Tensor:
     """Return the rank's part of a state."""
     spec, value = parameter._spec, local_view(state)
-    whole = tuple(value.shape) == tuple(spec.shape)
+    full = tuple(value.shape) == tuple(spec.shape)
     others = [Replicate() if isinstance(p, RaggedShard) else p for p in spec.placements]
-    if whole and not all(placement.is_replicate() for placement in others):
+    if full and not all(placement.is_replicate() for placement in others):
         value = local_view(distribute_tensor(value.value(), spec.mesh, others, src_data_rank=None))
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, RaggedShard) and value.size == sum(placement.units):
@@ -160,7 +160,7 @@ class States:
         taken |= {id(slot) for slots in self.slots for slot in slots.values()}
         self.shared = {name: own for name, own in optimizer._params.items() if id(own) not in taken}
 
-    def states(self, names: Sequence[str], *, whole: bool) -> dict[str, State]:
+    def states(self, names: Sequence[str], *, full: bool) -> dict[str, State]:
         """Return the states; every rank has all."""
         shared = {key: Tensor(value.asnumpy()) for key, value in self.shared.items()}
         result: dict[str, State] = {}

@@ -28,7 +28,7 @@ class ManagedParameter:
         parameter: the Parameter.
         shape: shape of the unsharded tensor on this rank.
         numel: number of its elements.
-        inner: the unsharded tensor's layout where it is a DTensor (tensor parallel), else None.
+        inner: the unsharded tensor's layout if it is a DTensor (tensor parallel), else None.
         places: the Cells that it is registered in, with its name there.
     """
 
@@ -104,7 +104,7 @@ class ManagedParameter:
             owner: the Cell's class, for errors.
 
         Raises:
-            RuntimeError: it has no values, or is a copy of a parameter that is sharded over other axes, too.
+            RuntimeError: it has no values, or is a copy of a parameter that is sharded over other axes as well.
         """
         where = f"fully_shard: parameter {self.name!r} joined {owner} after it was sharded, and"
         if self.parameter.has_init:

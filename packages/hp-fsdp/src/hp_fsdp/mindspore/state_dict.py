@@ -132,7 +132,7 @@ def fill(name: str, target: Tensor, source: Any, parameter: Any = None) -> None:
         parameter: the parameter whose layout the target has. Default: the target's own.
 
     Raises:
-        TypeError: ``source`` is no tensor.
+        TypeError: ``source`` is not a tensor.
         ValueError: it has another shape.
     """
     if not isinstance(source, Tensor):

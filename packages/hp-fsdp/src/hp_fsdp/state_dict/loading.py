@@ -29,11 +29,11 @@ def laid_out(own: Mapping[str, Any], state: Mapping[str, Any], *, assign: bool =
 
     Args:
         own: the model's parameters and buffers, by all of their names.
-        state: DTensors in any layout, whole plain tensors, or this rank's parts; entries without a counterpart stay.
+        state: DTensors in any layout, full plain tensors, or this rank's parts; entries without a counterpart stay.
         assign: the model's tensors will be replaced, and may have no memory.
 
     Raises:
-        RuntimeError: a tensor has another shape than the model's, whole or local, or the model's has no memory; on
+        RuntimeError: a tensor has another shape than the model's, full or local, or the model's has no memory; on
             every rank of the mesh where tensors have to be moved between ranks.
     """
     port = model_states()
@@ -84,7 +84,7 @@ def _fault(name: str, target: Any, value: Any, port: ModelStates, assign: bool) 
         return None
     return (
         f"{name!r} has shape {shape}, the model's has {full}, of which this rank's part, placed {spec.placements}, has"
-        f" {tuple(spec.local_shape)}. A part of another number of ranks is loaded by way of a whole state, or by"
+        f" {tuple(spec.local_shape)}. A part of another number of ranks is loaded by way of a full state, or by"
         " torch.distributed.checkpoint.load"
     )
 
@@ -160,7 +160,7 @@ def from_rank0(values: dict[Any, Any], broadcaster: Broadcaster) -> tuple[set[An
     wrong, entries = broadcaster.broadcast_object(message)
     if wrong:
         raise TypeError(
-            f"broadcast_from_rank0: rank 0 must have whole plain tensors, {len(wrong)} are DTensors: {wrong[:3]}. Load"
+            f"broadcast_from_rank0: rank 0 must have full plain tensors, {len(wrong)} are DTensors: {wrong[:3]}. Load"
             " sharded states without broadcast_from_rank0"
         )
     return set(entries), _received(values if first else None, entries, broadcaster)

@@ -33,7 +33,7 @@ def get_model_state_dict(model: Any, *, options: StateDictOptions | None = None)
 
     Example:
         >>> torch.distributed.checkpoint.save({"model": get_model_state_dict(model)}, checkpoint_id=path)
-        >>> state = get_model_state_dict(model)                 # MindSpore: each rank saves what it owns
+        >>> state = get_model_state_dict(model)                 # MindSpore: each rank saves its shards
         >>> numpy.savez(f"{path}/{rank}.npz", **{name: value.to_local().asnumpy() for name, value in state.items()})
 
     Args:
@@ -67,7 +67,7 @@ def set_model_state_dict(
 
     Raises:
         ValueError: with ``strict``, names that are missing or not known; a tensor of another shape.
-        TypeError: a value that is no tensor but should be one.
+        TypeError: a value that should be a tensor and is not.
         RuntimeError: a parameter on the meta device.
     """
     options = StateDictOptions.of(options)
@@ -123,10 +123,10 @@ def load_full_state_dict(model: Any, state: Mapping[str, Any], *, strict: bool =
 
 
 def exported(value: Any, options: StateDictOptions, keep: bool) -> Any:
-    """Convert a value of a state dict as ``options`` say; return what is no tensor as it is.
+    """Convert a tensor of a state dict as ``options`` say; return other values as they are.
 
     Args:
-        value: a DTensor is gathered where the options ask for it, so every rank has to call it.
+        value: a DTensor is gathered if the options ask for it, so every rank has to call it.
         options: full or not, on the host or not.
         keep: False drops the full tensor and returns None.
     """
@@ -148,7 +148,7 @@ def parameter_names(model: Any) -> dict[int, list[str]]:
 
 
 def _state(model: Any, options: StateDictOptions, *, rank0_only: bool) -> State:
-    """Export each object of the model once, whatever number of names it has."""
+    """Export each object of the model once, even if it has several names."""
     keep = not rank0_only or get_platform().groups.rank() == 0
     entries, left_out = model_states().entries(model), _left_out(model, options)
     own = {name: value for name, value in entries.items() if name not in left_out}
@@ -198,7 +198,7 @@ class StateDictOptions:
     def __post_init__(self) -> None:
         if self.broadcast_from_rank0 and not self.full_state_dict:
             raise ValueError(
-                "StateDictOptions: broadcast_from_rank0=True sends whole tensors, so full_state_dict must be True, too"
+                "StateDictOptions: broadcast_from_rank0=True sends full tensors; set full_state_dict=True as well"
             )
         if self.dsd_fqn_modifiers != "_fqn_modifiers":
             raise NotImplementedError("options: dsd_fqn_modifiers is not supported; rename the state's keys yourself")

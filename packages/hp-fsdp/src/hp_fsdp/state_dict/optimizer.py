@@ -53,7 +53,7 @@ def get_optimizer_state_dict(model: Any, optimizers: Any, *, options: StateDictO
         ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``, or a flat dictionary.
 
     Raises:
-        TypeError: something that is no optimizer of MindSpore.
+        TypeError: an object other than an optimizer of MindSpore.
         ValueError: an optimizer has a parameter that is not the model's; on MindSpore, states of another shape than its
             parameters, as one that was created before ``fully_shard``.
     """
@@ -69,7 +69,7 @@ def get_optimizer_state_dict(model: Any, optimizers: Any, *, options: StateDictO
     result: State = {"state": {}, "param_groups": []}
     for optimizer in adapted:
         own = _first_names(optimizer, names)
-        states = optimizer.states(own, whole=options.full_state_dict)
+        states = optimizer.states(own, full=options.full_state_dict)
         result["state"] |= {name: export(states[name]) for name in own if name in states}
         for values, members in optimizer.groups():
             result["param_groups"].append({**export(values), "params": [own[at] for at in members]})
@@ -90,7 +90,7 @@ def set_optimizer_state_dict(
         options: see `StateDictOptions`.
 
     Raises:
-        TypeError: something that is no optimizer of MindSpore.
+        TypeError: an object other than an optimizer of MindSpore.
         ValueError: with ``strict``, parameters that the state does not know, or that no optimizer has; a tensor of
             another shape; an optimizer's parameter that is not the model's; parameters of one group that were saved
             with different hyperparameters, on MindSpore of one optimizer with different numbers of steps.
@@ -197,7 +197,7 @@ def get_state_dict(
     if submodules:
         raise NotImplementedError(
             "get_state_dict: submodules is not supported, torch deprecates it; call get_model_state_dict(submodule), or"
-            " keep the names of the whole state that begin with the submodule's"
+            " keep the names of the full state that begin with the submodule's"
         )
     state = get_model_state_dict(model, options=options)
     return state, get_optimizer_state_dict(model, optimizers, options=options)

@@ -138,7 +138,7 @@ def watch_activations(model: nn.Module) -> Iterator[Activations]:
         if _hooks_above(False) is not None:
             raise RuntimeError(
                 f"watch_activations: the forward of {type(module).__name__} ran inside other saved_tensors_hooks, such"
-                " as activation offloading or a checkpoint around it, which would not see what it saves. Call it"
+                " as activation offloading or a checkpoint around it, which would not see the tensors it saves. Call it"
                 " outside of them, or watch a module around them"
             )
         there.update(_storages(module))

@@ -39,7 +39,7 @@ class Bucket:
     """Parameters of one dtype, sharded, gathered and reduced together.
 
     Args:
-        plan: the parameters, in the order in which they lie in the buffer, all of one dtype, and how they are cut.
+        plan: the parameters, in the order in which they lie in the buffer, all of one dtype, and how they are sharded.
         axes: the axes of data parallelism.
         device: of the buffers; meta if the parameters are materialised later.
         options: the arguments of `fully_shard`.
@@ -59,7 +59,7 @@ class Bucket:
         self.owner = owner
         self.deterministic = options.deterministic
         self.offload = options.offload
-        # Offloaded shards live at home on the host and are copied to the device where the collectives work.
+        # Offloaded shards live on the host and are copied to the device of the collectives.
         self.device = device if options.offload is None else transport(axes.mesh)
         self.home = device if options.offload is None or device.type == "meta" else torch.device("cpu")
         self.policy = options.policy
@@ -293,8 +293,8 @@ class Bucket:
     def stale(self) -> bool:
         """Tell whether the sharded parameters may have changed since `keep`.
 
-        Fused optimizers write without a trace in the version counter; but an optimizer has something to write only
-        where there were gradients, and gradients that came later came with a backward pass, which reshards.
+        Fused optimizers do not change the version counter; but an optimizer writes only parameters with gradients, and
+        later gradients come from a backward pass, which reshards.
         """
         return self.kept_with_gradients or self.kept_versions != self._versions()
 

@@ -227,8 +227,8 @@ def _fake_input(bases: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.T
     if storage._cdata not in bases:
         bases[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_real_device(tensor.device))
     base = bases[storage._cdata]
-    whole = base[: base.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
-    fake = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    flat = base[: base.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    fake = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     return fake.detach().requires_grad_(tensor.requires_grad)
 
 

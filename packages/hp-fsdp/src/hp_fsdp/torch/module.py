@@ -41,7 +41,7 @@ _traced = torch.compiler.is_dynamo_compiling
 class HSDPModule(ModuleAPI):
     """A sharded module: its own class, and these methods. Not made by hand: `fully_shard` changes a module's class.
 
-    Setters with ``recurse=True``, which most have by default, act on all sharded modules inside, too.
+    Setters with ``recurse=True``, the default of most, act on all sharded modules inside as well.
     """
 
     _hsdp_group: ParameterGroup
@@ -107,7 +107,7 @@ class HSDPModule(ModuleAPI):
         check_modules(sys._getframe(1))
         return super().modules()  # type: ignore[misc]
 
-    # ---- where the parameters are looked at from outside ----
+    # ---- access to the parameters from outside ----
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Return named parameters: outside forward and backward the sharded ones, unless ``unshard`` was called."""
         self._settle()
@@ -129,7 +129,7 @@ class HSDPModule(ModuleAPI):
             assign: the parameters get the memory, dtype and device of the tensors; they stay the objects that they are.
 
         Raises:
-            RuntimeError: a tensor of neither the whole nor the local shape, before anything is changed; with
+            RuntimeError: a tensor of neither the full nor the local shape, before anything is changed; with
                 ``strict``, names that are missing or not known.
         """
         self._settle()
@@ -168,7 +168,7 @@ class HSDPModule(ModuleAPI):
 def _refuse_in_a_graph(name: str) -> None:
     raise NotImplementedError(
         f"fully_shard: torch.compile cannot take gathering and freeing of parameters into a graph, but that is what"
-        f" {name} does around its forward. Compile what is inside: module.compile() on each sharded block (before or"
+        f" {name} does around its forward. Compile the parts inside: module.compile() on each sharded block (before or"
         " after fully_shard), and don't call torch.compile on sharded modules or on what holds them"
     )
 
@@ -189,7 +189,7 @@ def shard_class(module: nn.Module, group: ParameterGroup) -> None:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method of a sharded module gather the module's parameters, as its forward does.
 
-    The parameters stay gathered until the method returns, whatever it calls in between: its own forward, or modules
+    The parameters stay gathered until the method returns, also while it calls its own forward, or modules
     inside, each of which gathers its own group. All ranks must call it, and make the same calls in it.
 
     Example:

@@ -78,8 +78,8 @@ def initialize(optimizer: Optimizer) -> None:
     """Make the states of an optimizer that has none, as before its first step.
 
     A step with gradients of zero, a learning rate of zero and no weight decay makes them; then "step" is set back to
-    zero. Of torch's optimizers, Adam's and AdamW's are then what their first step finds, and SGD's momentum with no
-    dampening. Gradients that there are stay.
+    zero. For torch's Adam and AdamW these are the states of a first step, as for SGD's momentum without dampening.
+    Existing gradients stay.
     """
     if optimizer.state:
         return
@@ -119,11 +119,11 @@ class _States:
         self.kind = type(optimizer).__name__
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def states(self, names: Sequence[str], *, whole: bool) -> dict[str, State]:
+    def states(self, names: Sequence[str], *, full: bool) -> dict[str, State]:
         """Return the states; if they are to be gathered, those that any rank has."""
         packed: dict[int, State] = self.optimizer.state_dict()["state"]
         states = {names[at]: dict(state) for at, state in packed.items()}
-        return _agreed(states, dict(zip(names, self.parameters, strict=True))) if whole else states
+        return _agreed(states, dict(zip(names, self.parameters, strict=True))) if full else states
 
     def groups(self) -> list[tuple[State, list[int]]]:
         """Return hyperparameters and members."""

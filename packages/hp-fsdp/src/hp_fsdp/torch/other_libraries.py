@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["check_modules", "check_optimizer_state", "check_parameters", "check_prepared", "check_state", "own_mark"]
 
-_WHOLE = "full_state_dict(model), called on all ranks (from hp_fsdp import full_state_dict)"
+_FULL = "full_state_dict(model), called on all ranks (from hp_fsdp import full_state_dict)"
 
 
 def check_parameters(caller: FrameType | None) -> None:
@@ -57,14 +57,14 @@ def check_state(caller: FrameType | None) -> None:
                 )
         elif name == "accelerate.accelerator":
             raise TypeError(
-                "accelerate takes the state of a module of hp_fsdp.fully_shard for a whole one (get_state_dict,"
-                f" save_model, save_state). Save {_WHOLE}, or get_model_state_dict(model) and"
+                "accelerate takes the state of a module of hp_fsdp.fully_shard for a full one (get_state_dict,"
+                f" save_model, save_state). Save {_FULL}, or get_model_state_dict(model) and"
                 " get_optimizer_state_dict(model, optimizer) with torch.distributed.checkpoint"
             )
         elif name == "transformers.modeling_utils" and frame.f_code.co_name == "save_pretrained":
             raise TypeError(
-                "save_pretrained takes the state of a module of hp_fsdp.fully_shard for a whole one. Give it the"
-                f" state: model.save_pretrained(path, state_dict=state), with state = {_WHOLE}; in a Trainer, override"
+                "save_pretrained takes the state of a module of hp_fsdp.fully_shard for a full one. Give it the"
+                f" state: model.save_pretrained(path, state_dict=state), with state = {_FULL}; in a Trainer, override"
                 " save_model"
             )
         return

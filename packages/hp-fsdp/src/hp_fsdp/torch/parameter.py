@@ -264,7 +264,7 @@ def has_own_setattr(module: nn.Module) -> bool:
 
 
 def _leaf(view: torch.Tensor, spec: TensorSpec | None, trains: bool) -> torch.Tensor:
-    # A detached view shares storage and version counter with the buffer, and is a leaf whatever the buffer is.
+    # A detached view shares storage and version counter with the buffer, and is a leaf in any case.
     view = view.detach()
     if spec is None:
         return nn.Parameter(view, requires_grad=trains)
@@ -348,8 +348,8 @@ def _registered(bucket: Bucket, parameter: ManagedParameter) -> Any:
     for place, each in zip(parameter.places, objects):
         if each is None:
             raise RuntimeError(
-                f"{where} is no longer in {type(place[0]).__name__}: what moves parameters (weight_norm, parametrize,"
-                " pruning) must be applied before fully_shard"
+                f"{where} is no longer in {type(place[0]).__name__}: modules that move parameters (weight_norm,"
+                " parametrize, pruning) must be applied before fully_shard"
             )
         if each is not objects[0]:
             raise RuntimeError(

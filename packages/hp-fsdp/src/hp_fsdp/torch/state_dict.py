@@ -1,7 +1,7 @@
 """The tensors of a module: gathered full, exported by part, and filled, one at a time to bound memory.
 
 Note [One tensor at a time]
-    With a `RaggedShard` one rank may have a whole parameter and the others none of it. So the owners broadcast their
+    With a `RaggedShard` one rank may have a full parameter and the others none of it. So the owners broadcast their
     shards straight into the full tensor: nothing else is sent, and no memory is taken beside the result. A gather of
     equal shards would take as many times the longest one as there are ranks.
 """
@@ -155,7 +155,7 @@ def fill(name: str, target: torch.Tensor, source: Any) -> None:
         source: a full plain tensor, the same on every rank, or a DTensor in any layout.
 
     Raises:
-        TypeError: ``source`` is no tensor.
+        TypeError: ``source`` is not a tensor.
         ValueError: it has another shape.
         RuntimeError: ``target`` is on the meta device.
     """
@@ -180,7 +180,7 @@ def fill(name: str, target: torch.Tensor, source: Any) -> None:
                 moved = source if source._spec is spec else source.redistribute(spec.mesh, spec.placements)
                 local = local_view(moved)
         else:
-            gather: Any = getattr(source, "full_tensor", source.detach)  # a DTensor of another library has one, too
+            gather: Any = getattr(source, "full_tensor", source.detach)  # a DTensor of another library has it as well
             local = gather()
             if spec is not None:
                 local = execute(local, spec.with_placements([Replicate()] * spec.mesh.ndim), spec)
@@ -223,7 +223,7 @@ def unwrapped(name: str) -> str:
 
 
 def takes_own_shape_only(target: torch.Tensor) -> bool:
-    """Tell a parameter from buffers, of which some take other shapes, and from what is lazy."""
+    """Tell a parameter from buffers, some of which take other shapes, and from lazy parameters."""
     return isinstance(target, torch.nn.Parameter) and not is_lazy(target)
 
 
