@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from hp_platform.observing import begin, communicate_for, communicating_for, observers
+from hp_platform.observing import attribute_to, attributed_modules, begin, observers
 
 
 @pytest.fixture
 def told():
     found = []
-    observers.append(observer := lambda kind, size, group: found.append((kind, communicating_for())))
+    observers.append(observer := lambda kind, size, group: found.append((kind, attributed_modules())))
     yield found
     observers.remove(observer)
 
@@ -23,12 +23,12 @@ def test_what_communicates_for_a_module_says_so(told):
         return size + 1
 
     def outer():
-        communicate_for(("inner", "root"), inner, "second", size=1)
+        attribute_to(("inner", "root"), inner, "second", size=1)
         begin("third", 1, None)
 
     begin("first", 1, None)
-    communicate_for(("outer",), outer)
-    assert communicate_for((), inner, "fourth", size=2) == 3
+    attribute_to(("outer",), outer)
+    assert attribute_to((), inner, "fourth", size=2) == 3
     assert told == [("first", ()), ("second", ("inner", "root")), ("third", ("outer",)), ("fourth", ())]
 
 
@@ -39,9 +39,9 @@ def test_an_error_and_another_thread_leave_nothing(told):
         raise KeyError("on purpose")
 
     with pytest.raises(KeyError, match="on purpose"):
-        communicate_for(("module",), fails)
-    assert communicating_for() == () and told == [("elsewhere", ())]
+        attribute_to(("module",), fails)
+    assert attributed_modules() == () and told == [("elsewhere", ())]
 
 
 def test_where_nobody_observes_nothing_is_noted():
-    assert communicate_for(("module",), communicating_for) == ()
+    assert attribute_to(("module",), attributed_modules) == ()

@@ -13,7 +13,7 @@ from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh, init_devic
 from hp_dtensor.modes import SkipDTensorDispatch, implicit_replication
 from hp_dtensor.sharding_plan import shard_module
 from hp_dtensor.visualize import visualize_sharding
-from hp_platform import lazy_exports
+from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
     from hp_dtensor.torch.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros

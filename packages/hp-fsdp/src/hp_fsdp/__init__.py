@@ -27,7 +27,7 @@ from hp_fsdp.state_dict.optimizer import (
     set_state_dict,
 )
 from hp_fsdp.zero import hsdp, modules_by_size
-from hp_platform import lazy_exports
+from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.activations import watch_activations

@@ -12,7 +12,7 @@ from hp_fsdp.agreement import check_counts
 from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.managed_params import find_parameters, ignore, is_copy
 from hp_fsdp.order import ExecutionOrder
-from hp_platform.extend import communicate_for
+from hp_platform.extend import attribute_to
 
 if TYPE_CHECKING:
     from hp_fsdp.options import BucketPlan, GroupOptions
@@ -38,7 +38,7 @@ class Group:
         overlaps: gathers run beside the computation, so that it pays to start them ahead of time.
         name: the module's name from the root; its class's before the first forward.
         module: the first of the members, most often the only one.
-        modules: the members and, from the first forward on, the root, for observers of `communicate_for`.
+        modules: the members and, from the first forward on, the root, for observers of `attribute_to`.
         context: the shared state of the groups of one model; None before the first forward.
         order: the order in which groups run while this one is the outermost.
         reshard_after_forward: None stands for "all groups but the root", whose parameters backward needs first.
@@ -241,5 +241,5 @@ class Group:
     def agree(self, count: int) -> None:
         """Raise if ranks ran different numbers of micro-batches; they compare when it is not that of the last step."""
         if count != self.agreed:  # seldom, for it waits
-            communicate_for(self.modules, check_counts, self.axes, count)
+            attribute_to(self.modules, check_counts, self.axes, count)
             self.agreed = count

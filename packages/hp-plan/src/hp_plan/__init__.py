@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_plan.application import apply
-from hp_plan.diagnostics import Finding, PlanError
+from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import (
@@ -21,11 +21,11 @@ from hp_plan.sections import (
     ScheduleSection,
 )
 from hp_plan.verification import ModuleDifference, VerifyResult
-from hp_platform import lazy_exports
+from hp_platform.extend import lazy_exports
 
 __all__ = [
     "DataSection",
-    "Finding",
+    "Diagnostic",
     "FsdpSection",
     "MeshSection",
     "ModelSection",

@@ -1,4 +1,4 @@
-"""What the framework and the device offer: process groups, collectives, devices and random generators.
+"""Process groups, collectives, devices and random generators of the framework and device in use.
 
 Everything is reached through `get_platform()`; no framework is imported before it is called.
 """
@@ -18,7 +18,6 @@ from hp_platform.groups import (
 from hp_platform.observing import CollectiveCounts, count_collectives
 from hp_platform.peers import LostRankError
 from hp_platform.platform import Platform, get_platform
-from hp_platform.ports import lazy_exports
 from hp_platform.random import manual_seed
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "get_platform",
     "get_process_group_ranks",
     "init_process_group",
-    "lazy_exports",
     "manual_seed",
     "mark_created_groups",
     "split_group",

@@ -90,12 +90,12 @@ def check_ranks(ranks: tuple[int, ...], rank: int, size: int) -> None:
         raise ValueError(f"Rank {rank} is not in the group {ranks}: only its members may call new_group().")
 
 
-def check_options(asked: object, made: object, ranks: Sequence[int]) -> None:
+def check_options(requested: object, existing: object, ranks: Sequence[int]) -> None:
     """Refuse options for an existing group, unless it was created with them."""
-    if asked is not None and asked != made:
+    if requested is not None and requested != existing:
         raise ValueError(
-            f"pg_options={asked!r}, but the group of ranks {tuple(ranks)} already exists, created with {made!r}: pass "
-            "the options to the first call, which creates the group."
+            f"pg_options={requested!r}, but the group of ranks {tuple(ranks)} already exists, created with {existing!r}"
+            ": pass the options to the first call, which creates the group."
         )
 
 
@@ -106,11 +106,11 @@ def choose_parent(parent: Any, parent_pg: Any) -> Any:
     return parent_pg if parent is None else parent
 
 
-def check_child_backend(asked: object, parent: str) -> None:
+def check_child_backend(backend: object, parent: str) -> None:
     """Refuse a child whose backend is not its parent's."""
-    if asked is not None and str(asked).lower() != parent:
+    if backend is not None and str(backend).lower() != parent:
         raise ValueError(
-            f"backend={str(asked)!r}, but a child has the backend of its parent, {parent!r}: leave it out."
+            f"backend={str(backend)!r}, but a child has the backend of its parent, {parent!r}: leave it out."
         )
 
 
@@ -154,9 +154,9 @@ def no_default_group() -> RuntimeError:
     return RuntimeError("There is no default process group: call init_process_group() first.")
 
 
-def check_same_world(here: Mapping[str, object], given: Mapping[str, object]) -> None:
+def check_same_world(here: Mapping[str, object], requested: Mapping[str, object]) -> None:
     """Refuse another initialization that disagrees with the existing default group."""
-    different = [f"{name} is {here[name]!r}, got {given[name]!r}" for name in here if given[name] != here[name]]
+    different = [f"{name} is {here[name]!r}, got {requested[name]!r}" for name in here if requested[name] != here[name]]
     if different:
         raise RuntimeError(
             f"The default process group already exists: its {'; '.join(different)}. "

@@ -172,8 +172,8 @@ def all_to_all(
     Args:
         output: contiguous; what is received.
         tensor: contiguous; what is sent.
-        output_splits: how much of dim 0 comes from each rank; None is equally much.
-        input_splits: how much of dim 0 goes to each rank; None is equally much.
+        output_splits: rows of dim 0 from each rank; None is equal parts.
+        input_splits: rows of dim 0 to each rank; None is equal parts.
         group: the ranks that take part.
         async_op: return at once, with a handle.
 
@@ -291,7 +291,7 @@ def _issue(
     Args:
         kind: the collective, as observers and errors name it.
         counted: the tensor whose bytes observers are told; None is no bytes.
-        group: who takes part.
+        group: the ranks that take part.
         async_op: return at once, with a handle.
         averaged: where a sum lands that is to become an average.
         primitive: called with ``args``.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from hp_platform.groups import when_groups_end
 from hp_platform.host import end_with_parent, watch_parent
-from hp_platform.observing import communicate_for, communicating_for, observers
+from hp_platform.observing import attribute_to, attributed_modules, observers
 from hp_platform.ports import (
     DEVICE,
     KINDS,
     PLATFORM,
     PLATFORMS,
     SettingError,
+    lazy_exports,
     load_port,
     platform_name,
     wanted_platform,
@@ -22,9 +23,10 @@ __all__ = [
     "PLATFORM",
     "PLATFORMS",
     "SettingError",
-    "communicate_for",
-    "communicating_for",
+    "attribute_to",
+    "attributed_modules",
     "end_with_parent",
+    "lazy_exports",
     "load_port",
     "observers",
     "platform_name",

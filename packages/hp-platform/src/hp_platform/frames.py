@@ -64,12 +64,12 @@ class WeightGradients(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the heavy operations of a stretch of a program do; None stands for what they do without a frame.
+    """Behaviour of heavy operations; None stands for the behaviour without a frame.
 
     Attributes:
-        outputs: how outputs come about; None computes them.
+        outputs: returns the outputs of operations; None computes them.
         inputs: where inputs are kept for backward; None keeps them on the device, in the graph.
-        weights: who gets the weights' gradients later; None computes them in backward.
+        weights: takes the weights' gradients that are put off; None computes them in backward.
     """
 
     outputs: Outputs | None = None
@@ -122,9 +122,9 @@ def frame(
         weights: see `Frame`.
     """
     outer = _local.frame
-    given = {"outputs": outputs, "inputs": inputs, "weights": weights}
+    parts = {"outputs": outputs, "inputs": inputs, "weights": weights}
     _local.frame = replace(
-        like or outer or Frame(), **{name: value for name, value in given.items() if value is not None}
+        like or outer or Frame(), **{name: value for name, value in parts.items() if value is not None}
     )
     try:
         yield _local.frame

@@ -148,8 +148,8 @@ def hidden_shape(mask: Sequence[int], batch: int, heads: int, rows: int, columns
         mask: the mask's shape, which broadcasts to (batch, heads, rows, columns).
         batch: of the queries.
         heads: of the queries.
-        rows: how many queries.
-        columns: how many keys.
+        rows: number of queries.
+        columns: number of keys.
     """
     if len(mask) <= 2:
         return rows, columns

@@ -29,20 +29,20 @@ class _Registry:
     Attributes:
         world: that default group.
         by_ranks: each group by its ascending global ranks.
-        options: what each was made with; a group that the framework made is not in it until it is asked for.
-        made: how often a group of these ranks was made, of which names are formed.
+        options: those that each was created with; a group that the framework created is added when first requested.
+        created: how often a group of these ranks was created; part of the new group's name.
     """
 
     def __init__(self) -> None:
         self.world: Group = None
         self.by_ranks: dict[tuple[int, ...], Group] = {}
         self.options: dict[tuple[int, ...], Any] = {}
-        self.made: Counter[tuple[int, ...]] = Counter()
+        self.created: Counter[tuple[int, ...]] = Counter()
 
     def clear(self) -> None:
         """Forget all groups; the default one is gone."""
         self.world = None
-        for entries in (self.by_ranks, self.options, self.made):
+        for entries in (self.by_ranks, self.options, self.created):
             entries.clear()
         port().groups.leave()
 
@@ -93,10 +93,10 @@ def init_process_group(
         return
     world = default_group()
     here: dict[str, Any] = {"backend": own.backend(world), "world_size": own.size(world), "rank": own.rank(world)}
-    asked = {"backend": backend or here["backend"]}
-    asked["world_size"] = here["world_size"] if world_size == -1 else world_size
-    asked["rank"] = here["rank"] if rank == -1 else rank
-    check_same_world(here, asked)
+    requested = {"backend": backend or here["backend"]}
+    requested["world_size"] = here["world_size"] if world_size == -1 else world_size
+    requested["rank"] = here["rank"] if rank == -1 else rank
+    check_same_world(here, requested)
     everyone = tuple(sorted(own.members(world)))
     check_options(pg_options, _registry.options.get(everyone), everyone)
     own.meet(everyone, False)
@@ -114,7 +114,7 @@ def destroy_process_group(group: Group | None = None) -> None:
         own.destroy(None)
         groups_ended()
         return
-    for key in [key for key, known in _registry.by_ranks.items() if known == group]:
+    for key in [key for key, member in _registry.by_ranks.items() if member == group]:
         del _registry.by_ranks[key]
         _registry.options.pop(key, None)
     own.destroy(group)
@@ -184,21 +184,21 @@ def _of(
     key: tuple[int, ...], pg_options: Any, timeout: timedelta | None = None, group_desc: str | None = None
 ) -> Group:
     """Get the group of ascending ranks that this process is among, and compare what it was made with."""
-    known, own = _known(), port().groups
-    if key not in known:
-        known[key] = _make(key, pg_options, timeout, group_desc)
+    groups, own = _known(), port().groups
+    if key not in groups:
+        groups[key] = _make(key, pg_options, timeout, group_desc)
         _registry.options[key] = pg_options
         own.meet(key, False)
     elif key not in _registry.options:  # the framework made it
         _registry.options[key] = None
         own.meet(key, False)
     check_options(pg_options, _registry.options[key], key)
-    return known[key]
+    return groups[key]
 
 
 def _make(key: tuple[int, ...], pg_options: Any, timeout: timedelta | None, group_desc: str | None) -> Group:
-    number = _registry.made[key]
-    _registry.made[key] += 1
+    number = _registry.created[key]
+    _registry.created[key] += 1
     return port().groups.create(key, number, timeout, pg_options, group_desc)
 
 
@@ -233,7 +233,7 @@ def split_group(
         timeout: how long an operation in a new child may take; by default the backend's. MindSpore's groups have none
             of their own.
         pg_options: GroupOptions for a new child, or the backend's own.
-        group_desc: what a new child is for, shown in torch's logs.
+        group_desc: description of a new child, shown in torch's logs.
         backend: None, or the parent's, which a child always has.
         parent_pg: torch's name of `parent`.
 
@@ -243,7 +243,7 @@ def split_group(
     Raises:
         ValueError: `split_ranks` is empty, its ranks are doubled or not in the parent, the child exists already, made
             with other options, or a `timeout` on MindSpore.
-        TypeError: `split_ranks` is no list of lists.
+        TypeError: `split_ranks` is not a list of lists.
     """
     check_timeout(timeout, port().groups.TIMEOUTS)
     parent = choose_parent(parent, parent_pg)
@@ -266,10 +266,10 @@ def mark_created_groups(groups: Group | Iterable[Group]) -> None:
     Args:
         groups: a group, or several; what a framework returns to ranks outside of a group is passed over.
     """
-    known, own = _known(), port().groups
+    registered, own = _known(), port().groups
     for group in [groups] if own.is_group(groups) or isinstance(groups, str) else groups:
         if own.is_group(group):
-            known.setdefault(tuple(sorted(own.members(group))), group)
+            registered.setdefault(tuple(sorted(own.members(group))), group)
 
 
 def get_process_group_ranks(group: Group | None = None) -> list[int]:
@@ -318,7 +318,7 @@ mark_created = mark_created_groups
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """What to ask of a new process group's backend; what a backend doesn't have it refuses.
+    """Options of a new process group; a backend refuses those it does not support.
 
     Attributes:
         timeout: how long an operation may take; None is the backend's default. PyTorch's groups only.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 if TYPE_CHECKING:
     from hp_platform.port import Handle
 
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Done = Callable[[], None]
 Observer = Callable[[str, int, Any], Done | None]
@@ -30,59 +30,59 @@ def begin(kind: str, size: int, group: Any) -> list[Done]:
         group: the platform's group.
 
     Returns:
-        What is to be called when it is over.
+        The functions to call when it is over.
     """
-    found = [observer(kind, size, group) for observer in tuple(observers)]
-    return [done for done in found if done is not None]
+    callbacks = [observer(kind, size, group) for observer in tuple(observers)]
+    return [done for done in callbacks if done is not None]
 
 
-_told = threading.local()
+_local = threading.local()
 
 
-def communicate_for(
-    modules: Sequence[Any], run: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
+def attribute_to(
+    modules: Sequence[Any], run: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """Run what communicates for a module other than the one at hand: ahead of time, or after it.
+    """Run a function whose collectives observers shall attribute to a module other than the running one.
 
-    Where nobody observes, this is the call of ``run`` and nothing else.
+    Such collectives are issued ahead of the module's call, or after it. If nobody observes, this only calls ``run``.
 
     Args:
-        modules: the module, and after it those that hold it, the outermost last; some in between may be left out.
+        modules: the module, then the modules around it, the outermost last; some in between may be left out.
         run: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
 
     Returns:
-        What ``run`` returns.
+        The result of ``run``.
     """
     if not observers:
         return run(*args, **kwargs)
-    before = communicating_for()
-    _told.modules = modules
+    before = attributed_modules()
+    _local.modules = modules
     try:
         return run(*args, **kwargs)
     finally:
-        _told.modules = before
+        _local.modules = before
 
 
-def communicating_for() -> Sequence[Any]:
-    """Tell an observer what `communicate_for` was told in this thread; empty outside of it."""
-    return getattr(_told, "modules", ())
+def attributed_modules() -> Sequence[Any]:
+    """Return the modules of the innermost `attribute_to` in this thread; empty outside of any."""
+    return getattr(_local, "modules", ())
 
 
 class Observed:
-    """A collective under way that somebody wants to know the end of.
+    """A collective under way whose end is reported to observers.
 
     Args:
         work: the platform's handle; None where the collective has been waited for.
-        done: what to call, once, when it is over.
+        done: functions to call, once, at its end.
     """
 
     def __init__(self, work: Handle | None, done: Sequence[Done]) -> None:
         self.work, self.done = work, done
 
     def wait(self) -> None:
-        """Wait for the collective and tell its end."""
+        """Wait for the collective and report its end."""
         if self.work is not None:
             self.work.wait()
         for each in self.done:
@@ -91,10 +91,10 @@ class Observed:
 
 
 class CollectiveCounts(Counter[str]):
-    """How often each kind of collective was called.
+    """Number of calls of each kind of collective.
 
     Attributes:
-        bytes: sum of the sizes that the calls moved, by the larger of a call's tensors.
+        bytes: sum over the calls of the size of the larger tensor.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which rank was lost: asked over TCP once a collective has failed, and never before.
+"""Detection of lost ranks, over TCP, once a collective has failed and never before.
 
 Note [Lost ranks]
     A backend says "Connection closed by peer [10.0.0.7]:45123", or on a rank further on only that a rank which failed
@@ -45,7 +45,7 @@ class LostRankError(RuntimeError):
     """A collective can't complete, because the process of a rank has ended.
 
     Args:
-        text: which ranks, and what it stopped.
+        text: the message, with the ranks and the collective.
         ranks: their global ranks, ascending.
     """
 
@@ -56,13 +56,13 @@ class LostRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens.
+    """Address that a rank listens on.
 
     Attributes:
         host: its IP address.
         port: the port.
-        network: names the network stack; the loopback address means something only inside of it.
-        token: what a connection must begin with to be believed.
+        network: names the network stack; the loopback address is meaningful only inside it.
+        token: a connection must begin with it to be trusted.
     """
 
     host: str
@@ -118,7 +118,7 @@ def _source(target: tuple[str, int]) -> str | None:
 
 
 def _is_another(address: Address, own: Address) -> bool:
-    """Whether to connect there reaches another rank: hosts' containers may all have one address."""
+    """Return True if connecting there reaches another rank: containers of several hosts may share one address."""
     return address.reachable_from(own.network) and (address.network == own.network or address.host != own.host)
 
 
@@ -136,11 +136,11 @@ class Listener:
 
     Args:
         rank: this process's global rank.
-        size: how many ranks there are.
+        size: the number of ranks.
         host: the address to listen on.
 
     Attributes:
-        address: what the others are to know.
+        address: for the other ranks.
         told: whom each rank that wrote says was lost.
     """
 
@@ -212,7 +212,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Lost:
-    """What was found.
+    """Ranks that were lost.
 
     Attributes:
         ranks: global ranks that were lost, ascending; empty where all live.
@@ -242,10 +242,10 @@ def find_lost(
     """
     inquiry = _Inquiry(listener, peers)
     try:
-        found = inquiry.run(group, limit, settle)
-        if found.ranks:
-            inquiry.tell(found.ranks)
-        return found
+        lost = inquiry.run(group, limit, settle)
+        if lost.ranks:
+            inquiry.tell(lost.ranks)
+        return lost
     finally:
         inquiry.close()
 
@@ -346,7 +346,7 @@ def lost_text(lost: Lost, kind: str, group: Sequence[int], rank: int) -> str:
     """Write the text of a `LostRankError`.
 
     Args:
-        lost: what `find_lost` found.
+        lost: the result of `find_lost`.
         kind: the collective that failed, as "all_gather".
         group: the global ranks that took part in it.
         rank: this one's.

@@ -1,4 +1,4 @@
-"""What a framework supplies to hp-platform: primitives without checks, which the neutral modules have made.
+"""Protocols that a framework implements for hp-platform: primitives, without the checks of the neutral modules.
 
 `Group` and `Tensor` are the framework's own process group and tensor. Each protocol is implemented by the module of
 its name in the framework's folder.
@@ -20,7 +20,7 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kind of device can do with a framework; neutral code asks this, and never for a name.
+    """Capabilities of a kind of device with a framework; neutral code reads these, never the kind's name.
 
     Attributes:
         streams: work on a side stream runs beside the current one; else `devices.stream` may raise.

@@ -27,10 +27,10 @@ def wanted_platform() -> str | None:
     Raises:
         SettingError: it names no framework.
     """
-    wanted = os.environ.get(PLATFORM)
-    if wanted and wanted not in PLATFORMS:
-        raise SettingError(f"{PLATFORM}={wanted!r} is not a platform. Choose one of: {', '.join(PLATFORMS)}.")
-    return wanted or None
+    name = os.environ.get(PLATFORM)
+    if name and name not in PLATFORMS:
+        raise SettingError(f"{PLATFORM}={name!r} is not a platform. Choose one of: {', '.join(PLATFORMS)}.")
+    return name or None
 
 
 def choose_kind(present: Callable[[], tuple[str, ...]], framework: str) -> str:
@@ -43,18 +43,18 @@ def choose_kind(present: Callable[[], tuple[str, ...]], framework: str) -> str:
     Raises:
         SettingError: the kind is not known, or not present.
     """
-    wanted = os.environ.get(DEVICE)
-    if wanted == "cpu":
-        return wanted
-    found = present()
-    if not wanted:
-        return found[-1]
-    if wanted in found:
-        return wanted
-    here = f"{framework} finds on this machine: {', '.join(found)}"
-    if wanted not in KINDS:
-        raise SettingError(f"{DEVICE}={wanted!r} is not a kind of device. Choose one of: {', '.join(KINDS)}; {here}.")
-    raise SettingError(f"{DEVICE}={wanted!r}, but {here}. Set it to one of these, or unset it.")
+    kind = os.environ.get(DEVICE)
+    if kind == "cpu":
+        return kind
+    kinds = present()
+    if not kind:
+        return kinds[-1]
+    if kind in kinds:
+        return kind
+    here = f"{framework} finds on this machine: {', '.join(kinds)}"
+    if kind not in KINDS:
+        raise SettingError(f"{DEVICE}={kind!r} is not a kind of device. Choose one of: {', '.join(KINDS)}; {here}.")
+    raise SettingError(f"{DEVICE}={kind!r}, but {here}. Set it to one of these, or unset it.")
 
 
 def platform_name() -> str:
@@ -67,9 +67,9 @@ def platform_name() -> str:
         SettingError: HYPER_PARALLEL_PLATFORM names no platform (a ValueError).
         ImportError: no framework is installed.
     """
-    wanted = wanted_platform()
-    if wanted is not None:
-        return wanted
+    setting = wanted_platform()
+    if setting is not None:
+        return setting
     for name in PLATFORMS:
         if name in sys.modules:
             return name

@@ -1,7 +1,7 @@
 """Which Cell of a MindSpore program communicates.
 
 Cells have no hook for all of them, and autograd doesn't tell which Cell recorded an operation: in backward the Cell is
-known only where what communicates tells it (`communicate_for`).
+known only where what communicates tells it (`attribute_to`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
 from hp_dtensor.debug import Names, running
 from hp_dtensor.mindspore.shard_module import named_modules
-from hp_platform.extend import communicating_for
+from hp_platform.extend import attributed_modules
 
 __all__ = ["Modules"]
 
@@ -32,7 +32,7 @@ class Modules:
 
     def place(self, frame: FrameType) -> tuple[str, str]:
         """Phase and Cell of the program at this frame."""
-        told = communicating_for()
+        told = attributed_modules()
         if _pynative_executor.get_current_autodiff_engine_id() != -1:
             return "backward", self._names.of(told)
         return "forward", self._names.of(told or running(frame, nn.Cell))

@@ -20,7 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hp_dtensor.debug import Names, running
-from hp_platform.extend import communicating_for
+from hp_platform.extend import attributed_modules
 
 __all__ = ["Modules"]
 
@@ -104,7 +104,7 @@ class Modules:
 
     def place(self, frame: FrameType) -> tuple[str, str]:
         """Phase and module of the program at this frame."""
-        task, told = _graph_task(), communicating_for()
+        task, told = _graph_task(), attributed_modules()
         if told:
             return "forward" if task == -1 else "backward", self._names.of(told)
         if task == -1:

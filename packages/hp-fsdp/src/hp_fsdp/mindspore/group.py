@@ -15,7 +15,7 @@ from hp_fsdp.mindspore.gradients import Call, unsharded_tensors
 from hp_fsdp.mindspore.parameter import ManagedParameter
 from hp_fsdp.options import BucketPlan
 from hp_platform import get_platform
-from hp_platform.extend import communicate_for
+from hp_platform.extend import attribute_to
 
 if TYPE_CHECKING:
     from hp_fsdp.mindspore.context import RootContext
@@ -78,7 +78,7 @@ class ParameterGroup(Group):
         self.check_values()
         self.note("gather")
         with _no_grad(), local_mode():
-            self.gathering = communicate_for(self.modules, self._gather)
+            self.gathering = attribute_to(self.modules, self._gather)
 
     def _gather(self) -> list[Any]:
         return [bucket.gather(async_op=True) for bucket in self.buckets]
@@ -152,7 +152,7 @@ class ParameterGroup(Group):
         self.note("reduce")
         for bucket, flat in zip(trained, flats):
             bucket.divisor = self.total_divisor
-            shards += communicate_for(
+            shards += attribute_to(
                 self.modules, bucket.reduce, flat, self.reduce_op, over_replicas=self.reduces_over_replicas
             )
         self.note("reduced")
@@ -183,7 +183,7 @@ class ParameterGroup(Group):
             assert bucket.sums is not None
             bucket.sums.end_micro_batch(number)
             bucket.divisor = self.total_divisor
-            shards += communicate_for(self.modules, bucket.reduce_in_order, number + 1, self.reduce_op)
+            shards += attribute_to(self.modules, bucket.reduce_in_order, number + 1, self.reduce_op)
         self.note("reduced")
         return shards
 

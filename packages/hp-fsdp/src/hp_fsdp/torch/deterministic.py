@@ -19,7 +19,7 @@ from hp_dtensor.torch.extend import local_view
 from hp_fsdp.micro_batches import OwnMicroBatches, TreeSum, subtrees
 from hp_fsdp.torch.gradients import GradientBuffer
 from hp_platform import collectives
-from hp_platform.extend import communicate_for
+from hp_platform.extend import attribute_to
 
 __all__ = ["Exchange", "MicroBatchBuffer"]
 
@@ -133,7 +133,7 @@ class Exchange:
         gradients: of the micro-batches; it gets the result.
         count: number of micro-batches a rank.
         op: ``"avg"`` or ``"sum"``.
-        modules: the modules that this communicates for, for observers; see `communicate_for`.
+        modules: the modules that this communicates for, for observers; see `attribute_to`.
     """
 
     def __init__(self, gradients: MicroBatchBuffer, count: int, op: str, modules: Sequence[Any]) -> None:
@@ -178,7 +178,7 @@ class Exchange:
             self.scattered = True
             tree = self._sum_row(axes.shard_size)
             if axes.replicate_group is not None:
-                communicate_for(self.modules, self._gather, tree, axes.replicate_size, axes.replicate_group)
+                attribute_to(self.modules, self._gather, tree, axes.replicate_size, axes.replicate_group)
                 self._release(gradients)
                 return False
             self._release(gradients)

@@ -26,7 +26,7 @@ from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.host import D2HCopy
 from hp_fsdp.torch.parameter import ManagedParameter
 from hp_platform import collectives
-from hp_platform.extend import communicate_for
+from hp_platform.extend import attribute_to
 
 __all__ = ["GradientBuffer", "Reduction"]
 
@@ -128,7 +128,7 @@ class GradientBuffer:
         Args:
             op: ``"avg"`` or ``"sum"``.
             over_replicas: on two axes, all-reduce the shards as well; else they wait for a later call that does.
-            modules: the modules that this communicates for, for observers; see `communicate_for`.
+            modules: the modules that this communicates for, for observers; see `attribute_to`.
         """
         if self.alone:
             self._hand_out_alone()
@@ -336,7 +336,7 @@ class Reduction:
                 if not self.replicas:
                     gradients.accumulated = self.piece
                     return True
-                self.handle = communicate_for(
+                self.handle = attribute_to(
                     self.modules, collectives.all_reduce, self.piece, self.op, group=group, async_op=True
                 )
                 return False

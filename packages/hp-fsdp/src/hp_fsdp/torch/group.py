@@ -17,7 +17,7 @@ from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer
 from hp_fsdp.torch.gradients import Reduction
 from hp_fsdp.torch.parameter import ManagedParameter, restore
-from hp_platform.extend import communicate_for
+from hp_platform.extend import attribute_to
 
 if TYPE_CHECKING:
     from hp_fsdp.torch.context import RootContext
@@ -121,7 +121,7 @@ class ParameterGroup(Group):
             for bucket in self.buckets:
                 if not bucket.prepared:
                     bucket.prepare()
-            self.gathering = communicate_for(self.modules, self._gather)
+            self.gathering = attribute_to(self.modules, self._gather)
 
     def _gather(self) -> list[Any]:
         return [bucket.gather() for bucket in self.buckets]
@@ -181,7 +181,7 @@ class ParameterGroup(Group):
         with torch.no_grad(), _plain():
             for bucket in self.buckets:
                 if bucket.prepared:
-                    communicate_for(self.modules, bucket.gradients.collect)
+                    attribute_to(self.modules, bucket.gradients.collect)
         if differentiable:
             self.keep()
         elif self.reshard_after_backward:
@@ -202,7 +202,7 @@ class ParameterGroup(Group):
         with self._reduce_range, torch.no_grad(), _plain():
             if op is not None:
                 self.agree(number + 1)
-            return communicate_for(self.modules, self._end_micro_batch, number, op)
+            return attribute_to(self.modules, self._end_micro_batch, number, op)
 
     def _end_micro_batch(self, number: int, op: str | None) -> list[Started]:
         started = []
@@ -223,7 +223,7 @@ class ParameterGroup(Group):
     def reduce(self) -> list[Started]:
         """Start the reductions of the collected gradients."""
         with self._reduce_range, torch.no_grad(), _plain():
-            return communicate_for(self.modules, self._reduce)
+            return attribute_to(self.modules, self._reduce)
 
     def _reduce(self) -> list[Started]:
         started = []

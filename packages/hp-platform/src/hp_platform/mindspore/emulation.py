@@ -1,6 +1,6 @@
 """Collectives on mccl, which lacks some of them, and some dtypes in those that it has.
 
-Note [Bytes on the host]: what mccl moves are bytes, so that every dtype moves; the pieces are cut, put together and
+Note [Bytes on the host]: what mccl moves are bytes, so that every dtype moves; the pieces are sharded, put together and
 (where mccl can't) reduced with NumPy in the tensors' own memory. `Tensor.data_ptr` waits for the operators that still
 write to a tensor, and points into the base's memory for a view, which no operator of MindSpore's CPU can write to. Each
 call has done its work, or raised what failed in it, when it returns.

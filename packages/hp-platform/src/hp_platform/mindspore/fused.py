@@ -47,8 +47,8 @@ def flash_attention(
     weights = mint.nn.functional.softmax(logits, -1)
     if mask is not None:
         weights = mint.where(mask, weights, Tensor(0.0, weights.dtype))  # a query that sees nothing finds zeros
-    found = mint.matmul(weights, v)
-    return mint.transpose(found, 1, 2) if layout == "BSND" else found
+    output = mint.matmul(weights, v)
+    return mint.transpose(output, 1, 2) if layout == "BSND" else output
 
 
 def _ascend_attention(
@@ -80,10 +80,12 @@ def _compressed_mask() -> Tensor:
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    batch, given, length, size = x.shape
-    if given == heads:
+    batch, kv_heads, length, size = x.shape
+    if kv_heads == heads:
         return x
-    repeated = mint.broadcast_to(x.reshape(batch, given, 1, length, size), (batch, given, heads // given, length, size))
+    repeated = mint.broadcast_to(
+        x.reshape(batch, kv_heads, 1, length, size), (batch, kv_heads, heads // kv_heads, length, size)
+    )
     return repeated.reshape(batch, heads, length, size)
 
 
@@ -116,6 +118,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + mint.cat((-second, first), -1) * sin
 
 
-def _check_dtype(name: str, tensor: Any, known: tuple[Any, ...]) -> None:
-    if tensor.dtype not in known:
-        raise TypeError(f"{name} on Ascend takes {', '.join(str(each).lower() for each in known)}, got {tensor.dtype}.")
+def _check_dtype(name: str, tensor: Any, dtypes: tuple[Any, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(
+            f"{name} on Ascend takes {', '.join(str(each).lower() for each in dtypes)}, got {tensor.dtype}."
+        )

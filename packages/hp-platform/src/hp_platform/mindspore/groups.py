@@ -106,10 +106,10 @@ def destroy(group: str | None) -> None:
 
 def members(group: str) -> tuple[int, ...]:
     """Get the ranks of a group; asking MindSpore costs more than a look-up."""
-    known = _members.get(group)
-    if known is None:
-        known = _members[group] = tuple(communication.get_process_group_ranks(group))
-    return known
+    ranks = _members.get(group)
+    if ranks is None:
+        ranks = _members[group] = tuple(communication.get_process_group_ranks(group))
+    return ranks
 
 
 def rank(group: str) -> int:
@@ -160,6 +160,6 @@ def own_options(options: Any, backend: str) -> Any:
         return None
     if backend != "hccl":
         raise ValueError(f"buffer_size={options.buffer_size} is an option of hccl; the group's backend is {backend}.")
-    made = OwnOptions()
-    made.hccl_config = {"hccl_buffer_size": options.buffer_size}
-    return made
+    native = OwnOptions()
+    native.hccl_config = {"hccl_buffer_size": options.buffer_size}
+    return native

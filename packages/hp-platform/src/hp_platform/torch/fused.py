@@ -34,10 +34,10 @@ def flash_attention(
         causal = False
     if mask is not None and mask.dim() < 2:  # torch's own wants both dims
         mask = mask.expand(rows, columns)
-    found = F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return found.transpose(1, 2) if layout == "BSND" else found
+    return output.transpose(1, 2) if layout == "BSND" else output
 
 
 def _npu_attention(

@@ -153,11 +153,11 @@ def backend_options(options: Any, backend: str) -> Any:
         return None
     import torch_npu  # type: ignore[import-not-found]
 
-    made = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-    made.is_high_priority_stream = options.high_priority
+    native = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    native.is_high_priority_stream = options.high_priority
     if options.buffer_size is not None:
-        made.hccl_config = {"hccl_buffer_size": options.buffer_size}
-    return made
+        native.hccl_config = {"hccl_buffer_size": options.buffer_size}
+    return native
 
 
 def timeout_of(options: Any, timeout: timedelta | None) -> timedelta | None:
@@ -171,7 +171,7 @@ def restore_priority(options: Any, group: dist.ProcessGroup, backend: str) -> No
     torch_npu resets it while it makes the group.
 
     Args:
-        options: what was asked for.
+        options: the requested ones.
         group: the new group.
         backend: its backend's name.
     """

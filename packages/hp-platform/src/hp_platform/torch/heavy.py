@@ -68,7 +68,7 @@ def linear(input: T, weight: T, bias: T | None = None) -> T:
 
 
 def _is_native(tensor: T) -> bool:
-    """True if operations on it run torch's kernels: a subclass with a dispatch of its own keeps its own linear."""
+    """Return True if operations on it run torch's kernels; a subclass with its own dispatch keeps its own linear."""
     return type(tensor).__torch_dispatch__ is _native  # type: ignore[attr-defined]
 
 
@@ -129,7 +129,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradients(rows: T, inputs: Callable[[], T], weight: bool, bias: bool = False) -> list[T]:
-    """The gradients of the weight and the bias, those that are wanted."""
+    """Compute the gradients of the weight and the bias, as far as they are needed."""
     gradients = []
     if weight:
         input = inputs()
@@ -194,7 +194,7 @@ _Kept = tuple["str | None", T, int]
 
 
 class _Again:
-    """The context in which a block is computed again; a graph that is retained enters it again, too."""
+    """The context in which a block is computed again; a retained graph enters it again as well."""
 
     def __init__(self, outer: Frame, outputs: _HandingBack) -> None:
         self._frame = functools.partial(frame, like=outer, outputs=outputs)

@@ -32,7 +32,7 @@ _here: _World | None = None
 
 
 class _World:
-    """What this process knows of the ranks of the default group `world`."""
+    """Knowledge of this process about the ranks of the default group `world`."""
 
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
@@ -67,8 +67,8 @@ class _World:
                 self.store.wait(keys, patience)
             extended = self.store.has_extended_api()
             values = self.store.multi_get(keys) if extended else [self.store.get(key) for key in keys]
-            told = {rank: value.decode() for rank, value in zip(missing, values) if value}
-            self.addresses |= {rank: Address.parse(text) for rank, text in told.items()}
+            addresses = {rank: value.decode() for rank, value in zip(missing, values) if value}
+            self.addresses |= {rank: Address.parse(text) for rank, text in addresses.items()}
 
     def meet_late(self) -> None:
         """Read where the ranks listen that were not there in time, if the store still lives."""
@@ -95,7 +95,7 @@ class _World:
 
 
 def _known() -> LostRankError | None:
-    """The loss that was found before in the default group that is there now, without the last raise's traceback."""
+    """Return the loss already found in the current default group, without the last raise's traceback."""
     if _here is None or _here.error is None:
         return None
     if _here.world is not dist.group.WORLD:  # somebody else made a new one
@@ -150,9 +150,9 @@ def raise_if_lost(error: RuntimeError, kind: str, group: ProcessGroup | Sequence
     """Raise LostRankError in place of a backend's error, where a rank was lost.
 
     Args:
-        error: what the backend raised; where all ranks live it gets a note that says so.
+        error: the backend's error; if all ranks live, it gets a note that says so.
         kind: the collective, as "all_gather".
-        group: who took part, or their global ranks.
+        group: the group, or its global ranks.
 
     Raises:
         LostRankError: the processes of some ranks have ended.
@@ -162,9 +162,9 @@ def raise_if_lost(error: RuntimeError, kind: str, group: ProcessGroup | Sequence
     if not (isinstance(error, dist.DistError) or _OF_TRANSPORT.search(str(error))):
         return
     with _lock:
-        known = _known()
-        if known is not None:
-            raise known from error
+        lost = _known()
+        if lost is not None:
+            raise lost from error
         if _here is None:
             return
         ranks = dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else list(group)
@@ -177,7 +177,7 @@ class Pending:
     Args:
         work: the process group's handle.
         kind: the collective, as "all_gather".
-        group: who takes part.
+        group: the ranks that take part.
     """
 
     __slots__ = ("group", "kind", "work")
@@ -191,9 +191,9 @@ class Pending:
         Raises:
             LostRankError: the process of a rank has ended.
         """
-        known = _known()
-        if known is not None:  # the others may wait for each other
-            raise known
+        lost = _known()
+        if lost is not None:  # the others may wait for each other
+            raise lost
         try:
             self.work.wait()
         except RuntimeError as error:
