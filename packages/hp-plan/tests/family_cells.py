@@ -60,7 +60,7 @@ def judge(name: str, cell_name: str) -> dict[str, Any]:
         with Float64():
             return _compare(family, cell)
     except PlanError as error:
-        return {"verdict": "refused", "detail": str(error.findings[0])}
+        return {"verdict": "refused", "detail": str(error.diagnostics[0])}
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         ours = frames[-1].filename.rpartition("/src/")[2].startswith(("hp_", "hyper_parallel"))

@@ -112,7 +112,7 @@ def test_an_error_inside_the_model_leaves_no_trace():
 
 @on_ranks(2)
 def test_a_mesh_that_does_not_fit():
-    with pytest.raises(PlanError, match="the mesh tp 4 has 4 ranks, and there are 2; start 4 ranks"):
+    with pytest.raises(PlanError, match="the mesh tp 4 has 4 ranks, but there are 2; start 4 ranks"):
         apply(nn.Linear(4, 4), ParallelPlan.from_dict({"mesh": {"tp": 4}, "styles": {"": "colwise"}}))
     plan = ParallelPlan.from_dict({"mesh": {"dp_shard": 2}})
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
@@ -129,15 +129,15 @@ def test_shapes_that_do_not_divide_are_found_on_every_rank_before_anything_is_se
     plan = llama({"tp": 2}, overrides={"num_key_value_heads": 1})
     with pytest.raises(PlanError) as raised:
         apply(build_model(plan, device=device_type()), plan)
-    assert [finding.message for finding in raised.value.findings] == [
-        f"model.layers.*.self_attn.{name} has 1 heads of 4, which tp = 2 ranks do not divide"
+    assert [diagnostic.message for diagnostic in raised.value.diagnostics] == [
+        f"model.layers.*.self_attn.{name} has 1 heads of size 4, which tp = 2 does not divide"
         for name in ("k_proj", "v_proj")
     ]
 
 
 @on_ranks(2)
 def test_axes_that_this_version_does_not_have():
-    with pytest.raises(PlanError, match="mesh.cp: cp = 2, and this version has no cp axis; leave it out; the axes are"):
+    with pytest.raises(PlanError, match="mesh.cp: cp = 2, but this version has no cp axis; leave it out; the axes are"):
         apply(nn.Linear(4, 4), ParallelPlan.from_dict({"mesh": {"cp": 2}}))
 
 
@@ -152,7 +152,7 @@ def test_sharding_options_on_a_mesh_that_shards_nothing_are_refused():
 
 def test_without_a_process_group(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(RuntimeError, match="needs a process group of 2 ranks .* torchrun --nproc-per-node 2"):
+    with pytest.raises(RuntimeError, match="needs a process group of 2 ranks, .* torchrun --nproc-per-node 2"):
         apply(nn.Linear(4, 4), ParallelPlan.from_dict({"mesh": {"dp_shard": 2}}))
 
 

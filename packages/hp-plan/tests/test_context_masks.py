@@ -117,7 +117,7 @@ def test_decoding_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=text):
         model(input_ids=ids[:, :1], position_ids=places[:, -1:] + 1, past_key_values=out.past_key_values)
     with pytest.raises(
-        ValueError, match=r"position_ids count from 0 to 7 on each of the 2 ranks. .* generate\(\) does"
+        ValueError, match=r"position_ids count from 0 to 7 on each of the 2 ranks. .* does generate\(\)"
     ):
         model.generate(part["input_ids"], max_new_tokens=2, do_sample=False)
     padded = torch.ones(2, LENGTH // 2, dtype=torch.long, device=device_type())
@@ -141,12 +141,14 @@ def test_position_ids_that_are_not_those_of_the_tokens() -> None:
         model, batch = _styled(ContextParallel(load_balance=balance)), batch_of("whole", 2)
         part = context_parallel_shard(batch, _mesh(), load_balance=balance)
         ids = part["input_ids"].clone()
-        with pytest.raises(ValueError, match="LlamaForCausalLM is called without position_ids and would count from 0"):
+        with pytest.raises(
+            ValueError, match="LlamaForCausalLM is called without position_ids, so it would count from 0"
+        ):
             model(input_ids=ids, use_cache=False)
         with pytest.raises(ValueError, match="position_ids count from 0 to 7 on each of the 2 ranks. A model that is"):
             model.model(input_ids=ids, use_cache=False)
         other = context_parallel_shard(batch, _mesh(), load_balance=not balance)["position_ids"].clone()
-        text = f"cut with load_balance={not balance}, the style has load_balance={balance}"
+        text = f"sharded with load_balance={not balance}, the style has load_balance={balance}"
         with pytest.raises(ValueError, match=text):
             model(input_ids=ids, position_ids=other, use_cache=False)
         if dist.get_rank():
@@ -165,7 +167,9 @@ def test_masks_that_are_not_understood() -> None:
     odd[0, 0, 3, 1] = False
     own = {"attention_mask": odd} if dist.get_rank() else {}
     text = (
-        r"its attention_mask of shape \(2, 1, 8, 8\), for 8 tokens, is not that of causal=True" if own else "ranks .1."
+        r"its attention_mask of shape \(2, 1, 8, 8\), for 8 tokens, does not consist of causal=True"
+        if own
+        else "ranks .1."
     )
     with pytest.raises(NotImplementedError, match=text):
         model(input_ids=ids, position_ids=places, use_cache=False, **own)

@@ -149,14 +149,16 @@ def test_a_pattern_stands_for_layers_that_are_alike_only():
 def test_lint_says_what_was_chosen():
     plan = plan_of(FAMILIES["gpt2"], CELLS["tp 2"])
     first, second = style_notes(plan, outline(build_model(plan, device="meta")))
-    assert first.startswith("styles = 'auto' are of the structure: transformer.h.*.")
+    assert first.startswith("styles = 'auto' come from the structure: transformer.h.*.")
     assert "transformer.h.*.attn.c_attn = colwise_gather_output" in first
-    assert second == "whole on each of the 2 tensor parallel ranks: transformer.wpe"
+    assert second == "replicated on all 2 tensor parallel ranks: transformer.wpe"
 
 
 def test_a_model_of_which_nothing_is_known_is_refused():
     plan = plan_of(FAMILIES["gpt2"], CELLS["tp 2"])
     model = ModelOutline({"": ModuleOutline("Net"), "body": linear(4, 4)})
-    with pytest.raises(PlanError, match="no tensor parallel table for Net .*, and its structure shows none; write"):
+    with pytest.raises(
+        PlanError, match="no tensor parallel table for Net .*, and none can be derived from its structure; write"
+    ):
         choose_styles(plan, model)
     assert style_notes(plan, model) == []

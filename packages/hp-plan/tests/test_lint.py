@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hp_plan import Finding, ParallelPlan, lint
+from hp_plan import Diagnostic, ParallelPlan, lint
 from hp_plan.linting import least_memory, memory_shortage
 from hp_plan.outline import ModelOutline
 from hp_platform import get_platform
@@ -29,7 +29,7 @@ def plan_of(config="Qwen3Config", overrides=(), **sections):
 
 
 def texts(tables, world_size=None):
-    return [str(finding) for finding in lint(tables, world_size, run_model_code=True)]
+    return [str(diagnostic) for diagnostic in lint(tables, world_size, run_model_code=True)]
 
 
 @pytest.mark.parametrize("config", ["LlamaConfig", "Qwen3Config", "MistralConfig"])
@@ -58,8 +58,8 @@ def test_all_findings_come_at_once():
     )
     assert texts(tables, 8) == [
         "optimizr: there is no section or key 'optimizr'; did you mean 'optimizer'?",
-        "mesh.cp: cp = 2, and this version has no cp axis; leave it out; the axes are dp_replicate, dp_shard, tp",
-        "mesh: the mesh dp_shard 3 x cp 2 x tp 4 has 24 ranks, and there are 8; start 24 ranks (--nproc 24) or "
+        "mesh.cp: cp = 2, but this version has no cp axis; leave it out; the axes are dp_replicate, dp_shard, tp",
+        "mesh: the mesh dp_shard 3 x cp 2 x tp 4 has 24 ranks, but there are 8; start 24 ranks (--nproc 24) or "
         "change the "
         "sizes in [mesh]",
         "data.batch_size: the global batch of 8 does not divide over dp_replicate 1 x dp_shard 3 = 3 ranks; "
@@ -68,17 +68,17 @@ def test_all_findings_come_at_once():
         "schedule.warmup_steps: 101 warm-up steps in a run of 100; make it at most 100",
         "model.overrides.hiddn_size: Qwen3Config has no setting 'hiddn_size'; did you mean 'hidden_size' or "
         "'hidden_act'?",
-        "mesh.tp: model.layers.*.self_attn.k_proj has 2 heads of 8, which tp = 4 ranks do not divide; make "
+        "mesh.tp: model.layers.*.self_attn.k_proj has 2 heads of size 8, which tp = 4 does not divide; make "
         "mesh.tp one of "
         "1, 2, or the number of heads a multiple of 4",
-        "mesh.tp: model.layers.*.self_attn.v_proj has 2 heads of 8, which tp = 4 ranks do not divide; make "
+        "mesh.tp: model.layers.*.self_attn.v_proj has 2 heads of size 8, which tp = 4 does not divide; make "
         "mesh.tp one of "
         "1, 2, or the number of heads a multiple of 4",
         "fsdp.groups[0]: 'model.layer.*' matches no module; did you mean 'model.layers.*' or 'model.layers' or "
         "'model.layers.*.mlp'?",
         "fsdp.groups[1]: 'model.layers' matches model.layers, a ModuleList, which is never called; group its members: "
         "'model.layers.*'",
-        "data.sequence_length: 128 tokens a sample, and the model's max_position_embeddings is 64; make it at "
+        "data.sequence_length: 128 tokens per sample, but the model's max_position_embeddings is 64; make it at "
         "most 64, or "
         "raise max_position_embeddings in [model.overrides]",
     ]
@@ -105,7 +105,7 @@ def test_styles_that_do_not_fit_the_model():
         "'colwise_rep' or "
         "'rowwise'?",
         "styles.\"model.norm\": 'colwise' on model.norm, which is a Qwen3RMSNorm; it is for a Linear",
-        "styles.\"model.embed_tokens.weight\": 'model.embed_tokens.weight' matches a parameter, and "
+        "styles.\"model.embed_tokens.weight\": 'model.embed_tokens.weight' matches a parameter, but "
         "'embedding_rowwise' is for a module; leave the last part off, or take a style for parameters: colwise, "
         "rowwise, packed_colwise, packed_rowwise, grouped_gemm, replicate",
         "styles.\"model.layers.0.mlp.up_proj\": 2 styles on model.layers.0.mlp.up_proj: 'model.layers.*.mlp.*_proj' = "
@@ -156,7 +156,7 @@ def test_what_a_function_returns_is_looked_at(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert texts({"model": {"function": "returned_models:cell"}}) == [
-        "run.platform: returned_models:cell returned a Net, a model of mindspore, and this process runs torch; write "
+        "run.platform: returned_models:cell returned a Net, a model of mindspore, but this process runs torch; write "
         'platform = "mindspore" in [run]'
     ]
     assert texts({"model": {"function": "returned_models:nothing"}}) == [
@@ -173,12 +173,12 @@ def test_no_code_of_a_plan_is_run_unless_asked_for(tmp_path, monkeypatch):
     for name in ("dangerous_code:model", "package.module:model", "no_such_module:model"):
         tables = {"model": {"function": name, "folder": str(tmp_path)}, "mesh": {"cp": 2}}
         with pytest.warns(UserWarning, match=r"function is code and was not run.*run_model_code=True"):
-            assert [finding.key for finding in lint(tables)] == ["mesh.cp"]
+            assert [diagnostic.key for diagnostic in lint(tables)] == ["mesh.cp"]
     with pytest.raises(SystemExit, match="the code ran"):
         lint(tables | {"model": {"function": "dangerous_code:model"}}, run_model_code=True)
     assert not {"dangerous_code", "package"} & {*sys.modules}
-    (finding,) = lint({"model": {"function": "dangerous_code:model", "folder": "nowhere"}})
-    assert finding.key == "model.folder"
+    (diagnostic,) = lint({"model": {"function": "dangerous_code:model", "folder": "nowhere"}})
+    assert diagnostic.key == "model.folder"
 
 
 def test_a_class_that_is_no_causal_language_model():
@@ -225,8 +225,8 @@ def test_memory_that_a_rank_needs_at_the_least():
 @pytest.mark.parametrize(
     ("kind", "memory", "expected"),
     [
-        ("cpu", 13_000, "and this machine has 0.0 MB for 2"),
-        ("cuda", 6_000, "and its cuda device has 0.0 MB"),
+        ("cpu", 13_000, "but this machine, for 2 ranks, has 0.0 MB"),
+        ("cuda", 6_000, "but its cuda device has 0.0 MB"),
         ("cuda", 7_000, None),
         ("cpu", 15_000, None),
         ("npu", None, None),
@@ -241,7 +241,7 @@ def test_a_plan_that_is_too_large_for_the_device(monkeypatch, kind, memory, expe
     assert (text is None) == (expected is None)
     if text is not None:
         assert text.startswith(
-            "1,000 parameters in float32 take a rank at least 0.0 MB of memory for weights, gradients"
+            "1,000 parameters in float32 need at least 0.0 MB of memory per rank for weights, gradients"
         )
         assert text.endswith(expected)
 
@@ -251,7 +251,7 @@ def test_a_module_whose_own_import_fails(tmp_path, monkeypatch):
     (tmp_path / "needs_names.py").write_text("from torch import no_such_name\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert texts({"model": {"function": "needs_missing:model"}}) == [
-        "model.function: 'needs_missing' was found, and one of its own imports failed: No module named "
+        "model.function: 'needs_missing' was found, but one of its own imports failed: No module named "
         "'no_such_framework'; install no_such_framework, or take an environment that has what it imports"
     ]
     (text,) = texts({"model": {"function": "needs_names:model"}})
@@ -298,7 +298,7 @@ def test_resharding_to_a_smaller_group_is_refused(shards):
     tables = plan_of(mesh={"dp_shard": 2}, fsdp={"groups": ["model.layers.*"], "reshard_after_forward": shards})
     assert texts(tables) == [
         f"fsdp.reshard_after_forward: got {shards}, the size of a smaller group to reshard to, which this version "
-        "can't do; make it true (least memory) or false (gathered until backward, least communication)"
+        "does not support; make it true (least memory) or false (gathered until backward, least communication)"
     ]
 
 
@@ -317,7 +317,7 @@ def test_experts_that_an_axis_does_not_divide():
         "data": {"sequence_length": 32},
     }
     assert any(
-        "num_local_experts is 6, which ep = 4 ranks do not divide; make mesh.ep a divisor of 6" in text
+        "num_local_experts is 6, which ep = 4 does not divide; make mesh.ep a divisor of 6" in text
         for text in texts(tables)
     )
 
@@ -328,8 +328,8 @@ def test_a_model_without_a_table_needs_styles():
         "mesh": {"tp": 2},
     }
     assert texts(tables) == [
-        "styles: there is no tensor parallel table for Linear (model_type None), and its structure shows none; write "
-        "[styles] with one pattern = style a line"
+        "styles: there is no tensor parallel table for Linear (model_type None), and none can be "
+        "derived from its structure; write [styles] with one pattern = style per line"
     ]
 
 
@@ -367,7 +367,7 @@ def test_a_task_that_a_configuration_has_not(task, expected):
 def test_a_file_with_every_kind_of_fault_is_read_to_its_end(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('[model]\nconfig = "Qwen3Config"\n[mesh]\ntp = 3\n[run]\nstep = 3\n')
-    assert [finding.key for finding in lint(path, 2)] == ["run.step", "mesh"] + ["mesh.tp"] * 3
+    assert [diagnostic.key for diagnostic in lint(path, 2)] == ["run.step", "mesh"] + ["mesh.tp"] * 3
     path.write_text("[mesh\n")
     assert lint(path)[0].message.startswith("is not TOML")
 
@@ -379,4 +379,4 @@ def test_transformers_is_asked_for_where_it_is_missing(monkeypatch):
 
 
 def test_a_finding_reads_as_a_line():
-    assert str(Finding("run.steps", "got 0", "write 1")) == "run.steps: got 0; write 1"
+    assert str(Diagnostic("run.steps", "got 0", "write 1")) == "run.steps: got 0; write 1"

@@ -44,10 +44,10 @@ PLANS = st.fixed_dictionaries(
 )
 
 
-def findings(tables):
+def diagnostics(tables):
     with pytest.raises(PlanError) as raised:
         ParallelPlan.from_dict(tables)
-    return {finding.key: f"{finding.message}; {finding.fix}" for finding in raised.value.findings}
+    return {diagnostic.key: f"{diagnostic.message}; {diagnostic.fix}" for diagnostic in raised.value.diagnostics}
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,7 +62,7 @@ def test_a_plan_survives_toml_dictionaries_and_its_repr(tmp_path_factory, tables
 
 
 def test_every_fault_is_found_at_once():
-    found = findings(
+    found = diagnostics(
         {
             "styles": "atuo",
             "steps": 3,

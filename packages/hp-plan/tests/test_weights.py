@@ -32,7 +32,7 @@ def test_weights_are_read_by_name(tmp_path):
     model = build_model(plan_of(weights=str(tmp_path)))
     assert all(torch.equal(parameter, source[name]) for name, parameter in model.named_parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert not [finding for finding in lint(plan_of(weights=str(tmp_path))) if "weights" in finding.key]
+    assert not [diagnostic for diagnostic in lint(plan_of(weights=str(tmp_path))) if "weights" in diagnostic.key]
 
 
 def test_weights_of_another_model(tmp_path):
@@ -43,25 +43,25 @@ def test_weights_of_another_model(tmp_path):
     save_file(source, path)
     with pytest.raises(PlanError) as raised:
         build_model(plan_of(weights=path))
-    assert {finding.message.replace(path, "FILE") for finding in raised.value.findings} == {
-        "'model.embed_tokens.weight' is of shape (3, 16) in FILE and of (16, 16) in the model",
+    assert {diagnostic.message.replace(path, "FILE") for diagnostic in raised.value.diagnostics} == {
+        "'model.embed_tokens.weight' has shape (3, 16) in FILE, but (16, 16) in the model",
         "FILE has no 'model.norm.weight'",
-        "FILE has 'model.norm.weigt', and the model has not",
+        "FILE has 'model.norm.weigt', but the model does not",
     }
     assert "did you mean 'model.norm.weight'" in str(raised.value)
 
 
 def test_weights_that_are_not_there(tmp_path):
-    (finding,) = lint(plan_of(weights=str(tmp_path)))
-    assert str(finding) == (
+    (diagnostic,) = lint(plan_of(weights=str(tmp_path)))
+    assert str(diagnostic) == (
         f"model.weights: the file {tmp_path / 'model.safetensors'} does not exist; give a safetensors file, or a "
         "folder with a model.safetensors"
     )
 
 
 def test_a_plan_for_another_framework():
-    (finding,) = lint({"run": {"platform": "mindspore"}, "model": {"function": "nowhere:model"}})
-    assert str(finding) == (
-        "run.platform: the plan is for mindspore, and this process runs torch; set HYPER_PARALLEL_PLATFORM=mindspore "
+    (diagnostic,) = lint({"run": {"platform": "mindspore"}, "model": {"function": "nowhere:model"}})
+    assert str(diagnostic) == (
+        "run.platform: the plan is for mindspore, but this process runs torch; set HYPER_PARALLEL_PLATFORM=mindspore "
         "before anything is imported"
     )

@@ -74,18 +74,18 @@ def test_lint_shows_every_fault_and_exits_1(command):
     out, err, status = command("lint", "--nproc", "3", plan=PLAN + "[run]\nstpes = 3\n")
     assert status == 1
     assert out == ""
-    assert "plan.toml has 2 faults" in err
+    assert "plan.toml has 2 errors" in err
     assert "[run] has no key 'stpes'" in err
     assert "did you mean 'steps'" in err
-    assert "the mesh tp 2 has 2 ranks, and there are 3" in err
+    assert "the mesh tp 2 has 2 ranks, but there are 3" in err
 
 
 def test_lint_as_json(command):
     out, _, status = command("lint", "--json", plan=PLAN.replace("tp = 2", "tp = 4"))
     assert status == 1
-    assert {finding["key"] for finding in json.loads(out)["findings"]} == {"mesh.tp"}
+    assert {diagnostic["key"] for diagnostic in json.loads(out)["diagnostics"]} == {"mesh.tp"}
     out, _, status = command("lint", "--json")
-    assert (json.loads(out), status) == ({"findings": [], "notes": []}, 0)
+    assert (json.loads(out), status) == ({"diagnostics": [], "notes": []}, 0)
 
 
 @pytest.mark.parametrize("action", ["lint", "train", "verify"])
@@ -118,8 +118,8 @@ def test_lint_runs_no_code_of_the_plan_unless_told_to(command, tmp_path):
     out, err, status = command("lint", plan=plan)
     assert (out, status) == ("plan.toml: nothing wrong was found\n", 0)
     assert err == (
-        "note: [model] function is code and was not run, so nothing was checked against the model; --run-model-code "
-        "imports and calls it, where you trust the plan\n"
+        "note: [model] function is code and was not run, so nothing was checked against the model; if you trust the "
+        "plan, --run-model-code imports and calls it\n"
     )
     assert str(tmp_path) not in sys.path
     out, err, status = command("lint", "--run-model-code", plan=plan)
@@ -130,12 +130,12 @@ def test_lint_runs_no_code_of_the_plan_unless_told_to(command, tmp_path):
 @pytest.mark.not_on("torch-npu-sim", reason="its devices' memory is the machine's; nothing else of the device in it")
 def test_a_plan_that_is_too_large_for_this_machine(command, monkeypatch):
     monkeypatch.setattr(type(get_platform().devices), "total_memory", lambda self: 10_000)
-    expected = "parameters in float32 take a rank at least 0.1 MB of memory for weights, gradients and adamw's states"
+    expected = "parameters in float32 need at least 0.1 MB of memory per rank for weights, gradients and adamw's states"
     out, err, status = command("lint")
     assert (out, status) == ("plan.toml: nothing wrong was found\n", 0)
     assert err.startswith("note: too large to train here: ") and expected in err
     _, err, status = command("train")
-    assert status == 1 and expected in err and "this machine has 0.0 MB for 2" in err
+    assert status == 1 and expected in err and "this machine, for 2 ranks, has 0.0 MB" in err
 
 
 @pytest.mark.parametrize("action", ["train", "verify"])
@@ -143,13 +143,13 @@ def test_faults_end_the_command_before_ranks_start(command, action):
     _, err, status = command(action, plan=PLAN.replace("tp = 2", "tp = 4") + "[optimizer]\nleraning_rate = 1.0\n")
     assert status == 1
     assert "[optimizer] has no key 'leraning_rate'" in err
-    assert "has 2 heads of 4, which tp = 4 ranks do not divide" in err
+    assert "has 2 heads of size 4, which tp = 4 does not divide" in err
 
 
 def test_a_mesh_that_is_not_the_world(command):
     _, err, status = command("train", "--nproc", "3")
     assert status == 1
-    assert "the mesh tp 2 has 2 ranks, and there are 3" in err
+    assert "the mesh tp 2 has 2 ranks, but there are 3" in err
     assert "start 2 ranks (--nproc 2) or change the sizes in [mesh]" in err
 
 
@@ -237,7 +237,7 @@ def test_a_folder_that_can_not_be_written(command, tmp_path):
 def test_a_vocabulary_that_has_no_room_for_bytes(command, action):
     _, err, status = command(action, plan=PLAN.replace("256", "255"))
     assert status == 1
-    assert "the model knows 255 tokens, and text as bytes has 256" in err
+    assert "the model knows 255 tokens, but text as bytes has 256" in err
 
 
 def test_a_plan_that_is_not_there(command, capsys):

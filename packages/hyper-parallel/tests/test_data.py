@@ -55,7 +55,7 @@ def test_every_layout_of_ranks_draws_the_same_batch(text):
         (lambda path: path.mkdir(), "the data folder {path} has no files; give files or folders of text with --data"),
         (
             lambda path: path.write_bytes(b"short"),
-            "{path} has 5 bytes of text, and one sample takes 16; give more with --data, or make data.sequence_length "
+            "{path} has 5 bytes of text, but one sample takes 16; give more with --data, or make data.sequence_length "
             "at most 5",
         ),
     ],

@@ -9,7 +9,7 @@ from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
 from hyper_parallel.output import prepare_folder
-from hyper_parallel.training import train
+from hyper_parallel.worker import train
 
 TABLES = {
     "model": {

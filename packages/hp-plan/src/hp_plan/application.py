@@ -1,10 +1,10 @@
-"""A plan done to a model: tensor parallel styles, then fully sharded groups, and plain tensors at the border.
+"""Applying a plan: tensor parallel styles, then fully sharded groups, and plain tensors at the border.
 
 Note [Plain tensors at the border]
 Inside a tensor parallel model every activation is a DTensor and the model sees global shapes, which is why its code
-runs unchanged. Who calls the model knows nothing of that: inputs are plain tensors that every rank of the tensor
-parallel group has alike, and outputs that are replicated come back plain. So a loss is an ordinary loss, and
-generation, samplers and metrics work as they are.
+runs unchanged. The caller sees plain tensors only: inputs are plain tensors, equal on every rank of the tensor parallel
+group, and replicated outputs are returned as plain tensors. So a loss is an ordinary loss, and generation, samplers and
+metrics work unchanged.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import hp_dtensor
 import hp_fsdp
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
-from hp_plan.checks import LAUNCHERS, fsdp_faults, inside_launcher, mesh_faults, model_faults, platform_faults
+from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
 from hp_plan.diagnostics import PlanError
 from hp_plan.outline import matches
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
-from hp_plan.tables import resolve, style_table
+from hp_plan.tables import choose_styles
 from hp_platform import get_platform
 from hp_styles import parallelize_module
 
@@ -29,42 +29,40 @@ Model = TypeVar("Model")
 
 
 def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> Model:
-    """Makes a model run as a plan says, in place and without a change to its code.
+    """Apply a plan to a model, in place and without a change to its code.
 
-    Every rank calls it, with the same plan and a model of the same shapes. Parameters stay the objects that they are:
-    an optimizer may be made before or after, but takes its first step, which makes states of their shapes, after.
+    Every rank calls it, with the same plan and a model of the same shapes. Parameters keep their identity: an optimizer
+    may be created before or after, but must take its first step, which creates its states, after.
 
         plan = ParallelPlan.from_toml("qwen3.toml")
         model = apply(model, plan)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     Args:
-        model: any `nn.Module` of torch or `nn.Cell` of MindSpore that the plan's patterns fit, its weights in place.
+        model: an `nn.Module` of torch or `nn.Cell` of MindSpore that the plan's patterns fit, with its weights.
         plan: the plan; `plan.model` is not read.
         mesh: the ranks, with the axes of `plan.mesh.axes`; None makes it over all ranks of this kind of device.
 
     Returns:
-        The model that was given.
+        The same model.
 
     Raises:
-        PlanError: the plan doesn't fit the model or the number of ranks; every fault is in it.
-        RuntimeError: there is no process group and nothing to make one from.
+        PlanError: the plan doesn't fit the model or the number of ranks; it has all diagnostics.
+        RuntimeError: there is no process group, and no launcher set up the environment to create one.
     """
     _ensure_process_group(plan)
     platform, own = get_platform(), models()
     ranks = mesh.size() if mesh is not None else platform.groups.size()
     outline = own.outline(model)
-    found = [*platform_faults(plan), *mesh_faults(plan, ranks), *fsdp_faults(plan), *model_faults(plan, outline)]
-    if found:
-        raise PlanError(found)
+    diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_fsdp(plan), *check_model(plan, outline)]
+    if diagnostics:
+        raise PlanError(diagnostics)
     axes = plan.mesh.axes
     if mesh is None:
         mesh = init_device_mesh(platform.devices.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     _check_mesh(mesh, axes)
     if "tp" in axes:
-        table = style_table(plan, outline)
-        styled = {name: table[patterns[0]] for name, patterns in resolve(table, outline).items()}
-        parallelize_module(own.base(model), mesh["tp"], styled)
+        parallelize_module(own.base(model), mesh["tp"], choose_styles(plan, outline).by_name)
         own.replicate_rest(model, mesh["tp"])
         own.keep_border_plain(model, mesh["tp"], plain)
     if "dp_shard" in axes:
@@ -80,7 +78,7 @@ def _ensure_process_group(plan: ParallelPlan) -> None:
     if not inside_launcher():
         count = plan.mesh.world_size
         raise RuntimeError(
-            f"apply needs a process group of {count} ranks and there is none: start the script with "
+            f"apply needs a process group of {count} ranks, but there is none: start the script with "
             f"{LAUNCHERS[platform.name].format(count)}, or call hp_platform.init_process_group() first"
         )
     hp_platform.init_process_group()
@@ -109,7 +107,7 @@ def _shard_groups(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The value with replicated DTensors, and reduced scalars, as plain tensors."""
+    """Convert replicated DTensors, and scalars once reduced, to plain tensors."""
     if isinstance(value, hp_dtensor.DTensor):
         if all(placement.is_replicate() for placement in value.placements):
             return value.to_local()

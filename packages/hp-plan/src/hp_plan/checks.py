@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
 
-from hp_plan.diagnostics import Finding, PlanError, near_misses
+from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.outline import ModelOutline, ModuleOutline, generalise, matching
 from hp_plan.plan import ParallelPlan
-from hp_plan.tables import resolve, style_table
+from hp_plan.tables import StyleChoice, choose_styles
 from hp_platform import get_platform
 from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
 
@@ -18,148 +18,152 @@ APPLIED_AXES = ("dp_replicate", "dp_shard", "tp")
 LAUNCHERS = {"torch": "torchrun --nproc-per-node {0}", "mindspore": "msrun --worker_num={0} --local_worker_num={0}"}
 
 
-def plan_faults(plan: ParallelPlan, world_size: int | None = None) -> list[Finding]:
-    """Every fault of the plan's own numbers.
+def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagnostic]:
+    """Check the plan's own numbers.
 
     Args:
         plan: the plan.
-        world_size: how many ranks there will be; None leaves that unchecked.
+        world_size: number of ranks; None leaves that unchecked.
     """
-    return [*mesh_faults(plan, world_size), *_training_faults(plan), *fsdp_faults(plan), *_device_faults(plan)]
+    return [*check_mesh(plan, world_size), *_check_training(plan), *check_fsdp(plan), *_check_device(plan)]
 
 
-def platform_faults(plan: ParallelPlan) -> list[Finding]:
-    """A plan that is for another framework than the one in use."""
-    wanted, got = plan.run.platform, get_platform().name
-    if wanted is None or wanted == got:
+def check_platform(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that the plan is for the framework in use."""
+    expected, got = plan.run.platform, get_platform().name
+    if expected is None or expected == got:
         return []
-    message = f"the plan is for {wanted}, and this process runs {got}"
-    return [Finding("run.platform", message, f"set HYPER_PARALLEL_PLATFORM={wanted} before anything is imported")]
+    message = f"the plan is for {expected}, but this process runs {got}"
+    return [Diagnostic("run.platform", message, f"set HYPER_PARALLEL_PLATFORM={expected} before anything is imported")]
 
 
-def mesh_faults(plan: ParallelPlan, world_size: int | None = None) -> list[Finding]:
-    """Axes that this version can't apply, and a mesh that isn't the world."""
-    found = []
+def check_mesh(plan: ParallelPlan, world_size: int | None = None) -> list[Diagnostic]:
+    """Check that this version can apply every axis, and that the mesh has as many ranks as the world."""
+    diagnostics = []
     for axis, size in plan.mesh.axes.items():
         if axis not in APPLIED_AXES:
-            message = f"{axis} = {size}, and this version has no {axis} axis"
+            message = f"{axis} = {size}, but this version has no {axis} axis"
             fix = f"leave it out; the axes are {', '.join(APPLIED_AXES)}"
-            found.append(Finding(f"mesh.{axis}", message, fix))
+            diagnostics.append(Diagnostic(f"mesh.{axis}", message, fix))
     if world_size is not None and plan.mesh.world_size != world_size:
         product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
-        message = f"the mesh {product} has {plan.mesh.world_size} ranks, and there are {world_size}"
+        message = f"the mesh {product} has {plan.mesh.world_size} ranks, but there are {world_size}"
         knob = LAUNCHERS[get_platform().name] if inside_launcher() else "--nproc {0}"
         count = plan.mesh.world_size
         fix = f"start {count} ranks ({knob.format(count)}) or change the sizes in [mesh]"
-        found.append(Finding("mesh", message, fix))
-    return found
+        diagnostics.append(Diagnostic("mesh", message, fix))
+    return diagnostics
 
 
-def fsdp_faults(plan: ParallelPlan) -> list[Finding]:
-    """Options of `fully_shard` that this version doesn't have, or that the mesh has no use for."""
-    found = []
-    given = [item.name for item in fields(plan.fsdp) if getattr(plan.fsdp, item.name) != item.default]
+def check_fsdp(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check the options of `fully_shard`: those this version lacks, and those without effect on this mesh."""
+    diagnostics = []
+    options = [item.name for item in fields(plan.fsdp) if getattr(plan.fsdp, item.name) != item.default]
     axes = plan.mesh.axes
-    if given and "dp_shard" not in axes:
+    if options and "dp_shard" not in axes:
         mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items())
-        message = f"{', '.join(given)} would have no effect: the mesh {mesh} shards over no dp_shard axis"
+        message = f"{', '.join(options)} would have no effect: the mesh {mesh} shards over no dp_shard axis"
         fix = "leave [fsdp] out, or make mesh.dp_shard at least 2 (run.dtype is the dtype of the weights without it)"
-        found.append(Finding("fsdp", message, fix))
+        diagnostics.append(Diagnostic("fsdp", message, fix))
     shards = plan.fsdp.reshard_after_forward
     if not isinstance(shards, bool):
-        message = f"got {shards}, the size of a smaller group to reshard to, which this version can't do"
+        message = f"got {shards}, the size of a smaller group to reshard to, which this version does not support"
         fix = "make it true (least memory) or false (gathered until backward, least communication)"
-        found.append(Finding("fsdp.reshard_after_forward", message, fix))
-    return found
+        diagnostics.append(Diagnostic("fsdp.reshard_after_forward", message, fix))
+    return diagnostics
 
 
-def _device_faults(plan: ParallelPlan) -> list[Finding]:
-    """Dtypes that the device in use can't compute in."""
+def _check_device(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that the device in use computes in the plan's dtypes."""
     if get_platform().name != "mindspore" or get_platform().devices.kind != "cpu":
         return []
-    message = "got 'bfloat16', of which MindSpore has no matrix product on the CPU"
+    message = "got 'bfloat16', for which MindSpore has no matrix product on the CPU"
     fix = "make it 'float32', or run the plan on an Ascend NPU"
     dtypes = {"run.dtype": plan.run.dtype, "fsdp.param_dtype": plan.fsdp.param_dtype}
-    return [Finding(key, message, fix) for key, dtype in dtypes.items() if dtype == "bfloat16"]
+    return [Diagnostic(key, message, fix) for key, dtype in dtypes.items() if dtype == "bfloat16"]
 
 
 def inside_launcher() -> bool:
-    """Whether torchrun or msrun has started this process."""
+    """Return True if torchrun or msrun started this process."""
     return not {"RANK", "MS_ROLE"}.isdisjoint(os.environ)
 
 
-def _training_faults(plan: ParallelPlan) -> list[Finding]:
-    found = []
+def _check_training(plan: ParallelPlan) -> list[Diagnostic]:
+    diagnostics = []
     batch, parts = plan.data.batch_size, plan.mesh.data_parallel
     if batch % parts:
         message = (
             f"the global batch of {batch} does not divide over dp_replicate {plan.mesh.dp_replicate} x dp_shard "
             f"{plan.mesh.dp_shard} = {parts} ranks"
         )
-        found.append(
-            Finding(
+        diagnostics.append(
+            Diagnostic(
                 "data.batch_size", message, f"make it {batch - batch % parts or parts} or another multiple of {parts}"
             )
         )
     if plan.schedule.warmup_steps > plan.run.steps:
         message = f"{plan.schedule.warmup_steps} warm-up steps in a run of {plan.run.steps}"
-        found.append(Finding("schedule.warmup_steps", message, f"make it at most {plan.run.steps}"))
-    return found
+        diagnostics.append(Diagnostic("schedule.warmup_steps", message, f"make it at most {plan.run.steps}"))
+    return diagnostics
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def model_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
-    """Every fault of the plan that shows once the model's names and shapes are known."""
-    found = [*_group_faults(plan, model), *_expert_faults(plan, model), *_length_faults(plan, model)]
+def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    """Check the plan against the model's names and shapes."""
+    diagnostics = [*_check_groups(plan, model), *_check_experts(plan, model), *_check_length(plan, model)]
     if plan.mesh.tp == 1 and isinstance(plan.styles, str):
-        return found  # No table is looked up where none is used.
+        return diagnostics  # No table is looked up where none is used.
     try:
-        table = style_table(plan, model)
+        choice = choose_styles(plan, model)
     except PlanError as error:
-        return [*error.findings, *found]
-    return [*_style_faults(table, model), *_head_faults(plan, table, model), *_tied_faults(table, model), *found]
+        return [*error.diagnostics, *diagnostics]
+    return [
+        *_check_styles(choice, model),
+        *_check_heads(plan, choice, model),
+        *_check_tied(choice, model),
+        *diagnostics,
+    ]
 
 
-def _style_faults(table: Mapping[str, str], model: ModelOutline) -> list[Finding]:
-    found = []
-    names = model.names
-    resolved = resolve(table, model)
+def _check_styles(choice: StyleChoice, model: ModelOutline) -> list[Diagnostic]:
+    diagnostics = []
+    names, table = model.names, choice.table
     for pattern, style in table.items():
         key = f'styles."{pattern}"'
         matched = matching(pattern, names)
         parameters = [] if matched else matching(pattern, model.parameters)
         if style not in STYLES:
-            found.append(Finding(key, f"there is no style '{style}'", near_misses(style, [*STYLES, *ALIASES])))
+            diagnostics.append(Diagnostic(key, f"there is no style '{style}'", near_misses(style, [*STYLES, *ALIASES])))
         elif not matched and (not parameters or style not in PARAMETER_STYLES):
-            found.append(_nothing_matches(key, pattern, style, names, parameters))
+            diagnostics.append(_nothing_matches(key, pattern, style, names, parameters))
         for shown, modules in _by_kind(matched if style in STYLES else [], model):
             problem = _unsuited(style, modules[0])
             if problem:
-                found.append(Finding(key, f"'{style}' on {shown}, which is a {modules[0].type_name}", problem))
+                diagnostics.append(Diagnostic(key, f"'{style}' on {shown}, which is a {modules[0].type_name}", problem))
     doubled: dict[tuple[str, ...], list[str]] = {}
-    for name, patterns in resolved.items():
+    for name, patterns in choice.matches.items():
         if len(patterns) > 1:
             doubled.setdefault(tuple(patterns), []).append(name)
     for patterns, modules in doubled.items():
         which = " and ".join(f"'{pattern}' = '{table[pattern]}'" for pattern in patterns)
         message = f"{len(patterns)} styles on {_some(modules)}: {which}"
-        found.append(
-            Finding(f'styles."{patterns[-1]}"', message, "make the patterns exclude each other, or remove one")
+        diagnostics.append(
+            Diagnostic(f'styles."{patterns[-1]}"', message, "make the patterns exclude each other, or remove one")
         )
-    return found
+    return diagnostics
 
 
-def _nothing_matches(key: str, pattern: str, style: str, names: list[str], parameters: Iterable[str]) -> Finding:
+def _nothing_matches(key: str, pattern: str, style: str, names: list[str], parameters: Iterable[str]) -> Diagnostic:
     if parameters:
         fix = f"leave the last part off, or take a style for parameters: {', '.join(PARAMETER_STYLES)}"
-        return Finding(key, f"'{pattern}' matches a parameter, and '{style}' is for a module", fix)
-    return Finding(key, f"'{pattern}' matches no module", near_misses(pattern, generalise(names)))
+        return Diagnostic(key, f"'{pattern}' matches a parameter, but '{style}' is for a module", fix)
+    return Diagnostic(key, f"'{pattern}' matches no module", near_misses(pattern, generalise(names)))
 
 
 def _by_kind(names: Iterable[str], model: ModelOutline) -> list[tuple[str, list[ModuleOutline]]]:
-    """Modules by class, with a name to show: a pattern that is wrong for one layer is wrong for all alike."""
+    """Group modules by class, each with a name to show: a pattern wrong for one layer is wrong for all alike."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in names:
         module = model.modules[name]
@@ -182,29 +186,29 @@ def _unsuited(style: str, module: ModuleOutline) -> str | None:
     return None
 
 
-def _head_faults(plan: ParallelPlan, table: Mapping[str, str], model: ModelOutline) -> list[Finding]:
+def _check_heads(plan: ParallelPlan, choice: StyleChoice, model: ModelOutline) -> list[Diagnostic]:
     """Attention splits the features of q, k and v into heads: ranks must hold whole ones."""
-    found: dict[str, Finding] = {}
+    diagnostics: dict[str, Diagnostic] = {}
     tp = plan.mesh.tp
-    for name, patterns in resolve(table, model).items():
+    for name, style in choice.by_name.items():
         if name not in model.modules:
             continue  # A parameter.
         module, size = model.modules[name], model.modules[name.rpartition(".")[0]].head_dim
-        if table[patterns[0]] != "colwise" or module.out_features is None or size is None:
+        if style != "colwise" or module.out_features is None or size is None:
             continue
         heads = module.out_features // size
         if heads % tp:
             shown = generalise([name])[0]
             divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-            message = f"{shown} has {heads} heads of {size}, which tp = {tp} ranks do not divide"
+            message = f"{shown} has {heads} heads of size {size}, which tp = {tp} does not divide"
             fix = f"make mesh.tp one of {divisors}, or the number of heads a multiple of {tp}"
-            found.setdefault(shown, Finding("mesh.tp", message, fix))
-    return list(found.values())
+            diagnostics.setdefault(shown, Diagnostic("mesh.tp", message, fix))
+    return list(diagnostics.values())
 
 
-def _tied_faults(table: Mapping[str, str], model: ModelOutline) -> list[Finding]:
-    found = []
-    styled = {name: table[patterns[0]] for name, patterns in resolve(table, model).items()}
+def _check_tied(choice: StyleChoice, model: ModelOutline) -> list[Diagnostic]:
+    diagnostics = []
+    styled = choice.by_name
     for names in model.tied:
         modules = [name.rpartition(".")[0] for name in names]
         # One without a style that only holds the parameter takes it as it becomes.
@@ -215,58 +219,58 @@ def _tied_faults(table: Mapping[str, str], model: ModelOutline) -> list[Finding]
                 f"'{styled.get(module, 'replicate')}'" for module in modules
             )
             fix = "give them styles that shard the same dim, such as 'embedding_rowwise' and 'colwise_gather_output'"
-            found.append(Finding(f'styles."{modules[0]}"', message, fix))
-    return found
+            diagnostics.append(Diagnostic(f'styles."{modules[0]}"', message, fix))
+    return diagnostics
 
 
 def _sharded_dim(style: str) -> int | None:
-    """Which dim of the weight a style shards."""
+    """Return the dim of the weight that a style shards."""
     if style.startswith(("colwise", "embedding_rowwise")):
         return 0
     return 1 if style.startswith(("rowwise", "embedding_colwise")) else None
 
 
-def _group_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
-    found = []
+def _check_groups(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    diagnostics = []
     blocks = _blocks(model)
     if plan.mesh.dp_shard > 1 and not plan.fsdp.groups and blocks:
         message = "no groups, so each rank would gather the whole model at once, as if nothing were sharded"
         fix = f'write groups = ["{blocks}"] in [fsdp], or groups = [""] where the model is to be one group'
-        found.append(Finding("fsdp.groups", message, fix))
+        diagnostics.append(Diagnostic("fsdp.groups", message, fix))
     for index, pattern in enumerate(plan.fsdp.groups):
         key, matched = f"fsdp.groups[{index}]", matching(pattern, model.names)
         if not matched and pattern:  # "" is the model itself
             fix = near_misses(pattern, generalise(model.names))
-            found.append(Finding(key, f"'{pattern}' matches no module", fix))
+            diagnostics.append(Diagnostic(key, f"'{pattern}' matches no module", fix))
         for name in matched:
             if model.modules[name].kind == "container":
                 message = f"'{pattern}' matches {name}, a {model.modules[name].type_name}, which is never called"
-                found.append(Finding(key, message, f"group its members: '{name}.*'"))
-    return found
+                diagnostics.append(Diagnostic(key, message, f"group its members: '{name}.*'"))
+    return diagnostics
 
 
 def _blocks(model: ModelOutline) -> str:
-    """The pattern of the first list of several modules, outermost first; empty where there is none."""
+    """Return the pattern of the first list of several modules, outermost first; empty if there is none."""
     for name, module in model.modules.items():
         if name and module.kind == "container" and f"{name}.1" in model.modules:
             return f"{name}.*"
     return ""
 
 
-def _expert_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
-    found = []
+def _check_experts(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    diagnostics = []
     for name in _EXPERTS:
         experts = getattr(model.config, name, None)
         if isinstance(experts, int) and experts % plan.mesh.ep:
-            message = f"{name} is {experts}, which ep = {plan.mesh.ep} ranks do not divide"
-            found.append(Finding("mesh.ep", message, f"make mesh.ep a divisor of {experts}"))
-    return found
+            message = f"{name} is {experts}, which ep = {plan.mesh.ep} does not divide"
+            diagnostics.append(Diagnostic("mesh.ep", message, f"make mesh.ep a divisor of {experts}"))
+    return diagnostics
 
 
-def _length_faults(plan: ParallelPlan, model: ModelOutline) -> list[Finding]:
+def _check_length(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     limit = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(limit, int) or plan.data.sequence_length <= limit:
         return []
-    message = f"{plan.data.sequence_length} tokens a sample, and the model's max_position_embeddings is {limit}"
+    message = f"{plan.data.sequence_length} tokens per sample, but the model's max_position_embeddings is {limit}"
     fix = f"make it at most {limit}, or raise max_position_embeddings in [model.overrides]"
-    return [Finding("data.sequence_length", message, fix)]
+    return [Diagnostic("data.sequence_length", message, fix)]

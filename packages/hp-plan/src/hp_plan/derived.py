@@ -41,7 +41,7 @@ _ELEMENT_BY_ELEMENT = ("BloomGelu",)
 
 
 def derived_table(model: ModelOutline, tp: int, *, styled: Iterable[str] = ()) -> dict[str, str]:
-    """Pattern -> style for what `styled` leaves out.
+    """Derive pattern -> style for all parts outside of `styled`.
 
     Args:
         model: names, kinds and shapes.
@@ -74,7 +74,7 @@ class _Reading:
             self._children.setdefault(parent, {})[own] = name
 
     def _linear(self, owner: str, path: str) -> str | None:
-        """The whole name of a linear layer inside of a module, None where it is no such layer or has a style."""
+        """Return the full name of a linear layer inside a module; None if it is not one or already has a style."""
         name = f"{owner}.{path}" if owner else path
         module = self._model.modules.get(name)
         free = name not in self.styles and name not in self._before
@@ -85,7 +85,7 @@ class _Reading:
         return module.in_features, module.out_features
 
     def attention(self, owner: str, module: ModuleOutline) -> None:
-        """Heads over the ranks where they divide and are apart; else matrices alone."""
+        """Shard attention: its heads if they are separate and divide over the ranks, else its matrices alone."""
         output = self._attention_output(owner)
         if output is None:
             return
@@ -102,9 +102,9 @@ class _Reading:
 
     def _attention_output(self, owner: str) -> str | None:
         for name in _ATTENTION_OUTPUTS:
-            found = self._linear(owner, name)
-            if found is not None:
-                return found
+            output = self._linear(owner, name)
+            if output is not None:
+                return output
         parent, _, own = owner.rpartition(".")
         return self._linear(parent, "output.dense") if own == "self" else None  # bert's
 
@@ -123,7 +123,7 @@ class _Reading:
         self.styles[output] = "rowwise"
 
     def _fused(self, fused: str, output: str, head_dim: int | None) -> None:
-        """Code knows how q, k and v lie in one matrix, so its output is gathered, unless head follows head."""
+        """Shard a fused projection. Code splits its output into q, k and v: gather it, unless head follows head."""
         width, incoming = self._sides(fused)[1], self._sides(output)[0]
         if width is None or incoming is None or width < incoming:
             return
@@ -134,7 +134,7 @@ class _Reading:
             self.styles.update({fused: "colwise_gather_output", output: "rowwise_split_input"})
 
     def mlp(self, owner: str) -> None:
-        """Inner features over the ranks."""
+        """Shard the inner features of an MLP."""
         for before, after in _MLP:
             ups, down = [self._linear(owner, name) for name in before], self._linear(owner, after)
             if down is None or None in ups:
@@ -146,19 +146,19 @@ class _Reading:
             return
 
     def experts(self, name: str, module: ModuleOutline) -> None:
-        """Inner features of all experts over the ranks."""
-        held = module.experts
+        """Shard the inner features of all experts."""
+        layout = module.experts
         own = {f"{name}.{key}" for key in module.shapes}
-        if held is None or name in self._before or own & self._before:
+        if layout is None or name in self._before or own & self._before:
             return
-        up = "gate_up_proj" if held.gated else "up_proj"
+        up = "gate_up_proj" if layout.gated else "up_proj"
         if not {up, "down_proj"} <= module.shapes.keys():
             return
-        inner = -2 if held.transposed else -1  # of down_proj
+        inner = -2 if layout.transposed else -1  # of down_proj
         if module.shapes["down_proj"][inner] % self._tp:
             return
-        packed = "packed_" if held.gated and not held.interleaved else ""
-        wide, narrow = ("rowwise", "colwise") if held.transposed else ("colwise", "rowwise")
+        packed = "packed_" if layout.gated and not layout.interleaved else ""
+        wide, narrow = ("rowwise", "colwise") if layout.transposed else ("colwise", "rowwise")
         self.styles[f"{name}.{up}"] = packed + wide
         self.styles[f"{name}.down_proj"] = narrow
         if f"{up}_bias" in module.shapes:
@@ -166,7 +166,7 @@ class _Reading:
         self.styles[name] = "moe_tp_experts"
 
     def ends(self) -> None:
-        """The token embedding's and the head's vocabulary over the ranks."""
+        """Shard the vocabulary of the token embedding and of the head."""
         embedding, head = self._model.embedding, self._model.head
         if embedding and self._model.modules[embedding].kind == "embedding":
             self.styles[embedding] = "embedding_rowwise"
@@ -177,7 +177,7 @@ class _Reading:
                 self.styles.pop(name, None)
 
     def plain_parts(self) -> None:
-        """The largest parts without a style around parameters of no known kind."""
+        """Run the largest unstyled parts around parameters of unknown kinds on plain tensors."""
         styled = {*self.styles, *self._before}
         holding = {"", *(name[:at] for name in styled for at, letter in enumerate(name) if letter == "."), *styled}
         for name, module in self._model.modules.items():
@@ -195,13 +195,13 @@ class _Reading:
 
 
 def _as_patterns(styles: Mapping[str, str], model: ModelOutline) -> dict[str, str]:
-    """Names with `*` for numbers, where all that the pattern means have one style."""
+    """Replace numbers in names by `*` where all modules that the pattern matches have one style."""
     everything = [*model.names, *model.parameters]
-    meant: dict[str, set[str]] = {}
+    styles_of: dict[str, set[str]] = {}
     for name in everything:
-        meant.setdefault(generalise([name])[0], set()).add(styles.get(name, ""))
-    made: dict[str, str] = {}
+        styles_of.setdefault(generalise([name])[0], set()).add(styles.get(name, ""))
+    table: dict[str, str] = {}
     for name, style in styles.items():
         pattern = generalise([name])[0]
-        made[pattern if meant[pattern] == {style} else name] = style
-    return made
+        table[pattern if styles_of[pattern] == {style} else name] = style
+    return table

@@ -1,4 +1,4 @@
-"""What reading a plan can find fault with."""
+"""Diagnostics of a plan: what is wrong with it and how to fix it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One fault of a plan.
+class Diagnostic:
+    """One error in a plan.
 
     Attributes:
-        key: where it is, dotted as in the file (`optimizer.lr`, `styles."model.norm"`).
-        message: what was got and what was expected, with the numbers.
+        key: its key, dotted as in the file (`optimizer.lr`, `styles."model.norm"`).
+        message: the value and what was expected, with the numbers.
         fix: what to change.
     """
 
@@ -26,21 +26,21 @@ class Finding:
 
 
 class PlanError(ValueError):
-    """A plan that can't be used as it is.
+    """A plan that cannot be used as it is.
 
     Attributes:
-        findings: everything found, not the first fault only.
+        diagnostics: all of them, not only the first.
     """
 
-    def __init__(self, findings: Iterable[Finding], *, source: str = "the plan") -> None:
-        self.findings = tuple(findings)
-        count = len(self.findings)
-        head = f"{source} has {count} fault{'s' if count != 1 else ''}:"
-        super().__init__("\n".join([head, *(f"  {finding}" for finding in self.findings)]))
+    def __init__(self, diagnostics: Iterable[Diagnostic], *, source: str = "the plan") -> None:
+        self.diagnostics = tuple(diagnostics)
+        count = len(self.diagnostics)
+        head = f"{source} has {count} error{'s' if count != 1 else ''}:"
+        super().__init__("\n".join([head, *(f"  {diagnostic}" for diagnostic in self.diagnostics)]))
 
 
 def near_misses(got: str, known: Iterable[str]) -> str:
-    """The advice for a name that isn't known: what was probably meant, or what there is.
+    """Suggest the names closest to an unknown one, or list the known names.
 
     >>> near_misses("stpes", ["steps", "seed"])
     "did you mean 'steps'?"

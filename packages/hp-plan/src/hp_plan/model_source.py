@@ -1,4 +1,4 @@
-"""Where a model comes from: `[model] function = "module:function"`, and `weights = "file.safetensors"`."""
+"""Sources of a model: `[model] function = "module:function"`, and `weights = "file.safetensors"`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hp_plan.diagnostics import Finding, PlanError, near_misses
+from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_platform import get_platform
 from hp_platform.extend import PLATFORMS
 
 
 def model_function(name: str, folder: str | None = None) -> Callable[..., Any]:
-    """The function called `name`.
+    """Import the function called `name`.
 
     Args:
         name: `"package.module:function"`.
@@ -24,50 +24,50 @@ def model_function(name: str, folder: str | None = None) -> Callable[..., Any]:
         PlanError: the name has another form, the folder doesn't exist, the module can't be imported, or has no such
             function.
     """
-    found = name_faults(name, folder)
-    if found:
-        raise PlanError(found)
+    diagnostics = check_names(name, folder)
+    if diagnostics:
+        raise PlanError(diagnostics)
     module_name, _, function_name = name.partition(":")
     if folder is not None and str(Path(folder).resolve()) not in sys.path:
         sys.path.insert(0, str(Path(folder).resolve()))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise PlanError([_import_fault(module_name, error)]) from error
+        raise PlanError([_import_diagnostic(module_name, error)]) from error
     if not hasattr(module, function_name):
         message = f"module '{module_name}' has no '{function_name}'"
-        raise PlanError([Finding("model.function", message, near_misses(function_name, dir(module)))])
+        raise PlanError([Diagnostic("model.function", message, near_misses(function_name, dir(module)))])
     return getattr(module, function_name)
 
 
-def name_faults(name: str, folder: str | None = None) -> list[Finding]:
-    """What is wrong with a function's name and folder as they stand; nothing is imported for it."""
+def check_names(name: str, folder: str | None = None) -> list[Diagnostic]:
+    """Check a function's name and folder without importing anything."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         fix = 'write it as "package.module:function"'
-        return [Finding("model.function", f"got '{name}', expected a module and a function", fix)]
+        return [Diagnostic("model.function", f"got '{name}', expected a module and a function", fix)]
     if folder is not None and not Path(folder).resolve().is_dir():
         fix = "give the folder of the function's module, or leave it out"
-        return [Finding("model.folder", f"the folder {folder} does not exist", fix)]
+        return [Diagnostic("model.folder", f"the folder {folder} does not exist", fix)]
     return []
 
 
-def _import_fault(name: str, error: ImportError) -> Finding:
+def _import_diagnostic(name: str, error: ImportError) -> Diagnostic:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and f"{name}.".startswith(f"{missing}."):
         fix = "check the name, and that the module's folder is on PYTHONPATH or is [model] folder"
-        return Finding("model.function", f"can't import '{name}': {error}", fix)
+        return Diagnostic("model.function", f"can't import '{name}': {error}", fix)
     fix = f"install {missing}, or take" if missing is not None else "correct its imports, or take"
-    message = f"'{name}' was found, and one of its own imports failed: {error}"
-    return Finding("model.function", message, f"{fix} an environment that has what it imports")
+    message = f"'{name}' was found, but one of its own imports failed: {error}"
+    return Diagnostic("model.function", message, f"{fix} an environment that has what it imports")
 
 
 def check_returned(name: str, model: Any, expected: type) -> None:
-    """Raises where a function's model is not of the framework in use.
+    """Raise if a function's model is not of the framework in use.
 
     Args:
         name: `"package.module:function"`.
-        model: what it returned.
+        model: its result.
         expected: the class of the framework's models.
 
     Raises:
@@ -78,14 +78,14 @@ def check_returned(name: str, model: Any, expected: type) -> None:
     got, running = type(model).__name__, get_platform().name
     roots = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     for other in roots.intersection(PLATFORMS) - {running}:
-        message = f"{name} returned a {got}, a model of {other}, and this process runs {running}"
-        raise PlanError([Finding("run.platform", message, f'write platform = "{other}" in [run]')])
+        message = f"{name} returned a {got}, a model of {other}, but this process runs {running}"
+        raise PlanError([Diagnostic("run.platform", message, f'write platform = "{other}" in [run]')])
     message = f"{name} returned a {got}, expected a model of {running} (nn.{expected.__name__})"
-    raise PlanError([Finding("model.function", message, "return the model from the function")])
+    raise PlanError([Diagnostic("model.function", message, "return the model from the function")])
 
 
-def function_faults(name: str, folder: str | None = None, *, run_code: bool = True) -> list[Finding]:
-    """What is wrong with a function's name; nothing where it is found.
+def check_function(name: str, folder: str | None = None, *, run_code: bool = True) -> list[Diagnostic]:
+    """Check that a function can be found.
 
     Args:
         name: `"package.module:function"`.
@@ -93,28 +93,28 @@ def function_faults(name: str, folder: str | None = None, *, run_code: bool = Tr
         run_code: import the module to look; else its name alone is read.
     """
     if not run_code:
-        return name_faults(name, folder)
+        return check_names(name, folder)
     try:
         model_function(name, folder)
     except PlanError as error:
-        return list(error.findings)
+        return list(error.diagnostics)
     return []
 
 
 def failed(key: str, name: str, error: Exception) -> PlanError:
-    """The fault of a model that raised while it was built.
+    """Return the error for a model that raised while it was built.
 
     Args:
         key: `"config"` or `"function"`.
-        name: what stands there.
+        name: its value in the plan.
         error: whatever the user's own function, or a configuration's validation, raised.
     """
     message = f"building {name} failed: {type(error).__name__}: {error}"
-    return PlanError([Finding(f"model.{key}", message, "correct [model.overrides], which are its arguments")])
+    return PlanError([Diagnostic(f"model.{key}", message, "correct [model.overrides], which are its arguments")])
 
 
 def weights_file(path: str) -> Path:
-    """The file that `path` means: itself, or the model.safetensors inside it.
+    """Return the file that `path` means: itself, or the model.safetensors inside it.
 
     Raises:
         PlanError: there is none.
@@ -124,24 +124,24 @@ def weights_file(path: str) -> Path:
         file = file / "model.safetensors"
     if not file.is_file():
         fix = "give a safetensors file, or a folder with a model.safetensors"
-        raise PlanError([Finding("model.weights", f"the file {file} does not exist", fix)])
+        raise PlanError([Diagnostic("model.weights", f"the file {file} does not exist", fix)])
     return file
 
 
-def weights_faults(path: str | None) -> list[Finding]:
-    """What is wrong with a plan's `model.weights` before it is read."""
+def check_weights(path: str | None) -> list[Diagnostic]:
+    """Check a plan's `model.weights` before it is read."""
     try:
         if path is not None:
             weights_file(path)
     except PlanError as error:
-        return list(error.findings)
+        return list(error.diagnostics)
     return []
 
 
 def load_weights(
     path: str, shapes: Mapping[str, tuple[int, ...]], *, framework: str, assign: Callable[[str, Any], None]
 ) -> None:
-    """Hands every tensor of a file to the parameter of its name.
+    """Assign every tensor of a file to the parameter of its name.
 
     Args:
         path: a safetensors file, or a folder with a model.safetensors.
@@ -157,23 +157,27 @@ def load_weights(
         from safetensors import safe_open
     except ImportError as error:
         raise ImportError("[model] weights needs safetensors: pip install safetensors") from error
-    found: list[Finding] = []
+    diagnostics: list[Diagnostic] = []
     with safe_open(weights_file(path), framework=framework) as file:
         inside = list(file.keys())
         for name in [*shapes, *(name for name in inside if name not in shapes)]:
             if name not in inside:
-                found.append(_fault(f"{path} has no '{name}'", near_misses(name, inside)))
+                diagnostics.append(_weights_diagnostic(f"{path} has no '{name}'", near_misses(name, inside)))
             elif name not in shapes:
-                found.append(_fault(f"{path} has '{name}', and the model has not", near_misses(name, shapes)))
+                diagnostics.append(
+                    _weights_diagnostic(f"{path} has '{name}', but the model does not", near_misses(name, shapes))
+                )
             elif tuple(file.get_slice(name).get_shape()) != shapes[name]:
                 got = tuple(file.get_slice(name).get_shape())
-                message = f"'{name}' is of shape {got} in {path} and of {shapes[name]} in the model"
-                found.append(_fault(message, "make [model.overrides] those that the file was written with"))
-        if found:
-            raise PlanError(found)
+                message = f"'{name}' has shape {got} in {path}, but {shapes[name]} in the model"
+                diagnostics.append(
+                    _weights_diagnostic(message, "use the [model.overrides] that the file was written with")
+                )
+        if diagnostics:
+            raise PlanError(diagnostics)
         for name in shapes:
             assign(name, file.get_tensor(name))
 
 
-def _fault(message: str, fix: str) -> Finding:
-    return Finding("model.weights", message, fix)
+def _weights_diagnostic(message: str, fix: str) -> Diagnostic:
+    return Diagnostic("model.weights", message, fix)

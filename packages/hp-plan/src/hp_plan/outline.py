@@ -1,4 +1,4 @@
-"""What a plan is read against: a model's names, kinds and shapes, without the model."""
+"""Outline of a model: its names, kinds and shapes, without the model itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ExpertsOutline", "ModelOutline", "ModuleOutline", "generalise", "mat
 
 @dataclass(frozen=True)
 class ExpertsOutline:
-    """How a module of experts holds its weights, as transformers' experts say.
+    """Layout of the weights of a module of experts, as transformers' experts describe it.
 
     Attributes:
         transposed: a weight is `[experts, in, out]`, else `[experts, out, in]`.
@@ -32,13 +32,13 @@ class ModuleOutline:
 
     Attributes:
         type_name: its class.
-        kind: what a style can be for; a container holds modules and is never called, a transposed one is a linear layer
+        kind: the kind for styles; a container holds modules and is never called, a transposed one is a linear layer
             whose weight is `[in, out]`.
         out_features: of a linear layer.
         head_dim: its attribute of that name, or of a like one, where it is a number: of an attention.
         in_features: of a linear layer.
         shapes: of the parameters that it holds itself.
-        experts: how it holds experts, None where it holds none.
+        experts: layout of its experts; None if it has none.
         own_forward: a linear layer whose class computes something of its own.
     """
 
@@ -53,12 +53,12 @@ class ModuleOutline:
 
     @property
     def is_linear(self) -> bool:
-        """A matrix product with features in the last dim."""
+        """True for a matrix product with features in the last dim."""
         return self.kind in ("linear", "transposed")
 
     @property
     def is_norm(self) -> bool:
-        """By its class's name."""
+        """True if the class's name says so."""
         return "norm" in self.type_name.lower()
 
 
@@ -69,8 +69,8 @@ class ModelOutline:
     Attributes:
         modules: name -> outline, in the order of the model, which itself is `""`.
         parameters: their names, each tensor once.
-        elements: how many numbers they have together.
-        trained: how many of these numbers get gradients.
+        elements: their total number of elements.
+        trained: number of elements that get gradients.
         tied: names of parameters that are one tensor, each group in the order of the model.
         base: name of the base model inside the model (`model`), empty where it is the model.
         config: the model's configuration, None where it has none.
@@ -92,22 +92,22 @@ class ModelOutline:
 
     @property
     def type_name(self) -> str:
-        """The model's class."""
+        """Name of the model's class."""
         return self.modules[""].type_name
 
     @property
     def names(self) -> list[str]:
-        """The names of the modules inside."""
+        """Names of the modules inside."""
         return [name for name in self.modules if name]
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that `pattern` matches, in their order."""
+    """List the names that `pattern` matches, in their order."""
     return [name for name in names if matches(pattern, name)]
 
 
 def generalise(names: Iterable[str]) -> list[str]:
-    """The names with numbers replaced by `*`, each once: what a near miss is looked for in.
+    """Replace numbers in names by `*` and list each result once, to look for near misses in.
 
     >>> generalise(["layers.0.mlp", "layers.1.mlp", "norm"])
     ['layers.*.mlp', 'norm']

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from typing import Any
 
-from hp_plan.diagnostics import Finding, PlanError, near_misses
+from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.schema import read_section
 from hp_plan.sections import (
     DataSection,
@@ -35,7 +35,7 @@ AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model is trained on many ranks, declared.
+    """Declaration of how a model is trained on many ranks.
 
     The same content is a TOML file: one table a section.
 
@@ -43,19 +43,19 @@ class ParallelPlan:
         plan == ParallelPlan.from_dict(plan.to_dict())   # True
 
     Attributes:
-        model: which model.
-        mesh: how many ranks on which axis.
+        model: the model.
+        mesh: the number of ranks on each axis.
         styles: tensor parallel styles by module name pattern (`{"model.layers.*.mlp.down_proj": "rowwise"}`; each
             `*` stays inside one dotted part), or `"auto"`: the model's own table, or `"auto-sequence"`: that with
             sequence parallel between the blocks.
-        fsdp: which modules are sharded together, and how.
+        fsdp: the modules that are sharded together, and options.
         optimizer: the optimizer.
         schedule: its learning rate over time.
-        data: what is trained on.
+        data: the training text.
         run: length, seed, dtype.
 
     Raises:
-        PlanError: a value has the wrong type or is out of range; all faults are in it.
+        PlanError: a value has the wrong type or is out of range; it has all diagnostics.
     """
 
     model: ModelSection = field(default_factory=ModelSection)
@@ -68,43 +68,43 @@ class ParallelPlan:
     run: RunSection = field(default_factory=RunSection)
 
     def __post_init__(self) -> None:
-        found: list[Finding] = []
+        diagnostics: list[Diagnostic] = []
         for name, section in SECTIONS.items():
             value = getattr(self, name)
             if not isinstance(value, section):
                 message = f"got {value!r}, expected a {section.__name__}"
-                found.append(Finding(name, message, "use ParallelPlan.from_dict for nested dictionaries"))
+                diagnostics.append(Diagnostic(name, message, "use ParallelPlan.from_dict for nested dictionaries"))
                 continue
-            read, faults = read_section(section, _table(value), key=name, elsewhere={})
-            found += faults
+            read, errors = read_section(section, _table(value), key=name, elsewhere={})
+            diagnostics += errors
             object.__setattr__(self, name, read)
-        found += _style_faults(self.styles)
-        if found:
-            raise PlanError(found)
+        diagnostics += _check_style(self.styles)
+        if diagnostics:
+            raise PlanError(diagnostics)
 
     @classmethod
     def from_toml(cls, path: str | PathLike[str]) -> ParallelPlan:
-        """Reads a TOML file.
+        """Read a TOML file.
 
         Raises:
-            PlanError: it is not TOML, has unknown keys or wrong types; every fault is in it.
+            PlanError: it is not TOML, has unknown keys or wrong types; it has all diagnostics.
             OSError: it can't be read.
         """
-        plan, found = read_plan(read_toml(path))
-        if found:
-            raise PlanError(found, source=str(path))
+        plan, diagnostics = read_plan(read_toml(path))
+        if diagnostics:
+            raise PlanError(diagnostics, source=str(path))
         return plan
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any]) -> ParallelPlan:
-        """The plan of nested dictionaries; raises `PlanError` with every unknown key and wrong type."""
-        plan, found = read_plan(tables)
-        if found:
-            raise PlanError(found)
+        """Read nested dictionaries; raise `PlanError` with every unknown key and wrong type."""
+        plan, diagnostics = read_plan(tables)
+        if diagnostics:
+            raise PlanError(diagnostics)
         return plan
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested dictionaries that `from_dict` reads back to an equal plan; keys that are None are left out."""
+        """Return nested dictionaries that `from_dict` reads back to an equal plan; keys that are None are left out."""
         styles = self.styles if isinstance(self.styles, str) else dict(self.styles)
         # A plain key must precede the first table in TOML.
         first = {"styles": styles} if isinstance(styles, str) else {}
@@ -112,7 +112,7 @@ class ParallelPlan:
         return {**first, **{name: _table(getattr(self, name)) for name in SECTIONS}, **last}
 
     def to_toml(self) -> str:
-        """The text of a TOML file that `from_toml` reads back to an equal plan."""
+        """Return the text of a TOML file that `from_toml` reads back to an equal plan."""
         import tomli_w
 
         try:
@@ -120,7 +120,7 @@ class ParallelPlan:
         except TypeError as error:
             raise PlanError(
                 [
-                    Finding(
+                    Diagnostic(
                         "model.overrides",
                         f"can't be written as TOML: {error}",
                         "TOML has no null: leave the key out, or keep this plan in Python",
@@ -130,51 +130,51 @@ class ParallelPlan:
 
 
 def read_toml(path: str | PathLike[str]) -> dict[str, Any]:
-    """The tables of a TOML file, unchecked."""
+    """Read the tables of a TOML file, unchecked."""
     with open(path, "rb") as file:
         try:
             return tomllib.load(file)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise PlanError([Finding(str(path), f"is not TOML: {error}", "correct that line")]) from error
+            raise PlanError([Diagnostic(str(path), f"is not TOML: {error}", "correct that line")]) from error
 
 
-def read_plan(tables: Mapping[str, Any]) -> tuple[ParallelPlan, list[Finding]]:
-    """The plan that `tables` declares as far as it can be read, and every fault found on the way."""
+def read_plan(tables: Mapping[str, Any]) -> tuple[ParallelPlan, list[Diagnostic]]:
+    """Read the plan that `tables` declares as far as possible, and return it with all diagnostics."""
     elsewhere: dict[str, list[str]] = {}
     for name, section in SECTIONS.items():
         for item in fields(section):
             elsewhere.setdefault(item.name, []).append(name)
-    found: list[Finding] = []
+    diagnostics: list[Diagnostic] = []
     values: dict[str, Any] = {}
     for key, table in tables.items():
         if key == "styles":
-            faults = _style_faults(table)
-            found += faults
-            if not faults:
+            errors = _check_style(table)
+            diagnostics += errors
+            if not errors:
                 values[key] = table if isinstance(table, str) else dict(table)
         elif key in SECTIONS:
-            values[key], faults = read_section(SECTIONS[key], table, key=key, elsewhere=elsewhere)
-            found += faults
+            values[key], errors = read_section(SECTIONS[key], table, key=key, elsewhere=elsewhere)
+            diagnostics += errors
         elif key in elsewhere:
             message = f"'{key}' stands outside every section"
-            found.append(Finding(key, message, f"it belongs to [{elsewhere[key][0]}]: move it there"))
+            diagnostics.append(Diagnostic(key, message, f"it belongs to [{elsewhere[key][0]}]: move it there"))
         else:
             message = f"there is no section or key '{key}'"
-            found.append(Finding(key, message, near_misses(key, ["styles", *SECTIONS])))
-    return ParallelPlan(**values), found
+            diagnostics.append(Diagnostic(key, message, near_misses(key, ["styles", *SECTIONS])))
+    return ParallelPlan(**values), diagnostics
 
 
-def _style_faults(styles: Any) -> list[Finding]:
+def _check_style(styles: Any) -> list[Diagnostic]:
     if isinstance(styles, str):
         if styles in AUTOMATIC_STYLES:
             return []
         message = f"got {styles!r}, expected 'auto', 'auto-sequence' or a table of pattern = style"
-        return [Finding("styles", message, near_misses(styles, AUTOMATIC_STYLES))]
+        return [Diagnostic("styles", message, near_misses(styles, AUTOMATIC_STYLES))]
     if not isinstance(styles, Mapping):
         message = f"got {styles!r}, expected 'auto', 'auto-sequence' or a table of pattern = style"
-        return [Finding("styles", message, "write 'auto' to take the model's own table")]
+        return [Diagnostic("styles", message, "write 'auto' to take the model's own table")]
     return [
-        Finding(f'styles."{pattern}"', f"got {style!r}, expected a style's name", "name a style such as 'colwise'")
+        Diagnostic(f'styles."{pattern}"', f"got {style!r}, expected a style's name", "name a style such as 'colwise'")
         for pattern, style in styles.items()
         if not isinstance(pattern, str) or not isinstance(style, str)
     ]
@@ -189,7 +189,7 @@ def _table(section: Any) -> dict[str, Any]:
 
 
 def data_parallel_rows(plan: ParallelPlan) -> slice:
-    """Which samples of the global batch are this rank's; tensor parallel ranks are neighbours with the same ones."""
+    """Return this rank's slice of the global batch; tensor parallel ranks are neighbours and share one."""
     parts = plan.mesh.data_parallel
     count = plan.data.batch_size // parts
     part = get_platform().groups.rank() // (plan.mesh.world_size // parts)

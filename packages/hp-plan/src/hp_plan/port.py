@@ -1,4 +1,4 @@
-"""What a framework supplies to hp-plan: what differs between a Module of torch and a Cell of MindSpore."""
+"""Protocols that a framework implements for hp-plan: the differences between torch's Module and MindSpore's Cell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from hp_dtensor import DeviceMesh
-from hp_plan.diagnostics import Finding
+from hp_plan.diagnostics import Diagnostic
 from hp_plan.outline import ModelOutline
 from hp_plan.plan import ParallelPlan
 from hp_platform.extend import load_port
@@ -18,7 +18,7 @@ class Models(Protocol):
     """Reading and changing a model; `<framework>/models.py`."""
 
     def base(self, model: Module) -> Module:
-        """Get the model that a plan's patterns name: the one inside of what wraps it."""
+        """Get the model that a plan's patterns name: the one inside its wrapper."""
         ...
 
     def named_modules(self, model: Module) -> Iterable[tuple[str, Module]]:
@@ -53,7 +53,7 @@ class Build(Protocol):
         """Build the model without its parameters' memory."""
         ...
 
-    def model_section_faults(self, plan: ParallelPlan, *, run_code: bool) -> Sequence[Finding]:
+    def check_model_section(self, plan: ParallelPlan, *, run_code: bool) -> Sequence[Diagnostic]:
         """Check the plan's [model] section against what can be built."""
         ...
 

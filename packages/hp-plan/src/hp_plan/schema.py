@@ -1,4 +1,4 @@
-"""Reads tables (of a TOML file, of a dictionary) into the frozen sections, finding every fault at once."""
+"""Reading tables (of a TOML file, of a dictionary) into the frozen sections, with all diagnostics at once."""
 
 from __future__ import annotations
 
@@ -8,52 +8,54 @@ from collections.abc import Mapping
 from dataclasses import Field, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hp_plan.diagnostics import Finding, near_misses
+from hp_plan.diagnostics import Diagnostic, near_misses
 
 Section = TypeVar("Section")
 
 
 def read_section(
     section: type[Section], table: Any, *, key: str, elsewhere: Mapping[str, list[str]]
-) -> tuple[Section, list[Finding]]:
-    """Builds `section` from `table`; what is at fault keeps its default and is reported.
+) -> tuple[Section, list[Diagnostic]]:
+    """Build `section` from `table`; a value that is wrong is reported and keeps its default.
 
     Args:
         section: one of the dataclasses of `hp_plan.sections`.
-        table: what the file has there.
+        table: its value in the file.
         key: the section's name in the file.
         elsewhere: field name -> sections that know it, to say where a misplaced key belongs.
     """
     if not isinstance(table, Mapping):
         message = f"got {_describe(table)}, expected a table"
-        return section(), [Finding(key, message, f"write it as [{key}] with one key a line")]
+        return section(), [Diagnostic(key, message, f"write it as [{key}] with one key a line")]
     known = {item.name: item for item in fields(section)}  # pyright: ignore[reportArgumentType]
     hints = get_type_hints(section)
-    found: list[Finding] = []
+    diagnostics: list[Diagnostic] = []
     values: dict[str, Any] = {}
     for name, got in table.items():
         where = f"{key}.{name}"
         if name not in known:
-            found.append(_unknown(where, name, key, known, elsewhere))
+            diagnostics.append(_unknown(where, name, key, known, elsewhere))
             continue
         value, problem = _conform(got, hints[name])
         problem = problem or _bounds(value, known[name])
         if problem:
-            found.append(
-                Finding(where, f"got {_describe(got)}, expected {problem}", _advice(got, hints[name], problem))
+            diagnostics.append(
+                Diagnostic(where, f"got {_describe(got)}, expected {problem}", _advice(got, hints[name], problem))
             )
         else:
             values[name] = value
-    return section(**values), found
+    return section(**values), diagnostics
 
 
-def _unknown(where: str, name: str, key: str, known: Mapping[str, Any], elsewhere: Mapping[str, list[str]]) -> Finding:
+def _unknown(
+    where: str, name: str, key: str, known: Mapping[str, Any], elsewhere: Mapping[str, list[str]]
+) -> Diagnostic:
     others = [other for other in elsewhere.get(name, []) if other != key]
     if others:
         fix = f"'{name}' belongs to [{others[0]}]: move it there"
     else:
         fix = near_misses(name, known)
-    return Finding(where, f"[{key}] has no key '{name}'", fix)
+    return Diagnostic(where, f"[{key}] has no key '{name}'", fix)
 
 
 def _describe(value: Any) -> str:
@@ -91,7 +93,7 @@ def _choices(hint: Any) -> list[str]:
 
 
 def _conform(value: Any, hint: Any) -> tuple[Any, str | None]:
-    """The value as `hint` wants it (lists become tuples, integers floats), or what was expected instead."""
+    """Convert a value to its type hint (lists to tuples, integers to floats), or say what was expected instead."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         problems = []
@@ -117,7 +119,7 @@ def _conform(value: Any, hint: Any) -> tuple[Any, str | None]:
 
 
 def _listed(value: Any) -> Any:
-    """Free-form values as TOML reads them back: tuples as lists."""
+    """Convert free-form values as TOML reads them back: tuples to lists."""
     if isinstance(value, Mapping):
         return {key: _listed(item) for key, item in value.items()}
     return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -25,7 +25,7 @@ def _each_within(minimum: float, below: float, default: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which model: a transformers configuration class, or a function of the user's.
+    """The model: a transformers configuration class, or a function of the user's.
 
     Attributes:
         config: name of a configuration class of transformers, such as `"Qwen3Config"`.
@@ -35,7 +35,7 @@ class ModelSection:
             labels)`, or an `nn.Cell` whose `construct(input_ids, labels)`, returns a mapping with `loss`, as the models
             of transformers do.
         folder: where the function's module lies; none takes what Python finds, and the command line looks beside the
-            plan's file, too.
+            plan's file as well.
         overrides: keyword arguments of either.
         weights: a safetensors file (or a folder with a model.safetensors) that the initial weights are read from, by
             name; none draws them from `run.seed`.
@@ -51,7 +51,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class MeshSection:
-    """How many ranks each mesh axis has. An axis of size 1 is left out of the mesh.
+    """Sizes of the mesh axes. An axis of size 1 is left out of the mesh.
 
     Attributes:
         dp_replicate: data parallel replicas, each a whole copy.
@@ -71,30 +71,30 @@ class MeshSection:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of the device mesh, outermost first, and their sizes.
+        """Axes of the device mesh, outermost first, and their sizes.
 
         Never empty: one rank is a `dp_shard` axis of size 1, and replicas always have a `dp_shard` axis inside.
         """
         sizes = {name: getattr(self, name) for name in AXES}
-        kept = {name: size for name, size in sizes.items() if size > 1}
-        if not kept or set(kept) == {"dp_replicate"} or ("dp_replicate" in kept and "dp_shard" not in kept):
-            kept["dp_shard"] = sizes["dp_shard"]
-        return {name: kept[name] for name in AXES if name in kept}
+        axes = {name: size for name, size in sizes.items() if size > 1}
+        if not axes or set(axes) == {"dp_replicate"} or ("dp_replicate" in axes and "dp_shard" not in axes):
+            axes["dp_shard"] = sizes["dp_shard"]
+        return {name: axes[name] for name in AXES if name in axes}
 
     @property
     def world_size(self) -> int:
-        """How many ranks the plan needs: the product of the axes."""
+        """Number of ranks the plan needs: the product of the axes."""
         return math.prod(self.axes.values())
 
     @property
     def data_parallel(self) -> int:
-        """Into how many parts the global batch is cut."""
+        """Number of parts that the global batch is split into."""
         return self.dp_replicate * self.dp_shard
 
 
 @dataclass(frozen=True)
 class FsdpSection:
-    """How parameters are sharded over `dp_shard`.
+    """Sharding of parameters over `dp_shard`.
 
     Attributes:
         groups: patterns of modules whose parameters are gathered together; what no group holds belongs to the root.
@@ -148,7 +148,7 @@ class ScheduleSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    """What is trained on: text as bytes (a vocabulary of 256).
+    """Training text, as bytes (a vocabulary of 256).
 
     Attributes:
         paths: files or folders; none means the Python sources of the running interpreter's standard library.
@@ -183,7 +183,7 @@ class RunSection:
 
 
 def schedule_factor(section: ScheduleSection, step: int, steps: int) -> float:
-    """What part of the learning rate step `step` (from 0) of `steps` uses.
+    """Return the factor of the learning rate at step `step` (from 0) of `steps`.
 
     >>> [schedule_factor(ScheduleSection("linear", warmup_steps=2), step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

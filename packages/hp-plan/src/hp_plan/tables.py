@@ -1,4 +1,4 @@
-"""Which style each module of a model gets: `styles = "auto"` looked up or derived, and patterns resolved."""
+"""Styles of a model's modules: `styles = "auto"` looked up or derived, and patterns resolved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hp_plan.derived import derived_table
-from hp_plan.diagnostics import Finding, PlanError
+from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.outline import ModelOutline, generalise, matching
 from hp_plan.plan import ParallelPlan
 from hp_styles.extend import canonical, sequence_parallel_plan
@@ -39,7 +39,7 @@ SEQUENCE_FAMILIES = ("llama", "mistral", "qwen3")
 
 
 def with_sequence(table: Mapping[str, str], *, base: str) -> dict[str, str]:
-    """A tensor parallel table with sequence parallel between the blocks.
+    """Add sequence parallelism between the blocks to a tensor parallel table.
 
     Args:
         table: pattern -> style.
@@ -52,9 +52,9 @@ def with_sequence(table: Mapping[str, str], *, base: str) -> dict[str, str]:
 
 
 def scattered(table: Mapping[str, str], model: ModelOutline) -> dict[str, str]:
-    """A tensor parallel table whose sums are scattered along the sequence, where tokens are embedded and processed.
+    """Scatter the sums of a tensor parallel table along the sequence, where tokens are embedded and processed.
 
-    Norms need no style: they run on what they are given, and what reads one takes the whole sequence.
+    Norms need no style: they run on what they are given, and what reads one takes the full sequence.
 
     Args:
         table: pattern -> style.
@@ -76,62 +76,65 @@ def scattered(table: Mapping[str, str], model: ModelOutline) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class StyleChoice:
-    """The styles that a plan gives a model, and where they are from.
+    """Styles that a plan gives a model, and their origin.
 
     Attributes:
         table: pattern -> style.
+        matches: name of a module or parameter -> the patterns that match it, in the order of the model.
         origin: `"plan"`, `"model"` (its own table) or `"structure"` (derived); `"model and structure"` where parts that
             the model's own table leaves out have styles by their structure.
-        whole: patterns of the linear layers and embeddings that stay whole on every rank.
+        whole: patterns of the linear layers and embeddings that are replicated.
     """
 
     table: Mapping[str, str]
+    matches: Mapping[str, list[str]]
     origin: str
     whole: tuple[str, ...]
 
+    @property
+    def by_name(self) -> dict[str, str]:
+        """Name of a module or parameter -> its style."""
+        return {name: self.table[patterns[0]] for name, patterns in self.matches.items()}
+
 
 def style_notes(plan: ParallelPlan, model: ModelOutline) -> list[str]:
-    """In words, the styles that a model's structure gave where it has no table, and what they leave whole."""
+    """Describe the styles derived from a model's structure where it has no table, and the layers left replicated."""
     if plan.mesh.tp == 1 or not isinstance(plan.styles, str):
         return []
     try:
         choice = choose_styles(plan, model)
     except PlanError:
-        return []  # A fault, and said as one.
+        return []  # `check_model` reports it.
     if "structure" not in choice.origin:
         return []
     shown = ", ".join(f"{pattern} = {style}" for pattern, style in choice.table.items())
-    notes = [f"styles = {plan.styles!r} are of the {choice.origin}: {shown}"]
+    notes = [f"styles = {plan.styles!r} come from the {choice.origin}: {shown}"]
     if choice.whole:
-        notes.append(f"whole on each of the {plan.mesh.tp} tensor parallel ranks: {', '.join(choice.whole)}")
+        notes.append(f"replicated on all {plan.mesh.tp} tensor parallel ranks: {', '.join(choice.whole)}")
     return notes
 
 
-def style_table(plan: ParallelPlan, model: ModelOutline) -> dict[str, str]:
-    """Pattern -> style of the plan for this model, `"auto"` and `"auto-sequence"` looked up.
+def choose_styles(plan: ParallelPlan, model: ModelOutline) -> StyleChoice:
+    """Choose the styles of a plan for a model, with `"auto"` and `"auto-sequence"` looked up.
 
     Raises:
         PlanError: there is no table for the model, and none can be derived.
     """
-    return _chosen(plan, model)[0]
-
-
-def choose_styles(plan: ParallelPlan, model: ModelOutline) -> StyleChoice:
-    """The styles of a plan for a model, and what they leave whole; raises as `style_table` does."""
-    table, origin = _chosen(plan, model)
-    styled = resolve(table, model)
-    regions = tuple(f"{name}." for name in styled if table[styled[name][0]] == "plain")
+    if isinstance(plan.styles, Mapping):
+        table, origin = {pattern: canonical(style) for pattern, style in plan.styles.items()}, "plan"
+    else:
+        table, origin = _automatic_table(plan, model)
+    matches = resolve(table, model)
+    regions = tuple(f"{name}." for name, patterns in matches.items() if table[patterns[0]] == "plain")
     whole = [
         name
         for name, module in model.modules.items()
-        if (module.is_linear or module.kind == "embedding") and (name not in styled or name.startswith(regions))
+        if (module.is_linear or module.kind == "embedding") and (name not in matches or name.startswith(regions))
     ]
-    return StyleChoice(table, origin, tuple(generalise(whole)))
+    return StyleChoice(table, matches, origin, tuple(generalise(whole)))
 
 
-def _chosen(plan: ParallelPlan, model: ModelOutline) -> tuple[dict[str, str], str]:
-    if isinstance(plan.styles, Mapping):
-        return {pattern: canonical(style) for pattern, style in plan.styles.items()}, "plan"
+def _automatic_table(plan: ParallelPlan, model: ModelOutline) -> tuple[dict[str, str], str]:
     family = str(getattr(model.config, "model_type", None))
     own = _own_table(model) or TABLES.get(family) or {}
     own = {pattern: canonical(style) for pattern, style in own.items()}
@@ -141,8 +144,8 @@ def _chosen(plan: ParallelPlan, model: ModelOutline) -> tuple[dict[str, str], st
     more = derived_table(model, plan.mesh.tp, styled=styled)
     if not any(style != "plain" for style in (*own.values(), *more.values())):
         name = f"{model.type_name} (model_type {getattr(model.config, 'model_type', None)!r})"
-        message = f"there is no tensor parallel table for {name}, and its structure shows none"
-        raise PlanError([Finding("styles", message, "write [styles] with one pattern = style a line")])
+        message = f"there is no tensor parallel table for {name}, and none can be derived from its structure"
+        raise PlanError([Diagnostic("styles", message, "write [styles] with one pattern = style per line")])
     table = _with_tied_embedding({**own, **more}, model)
     if plan.styles == "auto-sequence":
         table = with_sequence(table, base=model.base) if family in SEQUENCE_FAMILIES else scattered(table, model)
@@ -151,7 +154,7 @@ def _chosen(plan: ParallelPlan, model: ModelOutline) -> tuple[dict[str, str], st
 
 
 def resolve(table: Mapping[str, str], model: ModelOutline) -> dict[str, list[str]]:
-    """Name of a module or parameter -> the patterns of `table` that match it, in the order of the model.
+    """Map each module or parameter to the patterns of `table` that match it, in the order of the model.
 
     A pattern that matches a module is for modules alone.
     """
@@ -166,13 +169,13 @@ def _own_table(model: ModelOutline) -> dict[str, str]:
     inside = getattr(model.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base}." if model.base else ""
     own = {**{f"{prefix}{pattern}": style for pattern, style in inside.items()}, **model.own_table}
-    # One table serves several models of a family: what this one doesn't have is no fault.
+    # One table serves several models of a family: leave out what this one lacks.
     names = [*model.modules, *model.parameters]
     return {pattern: style for pattern, style in own.items() if matching(pattern, names)}
 
 
 def _with_tied_embedding(table: dict[str, str], model: ModelOutline) -> dict[str, str]:
-    """Embeddings that share their weight with a sharded head, or embedding, are sharded with it."""
+    """Shard the embeddings that share their weight with a sharded head or embedding."""
     added = dict(table)
     styled = resolve(table, model)
     for names in model.tied:

@@ -1,4 +1,4 @@
-"""What comparing a plan with one process gives."""
+"""Results of comparing a plan with one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TORCH_ONLY = (
 
 @dataclass(frozen=True)
 class ModuleDifference:
-    """How far one module is from the one-process program.
+    """Difference of one module from the one-process program.
 
     Each number is the largest difference of an element over the largest element of the one-process tensor.
 
@@ -30,7 +30,7 @@ class ModuleDifference:
 
     @property
     def largest(self) -> float:
-        """The largest of the three."""
+        """Largest of the three."""
         return max(self.output, self.gradient, self.weight)
 
 
@@ -42,8 +42,8 @@ class VerifyResult:
         steps: for each optimizer step, every module that computes or has parameters, in forward order.
         losses: relative difference of the loss at each step.
         tolerance: the largest difference that passes.
-        ranks: how many ranks the plan ran on.
-        notes: what was left out of the model's computation on both sides, such as dropout.
+        ranks: number of ranks that the plan ran on.
+        notes: parts left out of the model's computation on both sides, such as dropout.
     """
 
     steps: tuple[tuple[ModuleDifference, ...], ...]
@@ -54,7 +54,7 @@ class VerifyResult:
 
     @property
     def rows(self) -> tuple[ModuleDifference, ...]:
-        """Every module with its largest differences over the steps."""
+        """Modules with their largest differences over the steps."""
         return tuple(
             ModuleDifference(
                 same[0].module,
@@ -67,17 +67,17 @@ class VerifyResult:
 
     @property
     def largest(self) -> float:
-        """The largest relative difference of all."""
+        """Largest relative difference of all."""
         return max([*self.losses, *(row.largest for rows in self.steps for row in rows)])
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs by more than the tolerance."""
+        """True if nothing differs by more than the tolerance."""
         return self.largest <= self.tolerance
 
     @property
     def first(self) -> str | None:
-        """The first module in forward order that differs, None where none does.
+        """First module in forward order that differs; None if none does.
 
         One wrong output makes every gradient wrong, then every weight, then every output of the next step. So the first
         kind of difference that there was decides: of the first step's outputs, its gradients, its weights, and so on.

@@ -110,7 +110,7 @@ def test_what_goes_in_and_comes_out_is_plain():
 
 @on_ranks(2)
 def test_a_mesh_that_does_not_fit():
-    with pytest.raises(PlanError, match="the mesh tp 4 has 4 ranks, and there are 2; start 4 ranks"):
+    with pytest.raises(PlanError, match="the mesh tp 4 has 4 ranks, but there are 2; start 4 ranks"):
         plan = plan_of({"tp": 4})
         apply(build_model(plan), plan)
 

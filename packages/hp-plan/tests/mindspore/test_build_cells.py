@@ -41,7 +41,7 @@ def tables(overrides=(), **sections):
 
 
 def texts(given, world_size=None):
-    return [str(finding) for finding in lint(given, world_size, run_model_code=True)]
+    return [str(diagnostic) for diagnostic in lint(given, world_size, run_model_code=True)]
 
 
 def values(model):
@@ -86,7 +86,7 @@ def test_faults_of_a_plan_for_cells():
     assert len(found) == 4
     assert "k_pro' matches no module; did you mean 'model.layers.*.self_attn.k_proj'" in found[0]
     assert "'colwise' on model.norm, which is a Qwen3RMSNorm; it is for a Linear" in found[1]
-    assert "k_proj has 2 heads of 4, which tp = 4 ranks do not divide" in found[2]
+    assert "k_proj has 2 heads of size 4, which tp = 4 does not divide" in found[2]
     assert "a CellList, which is never called; group its members: 'model.layers.*'" in found[3]
 
 
@@ -101,7 +101,7 @@ def test_faults_of_a_plan_for_cells():
         ),
         (
             {"run": {"platform": "torch"}},
-            "run.platform: the plan is for torch, and this process runs mindspore; set",
+            "run.platform: the plan is for torch, but this process runs mindspore; set",
         ),
         (
             tables({"hiden_size": 3}),
@@ -122,14 +122,16 @@ def test_a_module_of_torch_is_no_cell(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert texts({"model": {"function": "torch_models:net"}}) == [
-        "run.platform: torch_models:net returned a Net, a model of torch, and this process runs mindspore; write "
+        "run.platform: torch_models:net returned a Net, a model of torch, but this process runs mindspore; write "
         'platform = "torch" in [run]'
     ]
 
 
 def test_bfloat16_is_refused_where_the_cpu_has_no_kernels(monkeypatch):
     given = tables(run={"dtype": "bfloat16"}, fsdp={"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"})
-    wrong = "got 'bfloat16', of which MindSpore has no matrix product on the CPU; make it 'float32', or run the plan on"
+    wrong = (
+        "got 'bfloat16', for which MindSpore has no matrix product on the CPU; make it 'float32', or run the plan on"
+    )
     assert texts(given) == [f"{key}: {wrong} an Ascend NPU" for key in ("run.dtype", "fsdp.param_dtype")]
     monkeypatch.setattr(type(get_platform().devices), "kind", "npu")
     assert texts(given) == []
@@ -173,11 +175,11 @@ def test_weights_are_read_by_name(tmp_path):
     save_file(source, tmp_path / "model.safetensors")
     with pytest.raises(PlanError) as raised:
         build_model(ParallelPlan.from_dict(given))
-    found = {finding.message.replace(str(tmp_path), "FILE") for finding in raised.value.findings}
+    found = {diagnostic.message.replace(str(tmp_path), "FILE") for diagnostic in raised.value.diagnostics}
     assert found == {
-        "'lm_head.weight' is of shape (3, 16) in FILE and of (16, 16) in the model",
+        "'lm_head.weight' has shape (3, 16) in FILE, but (16, 16) in the model",
         "FILE has no 'model.norm.weight'",
-        "FILE has 'model.norm.weigt', and the model has not",
+        "FILE has 'model.norm.weigt', but the model does not",
     }
     given["model"]["weights"] = str(tmp_path / "nowhere")
     assert "nowhere does not exist; give a safetensors file" in texts(given)[0]

@@ -1,13 +1,12 @@
 """Every public name of HyperParallel in one place: `from hyper_parallel import fully_shard`.
 
-A name comes from the package that has it, at first use. The `hyper-parallel` command and the trainer live here, too.
+A name comes from the package that has it, at first use. The `hyper-parallel` command and the trainer are here as well.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from hyper_parallel import facade
 
 if TYPE_CHECKING:
     from hp_dtensor import *  # noqa: F403
@@ -16,12 +15,19 @@ if TYPE_CHECKING:
     from hp_platform import *  # noqa: F403
     from hp_styles import *  # noqa: F403
 
+PACKAGES = ("hp_platform", "hp_dtensor", "hp_styles", "hp_fsdp", "hp_plan")
+"""The packages whose public names are here, none of which imports a framework before it is needed."""
+
 
 def __getattr__(name: str) -> Any:
-    value = facade.names() if name == "__all__" else facade.resolve(name)
-    globals()[name] = value
-    return value
+    if name == "__all__":
+        return __dir__()
+    for package in map(importlib.import_module, () if name.startswith("__") else PACKAGES):
+        if name in package.__all__:
+            value = globals()[name] = getattr(package, name)
+            return value
+    raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *facade.names()})
+    return sorted(name for package in PACKAGES for name in importlib.import_module(package).__all__)

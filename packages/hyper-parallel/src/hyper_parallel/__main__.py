@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command, or says what to install for it."""
+    """Run the command, or say what to install for it."""
     try:
         from hyper_parallel import cli
     except ModuleNotFoundError as error:

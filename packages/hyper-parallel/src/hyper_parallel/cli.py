@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hp_plan import Finding, ParallelPlan, PlanError, VerifyResult
+from hp_plan import Diagnostic, ParallelPlan, PlanError, VerifyResult
 from hp_plan.extend import (
     TORCH_ONLY,
     UNREAD,
@@ -30,7 +30,7 @@ from hp_platform import get_platform
 from hp_platform.extend import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, platform_name, wanted_platform
 from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text
-from hyper_parallel.display import fault_table, make_console, verify_table
+from hyper_parallel.display import diagnostics_table, make_console, verify_table
 from hyper_parallel.launch import Interrupted, Job, RankFailure, inside_launcher, launcher_place
 from hyper_parallel.output import OutputError, prepare_folder
 from hyper_parallel.port import launcher
@@ -119,23 +119,23 @@ def lint_plan(
     with _errors():
         tables = _read(plan)
         _set_environment(tables, plan, run_code=run_model_code)
-        read, found = read_plan(tables)
-        report = examine(read, found, nproc, run_model_code=run_model_code)
-        faults, notes = [*report.findings, *_text_faults(read)], _notes(report, nproc)
+        read, errors = read_plan(tables)
+        report = examine(read, errors, nproc, run_model_code=run_model_code)
+        diagnostics, notes = [*report.diagnostics, *_check_text(read)], _notes(report, nproc)
         if json_lines:
-            typer.echo(json.dumps({"findings": [dataclasses.asdict(fault) for fault in faults], "notes": notes}))
-        elif faults:
-            _show_faults(faults, source=str(plan))
+            typer.echo(json.dumps({"diagnostics": [dataclasses.asdict(each) for each in diagnostics], "notes": notes}))
+        elif diagnostics:
+            _show_diagnostics(diagnostics, source=str(plan))
         else:
             make_console().print(f"{plan}: nothing wrong was found")
         for note in [] if json_lines else notes:
             typer.echo(f"note: {note}", err=True)
-        if faults:
+        if diagnostics:
             raise typer.Exit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command.
+    """Run the command.
 
     Args:
         arguments: by default those of the process.
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _spread(option: str, arguments: list[str]) -> list[str]:
-    """`--data a b` as `--data a --data b`: click's options take one value each.
+    """Turn `--data a b` into `--data a --data b`: click's options take one value each.
 
     >>> _spread("--data", ["plan.toml", "--data", "a", "b", "--json"])
     ['plan.toml', '--data', 'a', '--data', 'b', '--json']
@@ -162,11 +162,11 @@ def _spread(option: str, arguments: list[str]) -> list[str]:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """What a user can mend is said in words and ends the command with 1; anything else is a bug and shows as one."""
+    """Report errors that a user can mend and exit with 1; any other error is a bug and propagates."""
     try:
         yield
     except PlanError as error:
-        _show_faults(error.findings)
+        _show_diagnostics(error.diagnostics)
     except Interrupted as error:
         _say(f"interrupted by {error}")
         raise typer.Exit(130) from None
@@ -187,13 +187,13 @@ def _say(text: str) -> None:
 
 
 def _leads() -> bool:
-    """Whether this process is rank 0, or not a rank."""
+    """Return True if this process is rank 0, or not a rank."""
     place = launcher_place()
     return place is None or place.rank == 0
 
 
 def _read(plan: Path) -> dict[str, Any]:
-    """The tables of the plan's file."""
+    """Read the tables of the plan's file."""
     try:
         return read_toml(plan)
     except OSError as error:
@@ -203,96 +203,96 @@ def _read(plan: Path) -> dict[str, Any]:
 
 
 def _notes(report: Report, nproc: int | None) -> list[str]:
-    """What is no fault of the plan, and worth saying: what was not read, and what this machine can't hold."""
+    """List notes besides diagnostics: what was not checked, and what this machine cannot hold."""
     if report.unread:
         return [UNREAD.format("--run-model-code")]
     if report.model is None:
         return []
     notes = style_notes(report.plan, report.model)
-    with suppress(SettingError):  # A device that is elsewhere is no fault of the plan.
+    with suppress(SettingError):  # A device that is elsewhere is not an error of the plan.
         shortage = memory_shortage(report.plan, report.model, nproc or report.plan.mesh.world_size)
         notes += [] if shortage is None else [f"too large to train here: {shortage}"]
     return notes
 
 
 def _set_environment(tables: dict[str, Any], plan: Path, *, run_code: bool = True) -> None:
-    """The plan's platform; nothing is fetched; the user's own modules are found in this folder and in the plan's."""
+    """Set the plan's platform, forbid downloads, and make modules in this folder and the plan's importable."""
     wanted_platform()
     if os.environ.get(DEVICE) not in (None, "", *KINDS):
         _ = get_platform().devices.kind  # It says which kinds there are.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of each kind of device that a machine has not.
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of each kind of device that a machine lacks.
     run = tables.get("run")
-    wanted = run.get("platform") if isinstance(run, dict) else None
-    _check_installed(wanted if os.environ.get(PLATFORM) in (None, wanted) else None)
-    if wanted in PLATFORMS:
-        os.environ.setdefault(PLATFORM, wanted)
+    named = run.get("platform") if isinstance(run, dict) else None
+    _check_installed(named if os.environ.get(PLATFORM) in (None, named) else None)
+    if named in PLATFORMS:
+        os.environ.setdefault(PLATFORM, named)
     folders = [str(folder) for folder in (Path.cwd(), plan.parent.resolve()) if run_code]
     sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
-    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # Ranks that are no forks of this process.
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*known, *folders])))
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # Ranks that are not forks of this process.
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*paths, *folders])))
 
 
-def _check_installed(wanted: str | None) -> None:
-    """Says what to install for the framework that the plan names, or for any."""
+def _check_installed(named: str | None) -> None:
+    """Raise with what to install if the plan's framework, or every framework, is missing."""
     missing = [name for name in PLATFORMS if name not in sys.modules and importlib.util.find_spec(name) is None]
-    if wanted in missing:
-        fix = f"run the command in an environment that has it, or: pip install 'hyper-parallel[{wanted}]'"
-        raise PlanError([Finding("run.platform", f"the plan is for {wanted}, which is not installed here", fix)])
+    if named in missing:
+        fix = f"run the command in an environment that has it, or: pip install 'hyper-parallel[{named}]'"
+        raise PlanError([Diagnostic("run.platform", f"the plan is for {named}, which is not installed here", fix)])
     if missing == list(PLATFORMS):
         extras = " or ".join(f"'hyper-parallel[{name}]'" for name in PLATFORMS)
         raise ImportError(f"no framework is installed here: pip install {extras}")
 
 
 def _prepare(tables: dict[str, Any], nproc: int | None) -> int:
-    """Gets the ranks' libraries loading while the plan is checked; how many ranks there will be."""
+    """Start loading the ranks' libraries while the plan is checked, and return the number of ranks."""
     place = launcher_place()
     if place is not None:
         return place.world_size
-    read, faults = read_plan(tables)
+    read, diagnostics = read_plan(tables)
     ranks = nproc or read.mesh.world_size
-    if not faults:
+    if not diagnostics:
         launcher().start_server(read, ranks)
     return ranks
 
 
 def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> ParallelPlan:
-    read, found = read_plan(tables)
-    report = examine(read, found, ranks, run_model_code=True)
-    faults = list(report.findings)
+    read, diagnostics = read_plan(tables)
+    report = examine(read, diagnostics, ranks, run_model_code=True)
+    diagnostics = list(report.diagnostics)
     if training:
-        faults += _text_faults(read)
+        diagnostics += _check_text(read)
     devices = get_platform().devices
     if devices.kind != "cpu" and not inside_launcher() and ranks > devices.count:
-        message = f"{ranks} ranks, and this machine has {devices.count} {devices.kind} devices"
-        faults.append(Finding("mesh", message, "make the mesh smaller, or set HYPER_PARALLEL_DEVICE=cpu"))
+        message = f"{ranks} ranks, but this machine has only {devices.count} {devices.kind} devices"
+        diagnostics.append(Diagnostic("mesh", message, "make the mesh smaller, or set HYPER_PARALLEL_DEVICE=cpu"))
     elif report.model is not None and not inside_launcher():
         shortage = memory_shortage(read, report.model, ranks)
         if shortage is not None:
             fix = "take a smaller model or dtype, or start the ranks on more machines (torchrun, msrun)"
-            faults.append(Finding("mesh", shortage, fix))
-    if faults:
-        raise PlanError(faults)
+            diagnostics.append(Diagnostic("mesh", shortage, fix))
+    if diagnostics:
+        raise PlanError(diagnostics)
     return read
 
 
-def _text_faults(plan: ParallelPlan) -> list[Finding]:
-    """What keeps the plan from being trained on its text."""
-    found = []
+def _check_text(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that the plan can be trained on its text."""
+    diagnostics = []
     vocabulary = plan.model.overrides.get("vocab_size")
     if isinstance(vocabulary, int) and vocabulary < VOCABULARY:
-        message = f"the model knows {vocabulary} tokens, and text as bytes has {VOCABULARY}"
-        found.append(Finding("model.overrides.vocab_size", message, f"make it {VOCABULARY} or more"))
+        message = f"the model knows {vocabulary} tokens, but text as bytes has {VOCABULARY}"
+        diagnostics.append(Diagnostic("model.overrides.vocab_size", message, f"make it {VOCABULARY} or more"))
     data = plan.data
     try:
         check_text(data.paths, sequence_length=data.sequence_length, max_bytes=data.max_bytes)
     except DataError as error:
-        found.append(Finding("data.paths", error.message, error.fix))
-    return found
+        diagnostics.append(Diagnostic("data.paths", error.message, error.fix))
+    return diagnostics
 
 
 def _run(work: Callable[[Job], Any], job: Job, ranks: int) -> Any:
-    """What rank 0 returned, of new ranks or of the one that this process is."""
+    """Run on new ranks, or on the rank that this process is, and return rank 0's result."""
     if inside_launcher():
         return work(job)
     return launcher().launch(work, job, ranks=ranks)[0]
@@ -305,14 +305,14 @@ def _override(tables: dict[str, Any], section: str, key: str, value: Any) -> Non
 
 
 def _name_folder(tables: dict[str, Any], plan: Path) -> None:
-    """Says in the plan where its function is looked for, so that it can be read where the run leaves it."""
+    """Write into the plan where its function is looked for, so that the copy in the run's folder can be read."""
     model = tables.get("model")
     if isinstance(model, dict) and "function" in model:
         model.setdefault("folder", str(plan.parent.resolve()))
 
 
 def _shorten(tables: dict[str, Any], steps: int) -> None:
-    """A run of so many steps: a warm-up that was for more of them is as long as the run."""
+    """Set the number of steps; a longer warm-up is sharded to it."""
     _override(tables, "run", "steps", steps)
     schedule = tables.get("schedule")
     warmup = schedule.get("warmup_steps") if isinstance(schedule, dict) else None
@@ -324,14 +324,14 @@ def _shorten(tables: dict[str, Any], steps: int) -> None:
             )
 
 
-def _show_faults(faults: Sequence[Finding], *, source: str = "the plan") -> None:
+def _show_diagnostics(diagnostics: Sequence[Diagnostic], *, source: str = "the plan") -> None:
     try:
         console = make_console(stderr=True)
     except ImportError:
-        _say(str(PlanError(faults, source=source)))
+        _say(str(PlanError(diagnostics, source=source)))
         return
-    console.print(f"[red]error:[/red] {source} has {len(faults)} fault{'s' if len(faults) != 1 else ''}")
-    console.print(fault_table((fault.key, fault.message, fault.fix) for fault in faults))
+    console.print(f"[red]error:[/red] {source} has {len(diagnostics)} error{'s' if len(diagnostics) != 1 else ''}")
+    console.print(diagnostics_table((each.key, each.message, each.fix) for each in diagnostics))
 
 
 def _show_verified(result: VerifyResult, *, json_lines: bool) -> None:

@@ -29,7 +29,7 @@ class DataError(ValueError):
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """The files to read, sorted, so that every rank reads the same text.
+    """List the files to read, sorted, so that every rank reads the same text.
 
     Args:
         paths: files and folders (all files inside, hidden ones left out); none means the Python sources of the
@@ -40,8 +40,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     """
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
-        found = (path for path in library.rglob("*.py") if not _NOT_STANDARD_LIBRARY.intersection(path.parts))
-        return sorted(path for path in found if path.is_file())
+        sources = (path for path in library.rglob("*.py") if not _NOT_STANDARD_LIBRARY.intersection(path.parts))
+        return sorted(path for path in sources if path.is_file())
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -63,7 +63,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 
 def check_text(paths: Sequence[str], *, sequence_length: int, max_bytes: int) -> int:
-    """How many bytes of text `paths` have, up to `max_bytes`, known to be enough for a sample.
+    """Count the bytes of text in `paths`, up to `max_bytes`; at least one sample's.
 
     Raises:
         DataError: nothing to read, a file can't be read, or less text than one sample.
@@ -78,7 +78,7 @@ def check_text(paths: Sequence[str], *, sequence_length: int, max_bytes: int) ->
     size = min(max_bytes, sum(file.stat().st_size for file in files))
     if size < sequence_length:
         shown = ", ".join(paths) if paths else "the standard library's sources"
-        message = f"{shown} has {size} bytes of text, and one sample takes {sequence_length}"
+        message = f"{shown} has {size} bytes of text, but one sample takes {sequence_length}"
         raise DataError(message, f"give more with --data, or make data.sequence_length at most {size}")
     return size
 
@@ -103,7 +103,7 @@ class ByteText:
         return len(self._text)
 
     def batch(self, *, seed: int, step: int, batch_size: int, sequence_length: int, rows: slice) -> np.ndarray:
-        """Samples `rows` of step `step`'s global batch: int64 of shape (rows, sequence_length).
+        """Return samples `rows` of step `step`'s global batch: int64 of shape (rows, sequence_length).
 
         Args:
             seed: of the run.

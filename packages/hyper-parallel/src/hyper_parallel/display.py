@@ -1,4 +1,4 @@
-"""What rank 0 shows of a run: a live display, plain lines where there is no terminal, or JSON."""
+"""Display of a run on rank 0: live, as plain lines if there is no terminal, or as JSON."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class JsonReporter:
 
     @contextlib.contextmanager
     def running(self, title: str, *, steps: int) -> Iterator[None]:
-        """Nothing to open or close."""
+        """Do nothing: there is nothing to open or close."""
         yield
 
     def step(self, step: Step) -> None:
-        """Writes the step's line."""
+        """Write the step's line."""
         self._line(as_json(step))
 
     def finished(self, summary: Summary) -> None:
-        """Writes the run's line."""
+        """Write the run's line."""
         self._line(as_json(summary))
 
     def _line(self, text: str) -> None:
@@ -81,19 +81,19 @@ class RichReporter:
 
     @contextlib.contextmanager
     def running(self, title: str, *, steps: int) -> Iterator[None]:
-        """Opens the live display, and closes it whatever happens."""
+        """Open the live display, and close it whatever happens."""
         self._console.print(title)
         self._progress.add_task("train", total=steps)
         with self._live:
             yield
 
     def step(self, step: Step) -> None:
-        """Draws the step."""
+        """Draw the step."""
         self._latest.append(step)
         self._progress.update(self._progress.task_ids[0], completed=step.step)
 
     def finished(self, summary: Summary) -> None:
-        """Prints the final table and what the model wrote."""
+        """Print the final table and the text that the model wrote."""
         print_summary(self._console, summary)
 
     def _picture(self):
@@ -109,7 +109,7 @@ class RichReporter:
 
 
 class LineReporter:
-    """A line now and then, for output that is no terminal.
+    """A line now and then, for output that is not a terminal.
 
     Args:
         console: where to; standard output unless given.
@@ -121,19 +121,19 @@ class LineReporter:
 
     @contextlib.contextmanager
     def running(self, title: str, *, steps: int) -> Iterator[None]:
-        """Prints the title and the names of the columns."""
+        """Print the title and the names of the columns."""
         self._every = max(1, steps // 20)
         self._console.print(title)
         self._line(_COLUMNS)
         yield
 
     def step(self, step: Step) -> None:
-        """Prints the first step and about twenty more."""
+        """Print the first step and about twenty more."""
         if step.step == 1 or step.step % self._every == 0:
             self._line(_cells(step))
 
     def finished(self, summary: Summary) -> None:
-        """Prints the final table and what the model wrote."""
+        """Print the final table and the text that the model wrote."""
         print_summary(self._console, summary)
 
     def _line(self, cells: Iterable[str]) -> None:
@@ -141,7 +141,7 @@ class LineReporter:
 
 
 def make_reporter(*, json_lines: bool) -> Reporter:
-    """What fits the output: JSON where asked for, else a live display on a terminal, else lines.
+    """Choose a reporter: JSON if asked for, else a live display on a terminal, else lines.
 
     Raises:
         ImportError: rich isn't installed.
@@ -153,7 +153,7 @@ def make_reporter(*, json_lines: bool) -> Reporter:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console of rich.
+    """Make a console of rich.
 
     Raises:
         ImportError: rich isn't installed.
@@ -166,7 +166,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """The final table, and what the model wrote."""
+    """Print the final table and the text that the model wrote."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -189,8 +189,8 @@ def print_summary(console: Console, summary: Summary) -> None:
         console.print(Panel(Text(summary.sample), title="written by the model, loaded back from the checkpoint"))
 
 
-def fault_table(rows: Iterable[tuple[str, str, str]]) -> Table:
-    """What lint found: the key, what is wrong, what to change."""
+def diagnostics_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """Make the table of diagnostics: the key, what is wrong, what to change."""
     from rich.table import Table
     from rich.text import Text
 
@@ -201,7 +201,7 @@ def fault_table(rows: Iterable[tuple[str, str, str]]) -> Table:
 
 
 def verify_table(result: VerifyResult) -> Table:
-    """Every module's largest relative differences."""
+    """Make the table of every module's largest relative differences."""
     from rich.table import Table
     from rich.text import Text
 

@@ -26,17 +26,17 @@ class EventWriter:
 
     @contextlib.contextmanager
     def running(self, title: str, *, steps: int) -> Iterator[None]:
-        """Writes the title before the steps, and that they are over after them."""
+        """Write the title before the steps, and an end after them."""
         self._line(running={"title": title, "steps": steps})
         yield
         self._line(over={})
 
     def step(self, step: Step) -> None:
-        """Writes the step."""
+        """Write the step."""
         self._line(step=dataclasses.asdict(step))
 
     def finished(self, summary: Summary) -> None:
-        """Writes the summary."""
+        """Write the summary."""
         self._line(finished=dataclasses.asdict(summary))
 
     def _line(self, **event: Any) -> None:
@@ -45,7 +45,7 @@ class EventWriter:
 
 
 class Tail:
-    """What is added to a file of text, read bit by bit.
+    """Text that is appended to a file, read incrementally.
 
     Args:
         path: the file; it may come later.
@@ -56,7 +56,7 @@ class Tail:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> str:
-        """What was added since the last call; of a character that is half written, nothing."""
+        """Return the text added since the last call, without a character that is half written."""
         if not self._path.exists():
             return ""
         with open(self._path, "rb") as file:
@@ -85,7 +85,7 @@ class EventReader:
         self._open.close()
 
     def poll(self) -> None:
-        """Shows what was written since the last call."""
+        """Show the events written since the last call."""
         *whole, self._begun = (self._begun + self._tail.read()).split("\n")
         for line in whole:
             self._show(json.loads(line))

@@ -1,4 +1,4 @@
-"""Starting ranks: what the command line hands to them, and what it hears of their end."""
+"""Starting ranks: their job, their place among the ranks, and how they end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hp_plan import ParallelPlan
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is given.
+    """The job of every rank.
 
     Attributes:
-        plan: what to run.
+        plan: the plan to run.
         folder: where a training run writes.
         json_lines: show JSON in place of a display.
         events: where rank 0 writes what happens, for the launcher to show; None: rank 0 shows it itself.
@@ -27,7 +27,7 @@ class Job:
 
 
 class RankFailure(RuntimeError):
-    """A rank that ended before its work was done.
+    """Failure of a rank, which ended before its work was done.
 
     Attributes:
         rank: which.
@@ -45,13 +45,13 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is among the ranks.
+    """Place of a process among the ranks.
 
     Attributes:
-        rank: in the world; -1 is msrun's scheduler, a process that runs the same program and is no rank.
-        world_size: how many ranks there are.
+        rank: in the world; -1 is msrun's scheduler, a process that runs the same program and is not a rank.
+        world_size: the number of ranks.
         local_rank: among those of this machine.
-        local_world_size: how many of them this machine has.
+        local_world_size: the number of ranks on this machine.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Place:
 
 
 def launcher_place() -> Place | None:
-    """This process's place, where torchrun or msrun has started it; None where neither has."""
+    """Return this process's place among the ranks; None if neither torchrun nor msrun started it."""
     at = os.environ
     if "RANK" in at and "WORLD_SIZE" in at:
         rank, size = int(at["RANK"]), int(at["WORLD_SIZE"])
@@ -75,11 +75,11 @@ def launcher_place() -> Place | None:
 
 
 def inside_launcher() -> bool:
-    """Whether this process is a rank already: torchrun or msrun has set its place in the world."""
+    """Return True if this process is a rank already, started by torchrun or msrun."""
     return launcher_place() is not None
 
 
 def divide_threads(ranks: int) -> int:
-    """How many threads each of the ranks on this machine should use: together no more than there are cores."""
+    """Return the number of threads for each rank on this machine: together no more than there are cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)

@@ -17,7 +17,7 @@ class OutputError(ValueError):
 
 
 def prepare_folder(out: str | os.PathLike[str] | None, *, name: str) -> Path:
-    """Makes a run's folder and tries to write there.
+    """Create a run's folder and try to write there.
 
     Args:
         out: the folder; None is `runs/<name>-<time>`.
@@ -43,7 +43,7 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step.
+    """Take one optimizer step.
 
     Attributes:
         step: from 1.
@@ -52,7 +52,7 @@ class Step:
         lr: the learning rate that was used.
         tokens_per_second: of all ranks together.
         peak_memory: bytes, of the rank that had most.
-        seconds: what the step took.
+        seconds: duration of the step.
     """
 
     step: int
@@ -92,23 +92,23 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together, over the whole run."""
+        """Tokens per second of all ranks together, over the whole run."""
         return self.tokens / self.seconds
 
 
 def last_loss(steps: Sequence[Step]) -> float:
-    """The loss at the end of a run: the mean of a tenth of its steps, one at least and ten at most."""
+    """Average the loss at the end of a run, over the last tenth of its steps: at least one, at most ten."""
     count = min(10, max(1, len(steps) // 10))
     return sum(step.loss for step in steps[-count:]) / count
 
 
 def as_json(value: Step | Summary) -> str:
-    """One line of JSON."""
+    """Format as one line of JSON."""
     return json.dumps(dataclasses.asdict(value))
 
 
 def draw_loss(steps: Sequence[Step], path: Path, *, title: str) -> None:
-    """Draws the loss curve as a PNG.
+    """Draw the loss curve as a PNG.
 
     Raises:
         ImportError: matplotlib isn't installed.

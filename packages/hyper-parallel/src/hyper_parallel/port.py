@@ -1,4 +1,4 @@
-"""What a framework supplies to the command line: starting ranks, training on one, writing what was trained."""
+"""Protocols that a framework implements for the command line: starting ranks, training, writing checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan declares, built: the model, its optimizer, the optimizer's schedule."""
+"""Building what a plan declares: the model, its optimizer, the optimizer's schedule."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import LambdaLR
 
 from hp_dtensor import SkipDTensorDispatch, init_empty_weights
-from hp_plan.diagnostics import Finding, PlanError
+from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.mindspore.models import named_parameters
-from hp_plan.model_source import check_returned, failed, function_faults, load_weights, model_function, weights_faults
+from hp_plan.model_source import check_function, check_returned, check_weights, failed, load_weights, model_function
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
 
 
 def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:
-    """The model of `plan.model`, its weights drawn from `plan.run.seed`: the same on every rank.
+    """Build the model of `plan.model`, its weights drawn from `plan.run.seed`: the same on every rank.
 
     Args:
         plan: the plan.
@@ -28,9 +28,9 @@ def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:
     Raises:
         PlanError: the model can't be built from what the plan says.
     """
-    found = model_section_faults(plan)
-    if found:
-        raise PlanError(found)
+    diagnostics = check_model_section(plan)
+    if diagnostics:
+        raise PlanError(diagnostics)
     mindspore.set_seed(plan.run.seed)
     name = str(plan.model.function)
     try:
@@ -51,11 +51,11 @@ def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:
 
 
 def _check_statistics(model: nn.Cell) -> None:
-    """Refuses BatchNorm: its statistics are Parameters and so sharded, and what a forward writes to them is lost."""
+    """Refuse BatchNorm: its statistics are Parameters and so sharded, and a forward's writes to them are lost."""
     for name, cell in model.cells_and_names():
         if not {"moving_mean", "running_mean"}.isdisjoint(cell._params):
             message = f"{name} is a {type(cell).__name__}, whose running statistics a sharded step does not keep"
-            raise PlanError([Finding("model.function", message, "use a norm without them, such as LayerNorm")])
+            raise PlanError([Diagnostic("model.function", message, "use a norm without them, such as LayerNorm")])
 
 
 def _load_weights(model: nn.Cell, path: str) -> None:
@@ -71,13 +71,13 @@ def _load_weights(model: nn.Cell, path: str) -> None:
 
 
 def build_empty(plan: ParallelPlan) -> nn.Cell:
-    """The model of `plan.model` without weights: its names and shapes."""
+    """Build the model of `plan.model` without weights: names and shapes only."""
     with init_empty_weights():
         return build_model(plan)
 
 
-def model_section_faults(plan: ParallelPlan, *, run_code: bool = True) -> list[Finding]:
-    """What is wrong with `[model]` before anything is built.
+def check_model_section(plan: ParallelPlan, *, run_code: bool = True) -> list[Diagnostic]:
+    """Check `[model]` before anything is built.
 
     Args:
         plan: the plan.
@@ -85,16 +85,16 @@ def model_section_faults(plan: ParallelPlan, *, run_code: bool = True) -> list[F
     """
     section = plan.model
     if section.config is not None:
-        message = f"{section.config} is of transformers, whose models are PyTorch's; this process runs MindSpore"
+        message = f"{section.config} is a class of transformers, which runs on PyTorch, but this process runs MindSpore"
         fix = 'write function = "module:function", which returns a Cell, or platform = "torch" in [run]'
-        return [Finding("model.config", message, fix)]
+        return [Diagnostic("model.config", message, fix)]
     if section.function is None:
-        return [Finding("model", "[model] has no 'function'", 'write function = "package.module:function"')]
-    return [*function_faults(section.function, section.folder, run_code=run_code), *weights_faults(section.weights)]
+        return [Diagnostic("model", "[model] has no 'function'", 'write function = "package.module:function"')]
+    return [*check_function(section.function, section.folder, run_code=run_code), *check_weights(section.weights)]
 
 
 def build_optimizer(plan: ParallelPlan, parameters: Iterable[mindspore.Parameter]) -> optim.Optimizer:
-    """The optimizer of `plan.optimizer` over those of `parameters` that are trained.
+    """Build the optimizer of `plan.optimizer` for those of `parameters` that are trained.
 
     Those of `mindspore.experimental` do what torch's of the same names do. `mindspore.mint.optim` has no AdamW on CPU,
     and its Adam and SGD return without having updated anything.
@@ -112,6 +112,6 @@ def build_optimizer(plan: ParallelPlan, parameters: Iterable[mindspore.Parameter
 
 
 def build_schedule(plan: ParallelPlan, optimizer: optim.Optimizer) -> LambdaLR:
-    """The learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
+    """Build the learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
     section, steps = plan.schedule, plan.run.steps
     return LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))

@@ -1,4 +1,4 @@
-"""What a plan reads of a MindSpore Cell, and what is done to one besides styles and sharding."""
+"""Reading a MindSpore Cell for a plan, and adapting one besides styles and sharding."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hp_styles.mindspore.extend import kind as parallel_kind
 
 
 def base(model: nn.Cell) -> nn.Cell:
-    """The model that a plan's patterns name: ``model`` itself."""
+    """Return the model that a plan's patterns name: ``model`` itself."""
     return model
 
 
 def named_modules(model: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
-    """Every Cell by its name, the model itself first, as `""`."""
+    """List every Cell by its name, the model itself first, as `""`."""
     return model.cells_and_names()
 
 
 def named_parameters(model: nn.Cell) -> Iterator[tuple[str, mindspore.Parameter]]:
-    """Every parameter by its place in the model, one that has several places by each of them.
+    """List every parameter under its dotted name in the model, a shared one under each of its names.
 
     A Parameter's own `name` is changed by whatever holds it, an optimizer for one; its place is not.
     """
@@ -38,12 +38,12 @@ def named_parameters(model: nn.Cell) -> Iterator[tuple[str, mindspore.Parameter]
 
 
 def dtype(name: str | None) -> Any:
-    """The dtype of this name; None of None."""
+    """Return the dtype of a name; None for None."""
     return None if name is None else getattr(mindspore, name)
 
 
 def outline(model: nn.Cell) -> ModelOutline:
-    """The model's names, kinds and shapes."""
+    """Read the model's names, kinds and shapes."""
     places: dict[int, list[str]] = {}
     for name, parameter in named_parameters(model):
         places.setdefault(id(parameter), []).append(name)
@@ -68,7 +68,7 @@ def _outline(module: nn.Cell) -> ModuleOutline:
 
 
 def replicate_rest(model: nn.Cell, mesh: DeviceMesh) -> None:
-    """Makes the parameters that no style has sharded replicated DTensors."""
+    """Turn the parameters that no style has sharded into replicated DTensors."""
     for _, module in named_modules(model):
         replicate_parameters(module, mesh)
     watch_optimizers()  # one that was made before has whole states
@@ -82,7 +82,7 @@ def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], A
         mesh: of the tensor parallel ranks.
         plain: makes the model's output plain.
     """
-    # Of the class as it is: fully_shard, applied later, runs what is put on the Cell here inside of its gather.
+    # Of the class as it is: fully_shard, applied later, runs the method that is put on the Cell here inside its gather.
     construct = vars(model).get("construct") or type(model).construct.__get__(model)
 
     def inside_replication(*inputs: Any, **keywords: Any) -> Any:
@@ -93,11 +93,11 @@ def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], A
 
 
 def adapt_library_methods(model: nn.Cell, *, tensor_parallel: bool) -> None:
-    """Nothing: Cells have no methods of a library's."""
+    """Do nothing: Cells have no methods from a library."""
 
 
 def forward_loss(plan: ParallelPlan, model: nn.Cell, tokens: Tensor) -> Tensor:
-    """The loss of predicting each token from those before it, as a causal language model returns it.
+    """Return the loss of predicting each token from those before it, as a causal language model computes it.
 
     Args:
         plan: of the model.

@@ -9,7 +9,7 @@ from hp_plan.verification import TORCH_ONLY
 
 
 def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> NoReturn:
-    """Not on MindSpore, whose CPU kernels are incomplete in float64.
+    """Refuse: MindSpore's CPU kernels are incomplete in float64.
 
     Raises:
         NotImplementedError: always; it names what to use.

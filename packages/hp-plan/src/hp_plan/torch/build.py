@@ -1,4 +1,4 @@
-"""What a plan declares, built: the model, its optimizer, the optimizer's schedule."""
+"""Building what a plan declares: the model, its optimizer, the optimizer's schedule."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from hp_plan.diagnostics import Finding, PlanError
-from hp_plan.model_source import check_returned, failed, function_faults, load_weights, model_function, weights_faults
+from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.model_source import check_function, check_returned, check_weights, failed, load_weights, model_function
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
 from hp_plan.torch import pretrained
@@ -19,7 +19,7 @@ from hp_plan.torch import pretrained
 def build_model(
     plan: ParallelPlan, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The model of `plan.model`, its weights drawn from `plan.run.seed`: the same on every rank.
+    """Build the model of `plan.model`, its weights drawn from `plan.run.seed`: the same on every rank.
 
     Args:
         plan: the plan.
@@ -31,9 +31,9 @@ def build_model(
         ImportError: the plan names a configuration class and transformers isn't installed.
     """
     chosen: torch.dtype = getattr(torch, plan.run.dtype) if dtype is None else dtype
-    found = model_section_faults(plan)
-    if found:
-        raise PlanError(found)
+    diagnostics = check_model_section(plan)
+    if diagnostics:
+        raise PlanError(diagnostics)
     section = plan.model
     with torch.device(device) if device is not None else contextlib.nullcontext(), _default_dtype(chosen):
         torch.manual_seed(plan.run.seed)
@@ -66,12 +66,12 @@ def _load_weights(model: nn.Module, path: str) -> None:
 
 
 def build_empty(plan: ParallelPlan) -> nn.Module:
-    """The model of `plan.model` without weights: its names and shapes."""
+    """Build the model of `plan.model` without weights: names and shapes only."""
     return build_model(plan, device="meta")
 
 
-def model_section_faults(plan: ParallelPlan, *, run_code: bool = True) -> list[Finding]:
-    """What is wrong with `[model]` before anything is built: neither or both kinds, unknown names.
+def check_model_section(plan: ParallelPlan, *, run_code: bool = True) -> list[Diagnostic]:
+    """Check `[model]` before anything is built: neither or both kinds, unknown names.
 
     Args:
         plan: the plan.
@@ -81,31 +81,31 @@ def model_section_faults(plan: ParallelPlan, *, run_code: bool = True) -> list[F
     if (section.config is None) == (section.function is None):
         got = "neither 'config' nor 'function'" if section.config is None else "both 'config' and 'function'"
         fix = 'give one: config = "Qwen3Config" or function = "package.module:function"'
-        return [Finding("model", f"[model] has {got}", fix)]
+        return [Diagnostic("model", f"[model] has {got}", fix)]
     if section.function is not None:
-        return [*function_faults(section.function, section.folder, run_code=run_code), *weights_faults(section.weights)]
+        return [*check_function(section.function, section.folder, run_code=run_code), *check_weights(section.weights)]
     try:
         config = pretrained.config_class(str(section.config))
         pretrained.model_class(config, section.task)
     except PlanError as error:
-        return list(error.findings)
-    return [*pretrained.setting_faults(config, section.overrides), *weights_faults(section.weights)]
+        return list(error.diagnostics)
+    return [*pretrained.check_settings(config, section.overrides), *check_weights(section.weights)]
 
 
 def build_optimizer(plan: ParallelPlan, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of `plan.optimizer` over those of `parameters` that are trained."""
+    """Build the optimizer of `plan.optimizer` for those of `parameters` that are trained."""
     section = plan.optimizer
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if section.name == "adamw":
         make = functools.partial(torch.optim.AdamW, betas=section.betas, eps=section.eps)
     else:
         make = functools.partial(torch.optim.SGD, momentum=section.momentum)
-    # torch takes one parameter at a time where they are no plain tensors, unless told otherwise.
+    # torch takes one parameter at a time where they are not plain tensors, unless told otherwise.
     return make(trained, lr=section.lr, weight_decay=section.weight_decay, foreach=True)
 
 
 def build_schedule(plan: ParallelPlan, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
+    """Build the learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
     section, steps = plan.schedule, plan.run.steps
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))
 

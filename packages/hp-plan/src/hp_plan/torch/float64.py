@@ -25,7 +25,7 @@ class Float64(TorchFunctionMode):
     programs don't share; that it was left out is in `notes`.
 
     Attributes:
-        notes: what was changed of the model's computation, each once.
+        notes: changes to the model's computation, each once.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a plan reads of a torch Module, and what is done to one besides styles and sharding."""
+"""Reading a torch Module for a plan, and adapting one besides styles and sharding."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from hp_styles.torch.extend import modules as styles_modules
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module by its name, the model itself first, as `""`."""
+    """List every module by its name, the model itself first, as `""`."""
     return model.named_modules()
 
 
 def dtype(name: str | None) -> torch.dtype | None:
-    """The dtype of this name; None of None."""
+    """Return the dtype of a name; None for None."""
     return None if name is None else getattr(torch, name)
 
 
 def base(model: nn.Module) -> nn.Module:
-    """The model that a plan's patterns name: inside a ``PeftModel`` the one that it wraps, else ``model`` itself."""
+    """Return the model that a plan's patterns name: the one that a ``PeftModel`` wraps, else ``model`` itself."""
     wraps = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return model.get_base_model() if wraps else model  # type: ignore[operator]
 
 
 def outline(model: nn.Module) -> ModelOutline:
-    """The model's names, kinds and shapes; of a ``PeftModel`` those of the model that it wraps."""
+    """Read the names, kinds and shapes of the model; for a ``PeftModel``, of the model that it wraps."""
     model = base(model)
     prefix = getattr(model, "base_model_prefix", "")
     return ModelOutline(
@@ -83,17 +83,17 @@ def _head_dim(module: nn.Module) -> int | None:
 def _experts(module: nn.Module) -> ExpertsOutline | None:
     if not hasattr(module, "is_transposed") or not hasattr(module, "is_concatenated"):
         return None
-    said: Any = module
-    return ExpertsOutline(said.is_transposed, not said.is_concatenated, getattr(module, "has_gate", True))
+    owner: Any = module
+    return ExpertsOutline(owner.is_transposed, not owner.is_concatenated, getattr(module, "has_gate", True))
 
 
 def _asked(model: nn.Module, method: str) -> str:
-    """The name of what a method of transformers' models returns, empty where it has none."""
+    """Return the name of the module that a method of a transformers model returns; empty if there is none."""
     try:
-        wanted = getattr(model, method)()
+        target = getattr(model, method)()
     except (AttributeError, NotImplementedError):
         return ""
-    return next((name for name, module in model.named_modules() if module is wanted), "")
+    return next((name for name, module in model.named_modules() if module is target), "")
 
 
 def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -104,7 +104,7 @@ def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes the parameters that no style has sharded replicated DTensors; they stay the same objects."""
+    """Turn the parameters that no style has sharded into replicated DTensors; they stay the same objects."""
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor):
             become(parameter, distribute_tensor(parameter.detach(), mesh, [Replicate()]))
@@ -168,14 +168,14 @@ def _take_distributed_inputs(block: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:
-    """Makes what transformers' models do besides forward right under a plan."""
+    """Adapt the methods of transformers' models besides forward to a plan."""
     if tensor_parallel:
         library.generate_inside(model)
     library.save_whole(model)
 
 
 def forward_loss(plan: ParallelPlan, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss of predicting each token from those before it, as a causal language model returns it.
+    """Return the loss of predicting each token from those before it, as a causal language model computes it.
 
     Args:
         plan: tells whether the model is transformers' own.

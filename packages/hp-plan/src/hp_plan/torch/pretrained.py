@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hp_dtensor import DTensor, implicit_replication
-from hp_plan.diagnostics import Finding, PlanError, near_misses
+from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_platform import get_platform
 
 __all__ = ["generate_inside", "save_whole"]
@@ -31,7 +31,7 @@ DEFAULT_TASK = "causal-lm"
 
 
 def transformers() -> Any:
-    """The library, imported when a plan needs it."""
+    """Import the library, when a plan needs it."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -41,17 +41,17 @@ def transformers() -> Any:
 
 
 def config_class(name: str) -> type:
-    """The configuration class of transformers called `name`; `PlanError` with near misses where there is none."""
+    """Return the configuration class of transformers called `name`; `PlanError` with near misses if there is none."""
     library = transformers()
     if not name.endswith("Config") or not hasattr(library, name):
         known = [item for item in dir(library) if item.endswith("Config")]  # A second's work.
         message = f"transformers has no configuration class '{name}'"
-        raise PlanError([Finding("model.config", message, near_misses(name, known))])
+        raise PlanError([Diagnostic("model.config", message, near_misses(name, known))])
     return getattr(library, name)
 
 
 def build(name: str, overrides: Mapping[str, Any], *, task: str | None, dtype: torch.dtype) -> nn.Module:
-    """The model of a configuration for a task, its weights drawn by torch's generator.
+    """Build the model of a configuration for a task, its weights drawn by torch's generator.
 
     Args:
         name: the configuration class.
@@ -70,7 +70,7 @@ def build(name: str, overrides: Mapping[str, Any], *, task: str | None, dtype: t
 
 
 def model_class(config: type, task: str | None) -> Any:
-    """The class of models that a task, or a class's name, means for a configuration.
+    """Return the model class that a task, or a class's name, stands for with a configuration.
 
     Raises:
         PlanError: there is none; the tasks that the configuration has are named.
@@ -82,14 +82,14 @@ def model_class(config: type, task: str | None) -> Any:
                 item for item in dir(library) if item.startswith((config.__name__.removesuffix("Config"), "AutoModel"))
             ]
             message = f"transformers has no model class '{task}'"
-            raise PlanError([Finding("model.task", message, near_misses(task, known))])
+            raise PlanError([Diagnostic("model.task", message, near_misses(task, known))])
         return getattr(library, task)
     causal = library.AutoModelForCausalLM
     if task in (None, DEFAULT_TASK) and config in causal._model_mapping:
         return causal
     wanted, tasks = task or DEFAULT_TASK, _tasks()
     if wanted not in tasks:
-        raise PlanError([Finding("model.task", f"transformers has no task '{task}'", near_misses(wanted, tasks))])
+        raise PlanError([Diagnostic("model.task", f"transformers has no task '{task}'", near_misses(wanted, tasks))])
     auto = getattr(library, tasks[wanted])
     if config in auto._model_mapping:
         return auto
@@ -97,8 +97,8 @@ def model_class(config: type, task: str | None) -> Any:
     fix = f"write task in [model]: one of {', '.join(map(repr, own))}, or a model class's name"
     if task is None:
         message = f"transformers builds no causal language model from {config.__name__}"
-        raise PlanError([Finding("model.config", message, fix)])
-    raise PlanError([Finding("model.task", f"transformers builds no {task} model from {config.__name__}", fix)])
+        raise PlanError([Diagnostic("model.config", message, fix)])
+    raise PlanError([Diagnostic("model.task", f"transformers builds no {task} model from {config.__name__}", fix)])
 
 
 @functools.cache
@@ -116,8 +116,8 @@ def _dashed(name: str) -> str:
     return "-".join(part.lower() for part in parts)
 
 
-def setting_faults(config: type, overrides: Mapping[str, Any], *, key: str = "model.overrides") -> list[Finding]:
-    """Overrides that neither the configuration nor its models' code knows, in it and in the parts' own.
+def check_settings(config: type, overrides: Mapping[str, Any], *, key: str = "model.overrides") -> list[Diagnostic]:
+    """Check that the configuration, those of its parts, or its models' code know every override.
 
     Args:
         config: the configuration class.
@@ -125,15 +125,15 @@ def setting_faults(config: type, overrides: Mapping[str, Any], *, key: str = "mo
         key: where they stand in the plan.
     """
     known = _settings(config)
-    found = []
+    diagnostics = []
     for name, value in overrides.items():
         part = getattr(config, "sub_configs", {}).get(name)
         if isinstance(value, Mapping) and isinstance(part, type) and dataclasses.is_dataclass(part):
-            found += setting_faults(part, value, key=f"{key}.{name}")
+            diagnostics += check_settings(part, value, key=f"{key}.{name}")
         elif name not in known and name not in _read_by_code(config):
             message = f"{config.__name__} has no setting '{name}'"
-            found.append(Finding(f"{key}.{name}", message, near_misses(name, known)))
-    return found
+            diagnostics.append(Diagnostic(f"{key}.{name}", message, near_misses(name, known)))
+    return diagnostics
 
 
 def _settings(config: type) -> list[str]:
@@ -145,7 +145,7 @@ def _settings(config: type) -> list[str]:
 
 @functools.cache
 def _read_by_code(config: type) -> frozenset[str]:
-    """Settings that are no field of the configuration, and that the code of its models reads.
+    """List the settings that the code of a configuration's models reads although they are not its fields.
 
     A configuration keeps any argument it is given, and code asks for some with a default (`head_dim`). The sources are
     read as text: importing the models of a large family takes seconds.
@@ -159,7 +159,7 @@ def _read_by_code(config: type) -> frozenset[str]:
 
 
 def generate_inside(model: nn.Module) -> None:
-    """Takes plain tensors as replicated in all of `generate`: beams reorder a cache of DTensors between forwards."""
+    """Treat plain tensors as replicated in all of `generate`: beams reorder a cache of DTensors between forwards."""
     if not callable(getattr(model, "generate", None)):
         return
     original: Any = model.generate
@@ -173,15 +173,15 @@ def generate_inside(model: nn.Module) -> None:
 
 
 def save_whole(model: nn.Module) -> None:
-    """Makes `save_pretrained` write whole weights: every rank calls it, they gather, and rank 0 writes."""
+    """Make `save_pretrained` write full weights: every rank calls it, they gather, and rank 0 writes."""
     if not callable(getattr(model, "save_pretrained", None)):
         return
     original: Any = model.save_pretrained
 
     @functools.wraps(original)
     def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> None:
-        given = options.pop("state_dict", None)
-        whole = _gathered(model.state_dict() if given is None else given)
+        state = options.pop("state_dict", None)
+        whole = _gathered(model.state_dict() if state is None else state)
         if get_platform().groups.rank() == 0:
             original(save_directory, *args, state_dict=whole, **options)
         done = torch.zeros(1, device=get_platform().devices.current_device())
@@ -196,15 +196,15 @@ def _everyone() -> Any:
 
 
 def _gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with DTensors whole; what is one tensor under several names stays one, as savers expect."""
-    made: dict[int, torch.Tensor] = {}
+    """Gather the DTensors of a state; a tensor under several names stays one tensor, as savers expect."""
+    full: dict[int, torch.Tensor] = {}
     for value in state.values():
-        if isinstance(value, DTensor) and _identity(value) not in made:
-            made[_identity(value)] = value.full_tensor().detach().cpu().clone()
-    return {name: made[_identity(value)] if isinstance(value, DTensor) else value for name, value in state.items()}
+        if isinstance(value, DTensor) and _identity(value) not in full:
+            full[_identity(value)] = value.full_tensor().detach().cpu().clone()
+    return {name: full[_identity(value)] if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 def _identity(value: torch.Tensor) -> int:
-    """The memory of a part; an empty one has none, so the object."""
+    """Return the address of the local tensor's memory; an empty one has none, so the object's."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.data_ptr() or id(value)

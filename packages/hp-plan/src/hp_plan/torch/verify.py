@@ -1,4 +1,4 @@
-"""A plan proved: the same steps under it and in one process, compared tensor by tensor."""
+"""Verifying a plan: the same steps under it and in one process, compared tensor by tensor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLOOR = 1e-6
 
 
 def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> VerifyResult:
-    """Trains the plan's model twice in float64, under the plan and in one process, and compares what comes out.
+    """Train the plan's model twice in float64, under the plan and in one process, and compare the results.
 
     Every rank calls it. Each runs the one-process program for itself and compares every module's output on its own
     samples, and after each step the loss, every gradient and every weight.
@@ -82,7 +82,7 @@ class _Run:
         return loss.item()
 
     def update(self, clip: Callable[..., Any]) -> None:
-        """Clips the gradients where the plan says so, and takes the optimizer's step."""
+        """Clip the gradients if the plan says so, and take the optimizer's step."""
         if self._plan.run.grad_clip is not None:
             clip(self._model.parameters(), self._plan.run.grad_clip)
         self._optimizer.step()
@@ -100,23 +100,23 @@ class _Compared:
         self._losses: list[float] = []
 
     def begin_step(self) -> None:
-        """What follows belongs to a new step."""
+        """Begin a new step."""
         self._steps.append({})
 
     @contextlib.contextmanager
     def expected_outputs(self) -> Iterator[None]:
-        """Keeps what each module of the one-process model returns."""
+        """Record the output of each module of the one-process model."""
         self._expected.clear()
         with _after_forward(self._single, self._compared, self._keep):
             yield
 
     @contextlib.contextmanager
     def outputs(self, rows: slice, *, batch: int) -> Iterator[None]:
-        """Compares what each module returns with what was kept.
+        """Compare the output of each module with the recorded one.
 
         Args:
             rows: this rank's samples.
-            batch: how many samples the kept outputs have.
+            batch: number of samples of the recorded outputs.
         """
 
         def compare(name: str, output: torch.Tensor) -> None:
@@ -132,14 +132,14 @@ class _Compared:
         self._note(name, "output", 0.0)
 
     def loss(self, got: float, expected: float) -> None:
-        """Compares the loss: the global one is the mean of the data parallel parts."""
+        """Compare the loss: the global one is the mean of the data parallel parts."""
         total = torch.tensor([got], dtype=torch.float64, device=get_platform().devices.current_device())
         _all_reduce(total, "sum")
         mean = total.item() / get_platform().groups.size()
         self._losses.append(_difference(torch.tensor(mean), torch.tensor(expected)))
 
     def tensors(self, kind: str, read: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Compares what `read` takes of every parameter."""
+        """Compare a tensor of every parameter, such as its gradient."""
         singles = dict(self._single.named_parameters(remove_duplicate=False))
         largest = max((_largest(read(parameter)) for parameter in singles.values()), default=0.0)
         for name, parameter in self._parallel.named_parameters(remove_duplicate=False):
@@ -151,8 +151,8 @@ class _Compared:
                 self._note(module, kind, _difference(_whole(got), expected, floor=_FLOOR * largest))
 
     def result(self, tolerance: float) -> VerifyResult:
-        """The largest differences of all ranks."""
-        numbers = [found.get(kind, 0.0) for step in self._steps for found in step.values() for kind in _KINDS]
+        """Return the largest differences of all ranks."""
+        numbers = [row.get(kind, 0.0) for step in self._steps for row in step.values() for kind in _KINDS]
         device = get_platform().devices.current_device()
         together = torch.tensor([*self._losses, *numbers], dtype=torch.float64, device=device)
         _all_reduce(together, "max")
@@ -165,12 +165,12 @@ class _Compared:
         return VerifyResult(steps, losses, tolerance, get_platform().groups.size())
 
     def _note(self, module: str, kind: str, difference: float) -> None:
-        found = self._steps[-1].setdefault(module, {})
-        found[kind] = max(found.get(kind, 0.0), difference)
+        row = self._steps[-1].setdefault(module, {})
+        row[kind] = max(row.get(kind, 0.0), difference)
 
 
 def _innermost(parallel: nn.Module) -> set[str]:
-    """The modules without others inside, but experts as a whole: inside of them a rank has a part of the features."""
+    """List the modules without others inside, and experts as a whole: inside them a rank has part of the features."""
     regions = {name for name, module in parallel.named_modules() if runs_on_parts(module)}
     inside = tuple(f"{name}." for name in regions)
     leaves = {name for name, module in parallel.named_modules() if next(module.children(), None) is None}
@@ -179,7 +179,7 @@ def _innermost(parallel: nn.Module) -> set[str]:
 
 @contextlib.contextmanager
 def _after_forward(model: nn.Module, names: set[str], seen: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Calls `seen` with the name and the first output tensor of each module of these names when it has run."""
+    """Call `seen` with the name and the first output tensor of each named module after it has run."""
 
     def hook(name: str) -> Any:
         def run(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -227,7 +227,7 @@ def _all_reduce(tensor: torch.Tensor, op: str) -> None:
 
 
 def _tokens(plan: ParallelPlan, model: nn.Module, step: int) -> torch.Tensor:
-    """The same random tokens on every rank."""
+    """Draw the same random tokens on every rank."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 256)
     generator = torch.Generator().manual_seed(plan.run.seed * 1_000_003 + step)
     shape = (plan.data.batch_size, plan.data.sequence_length)

@@ -1,4 +1,4 @@
-"""The trained model as files, for transformers as for MindSpore: the names are the model's own."""
+"""Saving the trained model, for transformers as for MindSpore: the names are the model's own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hp_platform import get_platform
 
 
 def save_checkpoint(plan: ParallelPlan, model: nn.Cell, folder: Path) -> None:
-    """Gathers the whole model and writes it on rank 0: model.safetensors. Every rank calls it.
+    """Gather the full model and write it on rank 0: model.safetensors. Every rank calls it.
 
     Parameters that are one tensor are written once, under the first of their names, as transformers does.
 
     Args:
-        plan: what the model was built from.
+        plan: the plan of the model.
         model: after `hp_plan.apply`.
-        folder: which exists.
+        folder: an existing folder.
     """
     from safetensors.numpy import save_file
 

@@ -1,4 +1,4 @@
-"""Ranks by msrun, watched: msrun writes logs, and says neither which rank failed nor why."""
+"""Starting and watching ranks by msrun, which writes logs but says neither which rank failed nor why."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class _Signalled(Exception):
 
 
 def start_server(plan: ParallelPlan, ranks: int) -> None:
-    """Nothing to load ahead of time: msrun starts each rank as a program of its own."""
+    """Set the number of threads; msrun starts each rank as a new program, so nothing is loaded ahead of time."""
     os.environ.setdefault("OMP_NUM_THREADS", str(divide_threads(ranks)))
 
 
 def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, Result]:
-    """Runs `work(job)` on new ranks of this machine, by msrun, and waits for all of them.
+    """Run `work(job)` on new ranks of this machine, by msrun, and wait for all of them.
 
     A rank that fails, or a signal to this process, ends all ranks. The run, and what rank 0 prints, is shown by this
     process, which has the terminal: a rank's output is a file.
@@ -52,7 +52,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
     Args:
         work: a function at the top of a module.
         job: handed to it.
-        ranks: how many.
+        ranks: their number.
 
     Returns:
         What each rank returned.
@@ -92,8 +92,8 @@ class _Msrun:
     """One run of msrun; on leaving, none of its processes is left.
 
     Args:
-        folder: shared with the ranks, see Note [What ranks leave behind].
-        ranks: how many.
+        folder: shared with the ranks, see Note [Files of the ranks].
+        ranks: their number.
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -105,11 +105,11 @@ class _Msrun:
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         options = [f"--worker_num={self._ranks}", f"--local_worker_num={self._ranks}", "--join=True"]
         options += [f"--master_port={_free_port()}", f"--log_dir={self._folder}"]
-        options.append(
-            f"--tail_worker_log={self._ranks}"
-        )  # Nobody's: each `tail` would outlive a msrun that is killed.
-        command = [sys.executable, "-m", "hyper_parallel.mindspore.msrun", str(os.getpid()), _msrun(), *options]
-        command += ["python", "-m", "hyper_parallel.mindspore.rank", str(self._folder)]
+        # No rank's log: each `tail` would outlive a msrun that is killed.
+        options.append(f"--tail_worker_log={self._ranks}")
+        program = ["-m", "hyper_parallel.mindspore.rank"]
+        command = [sys.executable, *program, "msrun", str(os.getpid()), _msrun(), *options]
+        command += ["python", *program, str(self._folder)]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -134,7 +134,7 @@ class _Msrun:
         self._process.wait()
 
     def _children(self) -> list[int]:
-        """The processes of msrun, those too that have not yet said who they are."""
+        """List the processes of msrun, including those that have not yet said which rank they are."""
         import psutil  # It comes with MindSpore.
 
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -142,7 +142,7 @@ class _Msrun:
         return []
 
     def wait(self, between: Callable[[], None]) -> None:
-        """Waits until every rank is done.
+        """Wait until every rank is done.
 
         Args:
             between: called now and then, and once at the end.
@@ -165,7 +165,7 @@ class _Msrun:
             time.sleep(_POLL)
 
     def _failure(self, ended: bool) -> RankFailure | None:
-        """The rank that failed first, once that is known."""
+        """Return the rank that failed first, once that is known."""
         raised = sorted(
             (path.stat().st_mtime, int(path.stem.removeprefix("rank"))) for path in self._folder.glob("rank*.failure")
         )
@@ -184,7 +184,7 @@ class _Msrun:
         return None
 
     def _killed(self) -> RankFailure | None:
-        """The rank that msrun found dead first, where it left no traceback."""
+        """Return the rank that msrun found dead first, if it left no traceback."""
         ranks = {pid: rank for rank, pid in self._pids().items()}
         for pid, code in _MSRUN_SAYS.findall(self._log.read_text(errors="replace")):
             rank = ranks.get(int(pid))
@@ -217,12 +217,12 @@ def _signals_raise() -> Iterator[None]:
 
 def _msrun() -> str:
     beside = Path(sys.executable).with_name("msrun")
-    found = str(beside) if beside.exists() else shutil.which("msrun")
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which("msrun")
+    if path is None:
         raise FileNotFoundError(
             "msrun is not on the PATH; it comes with MindSpore: pip install 'hyper-parallel[mindspore]'"
         )
-    return found
+    return path
 
 
 def _free_port() -> int:

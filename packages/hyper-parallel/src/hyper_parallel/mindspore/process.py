@@ -1,4 +1,4 @@
-"""A rank's process on MindSpore: what is set before it joins the others, and how the loss of one of them shows."""
+"""Process of a rank on MindSpore: its settings before it joins the others, and how a lost rank shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PEER_LOST = (
 
 
 def prepare(place: Place) -> None:
-    """Chooses the device, and how kernels are started.
+    """Choose the device, and how kernels are started.
 
     On CPU a kernel that is handed to another thread costs ten times what most kernels take, and its errors surface in a
     later call: kernels run where they are called.
@@ -33,5 +33,5 @@ def prepare(place: Place) -> None:
 
 
 def peer_lost(error: Exception) -> bool:
-    """Whether the error says that another rank is gone."""
+    """Return True if the error says that another rank is gone."""
     return any(sign in str(error) for sign in _PEER_LOST)

@@ -1,10 +1,13 @@
-"""What msrun starts for each rank, and for its scheduler: `python -m hyper_parallel.mindspore.rank FOLDER`.
+"""The programs of a run's processes on MindSpore.
 
-Note [What ranks leave behind]
-msrun tells that a process has ended, not which rank it was nor why. In the folder that they share with the launcher,
-each rank writes `rank<i>.pid` at once, and at its end `rank<i>.result` (what its work returned, pickled) or
-`rank<i>.failure` (its traceback). Such a file appears whole, by renaming. Rank 0 prints to `output`, for the launcher
-to show; what the other ranks print is in msrun's logs alone, as what MindSpore itself writes is.
+    python -m hyper_parallel.mindspore.rank msrun LAUNCHER MSRUN OPTIONS...    becomes msrun, and ends with the launcher
+    python -m hyper_parallel.mindspore.rank FOLDER                             msrun starts it for ranks and scheduler
+
+Note [Files of the ranks]
+msrun tells that a process has ended, but neither which rank it was nor why. In the folder that they share with the
+launcher, each rank writes `rank<i>.pid` at once, and at its end `rank<i>.result` (its result, pickled) or
+`rank<i>.failure` (its traceback). Such a file appears complete, by renaming. Rank 0 prints to `output`, which the
+launcher shows; the other ranks' output is in msrun's logs only, like MindSpore's own.
 """
 
 from __future__ import annotations
@@ -24,8 +27,20 @@ JOB = "job"
 OUTPUT = "output"
 
 
-def main(folder: Path) -> None:
-    """Runs the work of the folder's job.
+def become_msrun(launcher: int, command: list[str]) -> None:
+    """Replace this process by msrun. See Note [No orphans] in `hp_platform.host`.
+
+    Args:
+        launcher: the process that started this one; it may have ended since.
+        command: msrun's path and its options.
+    """
+    end_with_parent()
+    if os.getppid() == launcher:
+        os.execv(command[0], command)  # The signal that was asked of the kernel stays in force.
+
+
+def run_rank(folder: Path) -> None:
+    """Run the work of the folder's job.
 
     Args:
         folder: shared with the launcher.
@@ -57,4 +72,7 @@ def _write(path: Path, content: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[1] == "msrun":
+        become_msrun(int(sys.argv[2]), sys.argv[3:])
+    else:
+        run_rank(Path(sys.argv[1]))

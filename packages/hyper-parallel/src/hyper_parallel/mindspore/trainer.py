@@ -1,4 +1,4 @@
-"""What a training loop does with a MindSpore Cell."""
+"""Training a MindSpore Cell."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Trainer:
     """A plan's model under the plan, its optimizer and schedule.
 
     Args:
-        plan: what to train.
+        plan: the plan to train.
 
     Attributes:
         model: under the plan.
         name: of its class.
-        size: how many numbers its parameters have.
+        size: number of elements of its parameters.
     """
 
     def __init__(self, plan: ParallelPlan) -> None:
@@ -40,14 +40,14 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def _loss(self, tokens: Tensor) -> Tensor:
         return forward_loss(self._plan, self.model, tokens)
 
     def step(self, rows: Any) -> tuple[float, float]:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Args:
             rows: this rank's samples, a numpy array of tokens.
@@ -67,7 +67,7 @@ class Trainer:
         return float(loss.asnumpy()), float(norm.asnumpy())
 
     def gather(self, loss: float, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Every rank's loss and memory."""
+        """Gather every rank's loss and memory."""
         losses = _gather(Tensor([loss], mindspore.float32))
         return tuple(losses), tuple(_gather(Tensor([memory], mindspore.int64)))
 

@@ -1,4 +1,4 @@
-"""The full model as files that transformers loads, and text written by what was loaded."""
+"""Saving the full model for transformers, and text written by the model loaded from there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PROMPT = "def "
 
 
 def save_checkpoint(plan: ParallelPlan, model: nn.Module, folder: Path) -> None:
-    """Gathers the whole model and writes it on rank 0: config.json and model.safetensors. Every rank calls it.
+    """Gather the full model and write it on rank 0: config.json and model.safetensors. Every rank calls it.
 
     Args:
-        plan: what the model was built from.
+        plan: the plan of the model.
         model: after `hp_plan.apply`.
-        folder: which exists.
+        folder: an existing folder.
     """
     state = full_state_dict(model, rank0_only=True, cpu=True)
     if get_platform().groups.rank() != 0:
@@ -43,12 +43,12 @@ def save_checkpoint(plan: ParallelPlan, model: nn.Module, folder: Path) -> None:
 
 
 def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str | None:
-    """Loads a checkpoint with `from_pretrained` and lets it write on from a prompt; None where it is no such model.
+    """Load a checkpoint with `from_pretrained` and let it continue a prompt; None if it is not such model.
 
     Args:
-        plan: what was trained; its seed is that of the choice of tokens.
+        plan: the plan; its seed decides the sampled tokens.
         folder: of the checkpoint.
-        tokens: how many to write.
+        tokens: number of tokens to write.
     """
     if plan.model.config is None:
         return None

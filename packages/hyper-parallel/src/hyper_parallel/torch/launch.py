@@ -32,11 +32,11 @@ _TRANSFORMERS = (
 
 
 def start_server(plan: ParallelPlan, ranks: int) -> None:
-    """Starts the process that ranks will be forked from; it imports the libraries on its own time.
+    """Start the process that ranks will be forked from; it imports the libraries meanwhile.
 
     Args:
         plan: tells which libraries.
-        ranks: how many there will be, which decides the threads of each.
+        ranks: their number, which decides the threads of each.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(divide_threads(ranks)))
     libraries = _TRANSFORMERS if plan.model.config is not None else ()
@@ -46,14 +46,14 @@ def start_server(plan: ParallelPlan, ranks: int) -> None:
 
 
 def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, Result]:
-    """Runs `work(job)` on new ranks of this machine, by torchrun's launcher, and waits for all of them.
+    """Run `work(job)` on new ranks of this machine, by torchrun's launcher, and wait for all of them.
 
     A rank that fails, or a signal to this process, ends all ranks.
 
     Args:
         work: a function at the top of a module.
         job: handed to it.
-        ranks: how many.
+        ranks: their number.
 
     Returns:
         What each rank returned.
@@ -90,7 +90,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
 
 
 def _silence_torchrun() -> None:
-    """Its messages say again, and less, what RankFailure says; each of its loggers has a level of its own."""
+    """Silence torchrun: RankFailure says more than its messages. Each of its loggers has its own level."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""A rank's process on torch: what is set before it joins the others, and how the loss of one of them shows."""
+"""Process of a rank on torch: its settings before it joins the others, and how the loss of another rank shows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PEER_LOST = (
 
 
 def prepare(place: Place) -> None:
-    """Chooses the device and the number of threads."""
+    """Choose the device and the number of threads."""
     torch.set_num_threads(divide_threads(place.local_world_size))
     get_platform().devices.set_device(place.local_rank)
 
 
 def peer_lost(error: Exception) -> bool:
-    """Whether the error says that another rank is gone."""
+    """Return True if the error says that another rank is gone."""
     return any(sign in str(error) for sign in _PEER_LOST)

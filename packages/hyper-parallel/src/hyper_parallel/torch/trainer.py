@@ -1,4 +1,4 @@
-"""What a training loop does with a torch model."""
+"""Training a torch model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Trainer:
     """A plan's model under the plan, its optimizer and schedule.
 
     Args:
-        plan: what to train.
+        plan: the plan to train.
 
     Attributes:
         model: under the plan.
         name: of its class.
-        size: how many numbers its parameters have.
+        size: number of elements of its parameters.
     """
 
     def __init__(self, plan: ParallelPlan) -> None:
@@ -36,11 +36,11 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return self._optimizer.param_groups[0]["lr"]
 
     def step(self, rows: Any) -> tuple[float, float]:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Args:
             rows: this rank's samples, a numpy array of tokens.
@@ -58,7 +58,7 @@ class Trainer:
         return loss.item(), norm.item()
 
     def gather(self, loss: float, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Every rank's loss and memory."""
+        """Gather every rank's loss and memory."""
         groups, collectives = get_platform().groups, get_platform().collectives
         ranks = groups.size()
         mine = torch.tensor([loss, float(memory)], dtype=torch.float64, device=self._device)
