@@ -66,11 +66,11 @@ def _joined(positions: list[int], size: int, load_balance: bool = False, **more:
 
 
 def test_what_position_ids_are_refused() -> None:
-    with pytest.raises(ValueError, match="count from 0 to 3 on each of the 2 ranks. .* and generate.. does: pass"):
+    with pytest.raises(ValueError, match="count from 0 to 3 on each of the 2 ranks. .* so does generate..: pass"):
         _joined([0, 1, 2, 3, 0, 1, 2, 3], 2)
-    with pytest.raises(ValueError, match="cut with load_balance=True, the style has load_balance=False"):
+    with pytest.raises(ValueError, match="sharded with load_balance=True, the style has load_balance=False"):
         _joined([0, 1, 6, 7, 2, 3, 4, 5], 2, packed=True)
-    with pytest.raises(ValueError, match="cut with load_balance=False, the style has load_balance=True"):
+    with pytest.raises(ValueError, match="sharded with load_balance=False, the style has load_balance=True"):
         _joined([0, 1, 4, 5, 6, 7, 2, 3], 2, True)
     with pytest.raises(ValueError, match="token 4 .* position id 0, the one before it 3, .* can't be told"):
         _joined([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7], 3)

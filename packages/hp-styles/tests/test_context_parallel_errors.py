@@ -64,10 +64,15 @@ def test_what_attention_is_not_computed() -> None:
         (NotImplementedError, "dropout_p=0.1", (q, q, q), {"dropout_p": 0.1}),
         (ValueError, "fewer key than query heads need enable_gqa=True", (q, q[:, :2], q[:, :2]), {}),
         (ValueError, "is_causal=True needs as many keys", (q, q[:, :, :4], q[:, :, :4]), {"is_causal": True}),
-        (ValueError, "have to be .batch, heads, sequence, head size", (q[0], q[0], q[0]), {}),
-        (TypeError, "they need one dtype", (q, q.double(), q), {}),
+        (ValueError, "must be .batch, heads, sequence, head size", (q[0], q[0], q[0]), {}),
+        (TypeError, "they must have the same dtype", (q, q.double(), q), {}),
         (ValueError, "3 query heads and 3 key/value heads do not divide over a Ulysses", (q[:, :3],) * 3, {}),
-        (ValueError, "q, k and v are placed .* they need one layout", (distribute_tensor(q, mesh, [R]), q, q), {}),
+        (
+            ValueError,
+            "q, k and v are placed .* they must have the same layout",
+            (distribute_tensor(q, mesh, [R]), q, q),
+            {},
+        ),
         (ValueError, "it must be Shard.2., its sequence dim", (distribute_tensor(q, mesh, [R]),) * 3, {}),
         (
             ValueError,
@@ -84,7 +89,7 @@ def test_what_attention_is_not_computed() -> None:
         assert not torch.overrides._get_current_function_mode_stack()
     assert module(q[:, :, :4], q, q).shape == (1, 4, 4, 2), "fewer queries than keys"
     own = {"attn_mask": rand(6, 6)} if dist.get_rank() else {}  # all ranks refuse what one is given
-    text = r"an attn_mask of shape \(6, 6\)" if own else r"ranks \[1\] refuse this step, by errors that say more there"
+    text = r"an attn_mask of shape \(6, 6\)" if own else r"ranks \[1\] refuse this step, for the reasons that"
     module(q, q, q)
     for _ in range(2):  # shapes that are not new
         with count_collectives() as counts, pytest.raises(NotImplementedError, match=text):
@@ -214,7 +219,7 @@ def test_what_one_rank_finds_at_a_later_layer_of_one_kind(style: str, alone: boo
     cases: list[tuple[type[Exception], str, torch.Tensor, dict[str, Any]]] = [
         (ValueError, "parts are 6 queries and 6 keys, batch 2; .* which here are 4 and 4, batch 2", longer, {}),
         (ValueError, "parts are 4 queries and 4 keys, batch 1", x[:1], {}),
-        (RuntimeError, "other padding", x, {"attention_mask": padded.expand(2, 1, 4, 4)}),
+        (RuntimeError, "documents or padding", x, {"attention_mask": padded.expand(2, 1, 4, 4)}),
         (NotImplementedError, "dropout_p=0.5", x, {"dropout": 0.5}),
         (NotImplementedError, "an attn_mask of shape", x, {"mask": padded}),
     ]
@@ -246,7 +251,7 @@ def test_load_balance_that_is_not_the_same_everywhere() -> None:
         model = parallelize_module(nn.Sequential(Attention()), mesh, {"0": style})
         alone = parallelize_module(Attention(), mesh, style)
         part = context_parallel_shard({"input": x}, mesh, load_balance=not balance)
-        text = f"is cut with load_balance={not balance}, the style has load_balance={balance}; give"
+        text = f"is sharded with load_balance={not balance}, the style has load_balance={balance}; pass the same"
         with pytest.raises(ValueError, match=f"input 'input' of shape .1, 4, 8. {text}"):
             model(**part)
         with pytest.raises(ValueError, match=f"input 0 of shape .1, 4, 8. {text}"):
@@ -266,7 +271,7 @@ def test_modules_that_do_not_fit() -> None:
     silent = parallelize_module(nn.Identity(), mesh, ContextParallel())
     with pytest.raises(RuntimeError, match="Identity ran without a call of .*attn_implementation='sdpa'"):
         silent(x)
-    with pytest.raises(RuntimeError, match="Identity has a context parallel style already"):
+    with pytest.raises(RuntimeError, match="Identity already has a context parallel style"):
         parallelize_module(silent, mesh, ContextParallel())
     several = parallelize_module(nn.MultiheadAttention(DIM, HEADS, device=device_type()), mesh, ContextParallel())
     with pytest.raises(NotImplementedError, match="nn.MultiheadAttention calls attention where"):
@@ -276,9 +281,9 @@ def test_modules_that_do_not_fit() -> None:
         named(x[..., None], x[..., None], x[..., None])
     core = parallelize_module(Given(), mesh, ContextParallel(qkv_indices=(0, 1, 2)))
     q = torch.randn(1, 2, 4, 2, device=device_type())
-    with pytest.raises(ValueError, match="the output of shape .* has to have the sequence of length 4 in dim 1"):
+    with pytest.raises(ValueError, match="the output of shape .* must have the sequence of length 4 in dim 1"):
         _patched(core, lambda q, k, v: q[:, :1])(q, q, q)
-    with pytest.raises(NotImplementedError, match="attention weights are not brought back"):
+    with pytest.raises(NotImplementedError, match="attention weights are not redistributed"):
         _patched(core, lambda q, k, v: (q, q))(q, q, q)
     assert not torch.overrides._get_current_function_mode_stack()
 
@@ -307,7 +312,7 @@ def test_async_arguments_and_what_comes_between() -> None:
     with pytest.raises(ValueError, match="with ulysses_degree=1 over 2 ranks no projection's output"):
         parallelize_module(Attention(), mesh, AsyncContextParallel(v_proj="v", ulysses_degree=1))
     unknown = parallelize_module(Attention(), mesh, AsyncContextParallel(v_proj="v"))
-    with pytest.raises(ValueError, match="has to be .batch, sequence, heads . head_size., with head_size"):
+    with pytest.raises(ValueError, match="must be .batch, sequence, heads . head_size., with head_size"):
         unknown(x)
     late = Attention()
     late.forward = lambda x: F.scaled_dot_product_attention(*[x.unflatten(-1, (-1, SIZE)).transpose(1, 2)] * 3)

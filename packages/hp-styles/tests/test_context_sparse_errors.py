@@ -62,10 +62,10 @@ def test_inputs_that_do_not_fit() -> None:
     shard = distribute_tensor(_rand(2, 8, 3), mesh, [Shard(1)])
     cases: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
         (TypeError, r"the input 'key' of forward\(query.*got nothing; the call has \['Tensor'\] and", (x,), {}),
-        (TypeError, "the input 'query' of .* has to be a tensor, got int", (1, x), {}),
+        (TypeError, "the input 'query' of .* must be a tensor, got int", (1, x), {}),
         (TypeError, "the input 'key' of .* got nothing", (x,), {"key": None}),
-        (TypeError, "have to be plain, or all on one mesh; 'query' is on .*'key' is on no mesh, plain", (shard, x), {}),
-        (ValueError, r"'key' has shape \(3,\); it has to have the sequence in dim 1", (x, x[0, 0]), {}),
+        (TypeError, "must be plain, or all on one mesh; 'query' is on .*'key' is on no mesh, plain", (shard, x), {}),
+        (ValueError, r"'key' has shape \(3,\); it must have the sequence in dim 1", (x, x[0, 0]), {}),
         (ValueError, r"'key' of shape \(2, 8, 3\) has 8 tokens .dim 1., the query 4", (x, _rand(2, 8, 3)), {}),
         (ValueError, r"it must be Shard\(1\), its sequence dim", (shard, distribute_tensor(x, mesh, [R])), {}),
         (
@@ -74,8 +74,8 @@ def test_inputs_that_do_not_fit() -> None:
             (distribute_tensor(_rand(2, 7, 3), mesh, [Shard(1)]),) * 2,
             {},
         ),
-        (ValueError, "the input 'other' .* A DTensor that is no key has", (x, x), {"other": shard}),
-        (ValueError, "A DTensor that is no key has", (shard, shard), {"other": distribute_tensor(x, mesh, [R])}),
+        (ValueError, "the input 'other' .* A DTensor that is not a key must", (x, x), {"other": shard}),
+        (ValueError, "A DTensor that is not a key must", (shard, shard), {"other": distribute_tensor(x, mesh, [R])}),
     ]
     for error, text, args, kwargs in cases:
         with count_collectives() as counts, pytest.raises(error, match=text):
@@ -115,7 +115,9 @@ def test_parts_that_differ_in_a_later_step() -> None:
         with pytest.raises(ValueError, match=rf"parts of different shapes .* rank 1: \[\[2, {length + 2}, 3\]"):
             balanced(longer, longer)
         odd = _rand(2, length + rank, 3)
-        text = "two equal chunks per rank" if rank else r"ranks \[1\] refuse their parts of the sequence, see the error"
+        text = (
+            "two equal chunks per rank" if rank else r"ranks \[1\] refuse their parts of the sequence; see their errors"
+        )
         with pytest.raises(ValueError, match=text):
             balanced(odd, odd)
         text = f"has {length + 1} tokens .dim 1., the query {length}" if rank else r"ranks \[1\] refuse their parts"
@@ -147,12 +149,12 @@ def test_modules_and_meshes_that_do_not_fit() -> None:
                 parallelize_module(module, mesh, style)
         named = parallelize_module(Given(), mesh, _style())
         for style in (_style(), DSASparseAttentionContextParallel()):
-            with pytest.raises(RuntimeError, match="Given has a context parallel style already; apply one"):
+            with pytest.raises(RuntimeError, match="Given already has a context parallel style; apply only one"):
                 parallelize_module(named, mesh, style)
-        with pytest.raises(RuntimeError, match="Given has a context parallel style already"):
+        with pytest.raises(RuntimeError, match="Given already has a context parallel style"):
             parallelize_module(named, mesh, ContextParallel(qkv_indices=(0, 1, 2)))
     assert not counts
-    with pytest.raises(ValueError, match=r"the ranks along the context axis are \[1, 0\]; they have to ascend"):
+    with pytest.raises(ValueError, match=r"the ranks along the context axis are \[1, 0\]; they must ascend"):
         parallelize_module(Given(), DeviceMesh(device_type(), [1, 0], mesh_dim_names=("cp",)), _style())
     both = init_device_mesh(device_type(), (1, 2), ("dp", "cp"))
     with pytest.raises(ValueError, match="a mesh of one axis is needed for DSAIndexerContextParallel, got axes"):
@@ -170,7 +172,7 @@ def test_sums_over_heads_that_are_sharded() -> None:
         module = parallelize_module(Given(), mesh["cp"], style)
         assert module(batch, batch).placements == (Shard(1), Shard(0))
         with pytest.raises(
-            ValueError, match=r"must be Replicate\(\), or Shard of the batch \(what .* a sum over heads"
+            ValueError, match=r"must be Replicate\(\), or Shard of the batch \(the result is a sum over heads"
         ):
             module(heads, heads)
     mean = parallelize_module(Given(lambda q, k: q.mean()), mesh["cp"], DSAIndexerLossContextParallel(keys=("key",)))
@@ -188,12 +190,12 @@ def test_outputs_that_do_not_fit() -> None:
     mesh, x = _mesh(), _rand(2, 4, 3)
     shard = distribute_tensor(_rand(2, 8, 3), mesh, [Shard(1)])
     whole = parallelize_module(Given(lambda q, k: k), mesh, _style())
-    with pytest.raises(ValueError, match=r"an output of shape \(2, 8, 3\) has to have the 4 queries in dim 1"):
+    with pytest.raises(ValueError, match=r"an output of shape \(2, 8, 3\) must have the 4 queries in dim 1"):
         whole(shard, shard)
     assert whole(x, x).shape == (2, 8, 3), "of plain tensors nothing is laid out"
     for give in (lambda q, k: None, lambda q, k: q.argmax()):
         module = parallelize_module(Given(give), mesh, DSAIndexerLossContextParallel(keys=("key",)))
-        with pytest.raises(TypeError, match="on Given: the output has to be a loss, alone or first of several"):
+        with pytest.raises(TypeError, match="on Given: the output must be a loss, alone or first of several"):
             module(x, x)
     several = parallelize_module(
         Given(lambda q, k: (q.sum(), "more")), mesh, DSAIndexerLossContextParallel(keys=["key"])
@@ -227,7 +229,7 @@ def test_early_keys_that_are_something_else() -> None:
         key = m.proj(x)
         return m.core(m.core(x, key), key)
 
-    text = "the key 'key', of shape .* is not the output of proj, .*something .rotary positions, a norm. comes between"
+    text = "the key 'key', of shape .* is not the output of proj, .*something in between .rotary positions, a norm."
     for do, message in [
         (lambda m, x: m.core(x, m.proj(x).cos()), text),
         (lambda m, x: m.core(x, m.proj(x).detach()), text),
@@ -251,7 +253,7 @@ def test_early_keys_that_are_something_else() -> None:
     assert silent(x).shape == x.shape, "a core that does not run is no error"
     bad = Uses(lambda m, x: m.core(x, m.proj(x)))
     bad.proj.register_forward_hook(lambda mod, args, out: (out,))
-    with pytest.raises(TypeError, match="the output of proj has to be a tensor, got tuple"):
+    with pytest.raises(TypeError, match="the output of proj must be a tensor, got tuple"):
         parallelize_module(bad, mesh, style)(x)
 
 
@@ -279,11 +281,11 @@ def test_styles_check_their_arguments() -> None:
     for wrong in ("key", ()):
         with pytest.raises(ValueError, match="keys are the names or positions of one or more inputs, got"):
             _style(keys=wrong)
-    with pytest.raises(ValueError, match="have to be different inputs, got .'key', 'key', 'positions'."):
+    with pytest.raises(ValueError, match="must be different inputs, got .'key', 'key', 'positions'."):
         _style(query="key")
     with pytest.raises(ValueError, match="seq_dim=-2 counts from the end"):
         _style(seq_dim=-2)
-    with pytest.raises(ValueError, match="reduction has to be 'mean', 'sum' or 'none', got 'max'"):
+    with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none', got 'max'"):
         DSAIndexerLossContextParallel(reduction="max")  # type: ignore[arg-type]
     for wrong in ({}, {"value": "v"}):
         with pytest.raises(ValueError, match="projections are of one or more of keys=.* use DSAIndexerContextParallel"):

@@ -120,7 +120,7 @@ def test_two_keys_for_parameters_that_are_tied() -> None:
     parallelize_module(model, mesh, {"embed.weight": RowwiseParallel(), "head.weight": RowwiseParallel()})
     assert model.head.weight is model.embed.weight and model.head.weight.placements == (Shard(1),)
     _, model = _pair()
-    with pytest.raises(ValueError, match="two keys for one parameter, or for two that are tied"):
+    with pytest.raises(ValueError, match="two keys match one parameter, or two tied ones"):
         parallelize_module(model, mesh, {"embed.weight": RowwiseParallel(), "head.weight": ColwiseParallel()})
 
 

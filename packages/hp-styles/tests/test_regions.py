@@ -329,7 +329,9 @@ def test_errors_name_what_to_change():
     x = distribute_tensor(torch.randn(TOKENS, HIDDEN, device=device_type()), mesh, [Replicate()])
     with pytest.raises(ValueError, match="the experts of Experts are replicated, .* gate_up_proj 'packed"):
         block(x)
-    with pytest.raises(ValueError, match=r"the experts' drop drops with p = 0.5: each rank would draw for its part"):
+    with pytest.raises(
+        ValueError, match=r"the experts' drop drops with p = 0.5: each rank would draw for its own features"
+    ):
         parallelize_module(Block(drop=0.5), mesh, {"experts": "moe_tp_experts"})
     with pytest.raises(NotImplementedError, match="WholeExperts is for a parameter, got Linear; name the parameter"):
         parallelize_module(Block(), mesh, {"gate": "grouped_gemm"})

@@ -290,7 +290,7 @@ def test_calls_without_a_mesh_or_a_plan() -> None:
         parallelize_module(_linear(), None, ColwiseParallel())
     module = _linear()
     assert parallelize_module(module, mesh, {}) is module and type(module.weight) is nn.Parameter
-    with pytest.warns(UserWarning, match="parallelize_plan is missing, the module stays as it is"):
+    with pytest.warns(UserWarning, match="there is no parallelize_plan, so the module is unchanged"):
         assert parallelize_module(module, mesh) is module
     assert type(module.weight) is nn.Parameter
     for style in (ColwiseParallel(), RowwiseParallel()):

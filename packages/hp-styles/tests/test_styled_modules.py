@@ -72,7 +72,9 @@ def test_styles_a_second_time() -> None:
         parallelize_module(model, mesh, {"norm": style})
     texts = [r"its inputs \['0'\]", r"its inputs \[\"'x'\"\]", r"its outputs \['0'\]"]
     for style, text in zip((into, named, out), texts, strict=True):
-        with pytest.raises(RuntimeError, match=rf"LayerNorm: a style converts {text} over \('tp',\) already and would"):
+        with pytest.raises(
+            RuntimeError, match=rf"LayerNorm: a style already converts {text} over \('tp',\), which can"
+        ):
             parallelize_module(model, mesh, {"norm": style})
     x = _input()[:2]
     _same(model.norm(x.chunk(2)[mesh.get_local_rank()]), MLP().norm(x).chunk(2)[mesh.get_local_rank()])
@@ -194,8 +196,11 @@ def test_plain_parts_of_wrong_widths() -> None:
     mesh, rank = _mesh(), torch.distributed.get_rank()
     uneven = parallelize_module(nn.Linear(9, 4, device=device_type()), mesh, RowwiseParallel())
     even = parallelize_module(nn.Linear(8, 4, device=device_type()), mesh, RowwiseParallel())
-    takes = "RowwiseParallel on Linear: a plain input counts as this rank's part of the {} features that the weight"
-    each = takes.format(9) + " takes, rank 0: 5, rank 1: 4; got rank 0: 5, rank 1: 5, of shape .3, 5. here. Pass what a"
+    takes = "RowwiseParallel on Linear: a plain input is taken as this rank's part of the {} features that the weight"
+    each = (
+        takes.format(9)
+        + " takes, rank 0: 5, rank 1: 4; got rank 0: 5, rank 1: 5, of shape .3, 5. here. Pass the output of a"
+    )
     mine = takes.format(8) + f" takes, rank 0: 4, rank 1: 4; got rank {rank}: {5 - 2 * rank}, .* ColwiseParallel of 8"
     for _ in range(2):
         with pytest.raises(ValueError, match=each):

@@ -268,7 +268,7 @@ def test_what_parallelize_module_refuses():
         parallelize_module(Mlp(), mesh, {"u*": ColwiseParallel(), "up": RowwiseParallel()})
     with pytest.raises(TypeError, match="'up' must have a ParallelStyle, got a int"):
         parallelize_module(Mlp(), mesh, {"up": 3})
-    with pytest.warns(UserWarning, match="parallelize_plan is missing, the module stays as it is"):
+    with pytest.warns(UserWarning, match="there is no parallelize_plan, so the module is unchanged"):
         assert not isinstance(parallelize_module(Mlp(), mesh).up.weight, DTensor)
     with pytest.raises(ValueError, match=r"a mesh of one axis is needed.*mesh\['tp'\]"):
         parallelize_module(Mlp(), init_device_mesh(device_type(), (1, 2), ("dp", "tp")), {"up": ColwiseParallel()})

@@ -26,7 +26,7 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> Any:
-    """Applies styles to a module or its submodules, in place.
+    """Apply styles to a module or its submodules, in place.
 
     Modules that share a parameter share it afterwards too.
 
@@ -46,9 +46,9 @@ def parallelize_module(
 
     Raises:
         ValueError: a mesh of another number of axes than a style is for, a key that matches no submodule (near misses
-            are listed), a name that is no style's, a module that two keys match, or modules that share a parameter and
-            get different placements.
-        TypeError: something that is no style, plan or mesh; a style or a mesh of torch's own.
+            are listed), a name that is not a style's, a module that two keys match, or modules that share a parameter
+            and get different placements.
+        TypeError: something that is not a style, plan or mesh; a style or a mesh of torch's own.
         NotImplementedError: a style that is not for such a module.
         RuntimeError: no ``device_mesh``, and none is active; or a module has a style that shards parameters already.
 
@@ -59,7 +59,7 @@ def parallelize_module(
     check_mesh(mesh, "parallelize_module")
     if parallelize_plan is None:
         warnings.warn(
-            "parallelize_module: parallelize_plan is missing, the module stays as it is; pass a style or"
+            "parallelize_module: there is no parallelize_plan, so the module is unchanged; pass a style or"
             " {pattern: style}",
             stacklevel=2,
         )
@@ -81,7 +81,7 @@ def parallelize_module(
             raise ValueError(
                 f"parallelize_module: a mesh of {'one axis' if style.mesh_axes == 1 else f'{style.mesh_axes} axes'} is"
                 f" needed for {type(style).__name__}, got axes {mesh.mesh_dim_names or mesh.shape}; slice it, as in"
-                " mesh['tp'], and apply styles of other meshes in a call of their own"
+                " mesh['tp'], and apply styles for other meshes in separate calls"
             )
         if pattern not in modules and not any(matches(pattern, name) for name in modules):
             placed.update({name: style for name in parameters if matches(pattern, name)})
@@ -108,11 +108,11 @@ def parallelize_module(
 
 
 def _style(given: Any, pattern: str) -> ParallelStyle:
-    """The style that a plan gives a pattern.
+    """Return the style that a plan gives a pattern.
 
     Raises:
-        ValueError: a name that is no style's.
-        TypeError: something that is no style.
+        ValueError: a name that is not a style's.
+        TypeError: something that is not a style.
     """
     style = named_style(given) if isinstance(given, str) else given
     if isinstance(style, ParallelStyle):
@@ -133,9 +133,9 @@ def loss_parallel(*, z_loss: float = 0.0) -> AbstractContextManager[None]:
     """Inside, ``F.cross_entropy`` is of logits sharded on the class dim, and nothing of their size is communicated.
 
     Two all-reduces of row-sized tensors, forward, give the loss (a third, of a number, where a mean is over sharded
-    rows); the gradient is local. Cross entropy of sharded classes is computed so outside, too: the context adds the
-    z-loss, takes plain targets and class weights as replicated where the rows are not sharded, and refuses logits that
-    would have to be gathered.
+    rows); the gradient is local. Cross entropy of sharded classes is computed this way outside as well; the context
+    adds the z-loss, takes plain targets and class weights as replicated where the rows are not sharded, and refuses
+    logits that would have to be gathered.
 
     Example:
         >>> logits = distribute_tensor(torch.randn(4, 16, requires_grad=True), mesh, [Shard(1)])

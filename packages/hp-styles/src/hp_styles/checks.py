@@ -14,7 +14,7 @@ __all__ = ["Widths", "check_mesh", "check_placements", "check_widths", "shapes_o
 
 
 def check_mesh(mesh: Any, what: str) -> None:
-    """Refuses what is no mesh of hp_dtensor.
+    """Refuse a value that is not a mesh of hp_dtensor.
 
     Args:
         mesh: the value.
@@ -31,7 +31,7 @@ def check_mesh(mesh: Any, what: str) -> None:
 
 
 def check_placements(style: Any, **layouts: Any) -> None:
-    """Refuses what is no placement of hp_dtensor.
+    """Refuse values that are not placements of hp_dtensor.
 
     Args:
         style: that the layouts are arguments of.
@@ -66,15 +66,15 @@ def shapes_of_ranks(values: Sequence[Any | None], mesh: DeviceMesh) -> list[list
     """
     shapes = [() if value is None else tuple(value.shape[:_DIMS]) for value in values]
     numbers = [n for shape in shapes for n in (*shape, *[-1] * (_DIMS - len(shape)))]
-    found = port.modules().gather_numbers(numbers, mesh, next(value for value in values if value is not None))
-    if found is None:
+    gathered = port.modules().gather_numbers(numbers, mesh, next(value for value in values if value is not None))
+    if gathered is None:
         return None
-    each = [tuple(n for n in found[i : i + _DIMS] if n >= 0) for i in range(0, len(found), _DIMS)]
+    each = [tuple(n for n in gathered[i : i + _DIMS] if n >= 0) for i in range(0, len(gathered), _DIMS)]
     return [each[i : i + len(values)] for i in range(0, len(each), len(values))]
 
 
 class Widths:
-    """The features of a plain input, which are cut over the ranks as those of a weight are.
+    """The features of a plain input, which are sharded over the ranks as those of a weight are.
 
     Args:
         mesh: the style's.
@@ -92,7 +92,7 @@ class Widths:
 
 
 def check_widths(widths: Widths, module: Any, value: Any) -> None:
-    """Refuses a plain part that has not as many features as the weight has on this rank.
+    """Refuse a plain shard whose number of features differs from the weight's on this rank.
 
     Where the ranks' parts are unequal, they compare at the module's first call; features are the model's own, and stay.
 
@@ -110,14 +110,14 @@ def check_widths(widths: Widths, module: Any, value: Any) -> None:
     got = {ranks[mine]: value.shape[-1]}
     if shapes is not None:
         got = {rank: row[0][-1] for rank, row in zip(ranks, shapes, strict=True)}
-    wanted = dict(zip(ranks, widths.parts, strict=True))
-    if any(wanted[rank] != length for rank, length in got.items()):
+    expected = dict(zip(ranks, widths.parts, strict=True))
+    if any(expected[rank] != length for rank, length in got.items()):
         widths.compared = widths.compared and shapes is None
         style = getattr(module, "_parallel_style", "parallel style").partition("(")[0]
         raise ValueError(
-            f"{style} on {type(module).__name__}: a plain input counts as this rank's part of the {features} features"
-            f" that the weight takes, {_listed(wanted)}; got {_listed(got)}, of shape {list(value.shape)} here. Pass"
-            f" what a ColwiseParallel of {features} features returns, or a DTensor (use_local_output=False in the style"
+            f"{style} on {type(module).__name__}: a plain input is taken as this rank's part of the {features} features"
+            f" that the weight takes, {_listed(expected)}; got {_listed(got)}, of shape {list(value.shape)} here. Pass "
+            f"the output of a ColwiseParallel of {features} features, or a DTensor (use_local_output=False in the style"
             " before, or DTensor.from_local with shape=)"
         )
 

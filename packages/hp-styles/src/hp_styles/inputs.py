@@ -1,4 +1,4 @@
-"""What styles do to a module's inputs and outputs: the same hooks on a torch module and on a MindSpore Cell."""
+"""Conversion of a module's inputs and outputs: the same hooks on a torch module and on a MindSpore Cell."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _placements(layout: Placed, mesh: DeviceMesh, ndim: int) -> tuple[Placement,
 
 @functools.lru_cache(maxsize=4096)
 def _spec(mesh: DeviceMesh, layout: Placed, local: tuple[int, ...], features: int | None = None) -> TensorSpec:
-    """What a plain tensor of this shape is a part of.
+    """Return the spec of which a plain tensor of this shape is the local part.
 
     Args:
         mesh: the style's.
@@ -63,18 +63,18 @@ def _spec(mesh: DeviceMesh, layout: Placed, local: tuple[int, ...], features: in
             shape[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
             if features is not None and placement.is_shard(len(local) - 1):
                 shape[-1] = features
-    made = TensorSpec.of(mesh, placements, tuple(shape))
-    if made.local_shape != local:
+    spec = TensorSpec.of(mesh, placements, tuple(shape))
+    if spec.local_shape != local:
         raise ValueError(
             f"parallel style: a local input of shape {local} placed {layout!r} over {mesh.size()} ranks is uneven; pass"
             " a DTensor"
         )
-    return made
+    return spec
 
 
 @functools.lru_cache(maxsize=4096)
 def _wanted(spec: TensorSpec, mesh: DeviceMesh, desired: Placed) -> TensorSpec:
-    """The layout that a DTensor of layout ``spec`` is to have.
+    """Return the layout that a DTensor of layout ``spec`` shall have.
 
     Raises:
         ValueError: it is on another mesh.
@@ -85,10 +85,10 @@ def _wanted(spec: TensorSpec, mesh: DeviceMesh, desired: Placed) -> TensorSpec:
 
 
 def _to_dtensor(value: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, features: int | None = None) -> Any:
-    """A plain tensor as the local part of ``layout``, or a DTensor, in ``desired``; several readers move it once."""
+    """Redistribute a plain tensor (the local part of ``layout``) or a DTensor to ``desired``, once for all readers."""
     if isinstance(value, hp_dtensor.DTensor):
-        wanted = _wanted(value._spec, mesh, desired)
-        return value if value._spec is wanted else port.modules().redistribute_shared(value, wanted)
+        target = _wanted(value._spec, mesh, desired)
+        return value if value._spec is target else port.modules().redistribute_shared(value, target)
     if not _is_tensor(value):
         raise TypeError(f"parallel style: {layout!r} is for a tensor, got {type(value).__name__}")
     port.modules().refuse_foreign(value, "parallel style")
@@ -102,53 +102,53 @@ _comparing: ContextVar[list[Any] | None] = ContextVar("comparing", default=None)
 
 @contextlib.contextmanager
 def comparing_in_calls_of(module: Any) -> Iterator[None]:
-    """Styles that are applied inside compare parts once in a call of ``module``, where they compare any."""
-    noted: list[Any] = []
-    token = _comparing.set(noted)
+    """Let styles that are applied inside compare parts once per call of ``module``, where they compare any."""
+    modules: list[Any] = []
+    token = _comparing.set(modules)
     try:
         yield
     finally:
         _comparing.reset(token)
-    if noted:
+    if modules:
         port.modules().around_calls(module)
 
 
 def note_comparing(module: Any) -> None:
-    """Says that parts are compared before ``module`` runs."""
-    noted = _comparing.get()
-    if noted is not None:
-        noted.append(module)
+    """Note that parts are compared before ``module`` runs."""
+    modules = _comparing.get()
+    if modules is not None:
+        modules.append(module)
 
 
 def current_round() -> Round:
-    """What belongs to this call of what `parallelize_module` was given; a new one outside of such a call."""
+    """Return the round of this call of the module given to `parallelize_module`; a new one outside such a call."""
     return _rounds.of(0, backward=False)
 
 
 def begin_call(module: Any, *, anew: bool = False) -> None:
-    """A call of what `parallelize_module` was given begins: plain parts are compared once in it.
+    """Begin a call of the module given to `parallelize_module`: plain parts are compared once in it.
 
     Args:
-        module: what was given.
-        anew: a call of it that has not ended was ended by an error, which no hook told.
+        module: the module given to `parallelize_module`.
+        anew: an open call of it was ended by an error, which no hook sees.
     """
     _rounds.enter(module, anew=anew)
 
 
 def end_call(module: Any) -> None:
-    """It ends."""
+    """End the call."""
     _rounds.leave(module)
 
 
 def compare_parts(mesh: DeviceMesh, inputs: Sequence[tuple[Any, Placed | None]]) -> None:
-    """Refuses plain parts of different shapes on all ranks; Note [Parts are compared].
+    """Refuse plain parts of different shapes on all ranks; Note [Parts are compared].
 
     Note [Parts are compared]
         A plain tensor counts as this rank's part, and parts are equally long. A rank whose part alone is longer would
         communicate other sizes than the others do, so all have to ask, at every step, whether or not its own shape is
-        new to it. Lengths come from the data, so it's enough to ask once a call of what `parallelize_module` was given,
-        at the first batch or sequence that is cut; features (the last dim) are the model's own. Outside of such a call
-        every input is asked about.
+        new to it. Lengths come from the data, so it is enough to ask once per call of the module given to
+        `parallelize_module`, at the first batch or sequence that is sharded; features (the last dim) are the model's
+        own. Outside of such a call every input is asked about.
 
     Args:
         mesh: the style's.
@@ -173,13 +173,13 @@ def compare_parts(mesh: DeviceMesh, inputs: Sequence[tuple[Any, Placed | None]])
             each = "; ".join(f"rank {rank}: {list(row[index])}" for rank, row in zip(ranks, shapes, strict=True))
             raise ValueError(
                 f"parallel style: the ranks' parts of an input placed {layout!r} over {mesh.size()} ranks have"
-                f" different shapes: {each}. Plain tensors count as parts of equal length: pad them, or"
+                f" different shapes: {each}. Plain tensors are taken as parts of equal length: pad them, or"
                 " pass a DTensor (DTensor.from_local with shape=, or distribute_tensor)"
             )
 
 
 def _is_part(value: Any, layout: Placed | None) -> bool:
-    """Whether a value is plain, and its batch or its sequence is cut."""
+    """Return True if a value is plain and its batch or sequence is sharded."""
     if layout is None or not _is_tensor(value) or isinstance(value, hp_dtensor.DTensor):
         return False
     last = len(value.shape) - 1
@@ -187,7 +187,7 @@ def _is_part(value: Any, layout: Placed | None) -> bool:
 
 
 def _cuts(module: Any, layouts: Iterable[Placed | None]) -> bool:
-    """Whether one of the layouts may cut a batch or a sequence, which is noted then."""
+    """Return True, and note it, if one of the layouts may shard a batch or a sequence."""
     placements = [placement for layout in layouts if layout is not None for placement in _each(layout)]
     cuts = any(p.is_shard() and p.dim != -1 for p in placements)  # type: ignore[attr-defined]
     if cuts:
@@ -200,7 +200,7 @@ def _each(layout: Placed) -> tuple[Placement, ...]:
 
 
 def _convert_once(module: Any, mesh: DeviceMesh, kind: str, names: Iterable[Any]) -> None:
-    """Notes which inputs or outputs of a module a hook converts.
+    """Note which inputs or outputs of a module a hook converts.
 
     Raises:
         RuntimeError: one of them is converted already, so that its parts would be taken for parts of parts.
@@ -210,8 +210,8 @@ def _convert_once(module: Any, mesh: DeviceMesh, kind: str, names: Iterable[Any]
     before = taken.setdefault((kind, mesh._key), set())
     if names & before:
         raise RuntimeError(
-            f"{type(module).__name__}: a style converts its {kind}s {sorted(map(repr, names & before))} over"
-            f" {mesh.mesh_dim_names or mesh.shape} already and would a second time; apply PrepareModuleInput and"
+            f"{type(module).__name__}: a style already converts its {kind}s {sorted(map(repr, names & before))} over"
+            f" {mesh.mesh_dim_names or mesh.shape}, which can be done only once; apply PrepareModuleInput and"
             " PrepareModuleOutput to a module once"
         )
     before |= names
@@ -219,17 +219,17 @@ def _convert_once(module: Any, mesh: DeviceMesh, kind: str, names: Iterable[Any]
 
 
 def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, features: int | None = None) -> None:
-    """Converts the first positional input (or, where there is none, the first keyword tensor).
+    """Convert the first positional input or, if there is none, the first keyword tensor.
 
     Args:
         module: the module.
         mesh: the style's.
         layout: of a plain input.
-        desired: what the input is brought to.
+        desired: the input's layout afterwards.
         features: of the whole input, where they are those of a weight.
 
     Raises:
-        TypeError: (in forward) there is no such input, or it is no tensor.
+        TypeError: (in forward) there is no such input, or it is not a tensor.
         ValueError: (in forward) parts that are none of ``features``.
     """
     check_mesh(mesh, "parallel style")
@@ -255,14 +255,14 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, fea
 
 def _output(value: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> Any:
     if isinstance(value, hp_dtensor.DTensor):
-        wanted = _wanted(value._spec, mesh, desired)
-        value = value if value._spec is wanted else port.modules().redistribute(value, wanted)
+        target = _wanted(value._spec, mesh, desired)
+        value = value if value._spec is target else port.modules().redistribute(value, target)
         return value.to_local() if local else value
     return value
 
 
 def on_output(module: Any, mesh: DeviceMesh, desired: Placed, local: bool) -> None:
-    """Brings the output, a tensor, to ``desired``."""
+    """Redistribute the output, a tensor, to ``desired``."""
     check_mesh(mesh, "parallel style")
     module.register_forward_hook(hook(lambda mod, args, output: _output(output, mesh, desired, local)))
 
@@ -276,7 +276,7 @@ def on_inputs(
     desired_kwargs: Mapping[str, Placement | None],
     local: bool,
 ) -> None:
-    """Converts positional and keyword inputs by their layouts."""
+    """Convert positional and keyword inputs by their layouts."""
     check_mesh(mesh, "parallel style")
     placed = [index for index, layout in enumerate(layouts or ()) if layout is not None]
     _convert_once(module, mesh, "input", [*placed, *kwarg_layouts])
@@ -315,7 +315,7 @@ def on_outputs(
     desired: Sequence[Placement | None],
     local: bool,
 ) -> None:
-    """Converts outputs by their layouts."""
+    """Convert outputs by their layouts."""
     check_mesh(mesh, "parallel style")
     _convert_once(module, mesh, "output", [index for index, layout in enumerate(layouts) if layout is not None])
     cuts = _cuts(module, layouts)
@@ -344,7 +344,7 @@ class NotPickled:
     """Belongs to one process and its meshes: it can be copied with the module that has it, not pickled.
 
     Args:
-        function: what ``call`` calls.
+        function: the function that ``call`` calls.
     """
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
@@ -366,5 +366,5 @@ class NotPickled:
 
 
 def hook(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of a style: the function, as a method, which every framework takes for a hook."""
+    """Make a hook of a style: the function as a method, which every framework takes for a hook."""
     return NotPickled(function).call

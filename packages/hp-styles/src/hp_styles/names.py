@@ -117,12 +117,12 @@ _MADE: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def canonical(style: str) -> str:
-    """The style's name here; a name that isn't known comes back as it is."""
+    """Return the style's name here; an unknown name is returned unchanged."""
     return ALIASES.get(style, style)
 
 
 def named_style(name: str) -> ParallelStyle:
-    """A new style object of a name.
+    """Create the style of a name.
 
     Args:
         name: a key of ``STYLES`` or ``ALIASES``.
@@ -141,7 +141,7 @@ def named_style(name: str) -> ParallelStyle:
 def sequence_parallel_plan(
     tensor_parallel_plan: Mapping[str, str], *, norms: Iterable[str], embedding: str | None = None
 ) -> dict[str, str]:
-    """A tensor parallel plan with activations sharded along the sequence between the blocks' matrices.
+    """Shard the activations of a tensor parallel plan along the sequence between the blocks' matrices.
 
     What would be summed is summed and scattered, norms run on their part of the sequence, and their output is gathered
     once for the matrices that follow. An all-reduce is a reduce-scatter and an all-gather, so the bytes moved are those
@@ -164,7 +164,7 @@ def sequence_parallel_plan(
 
     Args:
         tensor_parallel_plan: name or pattern -> name of a style, as of a transformers model's ``base_model_tp_plan``.
-        norms: names or patterns of the norms on the residual stream. What reads such a norm gets the whole sequence.
+        norms: names or patterns of the norms on the residual stream. What reads such a norm gets the full sequence.
         embedding: the token embedding, whose output is the residual stream; its vocabulary is sharded where the plan
             does not say otherwise. None: the model is called with activations that are sharded along the sequence.
 
@@ -172,22 +172,22 @@ def sequence_parallel_plan(
         The plan for ``parallelize_module``; activations have the sequence in dim 1.
 
     Raises:
-        TypeError: a style that is no name.
+        TypeError: a style that is not a name.
         ValueError: a norm that the plan names already.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
     """
-    made: dict[str, str] = {}
+    table: dict[str, str] = {}
     for pattern, style in tensor_parallel_plan.items():
         if not isinstance(style, str):
             raise TypeError(
                 f"sequence_parallel_plan: {pattern!r} must have the name of a style, such as 'colwise', got a"
                 f" {type(style).__name__}"
             )
-        made[pattern] = _SCATTERED.get(canonical(style), canonical(style))
+        table[pattern] = _SCATTERED.get(canonical(style), canonical(style))
     if embedding is not None:
-        made.setdefault(embedding, "embedding_rowwise_scatter_output")
+        table.setdefault(embedding, "embedding_rowwise_scatter_output")
     for norm in norms:
-        if made.setdefault(norm, "sequence_gather_output") != "sequence_gather_output":
-            raise ValueError(f"sequence_parallel_plan: the norm {norm!r} is {made[norm]!r} in the plan; name it once")
-    return made
+        if table.setdefault(norm, "sequence_gather_output") != "sequence_gather_output":
+            raise ValueError(f"sequence_parallel_plan: the norm {norm!r} is {table[norm]!r} in the plan; name it once")
+    return table

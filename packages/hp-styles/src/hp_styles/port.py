@@ -1,4 +1,4 @@
-"""What a framework supplies to hp-styles: what differs between a Module of torch and a Cell of MindSpore."""
+"""Protocols that a framework implements for hp-styles: the differences between torch's Module and MindSpore's Cell."""
 
 from __future__ import annotations
 

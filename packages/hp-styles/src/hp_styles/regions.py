@@ -2,10 +2,10 @@
 
 Note [Plain regions]
 Inside such a module no operation is intercepted, so its code may do whatever torch can: loops over experts, kernels
-that are no operation of a DTensor, writes through views. That is right where the layout of its result is known from its
-inputs alone. A part whose parameters and inputs are the same on every rank computes the same everywhere, and so does
-its backward. Experts whose inner features are cut compute one term of a sum, and so do experts that are whole and on
-one rank each: the inputs' gradients are terms of a sum, too.
+that are not operations of a DTensor, writes through views. That is right where the layout of its result is known from
+its inputs alone. A part whose parameters and inputs are the same on every rank computes the same everywhere, and so
+does its backward. Experts whose inner features are sharded compute one term of a sum, and so do experts that are whole
+and on one rank each: the inputs' gradients are terms of a sum as well.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExpertsParallel(ParallelStyle):
     parameter called ``down_proj_bias``, which is added once to each expert's result, counts on one rank only.
 
     Raises:
-        ValueError: experts that the ranks don't divide; inputs that are no tensors; a module that draws dropout.
+        ValueError: experts that the ranks don't divide; inputs that are not tensors; a module that draws dropout.
     """
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
@@ -73,12 +73,12 @@ class ExpertsParallel(ParallelStyle):
 
 
 def runs_on_parts(module: Any) -> bool:
-    """Whether what a module computes inside is a part, with no layout that says of what: ``ExpertsParallel``."""
+    """Return True if a module computes on local parts without a layout inside, as with ``ExpertsParallel``."""
     return getattr(module, "_parallel_style", None) == repr(ExpertsParallel())
 
 
 class IdentityExpert(ParallelStyle):
-    """An expert that returns its input, inside of ``ExpertsParallel``: each rank's is one of equal terms of the sum."""
+    """An expert that returns its input, inside ``ExpertsParallel``: each rank's is one of equal terms of the sum."""
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         claim(module, self)

@@ -1,4 +1,4 @@
-"""When the ranks of a context axis compare what they compute: once a step.
+"""Rounds: the ranks of a context axis compare what they compute once per step.
 
 Note [Rounds]
     A rank that alone sees something new (a length, a mask) must not be the only one to ask the others. So they compare
@@ -23,14 +23,14 @@ class Round:
     """Calls of attention that belong together.
 
     Attributes:
-        settled: by what is alike in calls, what the ranks found out about them.
-        kept: what is computed once for all, by what it is computed from, which stays alive with it.
-        kinds: of modules whose ranks have compared what they compute, with what they found out.
+        settled: results of comparisons, by what they apply to.
+        kept: results that are computed once, by their inputs, which stay alive with them.
+        kinds: results of comparisons, by the kind of module.
         seen: modules that were called.
-        fault: what this rank refuses all of them with.
-        met: how often the attention of each module was met.
-        late: what this rank refuses since it was too late to tell the others.
-        followed: the groups of ranks in which attention was met that compared nothing.
+        fault: the error that this rank raises for all of them.
+        met: number of calls of each module's attention.
+        late: an error that this rank found too late to tell the others.
+        followed: groups of ranks with attention that compared nothing.
     """
 
     settled: dict[Any, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Rounds(threading.local):
         self.current = Round()
 
     def enter(self, root: Any, *, anew: bool = False) -> None:
-        """A call of what holds the modules of the style begins; ``anew``, one of it that is open ended by an error."""
+        """Begin a call of the module around those of the style; with ``anew``, an open one was ended by an error."""
         if anew:
             self.open = list(itertools.takewhile(lambda each: each is not root, self.open))
         if not self.open:
@@ -71,18 +71,18 @@ class Rounds(threading.local):
         self.open.append(root)
 
     def leave(self, root: Any) -> None:
-        """It ends, perhaps by an error before it was entered."""
+        """End the call, perhaps by an error before it was entered."""
         if self.open and self.open[-1] is root:
             self.open.pop()
             if not self.open:
                 self.current = Round()
 
     def of(self, module: int, *, backward: bool) -> Round:
-        """The round of a call of a module that the style is on.
+        """Return the round of a call of a module that has the style.
 
         Args:
             module: its number: alike on all ranks, which its id is not.
-            backward: whether autograd runs it again.
+            backward: autograd runs it again.
         """
         if not self.open and (not backward or module in self.current.seen):
             self.current = Round()

@@ -34,12 +34,12 @@ def _tuple(layouts: Any) -> tuple[Placement | None, ...] | None:
 
 
 def _named(style: Any, **arguments: Any) -> str:
-    """A style as its constructor is written."""
+    """Write a style as its constructor."""
     return f"{type(style).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
 def claim(module: Any, style: ParallelStyle) -> None:
-    """Marks a module as one whose parameters a style has distributed.
+    """Mark a module as one whose parameters a style has distributed.
 
     Raises:
         RuntimeError: another has, so that its inputs and outputs would be converted twice.
@@ -47,8 +47,8 @@ def claim(module: Any, style: ParallelStyle) -> None:
     before = getattr(module, "_parallel_style", None)
     if before is not None:
         raise RuntimeError(
-            f"{type(module).__name__} has the style {before} already, {style!r} would convert its inputs and outputs a"
-            " second time; apply one style that shards parameters to a module, once"
+            f"{type(module).__name__} has the style {before} already, {style!r} would convert its inputs and outputs "
+            "a second time; apply only one style that shards parameters to a module"
         )
     module._parallel_style = repr(style)
 
@@ -58,7 +58,7 @@ _source: ContextVar[int | None] = ContextVar("src_data_rank", default=0)
 
 @contextlib.contextmanager
 def source_rank(src_data_rank: int | None) -> Iterator[None]:
-    """Sets ``ParallelStyle.src_data_rank`` inside a ``with`` block; styles are shared, so none of them stores it."""
+    """Set ``ParallelStyle.src_data_rank`` inside a ``with`` block; styles are shared, so none of them stores it."""
     token = _source.set(src_data_rank)
     try:
         yield
@@ -67,7 +67,7 @@ def source_rank(src_data_rank: int | None) -> Iterator[None]:
 
 
 class ParallelStyle(ABC):
-    """How a module is parallelised; ``parallelize_module`` calls ``apply``.
+    """A way to parallelise a module; ``parallelize_module`` calls ``apply``.
 
     Example:
         >>> class Frozen(ParallelStyle):
@@ -82,12 +82,12 @@ class ParallelStyle(ABC):
 
     @property
     def src_data_rank(self) -> int | None:
-        """The rank along each axis whose parameters count: what ``parallelize_module`` was called with, else 0."""
+        """Rank along each axis whose parameters count: the argument of ``parallelize_module``, else 0."""
         return _source.get()
 
     @abstractmethod
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Changes ``module`` in place and returns it.
+        """Change ``module`` in place and return it.
 
         Args:
             module: a module.
@@ -95,7 +95,7 @@ class ParallelStyle(ABC):
         """
 
     def enclose(self, root: Any, device_mesh: DeviceMesh) -> None:
-        """Called by ``parallelize_module`` once, where the style was applied to modules inside of another.
+        """Prepare ``root``, inside which the style was applied to modules; ``parallelize_module`` calls this once.
 
         Args:
             root: the module that ``parallelize_module`` was given.
@@ -104,7 +104,7 @@ class ParallelStyle(ABC):
         return
 
     def _parameter_placement(self, name: str, ndim: int) -> Placement:
-        """How a parameter of that name and number of dims lies, where a plan's key names the parameter itself."""
+        """Return the placement of a parameter that a plan's key names."""
         raise NotImplementedError(
             f"{type(self).__name__} is for a module, not for the parameter {name!r}; name the module that contains it"
         )
@@ -149,7 +149,7 @@ class ColwiseParallel(ParallelStyle):
         else:
             raise NotImplementedError(
                 f"ColwiseParallel shards Linear and Embedding modules, got {f.described(module)}; name the Linear"
-                " modules inside of it, or write a ParallelStyle with an apply() of its own"
+                " modules inside it, or write a ParallelStyle with its own apply()"
             )
         claim(module, self)
         on_input(module, device_mesh, self.input_layouts, Replicate(), f.input_features(module))
@@ -206,7 +206,7 @@ class RowwiseParallel(ParallelStyle):
         else:
             raise NotImplementedError(
                 f"RowwiseParallel shards Linear and Embedding modules, got {f.described(module)}; name the Linear"
-                " modules inside of it, or write a ParallelStyle with an apply() of its own"
+                " modules inside it, or write a ParallelStyle with its own apply()"
             )
         claim(module, self)
         on_input(module, device_mesh, given, desired, f.input_features(module))

@@ -15,10 +15,10 @@ __all__ = ["TwoDimensionalParallel"]
 class TwoDimensionalParallel(ParallelStyle):
     """Shards a Linear's weight over two axes of a mesh; weights stay where they are, activations move.
 
-    The weight's input features are cut over ``input_axis``, its output features over the other axis. Between layers an
-    activation is cut over both axes, in features over one and in tokens over the other. The layer gathers its input's
-    tokens over the output axis, multiplies, and reduce-scatters the partial result over the input axis, to a layout
-    that a next layer with the axes exchanged takes as it is:
+    The weight's input features are sharded over ``input_axis``, its output features over the other axis. Between layers
+    an activation is sharded over both axes, in features over one and in tokens over the other. The layer gathers its
+    input's tokens over the output axis, multiplies, and reduce-scatters the partial result over the input axis, to a
+    layout that a next layer with the axes exchanged takes as it is:
 
         >>> mesh = init_device_mesh("cuda", (4, 4), mesh_dim_names=("x", "y"))
         >>> plan = {"up": TwoDimensionalParallel(input_axis="y"), "down": TwoDimensionalParallel(input_axis="x")}
@@ -33,7 +33,7 @@ class TwoDimensionalParallel(ParallelStyle):
     well, in as many broadcasts as the mesh has rows.
 
     With ``depth_axis`` the mesh has three axes (2.5-D): the weight is the same in each layer of the depth, and each
-    layer multiplies tokens of its own, which are cut over the depth before they are cut over another axis:
+    layer multiplies tokens of its own, which are sharded over the depth before they are sharded over another axis:
 
         >>> mesh = init_device_mesh("cuda", (2, 4, 4), mesh_dim_names=("depth", "x", "y"))
         >>> up = TwoDimensionalParallel(input_axis="y", depth_axis="depth")
@@ -44,12 +44,12 @@ class TwoDimensionalParallel(ParallelStyle):
     at a depth of 1, for ``d`` times the memory of weights.
 
     Args:
-        input_axis: the axis, by index or name, over which the input features are cut; default -1, the last.
-        depth_axis: the axis, by index or name, over which the weight is replicated and tokens are cut; it is the
+        input_axis: the axis, by index or name, over which the input features are sharded; default -1, the last.
+        depth_axis: the axis, by index or name, over which the weight is replicated and tokens are sharded; it is the
             mesh's first, so that a layer's tokens are a run. Default None: the mesh has two axes, and no depth.
-        token_dim: the dim of input and output that is cut over the output axis between layers, and over the depth:
+        token_dim: the dim of input and output that is sharded over the output axis between layers, and over the depth:
             batch or sequence; default 0.
-        input_layouts: placements of a plain input, one an axis; default tokens over the depth and the output axis,
+        input_layouts: placements of a plain input, one per axis; default tokens over the depth and the output axis,
             features over the input axis.
         output_layouts: placements that the output is brought to; default features over the output axis, tokens over
             the depth and the input axis.
@@ -104,7 +104,7 @@ class TwoDimensionalParallel(ParallelStyle):
         return module
 
     def _axes(self, mesh: DeviceMesh) -> tuple[int, int, int | None]:
-        """The axes of the output features, of the input features, and of the depth."""
+        """Return the axes of the output features, of the input features, and of the depth."""
         into, depth = mesh.axis(self.input_axis), None if self.depth_axis is None else mesh.axis(self.depth_axis)
         if depth:
             raise ValueError(

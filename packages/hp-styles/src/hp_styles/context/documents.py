@@ -1,10 +1,10 @@
-"""Documents and padding of a sequence that is cut over ranks: what each rank says of its part, put together.
+"""Documents and padding of a sequence that is sharded over ranks, joined from each rank's description of its part.
 
 Note [What a position says]
     A transformers model sees this rank's part only: it makes a mask for packed documents where position ids do not
     count up by one, which they don't where two chunks of a part meet, and makes none where a document ends exactly
     where a part does. So the ranks tell each other where their position ids stop counting, and whether the model made
-    a mask of that. The whole sequence is read from all of it, by each rank alike, and what can't be read is refused.
+    a mask of that. The full sequence is read from all of it, by each rank alike, and what can't be read is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank says of its part of the sequence.
+    """A rank's description of its part of the sequence.
 
     Attributes:
         rows: the runs of each row of the batch; one row where all are alike, none without position ids and padding.
@@ -57,11 +57,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of the whole sequence, one after the other.
+    """Tokens of the full sequence, one after the other.
 
     Attributes:
         start: place of the first.
-        document: which of the row's they are in; -1 is padding.
+        document: index of their document in the row; -1 is padding.
     """
 
     start: int
@@ -70,7 +70,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run, in the whole sequence."""
+    """A run, in the full sequence."""
 
     start: int
     stop: int
@@ -80,14 +80,14 @@ class _Piece:
 
 
 def plain_runs(rank: int, size: int, length: int, load_balance: bool) -> tuple[Run, ...]:
-    """The runs of a rank's part of a sequence that is one document without padding."""
+    """List the runs of a rank's part of a sequence that is one document without padding."""
     chunks = 2 if load_balance else 1
     width, order = length // chunks, chunk_order(size, load_balance)
     return tuple(Run(i * width, order[rank * chunks + i] * width) for i in range(chunks))
 
 
 def _pieces(parts: Sequence[Part], row: int, length: int, load_balance: bool) -> list[_Piece]:
-    """The runs of a row in the order of the sequence."""
+    """List the runs of a row in the order of the sequence."""
     size, chunks = len(parts), 2 if load_balance else 1
     width, order = length // chunks, chunk_order(len(parts), load_balance)
     pieces = []
@@ -104,25 +104,27 @@ def _pieces(parts: Sequence[Part], row: int, length: int, load_balance: bool) ->
 def joined_parts(
     parts: Sequence[Part], *, length: int, load_balance: bool, ranks: Sequence[int]
 ) -> tuple[tuple[Segment, ...], ...]:
-    """The documents and the padding of the whole sequence.
+    """Derive the documents and the padding of the full sequence.
 
     Args:
-        parts: what each rank says, in the order of the axis.
+        parts: each rank's description, in the order of the axis.
         length: tokens of a rank.
-        load_balance: how the style takes them to be cut.
+        load_balance: the style's.
         ranks: the ranks' names, for errors.
 
     Returns:
         The segments of each row; nothing where the sequence is one document without padding.
 
     Raises:
-        ValueError: position ids that are no whole sequence's, or that can be read in two ways.
+        ValueError: position ids that are not those of one sequence, or that can be read in two ways.
     """
     if all(not part.rows for part in parts):
         return ()
     unnamed = [rank for rank, part in zip(ranks, parts, strict=True) if not part.positioned]
     if unnamed and len(unnamed) < len(parts):
-        raise ValueError(f"ContextParallel: ranks {unnamed} pass no position_ids, the others do; pass them on all")
+        raise ValueError(
+            f"ContextParallel: ranks {unnamed} pass no position_ids, but the others do; pass them on all ranks"
+        )
     if not unnamed:
         _check_cut(parts, length, load_balance)
     packed = [rank for rank, part in zip(ranks, parts, strict=True) if part.packed]
@@ -146,7 +148,7 @@ def joined_parts(
 
 
 def _check_cut(parts: Sequence[Part], length: int, load_balance: bool) -> None:
-    """Refuses position ids of which every rank's begin anew, and those of a sequence that is cut in the other way."""
+    """Refuse position ids that restart on every rank, or belong to a sequence sharded with the other load_balance."""
     size = len(parts)
     if size == 1:
         return
@@ -158,10 +160,10 @@ def _check_cut(parts: Sequence[Part], length: int, load_balance: bool) -> None:
     ]
     if all(run.position == run.start for _, run in runs):
         raise ValueError(
-            f"ContextParallel: position_ids count from 0 to {length - 1} on each of the {size} ranks. A model that is"
-            " given none counts so, and generate() does: pass position_ids that are cut as the tokens are,"
-            " context_parallel_shard(torch.arange(whole_length)[None], mesh). Documents that are as long as a rank's"
-            " part are told apart from that with load_balance=True"
+            f"ContextParallel: position_ids count from 0 to {length - 1} on each of the {size} ranks. Models count "
+            "so by default, and so does generate(): pass position_ids sharded like the tokens,"
+            " context_parallel_shard(torch.arange(full_length)[None], mesh). If documents are as long as a rank's "
+            "part, use load_balance=True"
         )
     chunks = 1 if load_balance else 2
     if length % chunks:
@@ -174,13 +176,13 @@ def _check_cut(parts: Sequence[Part], length: int, load_balance: bool) -> None:
 
     if all(run.position == place(rank, run.start) for rank, run in runs):
         raise ValueError(
-            f"ContextParallel: position_ids are those of a sequence that is cut with load_balance={not load_balance},"
-            f" the style has load_balance={load_balance}; give context_parallel_shard and the style the same"
+            f"ContextParallel: position_ids belong to a sequence that is sharded with load_balance={not load_balance},"
+            f" the style has load_balance={load_balance}; pass the same to context_parallel_shard and to the style"
         )
 
 
 def _breaks(pieces: Sequence[_Piece]) -> Iterator[tuple[_Piece, _Piece]]:
-    """Neighbours whose position ids do not count up."""
+    """Find neighbours whose position ids do not count up."""
     for before, after in zip(pieces, pieces[1:], strict=False):
         if after.position != before.position + before.stop - before.start:
             yield before, after
@@ -192,16 +194,16 @@ def _check_breaks(pieces: Sequence[_Piece], packed: bool, joined: bool) -> None:
         here = f"token {after.start} of the sequence has position id {after.position}, the one before it {ended}"
         if packed and after.position != 0:
             raise ValueError(
-                f"ContextParallel: {here}, and a document begins at 0. Cut position_ids by context_parallel_shard with"
-                " the style's load_balance"
+                f"ContextParallel: {here}, but a document begins at 0. Shard position_ids by context_parallel_shard"
+                " with the style's load_balance"
             )
         if not packed and after.leads and before.kept and after.kept:
-            known = "there is an attention_mask or a key/value cache, so that position_ids tell no documents apart"
-            two = "whether a document begins there can't be told: no document ends inside of a chunk of a rank"
+            known = "there is an attention_mask or a key/value cache, so position_ids do not separate documents"
+            two = "a new document cannot be recognised there, since no document ends inside a rank's chunk"
             raise ValueError(
-                f"ContextParallel: {here}, on another rank or in another chunk, and {known if joined else two}."
-                " Cut position_ids as the tokens, by context_parallel_shard with the style's load_balance; for packed"
-                " documents leave attention_mask out, pass use_cache=False, and cut with load_balance=True"
+                f"ContextParallel: {here}, on another rank or in another chunk, and {known if joined else two}. Shard"
+                " position_ids like the tokens, by context_parallel_shard with the style's load_balance; for packed"
+                " documents leave attention_mask out, pass use_cache=False, and shard with load_balance=True"
             )
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a context axis tell each other once a step, in one message of a size that never differs."""
+"""Messages of fixed size that the ranks of a context axis exchange once per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hp_styles.context.documents import Part, Run
 __all__ = ["ERRORS", "SIZE", "Header", "check_alike", "check_refusals", "error_number"]
 
 ERRORS = (ValueError, TypeError, NotImplementedError, RuntimeError)  # the third is one of the fourth
-"""What a rank refuses with; the others raise an error of the same class."""
+"""Classes of errors that a rank raises; the others then raise one of the same class."""
 RUNS = 64
 """Runs of a part that fit into the message; of more, another message follows."""
 _TENSORS, _DIMS, _FIXED, _RUN = 3, 6, 10, 4
@@ -20,7 +20,7 @@ SIZE = _FIXED + _TENSORS * _DIMS + RUNS * _RUN
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank is about to compute.
+    """Description of a rank's next computation.
 
     Attributes:
         shapes: of q, k and v, or of the one of them that is sent first.
@@ -29,7 +29,7 @@ class Header:
         load_balance: the style's.
         ulysses: ranks of its Ulysses groups.
         part: its part of the sequence.
-        fault: the place in `ERRORS` of what this rank refuses with, None where it has nothing to refuse.
+        fault: index in `ERRORS` of the error that this rank raises, or None.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class Header:
     fault: int | None = None
 
     def numbers(self) -> list[int]:
-        """The message; of more than `RUNS` runs, those that come first."""
+        """Encode the message; of more than `RUNS` runs, the first ones."""
         part = self.part
         fixed = [
             -1 if self.fault is None else self.fault,
@@ -61,13 +61,13 @@ class Header:
         return [*fixed, *dims, *runs, *[0] * (RUNS * _RUN - len(runs))]
 
     def runs(self) -> list[int]:
-        """All runs of the part."""
+        """Encode all runs of the part."""
         rows = enumerate(self.part.rows)
         return [n for i, row in rows for run in row for n in (i, run.start, run.position, int(run.kept))]
 
     @staticmethod
     def read(numbers: Sequence[int], runs: Sequence[int] | None = None) -> Header:
-        """What a rank said, from its message, and from its runs where these came in another."""
+        """Decode a rank's message, with its runs where they came in a second message."""
         fault, causal, window, load_balance, ulysses, positioned, packed, joined, tensors, count = numbers[:_FIXED]
         dims = numbers[_FIXED : _FIXED + _TENSORS * _DIMS]
         shapes = (tuple(n for n in dims[i * _DIMS : (i + 1) * _DIMS] if n >= 0) for i in range(tensors))
@@ -89,23 +89,23 @@ class Header:
 
     @staticmethod
     def longest(messages: Sequence[Sequence[int]]) -> int:
-        """How many numbers the runs of a rank take that has the most; 0 where all are in the messages."""
+        """Return the most numbers that the runs of a rank take; 0 if all fit in the messages."""
         most = max(numbers[_FIXED - 1] for numbers in messages)
         return most * _RUN if most > RUNS else 0
 
 
 def error_number(fault: Exception | None) -> int | None:
-    """The place in `ERRORS` of what a rank refuses with."""
+    """Return the index in `ERRORS` of the error that a rank raises."""
     return None if fault is None else next(i for i, kind in enumerate(ERRORS) if isinstance(fault, kind))
 
 
 def check_refusals(faults: Sequence[int | None], ranks: Sequence[int], fault: Exception | None) -> None:
-    """Refuses what any rank refuses.
+    """Refuse the step if any rank refuses it.
 
     Args:
-        faults: the place in `ERRORS` of what each rank refuses with.
+        faults: for each rank the index in `ERRORS` of its error, or None.
         ranks: their names.
-        fault: what this rank refuses with.
+        fault: the error that this rank raises, if any.
 
     Raises:
         Exception: ``fault``; where other ranks refuse, an error of that class which names them.
@@ -115,18 +115,18 @@ def check_refusals(faults: Sequence[int | None], ranks: Sequence[int], fault: Ex
     refusing = {rank: number for rank, number in zip(ranks, faults, strict=True) if number is not None}
     if refusing:
         raise ERRORS[min(refusing.values())](
-            f"ContextParallel: ranks {list(refusing)} refuse this step, by errors that say more there; this rank does"
-            " not, and can't compute it alone"
+            f"ContextParallel: ranks {list(refusing)} refuse this step, for the reasons that their errors give; this "
+            "rank cannot compute it alone"
         )
 
 
 def check_alike(headers: Sequence[Header], ranks: Sequence[int], fault: Exception | None) -> None:
-    """Refuses what is not alike on all ranks.
+    """Refuse ranks that differ.
 
     Args:
-        headers: what each rank said, in the order of the axis.
+        headers: each rank's, in the order of the axis.
         ranks: their names.
-        fault: what this rank refuses with.
+        fault: the error that this rank raises, if any.
 
     Raises:
         ValueError: shapes, causality, windows or settings that differ.
@@ -147,6 +147,6 @@ def check_alike(headers: Sequence[Header], ranks: Sequence[int], fault: Exceptio
         )
         raise ValueError(
             "ContextParallel: the ranks of the context axis hold parts of different shapes, or differ in is_causal."
-            f" The shapes of {'q, k, v' if three else 'the tensor'}, one after the other, are {each}."
-            " Cut the sequence with context_parallel_shard, which refuses lengths that do not divide"
+            f" The shapes of {'q, k, v' if three else 'the tensor'}, in this order, are {each}. Shard the sequence with"
+            " context_parallel_shard, which refuses lengths that do not divide"
         )

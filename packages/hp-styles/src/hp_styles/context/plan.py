@@ -1,4 +1,4 @@
-"""Who computes which part of attention when the sequence is cut over ranks: plain arithmetic, for any number of ranks.
+"""Division of attention over the ranks of a sharded sequence: plain arithmetic, for any number of ranks.
 
 Note [Head and tail]
     Under a causal mask a query's work grows with its place, so that of ranks with consecutive pieces the last has the
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Settings:
-    """What a context parallel style says.
+    """Settings of a context parallel style.
 
     Attributes:
         ulysses_degree: ranks of a Ulysses group; None is all.
@@ -54,7 +54,7 @@ class Settings:
 
     @property
     def takes_qkv(self) -> bool:
-        """Whether q, k and v are the module's inputs."""
+        """True if q, k and v are the module's inputs."""
         return bool(self.qkv_indices or self.qkv_kwarg_names)
 
 
@@ -71,24 +71,24 @@ class Degrees:
     ulysses: int
 
     def ulysses_ranks(self, place: int) -> range:
-        """The places in the context group of the Ulysses group of ``place``."""
+        """List the Ulysses group of ``place``, by its places in the context group."""
         first = place - place % self.ulysses
         return range(first, first + self.ulysses)
 
     def ring_ranks(self, place: int) -> range:
-        """The places in the context group of the ring of ``place``."""
+        """List the ring of ``place``, by its places in the context group."""
         return range(place % self.ulysses, self.ring * self.ulysses, self.ulysses)
 
 
 def split_degrees(size: int, ulysses_degree: int | None) -> Degrees:
-    """How a context group of ``size`` ranks is divided.
+    """Divide a context group of ``size`` ranks into Ulysses groups and rings.
 
     Args:
         size: ranks of the group.
         ulysses_degree: ranks of a Ulysses group; None is all.
 
     Raises:
-        ValueError: ``size`` is no multiple of it.
+        ValueError: ``size`` is not a multiple of it.
     """
     degree = size if ulysses_degree is None else ulysses_degree
     if size % degree:
@@ -101,7 +101,7 @@ def split_degrees(size: int, ulysses_degree: int | None) -> Degrees:
 
 
 def kv_copies(heads: int | None, kv_heads: int | None, degree: int, size: int) -> int:
-    """How often each key and value head is sent in a Ulysses exchange: once, or to all ranks whose queries share it.
+    """Return how often a Ulysses exchange sends each key and value head: once, or to all ranks that share it.
 
     Args:
         heads: query heads of this rank, before the exchange; None where only keys or values are at hand.
@@ -129,13 +129,13 @@ def kv_copies(heads: int | None, kv_heads: int | None, degree: int, size: int) -
 
 @dataclass(frozen=True)
 class Block:
-    """What a rank of a ring computes with the keys of one rank.
+    """Computation of a rank of a ring with the keys of one rank.
 
     Attributes:
         source: the rank of the ring that the keys are from.
         queries: its queries that see any of them: all, or the second half.
         keys: the keys that are seen: all, or the first half.
-        causal: whether the query in place i of those sees the keys up to place i only.
+        causal: query i of those sees only the keys up to place i.
     """
 
     source: int
@@ -145,12 +145,12 @@ class Block:
 
 
 def ring_blocks(size: int, rank: int, *, causal: bool, load_balance: bool) -> tuple[Block | None, ...]:
-    """What a rank computes as the keys come around, its own first; None where nothing of them is seen.
+    """List what a rank computes as the keys come around, its own first; None where it sees none of them.
 
     Args:
         size: ranks of the ring.
-        rank: which one.
-        causal: a query sees the keys up to its own place in the whole sequence.
+        rank: its place in the ring.
+        causal: a query sees the keys up to its own place in the full sequence.
         load_balance: rank i holds chunks i and 2 size - 1 - i, see Note [Head and tail]; else the i-th piece.
     """
 
@@ -167,19 +167,19 @@ def ring_blocks(size: int, rank: int, *, causal: bool, load_balance: bool) -> tu
 
 
 def chunk_order(size: int, load_balance: bool) -> list[int]:
-    """The chunks of the sequence in the order in which the ranks hold them, rank after rank."""
+    """List the chunks of the sequence in the order in which the ranks hold them, rank after rank."""
     if not load_balance:
         return list(range(size))
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
 def chunks_of(rank: int, size: int, load_balance: bool) -> list[int]:
-    """The chunks that a rank holds."""
+    """List the chunks that a rank holds."""
     return [rank, 2 * size - 1 - rank] if load_balance else [rank]
 
 
 def divided(length: int, size: int, load_balance: bool, shape: Sequence[int], dim: int) -> int:
-    """The length of a chunk.
+    """Return the length of a chunk.
 
     Raises:
         ValueError: the sequence does not divide into chunks.

@@ -1,7 +1,8 @@
 """Context parallelism of DeepSeek Sparse Attention: its indexer, its attention and the indexer's loss.
 
 Note [Whole keys]
-    A query may select any token before it, so that no exchange of heads and no ring fits: queries stay cut, and keys,
+    A query may select any token before it, so that no exchange of heads and no ring fits: queries stay sharded, and
+        keys,
     which are small here (one head of the indexer, one latent for all heads), are gathered over the axis and put into
     the sequence's own order. Indices of tokens, those that the indexer selects among them, are places in the whole
     sequence on every rank. Backward, all ranks' gradients of the keys are summed, and each rank gets its part of that.
@@ -32,7 +33,7 @@ __all__ = [
 
 @dataclass(kw_only=True, eq=False)
 class SparseStyle(ParallelStyle):
-    """What the styles here have in common; `DSASparseAttentionContextParallel` says what each argument means.
+    """Base of the styles here; see `DSASparseAttentionContextParallel` for the arguments.
 
     Attributes:
         sharded_heads: a DTensor's heads may be sharded over another axis.
@@ -54,11 +55,11 @@ class SparseStyle(ParallelStyle):
         self.keys = tuple(self.keys)
         named = [self.query, *self.keys, self.positions]
         if len(set(named)) < len(named):
-            raise ValueError(f"{what}: query, keys and positions have to be different inputs, got {named}")
+            raise ValueError(f"{what}: query, keys and positions must be different inputs, got {named}")
         if self.seq_dim < 0:
             raise ValueError(
-                f"{what}: seq_dim={self.seq_dim} counts from the end, where queries and keys may have other numbers of"
-                " dims; count from the start"
+                f"{what}: seq_dim={self.seq_dim} counts from the end, but queries and keys may differ in their "
+                "number of dims; count from the start"
             )
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
@@ -84,15 +85,15 @@ class DSASparseAttentionContextParallel(SparseStyle):
         >>> style = DSASparseAttentionContextParallel(keys=("key", "value"), load_balance=True)
         >>> parallelize_module(model, mesh["cp"], {"layers.*.attention.core": style})
 
-    What the caller sees to (tokens, positions and labels cut by ``context_parallel_shard``; the sum of gradients) is as
-    for ``ContextParallel``.
+    What the caller sees to (tokens, positions and labels sharded by ``context_parallel_shard``; the sum of gradients)
+    is as for ``ContextParallel``.
 
     Args:
         query: the input of the module's forward that is the queries: its name, or its position where it has no name.
             With it, outputs are laid out.
         keys: the inputs that are seen whole, likewise; default ``("key",)``. An input that is given twice, as key and
             value, is sent once.
-        positions: the name of the argument that is handed the queries' places in the whole sequence, int64 of shape
+        positions: the name of the argument that is handed the queries' places in the full sequence, int64 of shape
             [queries], in place of what the caller passes; default ``"positions"``. None for a module that needs none: a
             mask of the whole width is among its inputs, or it attends to whatever was selected.
         seq_dim: the sequence's dim in the queries and keys, from the start; default 1 (0 for [tokens, heads, size]).
@@ -104,7 +105,8 @@ class DSASparseAttentionContextParallel(SparseStyle):
         ValueError: arguments that forward does not have, or do not fit each other; ranks that do not ascend; (in
             forward) parts of unequal length, or layouts of DTensors that do not fit. Ranks compare their parts once
             in each call of what ``parallelize_module`` was given, and all of them raise.
-        TypeError: (in forward) a missing input, or one that is no tensor; queries and keys of which some are DTensors.
+        TypeError: (in forward) a missing input, or one that is not a tensor; queries and keys of which some are
+            DTensors.
         RuntimeError: a second context parallel style on a module; (in backward) second derivatives.
         NotImplementedError: on MindSpore; (in forward) under torch.compile.
 
@@ -117,11 +119,11 @@ class DSASparseAttentionContextParallel(SparseStyle):
 
 @dataclass(kw_only=True, eq=False)
 class DSAIndexerContextParallel(SparseStyle):
-    """Scores the tokens of the whole sequence for this rank's queries, and selects from them.
+    """Scores the tokens of the full sequence for this rank's queries, and selects from them.
 
     For a module whose inputs are the indexer's queries, keys and the weights of its heads, and whose outputs (selected
     tokens, their scores) have the queries' sequence in ``seq_dim``. The keys are gathered; what is selected are places
-    in the whole sequence. See `DSASparseAttentionContextParallel`.
+    in the full sequence. See `DSASparseAttentionContextParallel`.
 
     Example:
         >>> class Indexer(nn.Module):
@@ -158,7 +160,7 @@ class DSAIndexerLossContextParallel(SparseStyle):
         query: see `DSASparseAttentionContextParallel`.
         keys: likewise; default ``("key", "key_index")``.
         reduction: how the module reduces the loss over its tokens: ``"mean"``, over all of them, the default;
-            ``"sum"``; or ``"none"``, where it has the queries' sequence in ``seq_dim`` and stays cut.
+            ``"sum"``; or ``"none"``, where it has the queries' sequence in ``seq_dim`` and stays sharded.
         positions, seq_dim, load_balance, use_local_output: see `DSASparseAttentionContextParallel`.
 
     Raises:
@@ -176,7 +178,7 @@ class DSAIndexerLossContextParallel(SparseStyle):
         super().__post_init__()
         if self.reduction not in ("mean", "sum", "none"):
             raise ValueError(
-                f"{type(self).__name__}: reduction has to be 'mean', 'sum' or 'none', got {self.reduction!r}"
+                f"{type(self).__name__}: reduction must be 'mean', 'sum' or 'none', got {self.reduction!r}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence that is cut over the ranks of a mesh axis."""
+"""Context parallelism: attention over a sequence that is sharded over the ranks of a mesh axis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ContextParallel(ParallelStyle):
       an error. Where it takes an ``attention_mask``, as transformers' attention modules do, causal masks, sliding
       windows, packed documents and padding are those of one device, from what all ranks say of their parts.
     - With ``qkv_indices`` or ``qkv_kwarg_names``, the module's inputs q, k and v. It runs on plain tensors with the
-      whole sequence and a part of the heads, and may compute what it likes with them (masks of the whole sequence,
+      full sequence and a part of the heads, and may compute what it likes with them (masks of the full sequence,
       biases), and its output, of the queries' dims or with the heads flattened into ``head_dim``, is brought back.
       Where the degree leaves a ring, the call of scaled_dot_product_attention inside is the ring's.
 
@@ -48,8 +48,8 @@ class ContextParallel(ParallelStyle):
         >>> part = context_parallel_shard(batch, mesh["cp"], load_balance=True)
         >>> logits = model(part["input_ids"], position_ids=part["position_ids"], use_cache=False)
 
-    **What the caller sees to.** Whatever belongs to a token is cut with ``context_parallel_shard`` with the same
-    ``load_balance``, positions too; labels are shifted before they are cut, since the next token may be on another
+    **What the caller sees to.** Whatever belongs to a token is sharded with ``context_parallel_shard`` with the same
+    ``load_balance``, positions too; labels are shifted before they are sharded, since the next token may be on another
     rank. A loss that is a mean is over a rank's tokens. Parameters are replicated over the axis, and each rank's
     gradients are of its own tokens, so they have to be summed (averaged, where the loss is a mean): let ``fully_shard``
     do that over the flattened ``mesh["dp", "cp"]``; or distribute the parameters as ``Replicate()`` on the axis (the
@@ -97,9 +97,9 @@ class ContextParallel(ParallelStyle):
         what = type(self).__name__
         if ulysses_degree is not None and ulysses_degree < 1:
             raise ValueError(f"{what}: ulysses_degree must be at least 1 or None, got {ulysses_degree}")
-        for name, given in (("qkv_indices", qkv_indices), ("qkv_kwarg_names", qkv_kwarg_names)):
-            if isinstance(given, str) or len(given) not in (0, 3):
-                raise ValueError(f"{what}: {name} must have three entries, for q, k and v, or none; got {given!r}")
+        for name, names in (("qkv_indices", qkv_indices), ("qkv_kwarg_names", qkv_kwarg_names)):
+            if isinstance(names, str) or len(names) not in (0, 3):
+                raise ValueError(f"{what}: {name} must have three entries, for q, k and v, or none; got {names!r}")
         if seq_dim == head_dim:
             raise ValueError(f"{what}: seq_dim and head_dim are both {seq_dim}")
         self.settings = Settings(
@@ -119,7 +119,7 @@ class ContextParallel(ParallelStyle):
         return module
 
     def enclose(self, root: Any, device_mesh: DeviceMesh) -> None:
-        """The ranks compare what they compute once in a call of ``root``."""
+        """Let the ranks compare what they compute once per call of ``root``."""
         port.context().enclose(root, self._rounds, device_mesh, self.settings.load_balance)
 
     def __repr__(self) -> str:
@@ -210,11 +210,12 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: Iterable[Any] | None = None,
 ) -> Iterator[None]:
-    """Attends over a cut sequence wherever attention is called inside of the block, with torch's arguments.
+    """Attend over a sharded sequence wherever attention is called inside the block, with torch's arguments.
 
     Every ``torch.nn.functional.scaled_dot_product_attention`` inside goes around the ring of the mesh, and the buffers
-    are cut, in place, as ``context_parallel_shard(load_balance=True)`` cuts. Backward belongs inside too, where layers
-    are recomputed. A style on the modules, ``ContextParallel``, also computes windows, packed documents and padding.
+    are sharded, in place, as ``context_parallel_shard(load_balance=True)`` cuts. Backward belongs inside too, where
+    layers are recomputed. A style on the modules, ``ContextParallel``, also computes windows, packed documents and
+    padding.
 
     Example:
         >>> with context_parallel(mesh["cp"], buffers=[ids, labels, places], buffer_seq_dims=[1, 1, 1]):
@@ -222,7 +223,7 @@ def context_parallel(
 
     Args:
         mesh: of one axis.
-        buffers: whole tensors, the same on every rank, that have the sequence; no parameters.
+        buffers: full tensors, the same on every rank, that have the sequence; no parameters.
         buffer_seq_dims: the sequence's dim in each of them.
         no_restore_buffers: those of them that are not made whole again at the end.
 
@@ -237,13 +238,13 @@ def context_parallel(
         raise ValueError(
             f"context_parallel: {len(given)} buffers, {len(dims)} buffer_seq_dims; pass one dim per buffer"
         )
-    kept = {id(x) for x in no_restore_buffers or ()}
-    if not kept <= {id(x) for x in given}:
+    unrestored = {id(x) for x in no_restore_buffers or ()}
+    if not unrestored <= {id(x) for x in given}:
         raise ValueError("context_parallel: no_restore_buffers has a tensor that is not in buffers")
     parts = [
         context_parallel_shard(x, mesh, seq_dim=dim, load_balance=True) for x, dim in zip(given, dims, strict=True)
     ]
-    restored = [x for x in given if id(x) not in kept]
+    restored = [x for x in given if id(x) not in unrestored]
     with port.context().cut_in_place(given, parts, restored), port.context().attention_over(mesh):
         yield
 
@@ -251,7 +252,7 @@ def context_parallel(
 def context_parallel_shard(
     tensors: Any, device_mesh: DeviceMesh, *, seq_dim: int = 1, load_balance: bool = False
 ) -> Any:
-    """This rank's part of tensors that every rank has whole.
+    """Return this rank's part of tensors that every rank holds in full.
 
     Example:
         >>> x = torch.arange(8)[None]                                             # on 2 ranks
@@ -277,7 +278,7 @@ def context_parallel_shard(
 def context_parallel_unshard(
     tensors: Any, device_mesh: DeviceMesh, *, seq_dim: int = 1, load_balance: bool = False
 ) -> Any:
-    """The whole of tensors of which each rank has what ``context_parallel_shard`` gives; gathers.
+    """Gather the full tensors of which each rank holds the part that ``context_parallel_shard`` returned.
 
     Differentiable; all ranks have to use the result in the same way.
 
@@ -288,7 +289,7 @@ def context_parallel_unshard(
         load_balance: as the style's; default False.
 
     Returns:
-        What was given, with whole tensors in the sequence's own order.
+        What was given, with full tensors in the sequence's own order.
 
     Raises:
         ValueError: a mesh of several axes.

@@ -8,14 +8,14 @@ __all__ = ["attach", "attach_sparse", "attention_over", "cut_in_place", "enclose
 
 
 def attach(*args: Any) -> NoReturn:
-    """Not on MindSpore.
+    """Refuse: this is for PyTorch only.
 
     Raises:
         NotImplementedError: always.
     """
     raise NotImplementedError(
-        "context parallelism is for PyTorch: MindSpore's attention is not intercepted here; cut the heads or the batch"
-        " instead (ColwiseParallel and RowwiseParallel over the heads)"
+        "context parallelism is for PyTorch only, as MindSpore's attention is not intercepted; shard the heads or "
+        "the batch instead (ColwiseParallel and RowwiseParallel over the heads)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What styles do to a MindSpore Cell: distribute its parameters. The rest is in `hp_styles.inputs`."""
+"""Distribution of a MindSpore Cell's parameters. Inputs and outputs are in `hp_styles.inputs`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def named_modules(module: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
-    """All Cells inside, the Cell itself among them, each under every name that it has."""
+    """List the Cell and all Cells inside it, each under every name that it has."""
 
     def walk(cell: nn.Cell, prefix: str) -> Iterator[tuple[str, nn.Cell]]:
         yield prefix, cell
@@ -72,12 +72,12 @@ def kind(module: nn.Cell) -> Literal["linear", "embedding", "other"]:
 
 
 def input_features(module: nn.Cell) -> int | None:
-    """The features of a linear layer's input; None of another Cell."""
+    """Return the features of a linear layer's input; None for another Cell."""
     return module.weight.shape[1] if kind(module) == "linear" else None
 
 
 def described(module: nn.Cell) -> str:
-    """What an error calls a Cell, with the reason why it is "other"."""
+    """Describe a Cell for an error, with the reason why it is "other"."""
     if isinstance(module, nn.Dense) and module.activation is not None:
         return f"Dense with an activation ({type(module.activation).__name__}); make that a Cell of its own after it"
     return f"{type(module).__name__}; a Cell that is one says so by an attribute parallel_kind"
@@ -86,7 +86,7 @@ def described(module: nn.Cell) -> str:
 def partition(
     module: nn.Cell, mesh: DeviceMesh, layouts: Mapping[str, tuple[Placement, ...]], src_data_rank: int | None
 ) -> None:
-    """Distributes the parameters that the Cell itself holds, by name, one placement an axis; others are replicated.
+    """Distribute the Cell's own parameters by name, one placement per axis; replicate the others.
 
     Raises:
         ValueError: a parameter is a DTensor of other placements already (two styles on one Cell, or weights tied to a
@@ -98,19 +98,19 @@ def partition(
             continue
         placements = layouts.get(name, (Replicate(),) * mesh.ndim)
         if isinstance(parameter, DTensor):
-            wanted = normalize(placements, mesh, parameter.ndim, "parallelize_module")
-            if parameter.device_mesh == mesh and parameter.placements == wanted:
+            target = normalize(placements, mesh, parameter.ndim, "parallelize_module")
+            if parameter.device_mesh == mesh and parameter.placements == target:
                 continue
             raise ValueError(
                 f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)} is placed {parameter.placements} on"
-                f" {parameter.device_mesh} already, this style wants {wanted}: two styles on one Cell, or on two Cells"
+                f" {parameter.device_mesh} already, this style wants {target}: two styles on one Cell, or on two Cells"
                 " that share the parameter"
             )
         distribute_parameter(parameter, mesh, placements, src_data_rank=src_data_rank)
 
 
 def replicate(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replicates the parameters and buffers of the Cell and of all inside it."""
+    """Replicate the parameters and buffers of the Cell and of all Cells inside it."""
     for _, child in named_modules(module):
         partition(child, mesh, {}, src_data_rank)
         for name, buffer in child._buffers.items():
@@ -120,11 +120,11 @@ def replicate(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> N
 
 
 def replicate_statistics(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Does nothing: a batch norm's statistics are parameters."""
+    """Do nothing: a batch norm's statistics are parameters."""
 
 
 def around_calls(module: nn.Cell) -> None:
-    """Hooks that begin and end a call of a Cell that styles are applied to or in, once however often they are.
+    """Register, once, hooks that begin and end a call of a Cell that styles are applied to or inside.
 
     No hook runs after an error inside; a call that begins ends the one that is open.
     """
@@ -143,11 +143,11 @@ def _end(module: nn.Cell, args: Any, output: Any) -> None:
 
 
 def refuse_foreign(x: Tensor, what: str) -> None:
-    """Does nothing: there is no other DTensor on MindSpore."""
+    """Do nothing: there is no other DTensor on MindSpore."""
 
 
 def gather_numbers(numbers: Sequence[int], mesh: DeviceMesh, like: Tensor) -> list[int]:
-    """Every rank's numbers; what is differentiated has no part in it."""
+    """Gather every rank's numbers, outside of differentiation."""
     with local_mode():
         rows = Tensor(list(numbers), mindspore.int64)
         for axis in range(mesh.ndim - 1, -1, -1):
@@ -173,7 +173,7 @@ def sharded_loss(*, z_loss: float) -> Iterator[None]:
 
 
 def named_parameters(module: nn.Cell) -> dict[str, Parameter]:
-    """The Parameters by name, as ``parallelize_module`` names Cells."""
+    """Return the Parameters by name, as ``parallelize_module`` names Cells."""
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, child in named_modules(module)
@@ -183,12 +183,12 @@ def named_parameters(module: nn.Cell) -> dict[str, Parameter]:
 
 
 def place(module: nn.Cell, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:
-    """Distributes one Parameter that the Cell itself holds."""
+    """Distribute one of the Cell's own Parameters."""
     distribute_parameter(module._params[name], mesh, (placement,), src_data_rank=src_data_rank)
 
 
 def _refuse_region(module: nn.Cell, *mesh: DeviceMesh) -> NoReturn:
-    """Not on MindSpore.
+    """Refuse: this is for PyTorch only.
 
     Raises:
         NotImplementedError: always.

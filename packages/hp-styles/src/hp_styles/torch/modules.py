@@ -1,4 +1,4 @@
-"""What styles do to a torch module: distribute its parameters. The rest is in `hp_styles.inputs`."""
+"""Distribution of a torch module's parameters. Inputs and outputs are in `hp_styles.inputs`."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ Tensor = torch.Tensor
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All modules inside, the module itself among them, each under every name that it has."""
+    """List the module and all modules inside it, each under every name that it has."""
     return module.named_modules(remove_duplicate=False)
 
 
 def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """All parameters, each under every name that it has."""
+    """List all parameters, each under every name that it has."""
     return dict(module.named_parameters(remove_duplicate=False))
 
 
 def base_layer(module: torch.nn.Module) -> torch.nn.Module:
-    """The layer that an adapter wraps, as those of peft do; the module itself where it is none.
+    """Return the layer that an adapter wraps, as peft's do; the module itself if it is not an adapter.
 
     To styles a wrapped Linear is a Linear: the layer inside gets the style's placements, what the adapter adds is
     replicated, and inputs and outputs are converted around both.
@@ -85,7 +85,7 @@ def kind(module: torch.nn.Module) -> str:
 
 
 def input_features(module: torch.nn.Module) -> int | None:
-    """The features of a linear layer's input; None of another module."""
+    """Return the features of a linear layer's input; None for another module."""
     if kind(module) not in ("linear", "transposed"):
         return None
     weight: torch.Tensor = base_layer(module).weight  # type: ignore[assignment]
@@ -93,7 +93,7 @@ def input_features(module: torch.nn.Module) -> int | None:
 
 
 def described(module: torch.nn.Module) -> str:
-    """What an error calls a module."""
+    """Describe a module for an error."""
     return type(module).__name__
 
 
@@ -103,7 +103,7 @@ def partition(
     layouts: Mapping[str, tuple[Placement, ...]],
     src_data_rank: int | None,
 ) -> None:
-    """Distributes the parameters that the module itself holds, by name, one placement an axis; others are replicated.
+    """Distribute the module's own parameters by name, one placement per axis; replicate the others.
 
     Raises:
         ValueError: a parameter is a DTensor already (two styles on one module, or weights tied to a module styled
@@ -119,8 +119,8 @@ def partition(
     if "weight" in layouts and module._parameters.get("weight") is None:
         raise NotImplementedError(
             f"the weight of {type(module).__name__} is not a parameter but computed from {sorted(_names(module))}"
-            " (weight_norm, spectral_norm, another parametrization), which no style shards: leave the module out of the"
-            " plan, or make the weight a parameter first (torch.nn.utils.parametrize.remove_parametrizations)"
+            " (weight_norm, spectral_norm, another parametrization), which no style can shard: leave the module out of"
+            " the plan, or make the weight a parameter first (torch.nn.utils.parametrize.remove_parametrizations)"
         )
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
@@ -128,13 +128,13 @@ def partition(
         placements = layouts.get(name, (Replicate(),) * mesh.ndim)
         refuse_foreign(parameter, f"{type(module).__name__}.{name}")
         if isinstance(parameter, DTensor):
-            wanted = normalize(placements, mesh, parameter.dim(), "parallelize_module")
-            if parameter.device_mesh == mesh and parameter.placements == wanted:
+            target = normalize(placements, mesh, parameter.dim(), "parallelize_module")
+            if parameter.device_mesh == mesh and parameter.placements == target:
                 continue
             raise ValueError(
                 f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)} is placed {parameter.placements} on"
-                f" {parameter.device_mesh} already, this style wants {wanted}: two styles on one module, or on two"
-                " modules that share the parameter, or fully_shard before styles, which come first"
+                f" {parameter.device_mesh} already, this style wants {target}: two styles on one module, or on two"
+                " modules that share the parameter, or fully_shard was called before the styles, which come first"
             )
         distribute_parameter(parameter, mesh, placements, src_data_rank=src_data_rank)
 
@@ -142,16 +142,16 @@ def partition(
 def place(
     module: torch.nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
 ) -> None:
-    """Distributes one parameter that the module itself holds."""
+    """Distribute one of the module's own parameters."""
     parameter = module._parameters[name]
     assert parameter is not None
     if isinstance(parameter, DTensor):
-        wanted = normalize((placement,), mesh, parameter.dim(), "parallelize_module")
-        if parameter.device_mesh == mesh and parameter.placements == wanted:  # shared with a module that was before
+        target = normalize((placement,), mesh, parameter.dim(), "parallelize_module")
+        if parameter.device_mesh == mesh and parameter.placements == target:  # shared with a module that was before
             return
         raise ValueError(
             f"{type(module).__name__}.{name} of shape {tuple(parameter.shape)} is placed {parameter.placements}"
-            f" already, this style wants {placement}: two keys for one parameter, or for two that are tied"
+            f" already, this style wants {placement}: two keys match one parameter, or two tied ones"
         )
     distribute_parameter(parameter, mesh, (placement,), src_data_rank=src_data_rank)
 
@@ -161,14 +161,14 @@ def _names(module: torch.nn.Module) -> list[str]:
 
 
 def replicate(module: torch.nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replicates the parameters and buffers of the module and of all inside it."""
+    """Replicate the parameters and buffers of the module and of all modules inside it."""
     for child in module.modules():
         partition(child, mesh, {}, src_data_rank)
         replicate_parameters(child, mesh, src_data_rank=src_data_rank)  # now the buffers
 
 
 def replicate_statistics(module: torch.nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replicates the running statistics of a batch norm, which are updated by those of a DTensor.
+    """Replicate the running statistics of a batch norm, which a DTensor's statistics update.
 
     Raises:
         NotImplementedError: a recurrent network, which no DTensor can go through.
@@ -184,7 +184,7 @@ def replicate_statistics(module: torch.nn.Module, mesh: DeviceMesh, src_data_ran
 
 
 def around_calls(module: torch.nn.Module) -> None:
-    """Hooks that begin and end a call of a module that styles are applied to or in, once however often they are."""
+    """Register, once, hooks that begin and end a call of a module that styles are applied to or inside."""
     if _begin not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_begin, prepend=True)
         module.register_forward_hook(_end, always_call=True)
@@ -199,7 +199,7 @@ def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 
 def gather_numbers(numbers: Sequence[int], mesh: DeviceMesh, like: torch.Tensor) -> list[int] | None:
-    """Every rank's numbers; None where autograd runs a module again, with what has been compared."""
+    """Gather every rank's numbers; None if autograd runs a module again, with what has been compared."""
     if torch._C._current_graph_task_id() != -1:
         return None
     rows = torch.tensor(numbers, device=like.device)

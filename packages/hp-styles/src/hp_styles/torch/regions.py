@@ -21,7 +21,7 @@ Placements = list[Placement]
 
 
 def run_replicated(module: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """The module's forward on whole plain tensors; results are replicated DTensors."""
+    """Run the module's forward on full plain tensors; results are replicated DTensors."""
     whole: Placements = [Replicate()] * mesh.ndim
 
     def local(value: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def run_replicated(module: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def run_pointwise(module: torch.nn.Module) -> None:
-    """The forward of a module of one input, element by element, on this rank's part of it; laid out as it is."""
+    """Run the elementwise forward of a module of one input on this rank's part; the output has its layout."""
 
     def forward(module: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         (value,) = (*args, *kwargs.values())
@@ -59,7 +59,7 @@ def run_pointwise(module: torch.nn.Module) -> None:
 
 
 def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """The forward of experts on this rank's part of the weights; the results are summed over the ranks."""
+    """Run the forward of experts on this rank's part of the weights; the results are summed over the ranks."""
     _check_draws(module)
     whole: Placements = [Replicate()]
 
@@ -80,9 +80,8 @@ def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
         cut = [p.placements[0] for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
         if all(placement.is_replicate() for placement in cut):
             raise ValueError(
-                f"the experts of {type(module).__name__} are replicated, so their results would be"
-                f" summed {mesh.size()} times; give their parameters styles: gate_up_proj 'packed_colwise', down_proj"
-                " 'rowwise'"
+                f"the experts of {type(module).__name__} are replicated, so their results would be summed {mesh.size()}"
+                " times; give their parameters styles: gate_up_proj 'packed_colwise', down_proj 'rowwise'"
             )
         args, kwargs = _mapped(varying, args), _mapped(varying, kwargs)
         with contextlib.ExitStack() as stack:
@@ -93,14 +92,14 @@ def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
             stack.callback(setattr, _depth, "inside", _depth.inside)
             _depth.inside += 1
             output = original(*args, **kwargs)
-        made = DTensor.from_local(output, mesh, [Partial()])
-        return made.redistribute(mesh, whole)
+        total = DTensor.from_local(output, mesh, [Partial()])
+        return total.redistribute(mesh, whole)
 
     _around(module, forward)
 
 
 class _Depth(threading.local):
-    """How many modules of experts run on this thread, one in another."""
+    """Number of nested modules of experts that run on this thread."""
 
     inside = 0
 
@@ -109,7 +108,7 @@ _depth = _Depth()
 
 
 def divide_inside(module: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Divides a plain input, one that each rank of a region has, by the number of ranks."""
+    """Divide a plain input, one that each rank of a region has, by the number of ranks."""
 
     def divide(mod: torch.nn.Module, args: Any) -> Any:
         if not _depth.inside:
@@ -149,7 +148,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """The value with its tensors changed, in tuples, lists and dictionaries; other containers keep what they hold."""
+    """Change the tensors of a value, in tuples, lists and dictionaries; other containers keep their content."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
@@ -171,18 +170,18 @@ def _placed(value: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> to
 @contextlib.contextmanager
 def _plain_parameters(module: torch.nn.Module, plain: Callable[[str, DTensor], torch.Tensor]) -> Iterator[None]:
     """Inside, the parameters and buffers of the module and of all inside it are plain."""
-    kept: list[tuple[dict[str, Any], str, DTensor]] = []
+    restored: list[tuple[dict[str, Any], str, DTensor]] = []
     for prefix, child in module.named_modules():
-        held: Any = child  # Its tables of parameters have plain tensors in between.
-        for table in (held._parameters, held._buffers):
+        owner: Any = child  # Its tables of parameters have plain tensors in between.
+        for table in (owner._parameters, owner._buffers):
             for name, value in table.items():
                 if isinstance(value, DTensor):
-                    kept.append((table, name, value))
+                    restored.append((table, name, value))
                     table[name] = plain(f"{prefix}.{name}", value)
     try:
         yield
     finally:
-        for table, name, value in kept:
+        for table, name, value in restored:
             table[name] = value
 
 
@@ -190,26 +189,26 @@ def _check_draws(module: torch.nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.modules.dropout._DropoutNd) and child.p:
             raise ValueError(
-                f"the experts' {name or 'module'} drops with p = {child.p:g}: each rank would draw for its part of the"
-                " features alone; set it to 0, or leave the experts without styles"
+                f"the experts' {name or 'module'} drops with p = {child.p:g}: each rank would draw for its own "
+                "features only; set it to 0, or leave the experts without styles"
             )
 
 
 def _by_expert(module: torch.nn.Module) -> bool:
-    """Whether ranks hold whole experts: dim 0 of weights of three dims is cut."""
-    found = {
+    """Return True if ranks hold whole experts: dim 0 of weights of three dims is sharded."""
+    kinds = {
         placement.dim == 0
         for parameter in module.parameters(recurse=False)
         if isinstance(parameter, DTensor) and parameter.dim() == 3
         for placement in parameter.placements
         if isinstance(placement, (Shard, StridedShard))
     }
-    if len(found) > 1:
+    if len(kinds) > 1:
         raise ValueError(
             f"some weights of {type(module).__name__} are sharded by expert and some by feature; give all of them"
             " 'grouped_gemm', or none"
         )
-    return found == {True}
+    return kinds == {True}
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ _HEADS, _SEQUENCE = 1, 2  # of scaled_dot_product_attention's tensors
 
 
 class ContextGroup(SequenceGroup):
-    """The ranks that a sequence is cut over, and how they compute attention.
+    """The ranks that a sequence is sharded over, and how they compute attention.
 
     Args:
         mesh: of one axis.
@@ -66,12 +66,12 @@ class ContextGroup(SequenceGroup):
         return self.mesh.get_group() if len(places) == self.size else get_platform().groups.new_group(ranks)
 
     def plan(self, head_dim: int, seq_dim: int) -> Exchange:
-        """The Ulysses exchange of tensors with these dims."""
+        """Plan the Ulysses exchange of tensors with these dims."""
         return Exchange(self._ulysses, self.degrees.ulysses, head_dim, seq_dim, self.load_balance)
 
     # ---- what is checked ----
     def local(self, x: T, name: str, head_dim: int, seq_dim: int) -> T:
-        """This rank's part, plain; differentiable.
+        """Return this rank's part as a plain tensor; differentiable.
 
         Raises:
             ValueError: a DTensor of a layout that attention here is not for.
@@ -83,7 +83,7 @@ class ContextGroup(SequenceGroup):
         return x.to_local()
 
     def locals(self, q: T, k: T, v: T, head_dim: int, seq_dim: int) -> tuple[T, T, T]:
-        """This rank's parts, plain.
+        """Return this rank's parts as plain tensors.
 
         Raises:
             ValueError: DTensors in unequal layouts, unequal dtypes, or an odd length with ``load_balance``.
@@ -91,11 +91,11 @@ class ContextGroup(SequenceGroup):
         layouts = [x._spec.placements if isinstance(x, DTensor) else None for x in (q, k, v)]
         if any(layout != layouts[0] for layout in layouts):
             raise ValueError(
-                f"ContextParallel: q, k and v are placed {', '.join(map(str, layouts))} (None is a plain tensor); they"
-                " need one layout"
+                f"ContextParallel: q, k and v are placed {', '.join(map(str, layouts))} (None is a plain tensor); "
+                "they must have the same layout"
             )
         if not q.dtype == k.dtype == v.dtype:
-            raise TypeError(f"ContextParallel: q is {q.dtype}, k {k.dtype}, v {v.dtype}; they need one dtype")
+            raise TypeError(f"ContextParallel: q is {q.dtype}, k {k.dtype}, v {v.dtype}; they must have the same dtype")
         named = zip((q, k, v), "qkv", strict=True)
         q, k, v = (self.local(x, name, head_dim, seq_dim) for x, name in named)
         for x, name in ((q, "q"), (k, "k")):
@@ -103,14 +103,14 @@ class ContextGroup(SequenceGroup):
         return q, k, v
 
     def copies(self, heads: int | None, kv_heads: int | None) -> int:
-        """How often each key and value head is sent; see `kv_copies`."""
+        """Return how often each key and value head is sent; see `kv_copies`."""
         return kv_copies(heads, kv_heads, self.degrees.ulysses, self.size)
 
     # ---- what is computed ----
     def to_heads(
         self, tensors: tuple[T, T, T], arriving: Mapping[str, Transfer], head_dim: int, seq_dim: int
     ) -> list[T]:
-        """The longer sequence of a part of the heads, of q, k and v: those not on their way already in one exchange."""
+        """Exchange q, k and v to longer sequences of fewer heads; those not yet on their way go in one exchange."""
         if self.degrees.ulysses == 1:
             return list(tensors)
         copies = self.copies(tensors[0].shape[head_dim], tensors[1].shape[head_dim])
@@ -125,7 +125,7 @@ class ContextGroup(SequenceGroup):
         return [rest[name] if name in rest else arriving[name].finish() for name in "qkv"]
 
     def to_sequence(self, out: T, head_dim: int, seq_dim: int) -> T:
-        """All heads of this rank's part of the sequence."""
+        """Exchange back to all heads of this rank's part of the sequence."""
         if self.degrees.ulysses == 1:
             return out
         return exchange(self.plan(head_dim, seq_dim), out, to_heads=False)[0]
@@ -143,7 +143,7 @@ class ContextGroup(SequenceGroup):
 
 
 def refuse(q: T, k: T, v: T, dropout_p: float, is_causal: bool, enable_gqa: bool) -> None:
-    """Refuses what attention over a cut sequence is not for.
+    """Refuse arguments that attention over a sharded sequence does not support.
 
     Raises:
         NotImplementedError: dropout.
@@ -157,7 +157,7 @@ def refuse(q: T, k: T, v: T, dropout_p: float, is_causal: bool, enable_gqa: bool
         )
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         raise ValueError(
-            f"ContextParallel: q, k and v have to be [batch, heads, sequence, head size], v as long as k, got {shapes}"
+            f"ContextParallel: q, k and v must be [batch, heads, sequence, head size], v as long as k, got {shapes}"
         )
     if q.shape[1] != k.shape[1] and (not enable_gqa or q.shape[1] % k.shape[1]):
         raise ValueError(
@@ -172,15 +172,15 @@ def refuse(q: T, k: T, v: T, dropout_p: float, is_causal: bool, enable_gqa: bool
 
 
 def refuse_mask(mask: T) -> None:
-    """Refuses a mask.
+    """Refuse a mask.
 
     Raises:
         NotImplementedError: always.
     """
     raise NotImplementedError(
         f"ContextParallel: an attn_mask of shape {tuple(mask.shape)}: with a sharded sequence no rank has all the keys"
-        " that it covers. A module whose forward takes attention_mask and position_ids, as transformers' do, is"
-        " computed with causal masks, sliding windows, packed documents and padding; elsewhere pass is_causal=True and"
+        " that it covers. A module whose forward takes attention_mask and position_ids, as transformers' do, "
+        "supports causal masks, sliding windows, packed documents and padding; elsewhere pass is_causal=True and"
         " no mask. A mask of the full sequence works if q, k and v are a module's inputs (qkv_indices=) and"
         " ulysses_degree is None"
     )
@@ -210,28 +210,28 @@ def attend(
 
     Args:
         group: the ranks.
-        settling: what they compare first.
+        settling: the comparison that comes first.
         arriving: of q, k and v those on their way to a part of the heads.
         query: this and what follows as `torch.nn.functional.scaled_dot_product_attention` takes it.
         key: keys.
         value: values.
         attn_mask: has to be None.
         dropout_p: has to be 0.
-        is_causal: a query sees the keys up to its own place in the whole sequence.
+        is_causal: a query sees the keys up to its own place in the full sequence.
         scale: of the logits; None is 1 / sqrt(head size).
         enable_gqa: there may be fewer key than query heads.
     """
-    given = _cast(query, key, value)
+    tensors = _cast(query, key, value)
 
     def checked() -> tuple[T, ...]:
         refuse(query, key, value, dropout_p, is_causal, enable_gqa)
         if attn_mask is not None:
             refuse_mask(attn_mask)
-        parts = group.locals(*given, _HEADS, _SEQUENCE)  # type: ignore[call-arg]
+        parts = group.locals(*tensors, _HEADS, _SEQUENCE)  # type: ignore[call-arg]
         group.copies(parts[0].shape[_HEADS], parts[1].shape[_HEADS])
         return parts
 
-    parts, seen = settling.of(checked, given, is_causal)
+    parts, seen = settling.of(checked, tensors, is_causal)
     with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
         q, k, v = group.to_heads(parts, arriving, _HEADS, _SEQUENCE)
         out = group.to_sequence(group.over_ring(q, k, v, seen, scale), _HEADS, _SEQUENCE)
@@ -243,16 +243,16 @@ def attend_inside(group: ContextGroup, settling: Settling, query: T, key: T, val
 
     Args:
         group: the ranks.
-        settling: what they have compared.
+        settling: the comparison.
         query: this and what follows as `attend` takes it.
         key: keys.
         value: values.
         args: the rest by position.
         options: the rest by name.
     """
-    given = inspect.signature(attend).bind(group, settling, {}, query, key, value, *args, **options)
-    given.apply_defaults()
-    asked = given.arguments
+    bound = inspect.signature(attend).bind(group, settling, {}, query, key, value, *args, **options)
+    bound.apply_defaults()
+    asked = bound.arguments
     settling.round.followed.setdefault(group.mesh, (group, query.device))
     try:
         refuse(query, key, value, asked["dropout_p"], asked["is_causal"], asked["enable_gqa"])
@@ -288,19 +288,19 @@ class _Ring(TorchFunctionMode):
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of ``Tensor.backward`` as those of ``torch.autograd.backward``."""
+    """Convert options of ``Tensor.backward`` to those of ``torch.autograd.backward``."""
     return {"grad_tensors" if name == "gradient" else name: value for name, value in options.items()}
 
 
 @functools.lru_cache(maxsize=64)
 def _rounds_over(mesh: DeviceMesh) -> Rounds:
-    """The rounds of all blocks over a mesh, of which each compares less than the first."""
+    """Return the rounds of all blocks over a mesh; each after the first compares less."""
     return Rounds()
 
 
 @contextlib.contextmanager
 def attention_over(mesh: DeviceMesh) -> Iterator[None]:
-    """Attention inside is over the ring of a mesh, of parts that are cut by head and tail."""
+    """Compute attention inside the block over the ring of a mesh, on parts of a head and a tail chunk."""
     rounds = _rounds_over(mesh)
     group = ContextGroup(mesh, 1, True, rounds)
     rounds.enter(mesh)
@@ -316,7 +316,7 @@ def attention_over(mesh: DeviceMesh) -> Iterator[None]:
 def cut_in_place(
     buffers: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], restored: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Buffers hold their parts, and at the end, those of ``restored``, what they held before."""
+    """Let buffers hold their parts inside the block; at the end, restore those of ``restored``."""
     before = [(x, x.detach().clone()) for x in restored]
     _write(zip(buffers, parts, strict=True))
     try:

@@ -1,4 +1,4 @@
-"""What a module's call tells of the attention inside it: mask, position ids, window, key/value cache.
+"""Arguments of a module's call that concern the attention inside: mask, position ids, window, key/value cache.
 
 A transformers attention module is handed a mask that its model made of this rank's part. Its meaning is read from it,
 and the mask is taken away, so that all ranks compute in the same way: Note [What a position says] in
@@ -26,16 +26,16 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 @dataclass
 class Call:
-    """What a module is called with.
+    """Arguments of a module's call.
 
     Attributes:
         name: of the module's class.
         takes_mask: its forward has an ``attention_mask``, as transformers' have.
         mask: that, where it is a mask of queries and keys; it is not handed on.
         positions: position ids, [batch or 1, length].
-        causal: what the module says that it is.
+        causal: the module's own attribute.
         window: keys that a query sees, its own among them; None is all.
-        cache: what the error calls a key/value cache that it is given.
+        cache: name of the key/value cache that is passed, for errors.
         cached: tokens in it.
     """
 
@@ -49,7 +49,7 @@ class Call:
     cached: int = 0
 
     def refuse_cache(self, style: str, *, filled: bool) -> None:
-        """Refuses a key/value cache.
+        """Refuse a key/value cache.
 
         Args:
             style: the style, for the error.
@@ -60,15 +60,16 @@ class Call:
         """
         if self.cached:
             raise NotImplementedError(
-                f"{style} on {self.name}: the key/value cache ({self.cache}) holds {self.cached} tokens already, and"
-                " where the sequence is cut they are each rank's own: decoding and generate() are not computed. Train"
-                " and evaluate whole sequences, with use_cache=False; generate with a model without this style"
+                f"{style} on {self.name}: the key/value cache ({self.cache}) holds {self.cached} tokens already, but "
+                "where the sequence is sharded they are each rank's own: decoding and generate() are not supported. "
+                "Train and evaluate full sequences, with use_cache=False; generate with a model without this style"
             )
         if self.cache is not None and not filled:
             raise NotImplementedError(
                 f"{style} on {self.name}: a key/value cache ({self.cache}) copies keys and values between their"
-                " projections and attention, so that what is sent early is not what attention reads. A transformers"
-                " model makes one unless it is called with use_cache=False (or has config.use_cache = False)"
+                " projections and attention, so attention does not read the tensors that were sent early. A"
+                " transformers model creates a cache unless it is called with use_cache=False (or has config.use_cache"
+                " = False)"
             )
 
 
@@ -80,7 +81,7 @@ def _parameters(function: Any) -> dict[str, int]:
 
 
 def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
-    """What a call tells, and its arguments without the mask."""
+    """Read a call, and return it with its arguments without the mask."""
     names = _parameters(type(module).forward)
     call = Call(type(module).__name__, takes_mask="attention_mask" in names)
     if not call.takes_mask:
@@ -110,20 +111,20 @@ def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def left_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
-    """An error about position ids that a model takes and is not given: it would count from 0 on each rank."""
+    """Return the error for missing position ids: the model would count from 0 on each rank."""
     names = _parameters(type(module).forward)
     place = names.get("position_ids")
     if place is None or kwargs.get("position_ids") is not None or (0 <= place < len(args) and args[place] is not None):
         return None
     return ValueError(
-        f"ContextParallel: {type(module).__name__} is called without position_ids and would count from 0 on each rank;"
-        " pass those of this rank's tokens, context_parallel_shard(torch.arange(whole_length)[None], mesh), with the"
-        " style's load_balance"
+        f"ContextParallel: {type(module).__name__} is called without position_ids, so it would count from 0 on each"
+        " rank; pass those of this rank's tokens, context_parallel_shard(torch.arange(full_length)[None], mesh), with"
+        " the style's load_balance"
     )
 
 
 def _window(module: nn.Module) -> int | None:
-    """The sliding window of a transformers attention module: its own, or that of its model's layers of its type.
+    """Return the sliding window of a transformers attention module: its own, or its layer type's.
 
     Raises:
         NotImplementedError: layers of another type, such as those that see chunks.
@@ -133,8 +134,8 @@ def _window(module: nn.Module) -> int | None:
     kind = types[index] if types and isinstance(index, int) and index < len(types) else None
     if kind is not None and kind not in ("full_attention", "sliding_attention"):
         raise NotImplementedError(
-            f"ContextParallel on {type(module).__name__}: layer {index} is of the type {kind!r}; attention over the"
-            " whole sequence and over a sliding window (full_attention, sliding_attention) are computed"
+            f"ContextParallel on {type(module).__name__}: layer {index} is of the type {kind!r}; only attention over "
+            "the full sequence and over a sliding window (full_attention, sliding_attention) is supported"
         )
     if hasattr(module, "sliding_window"):
         return module.sliding_window or None  # type: ignore[return-value]
@@ -194,23 +195,23 @@ class Arguments:
             )
 
     def find(self, name: str | int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int | str, torch.Tensor]:
-        """Where an input stands in a call, and it.
+        """Find an input of a call: its place and its value.
 
         Raises:
             TypeError: it is not there, or no tensor.
         """
         place = name if name in kwargs or isinstance(name, int) else self._index.get(name, len(args))
-        found = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-        if not isinstance(found, torch.Tensor):
-            got = "nothing" if found is None else type(found).__name__
+        value = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        if not isinstance(value, torch.Tensor):
+            got = "nothing" if value is None else type(value).__name__
             raise TypeError(
-                f"{self._where}: the input {name!r} of forward{self._signature} has to be a tensor, got {got}; the call"
+                f"{self._where}: the input {name!r} of forward{self._signature} must be a tensor, got {got}; the call"
                 f" has {[type(x).__name__ for x in args]} and { {key: type(x).__name__ for key, x in kwargs.items()} }"
             )
-        return place, found
+        return place, value
 
     def hand(self, name: str, value: torch.Tensor, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Passes an argument, in place of what the caller passes."""
+        """Pass an argument in place of the caller's."""
         index = self._index.get(name, len(args))
         if index < len(args):
             args[index] = value
@@ -219,15 +220,15 @@ class Arguments:
 
 
 def mapped(output: Any, do: Callable[[Any], Any]) -> Any:
-    """What a module returns, with ``do`` of it; of each of its items, where it is a tuple or a list."""
+    """Apply ``do`` to a module's result, or to each of its items if it is a tuple or a list."""
     if not isinstance(output, (tuple, list)):
         return do(output)
-    made = [do(x) for x in output]
-    return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
+    items = [do(x) for x in output]
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 
 def refuse_compiled(style: str) -> None:
-    """Refuses to be traced.
+    """Refuse to be traced.
 
     Raises:
         NotImplementedError: under torch.compile.

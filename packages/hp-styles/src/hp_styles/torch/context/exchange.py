@@ -39,14 +39,14 @@ class Exchange:
     load_balance: bool
 
     def pieces(self, x: torch.Tensor, *, to_heads: bool) -> tuple[int, ...]:
-        """The shape of what is sent of ``x``: a piece a rank, its heads, its part of the sequence, what is left."""
+        """Return the shape in which ``x`` is sent: a piece per rank, its heads, its part of the sequence, the rest."""
         heads, length, *rest = x.movedim((self.head_dim, self.seq_dim), (0, 1)).shape
         if to_heads:
             return (self.size, heads // self.size, length, *rest)
         return (self.size, heads, length // self.size, *rest)
 
     def received(self, x: torch.Tensor, *, to_heads: bool) -> torch.Tensor:
-        """An empty tensor for what ``x`` becomes."""
+        """Allocate the result of exchanging ``x``."""
         shape = list(x.shape)
         grows, shrinks = (self.seq_dim, self.head_dim) if to_heads else (self.head_dim, self.seq_dim)
         shape[grows] *= self.size
@@ -54,7 +54,7 @@ class Exchange:
         return x.new_empty(shape)
 
     def pairs(self, x: torch.Tensor, pieces: torch.Tensor, *, many_heads: bool) -> Iterator[Pair]:
-        """Parts of ``x`` and of the pieces that hold the same elements.
+        """Pair the parts of ``x`` and of the pieces that hold the same elements.
 
         Args:
             x: a tensor with all heads and a part of the sequence, or the other way round.
@@ -73,12 +73,12 @@ class Exchange:
                 yield halves[:, 1, self.size - 1 - rank], ends[rank, :, 1]
 
     def pack(self, x: torch.Tensor, into: torch.Tensor, *, to_heads: bool) -> None:
-        """Writes what is sent of ``x``."""
+        """Write the pieces to send of ``x``."""
         for part, piece in self.pairs(x, into, many_heads=to_heads):
             piece.copy_(part)
 
     def unpack(self, pieces: torch.Tensor, into: torch.Tensor, *, to_heads: bool) -> torch.Tensor:
-        """Writes what was received, and returns it."""
+        """Write the received pieces into the result, and return it."""
         for part, piece in self.pairs(into, pieces, many_heads=not to_heads):
             part.copy_(piece)
         return into
@@ -112,7 +112,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(plan: Exchange, *tensors: torch.Tensor, to_heads: bool) -> tuple[torch.Tensor, ...]:
-    """All tensors at once, differentiable.
+    """Exchange all tensors at once; differentiable.
 
     Args:
         plan: between which ranks, on which dims.
@@ -132,9 +132,9 @@ class Transfer:
 
     Attributes:
         plan: between which ranks, on which dims.
-        pieces: what arrives.
+        pieces: the received pieces.
         under_way: the exchange, until it has been waited for.
-        sent: what it reads.
+        sent: the tensor that is sent.
     """
 
     plan: Exchange
@@ -143,11 +143,11 @@ class Transfer:
     sent: torch.Tensor | None = None
 
     def start(self, x: torch.Tensor) -> None:
-        """Sends a tensor."""
+        """Send a tensor."""
         self.pieces = _Start.apply(self, x)  # type: ignore[assignment]
 
     def finish(self) -> torch.Tensor:
-        """What was sent, arrived."""
+        """Wait for the exchanged tensor and return it."""
         pieces, self.pieces = self.pieces, None  # its node holds this
         return _Finish.apply(self, pieces)  # type: ignore[return-value]
 
@@ -187,8 +187,8 @@ class _Finish(torch.autograd.Function):
         _, heads, length, *rest = pieces.shape
         plan = transfer.plan
         shape = [heads, plan.size * length, *rest]
-        made = pieces.new_empty(shape).movedim((0, 1), (plan.head_dim, plan.seq_dim))
-        return plan.unpack(pieces, made, to_heads=True)
+        result = pieces.new_empty(shape).movedim((0, 1), (plan.head_dim, plan.seq_dim))
+        return plan.unpack(pieces, result, to_heads=True)
 
     @staticmethod
     @once_differentiable

@@ -50,11 +50,11 @@ class Whole:
     load_balance: bool
 
     def shape(self, part: torch.Size) -> list[int]:
-        """Of the whole of what has the shape ``part`` on each rank."""
+        """Return the full shape of a tensor whose part on each rank has shape ``part``."""
         return [n * self.size if dim == self.seq_dim else n for dim, n in enumerate(part)]
 
     def pairs(self, whole: T, pieces: T) -> Iterator[tuple[T, T]]:
-        """Parts of a whole tensor and of its pieces, [rank, ...], that hold the same elements."""
+        """Pair the parts of a full tensor and of its pieces, [rank, ...], that hold the same elements."""
         view, parts = whole.movedim(self.seq_dim, 0), pieces.movedim(self.seq_dim + 1, 1)
         if not self.load_balance:
             yield view.unflatten(0, (self.size, -1)), parts
@@ -65,11 +65,11 @@ class Whole:
             yield halves[1, self.size - 1 - rank], ends[rank, 1]
 
     def is_message(self, parts: Sequence[torch.Size]) -> bool:
-        """Whether a message of all ranks is the whole of what has these parts, as it is."""
+        """Return True if the message of all ranks, unchanged, is the full tensor of these parts."""
         return len(parts) == 1 and not self.load_balance and prod(parts[0][: self.seq_dim]) == 1
 
     def rows(self, flat: T, parts: Sequence[torch.Size]) -> list[T]:
-        """A message of all ranks as pieces, [rank, ...], of each tensor: views."""
+        """View a message of all ranks as pieces, [rank, ...], of each tensor."""
         split = flat.view(self.size, -1).split([part.numel() for part in parts], 1)
         return [row.unflatten(1, part) for row, part in zip(split, parts, strict=True)]
 
@@ -95,7 +95,7 @@ class Gathering:
         self._sent: T | None = _Start.apply(self, *tensors)  # type: ignore[assignment]
 
     def finish(self) -> tuple[T, ...]:
-        """The whole tensors, arrived; once."""
+        """Wait for the full tensors and return them; call it once."""
         sent, self._sent = self._sent, None  # its node holds this
         return _Finish.apply(self, sent)  # type: ignore[return-value]
 
@@ -134,11 +134,11 @@ class _Finish(torch.autograd.Function):
         assert received is not None  # finish is called once
         if plan.is_message(gathering.parts):
             return (received.view(plan.shape(gathering.parts[0])),)
-        made = tuple(sent.new_empty(plan.shape(part)) for part in gathering.parts)
-        for whole, pieces in zip(made, plan.rows(received, gathering.parts), strict=True):
+        gathered = tuple(sent.new_empty(plan.shape(part)) for part in gathering.parts)
+        for whole, pieces in zip(gathered, plan.rows(received, gathering.parts), strict=True):
             for into, piece in plan.pairs(whole, pieces):
                 into.copy_(piece)
-        return made
+        return gathered
 
     @staticmethod
     @once_differentiable
@@ -160,7 +160,7 @@ class _Finish(torch.autograd.Function):
 
 
 def gather(plan: Whole, tensors: Sequence[T]) -> list[T]:
-    """The whole of each tensor; one message for those of one dtype that need a gradient, one for those that need none.
+    """Gather each tensor; one message per dtype for tensors that need a gradient, one for those that do not.
 
     A tensor that is given twice is sent once.
 
@@ -172,8 +172,8 @@ def gather(plan: Whole, tensors: Sequence[T]) -> list[T]:
     for x in tensors:
         kinds.setdefault((x.dtype, x.requires_grad), {})[id(x)] = x
     under_way = [(same, Gathering(plan, list(same.values()))) for same in kinds.values()]
-    found = {key: whole for same, sent in under_way for key, whole in zip(same, sent.finish(), strict=True)}
-    return [found[id(x)] for x in tensors]
+    gathered = {key: whole for same, sent in under_way for key, whole in zip(same, sent.finish(), strict=True)}
+    return [gathered[id(x)] for x in tensors]
 
 
 @dataclass
@@ -207,13 +207,13 @@ class Blocks(threading.local):
         self.open: list[_Block] = []
 
     def close(self) -> None:
-        """Leaves the innermost block, with nothing under way."""
+        """Leave the innermost block, with nothing under way."""
         if self.open:  # there is none after an error in a hook before
             for gathering in self.open.pop().arriving.values():
                 gathering.wait()
 
     def send(self, path: str, x: T) -> None:
-        """What a projection made."""
+        """Send the output of a projection."""
         block = self.open[-1]
         if path in block.sources:
             raise RuntimeError(f"{self.style}: {path}, of projections={self.projections}, ran twice before the core")
@@ -221,10 +221,10 @@ class Blocks(threading.local):
         block.arriving[path] = Gathering(self.plan, [x])
 
     def check(self, parts: Mapping[str | int, T]) -> bool:
-        """Whether keys are on their way.
+        """Check whether keys are on their way.
 
         Raises:
-            RuntimeError: what the core is given as keys is something else than what was sent.
+            RuntimeError: the core's keys are not the tensors that were sent.
         """
         if not self.open:
             return False
@@ -241,14 +241,14 @@ class Blocks(threading.local):
                 raise RuntimeError(
                     f"{self.style}: the key {key!r}, of shape {tuple(parts[key].shape)}, is not the output of {path},"
                     f" of shape {tuple(sent[0].shape)}, nor a view of it that splits or joins the dims after the"
-                    " sequence: something (rotary positions, a norm) comes between. Name the last module before the"
-                    " core, or leave it out: the key is then sent when the core runs"
+                    " sequence: something in between (rotary positions, a norm) changes it. Name the last module"
+                    " before the core, or leave it out: the key is then sent when the core runs"
                 )
         block.done = True
         return True
 
     def take(self, key: str | int, part: T) -> T:
-        """The whole of a key that was sent."""
+        """Take the gathered key that was sent early."""
         block, path = self.open[-1], self.projections[key]
         if path in block.arriving:
             (block.arrived[path],) = block.arriving.pop(path).finish()
@@ -273,7 +273,7 @@ def _same(key: T, sent: T, version: int, seq_dim: int) -> bool:
 
 
 def register(module: nn.Module, projections: Mapping[str, nn.Module], blocks: Blocks, check: Any) -> None:
-    """The hooks on the module that holds the projections, and on these.
+    """Register the hooks on the module that holds the projections, and on these.
 
     Args:
         module: the module.

@@ -40,13 +40,13 @@ class _Frame:
 
     Attributes:
         module: the module.
-        mode: what intercepts attention in it, where something does.
+        mode: the mode that intercepts attention in it, if any.
         early: of q, k and v those that are sent before attention.
         arriving: those on their way.
-        sources: what they were, and its version, which tells of writes.
+        sources: the projections' outputs with their versions, which show writes.
         query: its input that is the queries, where they are an input.
         inside: heads and length of the sequence inside, where they are an input.
-        settling: what its attention compares over the ranks.
+        settling: the comparison of its attention over the ranks.
     """
 
     module: nn.Module
@@ -64,7 +64,7 @@ class _Frames(threading.local):
         self.stack: list[_Frame] = []
 
     def of(self, module: nn.Module) -> _Frame | None:
-        """The frame of ``module``, if it is the innermost."""
+        """Return the frame of ``module``, if it is the innermost."""
         return self.stack[-1] if self.stack and self.stack[-1].module is module else None
 
 
@@ -98,12 +98,12 @@ class _Attention(TorchFunctionMode):
 
 
 def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, rounds: Rounds) -> None:
-    """Registers the hooks.
+    """Register the hooks.
 
     Args:
-        module: whose attention is over the cut sequence.
+        module: whose attention is over the sharded sequence.
         mesh: of one axis.
-        settings: what the style says.
+        settings: the style's.
         rounds: see `ContextGroup`.
 
     Raises:
@@ -113,7 +113,7 @@ def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, rounds: Roun
     """
     if getattr(module, "_context_parallel", False):
         raise RuntimeError(
-            f"ContextParallel: {type(module).__name__} has a context parallel style already; apply one, once"
+            f"ContextParallel: {type(module).__name__} already has a context parallel style; apply only one"
         )
     group = ContextGroup(mesh, settings.ulysses_degree, settings.load_balance, rounds)
     if settings.projections and group.degrees.ulysses == 1 and group.size > 1:
@@ -138,7 +138,7 @@ def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, rounds: Roun
 
 
 def enclose(root: nn.Module, rounds: Rounds, mesh: DeviceMesh, load_balance: bool) -> None:
-    """Registers hooks on a module that holds those of a style: what they compute in one call of it is a round.
+    """Register hooks on a module around those of a style: one call of it is a round.
 
     Args:
         root: the module.
@@ -162,13 +162,13 @@ def enclose(root: nn.Module, rounds: Rounds, mesh: DeviceMesh, load_balance: boo
 
 
 def _cut_otherwise(mesh: DeviceMesh, load_balance: bool, args: Any, kwargs: dict[str, Any]) -> Exception | None:
-    """An error about an input that was cut by context_parallel_shard with the other ``load_balance``."""
+    """Return the error for an input that was sharded with the other ``load_balance``."""
     for name, x in (*enumerate(args), *kwargs.items()):
         cut = getattr(x, CUT, None)
         if cut is not None and cut[0] == mesh and cut[1] != load_balance:
             return ValueError(
-                f"ContextParallel: input {name!r} of shape {tuple(x.shape)} is cut with load_balance={cut[1]}, the"
-                f" style has load_balance={load_balance}; give context_parallel_shard and the style the same"
+                f"ContextParallel: input {name!r} of shape {tuple(x.shape)} is sharded with load_balance={cut[1]}, the"
+                f" style has load_balance={load_balance}; pass the same to context_parallel_shard and to the style"
             )
     return None
 
@@ -208,7 +208,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _end_alone(module: nn.Module, args: Any, output: Any) -> None:
-    """Ends the round of a module that nothing encloses."""
+    """End the round of a module that nothing encloses."""
     frame = _frames.of(module)
     if frame is not None and not frame.settling.rounds.open and torch._C._current_graph_task_id() == -1:
         end_round(frame.settling.round, frame.settling.rounds)
@@ -218,9 +218,9 @@ def _check_met(module: nn.Module, args: Any, output: Any) -> None:
     frame = _frames.of(module)
     if frame is not None and frame.mode is not None and not frame.mode.calls:
         raise RuntimeError(
-            f"ContextParallel: {type(module).__name__} ran without a call of"
-            " torch.nn.functional.scaled_dot_product_attention, so that each rank attended to its own part of the"
-            " sequence only. Give a transformers model attn_implementation='sdpa'; for a module that takes q, k and v"
+            f"ContextParallel: {type(module).__name__} ran without a call of "
+            "torch.nn.functional.scaled_dot_product_attention, so each rank attended only to its own part of the "
+            "sequence. Give a transformers model attn_implementation='sdpa'; for a module that takes q, k and v"
             " as inputs, name them (qkv_indices= or qkv_kwarg_names=)"
         )
 
@@ -257,18 +257,18 @@ def _receiver(group: ContextGroup, settings: Settings) -> Any:
 
 
 def _input(module: nn.Module, args: Any, kwargs: Any, settings: Settings, which: int) -> tuple[int | str, T]:
-    """Where one of q, k and v stands, and it."""
+    """Find one of q, k and v: its place and its value."""
     index = settings.qkv_indices[which] if settings.qkv_indices else None
     name = settings.qkv_kwarg_names[which] if settings.qkv_kwarg_names else None
     where = index if index is not None and index < len(args) else name
-    found = kwargs.get(name) if where is name else args[index]
-    if where is None or not isinstance(found, T):
+    value = kwargs.get(name) if where is name else args[index]
+    if where is None or not isinstance(value, T):
         raise TypeError(
             f"ContextParallel on {type(module).__name__}: {'qkv'[which]} is looked for at position {index} and by name"
             f" {name!r}; the inputs are {[type(x).__name__ for x in args]} and"
             f" { {key: type(x).__name__ for key, x in kwargs.items()} }"
         )
-    return where, found
+    return where, value
 
 
 def _giver(group: ContextGroup, settings: Settings) -> Any:
@@ -279,15 +279,15 @@ def _giver(group: ContextGroup, settings: Settings) -> Any:
         first, *others = output if several else (output,)
         if not isinstance(first, T) or any(isinstance(x, T) for x in others):
             raise NotImplementedError(
-                f"ContextParallel on {type(module).__name__}: the output has to be a tensor, alone or first among"
-                f" others that are none, got {[type(x).__name__ for x in (first, *others)]}; attention weights are not"
-                " brought back"
+                f"ContextParallel on {type(module).__name__}: the output must be a tensor, alone or first among "
+                f"other values, got {[type(x).__name__ for x in (first, *others)]}; attention weights are not "
+                "redistributed"
             )
         ndim, (heads, length) = frame.query.dim(), frame.inside
         head, seq = settings.head_dim % ndim, settings.seq_dim % ndim
         if max(head, seq) >= first.dim() or first.shape[seq] != length or first.shape[head] % heads:
             raise ValueError(
-                f"ContextParallel on {type(module).__name__}: the output of shape {tuple(first.shape)} has to have the"
+                f"ContextParallel on {type(module).__name__}: the output of shape {tuple(first.shape)} must have the"
                 f" sequence of length {length} in dim {seq} and the {heads} heads in dim {head}, as the queries"
             )
         with torch._C.DisableTorchFunction():
@@ -319,14 +319,14 @@ def _projection(module: nn.Module, path: str) -> nn.Module:
 
 
 def _heads_apart(x: T, settings: Settings) -> T:
-    """A projection's output as [batch, heads, sequence, head size], a view."""
+    """View a projection's output as [batch, heads, sequence, head size]."""
     if x.dim() == 3 and settings.head_size:
         if x.shape[2] % settings.head_size == 0:
             return x.unflatten(2, (-1, settings.head_size)).transpose(1, 2)
     elif x.dim() == 4:
         return x.movedim((settings.head_dim, settings.seq_dim), (1, 2))
     raise ValueError(
-        f"AsyncContextParallel: a projection's output has to be [batch, sequence, heads * head_size], with head_size="
+        f"AsyncContextParallel: a projection's output must be [batch, sequence, heads * head_size], with head_size="
         f" given, or have 4 dims; got shape {tuple(x.shape)}, head_size={settings.head_size}"
     )
 
@@ -361,7 +361,7 @@ def _sender(group: ContextGroup, name: str, settings: Settings) -> Any:
 
 
 def _check_sources(frame: _Frame, calls: int, query: T, key: T, value: T, *args: Any, **more: Any) -> None:
-    """Refuses where attention reads something else than what is on its way."""
+    """Refuse if attention reads something else than what is on its way."""
     if calls > 1:
         raise RuntimeError("AsyncContextParallel: attention is called twice in one forward; use ContextParallel")
     absent = [name for name in frame.early if name not in frame.sources]
@@ -381,7 +381,7 @@ def _check_sources(frame: _Frame, calls: int, query: T, key: T, value: T, *args:
             if not same or any(a != b for a, b, n in strides if n > 1) or _version(local) != version:
                 raise RuntimeError(
                     f"AsyncContextParallel: {name} in attention, of shape {tuple(x.shape)}, is not the output of the"
-                    f" projection that {name}_proj names, with its heads apart: something (rotary positions, a norm)"
-                    f" comes between. Name the last module before attention, or leave {name}_proj out: {name} is then"
-                    " sent at attention"
+                    f" projection that {name}_proj names, with its heads apart: something in between (rotary positions,"
+                    f" a norm) changes it. Name the last module before attention, or leave {name}_proj out: {name} is"
+                    " then sent at attention"
                 )

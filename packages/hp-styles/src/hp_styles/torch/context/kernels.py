@@ -40,7 +40,7 @@ class Kernel:
 
 
 def kernel_for(q: T, k: T, v: T) -> Kernel:
-    """The first kernel of the table that takes the input; the last takes all."""
+    """Return the first kernel of the table that takes the input; the last takes all."""
     return next(kernel for kernel in KERNELS if kernel.takes(q, k, v))
 
 
@@ -68,8 +68,8 @@ def _flash_takes(q: T, k: T, v: T) -> bool:
 
 
 def _flash_forward(q: T, k: T, v: T, causal: bool, scale: float) -> tuple[T, T]:
-    made = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return made[0], made[1]
+    results = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return results[0], results[1]
 
 
 def _flash_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, scale: float) -> tuple[T, T, T]:
@@ -95,11 +95,11 @@ def _efficient_forward(q: T, k: T, v: T, causal: bool, scale: float) -> tuple[T,
 def _efficient_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, scale: float) -> tuple[T, T, T]:
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _ALIGNED), value=float("inf"))
     seed = torch.empty((), dtype=torch.int64, device=q.device)
-    wanted = [True, True, True, False]
-    made = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, lse.contiguous(), seed, seed, 0.0, wanted, causal, scale=scale
+    needed = [True, True, True, False]
+    gradients = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, lse.contiguous(), seed, seed, 0.0, needed, causal, scale=scale
     )
-    return made[:3]
+    return gradients[:3]
 
 
 def _wide(*tensors: T) -> tuple[T, ...]:
@@ -132,7 +132,7 @@ def _plain_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, sca
 
 # ---- under a mask: by matrix products, a slice of the queries at a time ----
 def _masked_weights(q: T, k: T, lse: T | None, mask: T, scale: float) -> tuple[T, T]:
-    """The weights of a slice of queries, and their normaliser, which is -inf where nothing is seen."""
+    """Return the weights of a slice of queries, and their normaliser, which is -inf where nothing is seen."""
     scores = (q @ k.mT).mul_(scale).masked_fill_(~mask, float("-inf"))
     lse = scores.logsumexp(-1) if lse is None else lse
     return scores.sub_(lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_(), lse
@@ -145,7 +145,7 @@ def masked_forward(q: T, k: T, v: T, mask: T, scale: float) -> tuple[T, T]:
         q: [batch, heads, queries, head size].
         k: keys, of as many heads.
         v: values.
-        mask: what is seen, [batch or 1, 1, queries, keys].
+        mask: True where a query sees a key, [batch or 1, 1, queries, keys].
         scale: of the logits.
     """
     dtype = q.dtype
@@ -159,7 +159,7 @@ def masked_forward(q: T, k: T, v: T, mask: T, scale: float) -> tuple[T, T]:
 
 
 def masked_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, mask: T, scale: float) -> tuple[T, T, T]:
-    """Gradients of q, k and v; see ``masked_forward``."""
+    """Compute the gradients of q, k and v; see ``masked_forward``."""
     dtype = q.dtype
     grad, q, k, v, out = _wide(grad, q, k, v, out)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -1,4 +1,4 @@
-"""What a mask of this rank's part says, and the masks of the whole sequence that follow."""
+"""Meaning of a mask of this rank's part, and the masks of the full sequence that follow from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _allowed(length: int, causal: bool, window: int | None, device: torch.device
 
 
 def _within(queries: T, keys: T, causal: bool, window: int | None) -> T:
-    """Which keys are seen, by places in the sequence."""
+    """Return which keys are seen, by places in the sequence."""
     queries = queries[:, None]
     seen = keys <= queries if causal else torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device)
     return seen if window is None else seen & (keys > queries - window)
@@ -31,12 +31,12 @@ def _within(queries: T, keys: T, causal: bool, window: int | None) -> T:
 
 @dataclass
 class Reading:
-    """What a mask says.
+    """Meaning of a mask.
 
     Attributes:
         causal: a query sees no later keys.
         kept: [batch, length]: no padding; None is all.
-        packed: what position ids do not join is kept apart.
+        packed: position ids that do not count up separate documents.
         joined: it is not, though there is such.
     """
 
@@ -54,7 +54,7 @@ def _boolean(mask: T) -> T | None:
 
 
 def read_mask(call: Call, length: int) -> Reading:
-    """What the mask of a call says; without one, what its absence says.
+    """Read the mask of a call, or what its absence says.
 
     Raises:
         NotImplementedError: it says something that can't be told from position ids, window and padding.
@@ -77,11 +77,11 @@ def read_mask(call: Call, length: int) -> Reading:
             if apart is not None and torch.equal(mask[:, 0], apart.expand_as(seen)):
                 return Reading(causal, padding, packed=True)
     raise NotImplementedError(
-        f"ContextParallel on {call.name}: its attention_mask of shape {tuple(call.mask.shape)}, for {length} tokens, is"
-        f" not that of causal={call.causal}, a sliding window of {call.window}, packed documents by position_ids"
-        f" ({'given' if call.positions is not None else 'not given'}) and padded keys. Only these are computed where"
-        " the sequence is cut; a mask of the whole sequence goes where q, k and v are a module's inputs (qkv_indices=)"
-        " and ulysses_degree is None"
+        f"ContextParallel on {call.name}: its attention_mask of shape {tuple(call.mask.shape)}, for {length} tokens,"
+        f" does not consist of causal={call.causal}, a sliding window of {call.window}, packed documents by"
+        f" position_ids ({'given' if call.positions is not None else 'not given'}) and padded keys. Only these are"
+        " supported where the sequence is sharded; a mask of the full sequence works where q, k and v are a module's"
+        " inputs (qkv_indices=) and ulysses_degree is None"
     )
 
 
@@ -91,15 +91,15 @@ def _jumps(positions: T) -> T:
 
 
 def part_of(reading: Reading, positions: T | None, *, rank: int, size: int, length: int, load_balance: bool) -> Part:
-    """What this rank says of its part.
+    """Describe this rank's part to the other ranks.
 
     Raises:
         ValueError: position ids of another length.
     """
     if positions is not None and positions.shape[-1] != length:
         raise ValueError(
-            f"ContextParallel: position_ids of shape {tuple(positions.shape)} for a part of {length} tokens; cut them"
-            " as the tokens, with context_parallel_shard"
+            f"ContextParallel: position_ids of shape {tuple(positions.shape)} for a part of {length} tokens; shard "
+            "them like the tokens, with context_parallel_shard"
         )
     plain = plain_runs(rank, size, length, load_balance)
     kept = reading.kept
@@ -133,10 +133,10 @@ def _is_plain(positions: T, plain: Sequence[Run]) -> bool:
 
 @dataclass
 class Seen:
-    """Which keys of the whole sequence a query sees.
+    """Keys of the full sequence that a query sees.
 
     Attributes:
-        length: tokens of the whole sequence.
+        length: tokens of the full sequence.
         causal: none that are later.
         window: only so many up to its own.
         rows: documents and padding of each row; none where the sequence is one document.
@@ -151,7 +151,7 @@ class Seen:
 
     @property
     def is_plain(self) -> bool:
-        """No mask is needed but ``causal``."""
+        """True if no mask is needed but ``causal``."""
         return not self.rows and (self.window is None or self.window >= self.length)
 
     def documents(self, device: torch.device) -> T:
@@ -166,7 +166,7 @@ class Seen:
         return self._documents
 
     def mask(self, queries: T, keys: T) -> T:
-        """[rows or 1, 1, queries, keys]: what is seen, by places in the sequence."""
+        """Return the mask [rows or 1, 1, queries, keys], by places in the sequence."""
         seen = _within(queries, keys, self.causal, self.window)[None]
         if self.rows:
             documents = self.documents(keys.device)
@@ -176,7 +176,7 @@ class Seen:
         return seen[:, None]
 
     def whole(self, device: torch.device) -> T:
-        """The mask of all queries and keys."""
+        """Return the mask of all queries and keys."""
         if self._whole is None:
             place = torch.arange(self.length, device=device)
             self._whole = self.mask(place, place)
@@ -184,7 +184,7 @@ class Seen:
 
 
 def places(rank: int, size: int, length: int, load_balance: bool, device: torch.device) -> T:
-    """The places in the whole sequence of a rank's tokens, of which there are ``length``."""
+    """Return the places of a rank's ``length`` tokens in the full sequence."""
     chunks = chunks_of(rank, size, load_balance)
     width = length // len(chunks)
     runs = [torch.arange(chunk * width, (chunk + 1) * width, device=device) for chunk in chunks]

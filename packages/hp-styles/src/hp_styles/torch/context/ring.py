@@ -26,7 +26,7 @@ T = torch.Tensor
 
 
 def no_autocast(kind: str) -> Any:
-    """A context in which nothing is cast on a kind of device."""
+    """Return a context without autocast on a kind of device."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
@@ -47,12 +47,12 @@ class Ring:
     load_balance: bool
 
     def blocks(self, seen: Seen) -> tuple[Block | None, ...]:
-        """What this rank computes, a step each."""
+        """List the blocks that this rank computes, one per step."""
         blocks = ring_blocks(self.size, self.rank, causal=seen.causal, load_balance=self.load_balance)
         return tuple(None if block is None or self._too_far(block, seen) else block for block in blocks)
 
     def _too_far(self, block: Block, seen: Seen) -> bool:
-        """Whether all keys of a block are out of the queries' window."""
+        """Return True if all keys of a block are outside the queries' window."""
         if seen.window is None:
             return False
         width = seen.length // (2 * self.size if self.load_balance else self.size)
@@ -61,7 +61,7 @@ class Ring:
         return all(q * width - (k * width + width - 1) >= seen.window or k > q for q in queries for k in keys)
 
     def mask(self, block: Block, seen: Seen, device: torch.device) -> T | None:
-        """What of a block is seen, where that is not all of it or what is earlier."""
+        """Return the mask of a block, where it is neither full nor plain causal."""
         if seen.is_plain:
             return None
         width = seen.length // self.size
@@ -69,7 +69,7 @@ class Ring:
         return seen.mask(_part(mine, block.queries, 0), _part(theirs, block.keys, 0))
 
     def pass_on(self, flat: T) -> _Passing:
-        """Sends a one-dimensional tensor to the next rank, and receives as much from the previous one."""
+        """Send a one-dimensional tensor to the next rank, and receive as much from the previous one."""
         received = torch.empty_like(flat)
         sizes = [0] * self.size
         there, here = list(sizes), list(sizes)
@@ -104,7 +104,7 @@ class _Pair:
 
 
 def _part(x: T, which: str, dim: int = 2) -> T:
-    """All of a sequence, its head or its tail."""
+    """Return all of a sequence, its head or its tail."""
     if which == "all":
         return x
     half = x.shape[dim] // 2
@@ -160,7 +160,7 @@ def _see_back(ctx: Any, block: Block, queries: list[T], keys: list[T]) -> tuple[
 
 
 def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
-    """Of q, k and v; gradients of keys and values travel with them, and come home with a last step."""
+    """Compute the gradients of q, k and v; those of keys and values travel along and return in a last step."""
     q, k, v, out, lse = ctx.saved_tensors
     ring, pair = ctx.ring, _Pair((k.shape, v.shape))
     heads = q.shape[1], k.shape[1]
@@ -225,7 +225,7 @@ def ring_attention(q: T, k: T, v: T, *, ring: Ring, seen: Seen, scale: float | N
         k: keys, of heads that divide the queries'.
         v: values, as the keys; their head size may be another.
         ring: the ranks.
-        seen: which keys a query sees.
+        seen: the keys that a query sees.
         scale: of the logits; None is 1 / sqrt(head size).
     """
     return _RingAttention.apply(q, k, v, ring, seen, q.shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[return-value]

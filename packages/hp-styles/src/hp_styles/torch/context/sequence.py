@@ -16,7 +16,7 @@ T = torch.Tensor
 
 
 class SequenceGroup:
-    """The ranks that a sequence is cut over.
+    """The ranks that a sequence is sharded over.
 
     Args:
         mesh: of one axis.
@@ -35,7 +35,7 @@ class SequenceGroup:
         self.size = len(self.ranks)
         if self.ranks != sorted(self.ranks):
             raise ValueError(
-                f"{style}: the ranks along the context axis are {self.ranks}; they have to ascend, as in a mesh made by"
+                f"{style}: the ranks along the context axis are {self.ranks}; they must ascend, as in a mesh made by"
                 " init_device_mesh"
             )
         coordinate = mesh.get_coordinate()
@@ -44,25 +44,25 @@ class SequenceGroup:
         self.place = coordinate[0]
 
     def cuts(self, x: DTensor) -> list[bool]:
-        """Of each axis of a DTensor's mesh, whether it is the one that the sequence is cut over."""
+        """Return for each axis of a DTensor's mesh whether the sequence is sharded over it."""
         return [x.device_mesh._line(axis) == self.ranks for axis in range(x.device_mesh.ndim)]
 
     def places(self, length: int, device: torch.device) -> T:
-        """The places in the whole sequence of this rank's tokens, of which there are ``length``."""
+        """Return the places of this rank's ``length`` tokens in the full sequence."""
         chunks = chunks_of(self.place, self.size, self.load_balance)
         size = length // len(chunks)
         runs = [torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in chunks]
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
     def check_layout(self, x: DTensor, name: str, seq_dim: int, others: Collection[int], called: str) -> None:
-        """Refuses a layout of which the local part is not this rank's part of the sequence.
+        """Refuse a layout whose local part is not this rank's part of the sequence.
 
         Args:
             x: a DTensor.
-            name: what it is, for the error.
+            name: of the tensor, for the error.
             seq_dim: the dim of its sequence.
             others: dims that may be sharded over other axes.
-            called: what the error calls these.
+            called: their name in the error.
 
         Raises:
             ValueError: such a layout, or a length that does not divide.
@@ -72,21 +72,21 @@ class SequenceGroup:
             line = spec.mesh._line(axis)
             if ours:
                 fits = placement == Shard(seq_dim) or (self.size == 1 and not placement.is_partial())
-                wanted = f"Shard({seq_dim}), its sequence dim,"
+                expected = f"Shard({seq_dim}), its sequence dim,"
                 divided(spec.shape[seq_dim], self.size, self.load_balance, spec.shape, seq_dim)
             else:
                 other = isinstance(placement, Shard) and placement.dim in others
                 fits = len(set(line) & set(self.ranks)) == 1 and (placement.is_replicate() or other)
-                wanted = f"Replicate(){called},"
+                expected = f"Replicate(){called},"
             if not fits:
                 raise ValueError(
                     f"{self.style}: {name} of shape {spec.shape} is placed {spec.placements} on {spec.mesh}; over"
-                    f" ranks {line} it must be {wanted} with the sequence sharded over ranks {self.ranks}: redistribute"
-                    " it first"
+                    f" ranks {line} it must be {expected} with the sequence sharded over ranks {self.ranks}:"
+                    " redistribute it first"
                 )
 
     def check_halves(self, x: T, name: str, seq_dim: int) -> None:
-        """Refuses a part that is not a chunk of the head and one of the tail.
+        """Refuse a part that is not a chunk of the head and one of the tail.
 
         Raises:
             ValueError: an odd length with ``load_balance``.
@@ -94,19 +94,19 @@ class SequenceGroup:
         if self.load_balance and x.shape[seq_dim] % 2:
             raise ValueError(
                 f"{self.style}: load_balance needs two equal chunks per rank, but {name} of shape {tuple(x.shape)} has"
-                f" length {x.shape[seq_dim]} (dim {seq_dim}); cut the sequence with context_parallel_shard"
+                f" length {x.shape[seq_dim]} (dim {seq_dim}); shard the sequence with context_parallel_shard"
             )
 
     def gathered(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """The numbers of every rank."""
+        """Gather the numbers of every rank."""
         mine = torch.tensor(numbers, device=device)
-        found = mine.new_empty(self.size * len(numbers))
-        get_platform().collectives.all_gather(found, mine, group=self.mesh.get_group())
-        return found.view(self.size, -1).tolist()
+        rows = mine.new_empty(self.size * len(numbers))
+        get_platform().collectives.all_gather(rows, mine, group=self.mesh.get_group())
+        return rows.view(self.size, -1).tolist()
 
 
 def like(out: T, q: T) -> T:
-    """A rank's part of attention's output, of the kind of its queries; a head size may differ from theirs."""
+    """Lay out a rank's part of attention's output as its queries are; the head size may differ."""
     if not isinstance(q, DTensor):
         return out
     shape = [n * whole // part for n, whole, part in zip(out.shape, q.shape, q.local_shape, strict=False)]
@@ -115,11 +115,11 @@ def like(out: T, q: T) -> T:
 
 
 CUT = "_context_parallel_cut"
-"""The attribute of a part that says how it was cut: the mesh and ``load_balance``."""
+"""The attribute of a part that says how it was sharded: the mesh and ``load_balance``."""
 
 
 def shard(whole: torch.Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: bool) -> torch.Tensor:
-    """This rank's part of a tensor that every rank has whole."""
+    """Return this rank's part of a tensor that every rank holds in full."""
     size, dim = mesh.size(), seq_dim % whole.dim()
     divided(whole.shape[dim], size, load_balance, whole.shape, dim)
     order = chunks_of(mesh.get_local_rank(), size, load_balance)
@@ -130,10 +130,10 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: boo
 
 
 def unshard(local: torch.Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: bool) -> torch.Tensor:
-    """The whole tensor, in the sequence's own order."""
+    """Gather the full tensor, in the sequence's own order."""
     size, dim = mesh.size(), seq_dim % local.dim()
-    made = DTensor.from_local(local, mesh, [Shard(dim)]).redistribute(placements=[Replicate()]).to_local()
+    gathered = DTensor.from_local(local, mesh, [Shard(dim)]).redistribute(placements=[Replicate()]).to_local()
     if not load_balance:
-        return made
-    chunks, order = made.chunk(2 * size, dim), chunk_order(size, load_balance)
+        return gathered
+    chunks, order = gathered.chunk(2 * size, dim), chunk_order(size, load_balance)
     return torch.cat([chunks[order.index(chunk)] for chunk in range(2 * size)], dim)

@@ -1,4 +1,4 @@
-"""What the ranks of a context axis compare before they compute, once a round: Note [Rounds] in `hp_styles.rounds`."""
+"""Comparison of the ranks of a context axis before they compute, once per round; see Note [Rounds] in `rounds.py`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SEQUENCE = 2
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What the ranks found out at the first attention of a kind.
+    """Result of the ranks' comparison at the first attention of a kind.
 
     Attributes:
         lengths: of the batch, the queries and the keys.
-        parts: what each rank said of its part of the sequence.
-        part: what this one did.
-        rows: the documents and the padding of the whole sequence.
+        parts: each rank's description of its part of the sequence.
+        part: this rank's.
+        rows: the documents and the padding of the full sequence.
     """
 
     lengths: tuple[int, ...]
@@ -46,7 +46,7 @@ class _Expected:
     tensors: tuple[tuple[int, int, torch.dtype], ...]  # heads, head size
 
     def zeros(self, lengths: tuple[int, ...], like: T) -> tuple[T, ...]:
-        """What a rank sends that has an error to keep."""
+        """Return the numbers of a rank that keeps an error."""
         batch, queries, keys = lengths
         sizes = (queries, keys, keys)[: len(self.tensors)]
         return tuple(
@@ -61,15 +61,15 @@ def _lengths(parts: Sequence[T]) -> tuple[int, ...]:
 
 @dataclass
 class Settling:
-    """What a call of a module and the ranks find out about its attention.
+    """Comparison of a module's attention over the ranks, in one call.
 
     Attributes:
         group: the ranks.
         number: of the module, alike on all ranks.
         rounds: of the style.
         ulysses: ranks of a Ulysses group.
-        call: what the module is called with.
-        round: what other calls found out.
+        call: the module's arguments.
+        round: the results of other calls.
         early: something is sent before attention reads it.
     """
 
@@ -82,12 +82,12 @@ class Settling:
     early: bool = False
 
     def of(self, checked: Callable[[], tuple[T, ...]], given: Sequence[T], is_causal: bool | None) -> tuple[Any, Seen]:
-        """What ``checked`` returns, and what a query sees.
+        """Return the result of ``checked``, and what a query sees.
 
         Args:
             checked: this rank's parts of q, k and v, or of the one of them that is sent first, [batch, heads, sequence,
                 head size]; or an error.
-            given: what they are parts of.
+            given: the tensors that they are parts of.
             is_causal: None where it is not known yet.
 
         Returns:
@@ -128,14 +128,14 @@ class Settling:
         self.round.followed[self.group.mesh] = self.group, device
 
     def _read(self, parts: tuple[T, ...], is_causal: bool | None) -> tuple[bool | None, Reading, Part]:
-        """Whether attention is causal, what the mask says, what this rank says of its part."""
+        """Read whether attention is causal, its mask, and this rank's description of its part."""
         call, group, lengths = self.call, self.group, [x.shape[_SEQUENCE] for x in parts]
         if len(set(lengths)) > 1:  # attention to another sequence
             if call.mask is not None or (call.positions is not None and call.positions.shape[-1] != lengths[0]):
                 raise NotImplementedError(
                     f"ContextParallel on {call.name}: {lengths[0]} queries and {lengths[-1]} keys, with an"
-                    " attention_mask or position_ids of another length; a mask is computed where a sequence attends"
-                    " to itself"
+                    " attention_mask or position_ids of another length; masks are supported only where a sequence "
+                    "attends to itself"
                 )
             return is_causal, Reading(bool(is_causal)), Part(positioned=False)
         key = ("reading", id(call.mask), id(call.positions), call.causal, call.window, lengths[0])
@@ -153,14 +153,14 @@ class Settling:
         if call.window is not None and causal is False and call.window < 2 * lengths[0] * group.size:
             raise NotImplementedError(
                 f"ContextParallel on {call.name}: a sliding window of {call.window} that sees keys on both sides, over"
-                f" {lengths[0] * group.size} tokens; windows are computed under a causal mask"
+                f" {lengths[0] * group.size} tokens; windows are supported only under a causal mask"
             )
         return causal, reading, part
 
     def _settled(
         self, parts: tuple[T, ...], part: Part, causal: bool | None, fault: Exception | None
     ) -> tuple[tuple[T, ...], Any]:
-        """The parts, and the documents and the padding of the whole sequence."""
+        """Exchange descriptions of the parts, and derive the documents and padding of the full sequence."""
         kind = self.call.name, self.call.causal  # alike on all ranks, as no length is
         first, place = self.round.kinds.get(kind), self.round.place(self.number)
         if first is not None and place in self.rounds.follows:
@@ -185,21 +185,21 @@ class Settling:
     def _following(
         self, first: _Agreed, expected: _Expected, parts: tuple[T, ...], part: Part, fault: Exception | None
     ) -> tuple[tuple[T, ...], Any]:
-        """The same of attention that is held against the first of its kind."""
+        """Return the same for attention that is compared with the first of its kind in the round."""
         self.round.followed[self.group.mesh] = self.group, parts[0].device
         if fault is None and _lengths(parts) != first.lengths:
             batch, queries, keys = _lengths(parts)
             fault = ValueError(
                 f"ContextParallel on {self.call.name}: this rank's parts are {queries} queries and {keys} keys, batch"
-                f" {batch}; in the steps before they were as long as those of the first {self.call.name} of the step,"
-                f" which here are {first.lengths[1]} and {first.lengths[2]}, batch {first.lengths[0]}. Cut the sequence"
-                " to one length on all ranks; where a layer changes it on all of them, repeat the step: lengths are"
-                " then compared at each layer"
+                f" {batch}; in the steps before, they were as long as those of the first {self.call.name} of the step,"
+                f" which here are {first.lengths[1]} and {first.lengths[2]}, batch {first.lengths[0]}. Shard the"
+                " sequence to one length on all ranks; if a layer changes it on all of them, repeat the step: lengths"
+                " are then compared at each layer"
             )
         if fault is None and part != first.part:
             fault = RuntimeError(
-                f"ContextParallel on {self.call.name}: its attention_mask tells of other documents or other padding"
-                " than those of modules before it in the same step; one of each is computed a step"
+                f"ContextParallel on {self.call.name}: its attention_mask describes other documents or padding than "
+                "modules before it in the same step; only one of each is supported per step"
             )
         if fault is None:
             return parts, first.rows
@@ -207,7 +207,7 @@ class Settling:
         return expected.zeros(first.lengths, parts[0]), first.rows
 
     def _exchanged(self, header: Header, device: torch.device) -> list[Header]:
-        """What each rank says, from one message, or from two where a rank's part has too many runs for one."""
+        """Exchange descriptions, in one message, or in two where a rank's part has too many runs for one."""
         messages = self.group.gathered(header.numbers(), device)
         longest = Header.longest(messages)
         if not longest:
@@ -226,8 +226,8 @@ def end_round(now: Round, rounds: Rounds) -> None:
     followed, now.followed = now.followed, {}
     for group, device in followed.values():
         number = error_number(now.late)
-        said = group.gathered([-1 if number is None else number], device)
-        faults = [None if row[0] < 0 else row[0] for row in said]
+        rows = group.gathered([-1 if number is None else number], device)
+        faults = [None if row[0] < 0 else row[0] for row in rows]
         if any(fault is not None for fault in faults):
             rounds.follows.clear()
             fault, now.late = now.late, None
@@ -235,6 +235,6 @@ def end_round(now: Round, rounds: Rounds) -> None:
 
 
 def zeros_like_queries(query: T, value: T) -> T:
-    """In the place of attention's output, where this rank keeps an error."""
+    """Return zeros in place of attention's output, on a rank that keeps an error."""
     local = query.to_local() if isinstance(query, DTensor) else query
     return like(local.new_zeros((*local.shape[:-1], value.shape[-1])), query)

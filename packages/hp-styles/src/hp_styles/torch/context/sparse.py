@@ -36,12 +36,12 @@ class _Queries(threading.local):
 
 
 def attach_sparse(module: nn.Module, mesh: DeviceMesh, style: SparseStyle) -> None:
-    """Registers the hooks.
+    """Register the hooks.
 
     Args:
         module: the core, or what holds it (``style.core``).
         mesh: of one axis.
-        style: what it says.
+        style: the style.
 
     Raises:
         RuntimeError: the core has such hooks already.
@@ -53,7 +53,7 @@ def attach_sparse(module: nn.Module, mesh: DeviceMesh, style: SparseStyle) -> No
         core, early = _submodule(module, style.core, what), style.projections
     projections = {path: _submodule(module, path, what) for path in early.values()}
     if getattr(core, "_context_parallel", False):
-        raise RuntimeError(f"{what}: {type(core).__name__} has a context parallel style already; apply one, once")
+        raise RuntimeError(f"{what}: {type(core).__name__} already has a context parallel style; apply only one")
     arguments = Arguments(core, what, (style.query, *style.keys), style.positions)
     group = SequenceGroup(mesh, style.load_balance, what)
     plan = Whole(mesh.get_group(), group.size, style.seq_dim, style.load_balance)
@@ -125,7 +125,7 @@ def _put(args: list[Any], kwargs: dict[str, Any], place: Key, value: Any) -> Non
 
 
 def _check(group: SequenceGroup, style: SparseStyle, inputs: Mapping[Key, T]) -> None:
-    """What can be said of queries and keys before DTensors become plain.
+    """Check queries and keys before DTensors become plain.
 
     Raises:
         TypeError: only some are DTensors, or on several meshes.
@@ -134,12 +134,12 @@ def _check(group: SequenceGroup, style: SparseStyle, inputs: Mapping[Key, T]) ->
     dim = style.seq_dim
     if len({x.device_mesh if isinstance(x, DTensor) else None for x in inputs.values()}) > 1:
         on = {name: x.device_mesh if isinstance(x, DTensor) else "no mesh, plain" for name, x in inputs.items()}
-        found = ", ".join(f"{name!r} is on {mesh}" for name, mesh in on.items())
-        raise TypeError(f"{group.style}: queries and keys have to be plain, or all on one mesh; {found}")
+        listed = ", ".join(f"{name!r} is on {mesh}" for name, mesh in on.items())
+        raise TypeError(f"{group.style}: queries and keys must be plain, or all on one mesh; {listed}")
     for name, x in inputs.items():
         if not dim < x.dim() <= _DIMS:
             raise ValueError(
-                f"{group.style}: {name!r} has shape {tuple(x.shape)}; it has to have the sequence in dim {dim}"
+                f"{group.style}: {name!r} has shape {tuple(x.shape)}; it must have the sequence in dim {dim}"
                 f" (seq_dim=) and at most {_DIMS} dims"
             )
         if isinstance(x, DTensor):
@@ -147,15 +147,15 @@ def _check(group: SequenceGroup, style: SparseStyle, inputs: Mapping[Key, T]) ->
 
 
 def _sharded_otherwise(style: SparseStyle, x: T) -> tuple[set[int], str]:
-    """The dims that may be sharded over another axis, and what an error calls them."""
+    """Return the dims that may be sharded over another axis, and their description for an error."""
     if style.sharded_heads:
         return set(range(x.dim() - 1)) - {style.seq_dim}, ", or Shard of the batch or the heads"
     batch = ", or Shard of the batch" if style.seq_dim else ""
-    return set(range(style.seq_dim)), f"{batch} (what is computed is a sum over heads)"
+    return set(range(style.seq_dim)), f"{batch} (the result is a sum over heads)"
 
 
 def _local(x: T, query: T) -> T:
-    """This rank's part, plain; what queries sharded over an axis see replicated gets the sum of its gradients there."""
+    """Return this rank's part as a plain tensor; replicated inputs get the sum of their gradients over other axes."""
     if not isinstance(x, DTensor):
         return x
     assert isinstance(query, DTensor)  # checked
@@ -171,7 +171,7 @@ def _cut(group: SequenceGroup, x: DTensor, name: str, query: T) -> T:
     """Another input, as this rank's part.
 
     Raises:
-        ValueError: it is on another mesh, or not cut over the group's axis.
+        ValueError: it is on another mesh, or not sharded over the group's axis.
     """
     if isinstance(query, DTensor) and x.device_mesh == query.device_mesh:
         ours = [p for p, cut in zip(x.placements, group.cuts(x), strict=True) if cut]
@@ -179,8 +179,8 @@ def _cut(group: SequenceGroup, x: DTensor, name: str, query: T) -> T:
             return _local(x, query)
     raise ValueError(
         f"{group.style}: {name} of shape {tuple(x.shape)} is placed {x.placements} on {x.device_mesh}. A DTensor that"
-        f" is no key has to be on the queries' mesh and sharded over ranks {group.ranks}, as they are: redistribute it,"
-        " or pass a plain tensor"
+        f" is not a key must be on the queries' mesh and sharded over ranks {group.ranks}, as they are: redistribute"
+        " it, or pass a plain tensor"
     )
 
 
@@ -194,7 +194,7 @@ def _check_lengths(group: SequenceGroup, style: SparseStyle, query: T, parts: Ma
         if x.shape[dim] != length:
             raise ValueError(
                 f"{group.style}: the key {key!r} of shape {tuple(x.shape)} has {x.shape[dim]} tokens (dim {dim}), the"
-                f" query {length}. Both have to be this rank's part of one sequence; keys are gathered here"
+                f" query {length}. Both must be this rank's part of one sequence; keys are gathered here"
             )
     group.check_halves(query, f"the query {style.query!r}", dim)
 
@@ -202,7 +202,7 @@ def _check_lengths(group: SequenceGroup, style: SparseStyle, query: T, parts: Ma
 def _agree(
     group: SequenceGroup, checked: Callable[[], Mapping[Key, T]], names: Sequence[Key], like: Any, dim: int
 ) -> None:
-    """Compares over the ranks what each alone knows, and refuses on all of them what one refuses.
+    """Compare over the ranks what each alone knows, and refuse on all of them what one refuses.
 
     Once a call of what `parallelize_module` was given, whatever its data is: Note [Parts are compared] in
     `hp_styles.inputs`. What comes later in the call is of the same data, and is checked on each rank alone.
@@ -235,17 +235,17 @@ def _agree(
         raise fault
     refused = [rank for rank, row in zip(group.ranks, rows, strict=True) if row[0]]
     if refused:
-        raise ValueError(f"{group.style}: ranks {refused} refuse their parts of the sequence, see the error there")
+        raise ValueError(f"{group.style}: ranks {refused} refuse their parts of the sequence; see their errors")
     if any(row[1:] != numbers for row in rows):
 
         def shapes(row: list[int]) -> list[list[int]]:
             return [row[i + 4 : i + 4 + row[i + 3]] for i in range(1, len(row), _WIDTH)]
 
-        found = "; ".join(f"rank {rank}: {shapes(row)}" for rank, row in zip(group.ranks, rows, strict=True))
+        listed = "; ".join(f"rank {rank}: {shapes(row)}" for rank, row in zip(group.ranks, rows, strict=True))
         raise ValueError(
             f"{group.style}: the ranks of the context axis hold parts of different shapes or dtypes, or differ in which"
-            f" of them need a gradient. The shapes of {', '.join(map(repr, names))} are {found}. Cut the sequence,"
-            f" dim {dim}, with context_parallel_shard, which refuses lengths that do not divide"
+            f" of them need a gradient. The shapes of {', '.join(map(repr, names))} are {listed}. Shard the sequence, "
+            f"dim {dim}, with context_parallel_shard, which refuses lengths that do not divide"
         )
     settled[key] = True
 
@@ -264,7 +264,7 @@ def _whole(
     parts: Mapping[Key, T],
     query: T,
 ) -> dict[Key, T]:
-    """The keys of the whole sequence."""
+    """Gather the keys of the full sequence."""
     if group.size == 1:
         return dict(parts)
     early = blocks.projections if blocks.check(parts) else {}
@@ -273,7 +273,7 @@ def _whole(
         if isinstance(x, DTensor) and isinstance(query, DTensor) and any(map(_summed, x.placements, query.placements)):
             raise ValueError(
                 f"{group.style}: the key {key!r} is placed {x.placements} and the query {query.placements}: its"
-                " gradient is to be summed over another axis, which can't be done for a key that is sent early;"
+                " gradient must be summed over another axis, which is not supported for a key that is sent early;"
                 " leave it out of projections"
             )
     rest = {key: x for key, x in parts.items() if key not in early}
@@ -282,14 +282,14 @@ def _whole(
 
 
 def _check_early(group: SequenceGroup, style: SparseStyle, path: str, output: Any) -> None:
-    """Refuses a projection's output that can't be sent.
+    """Refuse a projection's output that cannot be sent.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: it is not a tensor.
         ValueError: it has no sequence, or differs between the ranks.
     """
     if not isinstance(output, T):
-        raise TypeError(f"{group.style}: the output of {path} has to be a tensor, got {type(output).__name__}")
+        raise TypeError(f"{group.style}: the output of {path} must be a tensor, got {type(output).__name__}")
 
     def checked() -> dict[Key, T]:
         _check(group, style, {path: output})
@@ -308,7 +308,7 @@ def _giver(group: SequenceGroup, style: SparseStyle, queries: _Queries) -> Any:
             first = output[0] if isinstance(output, (tuple, list)) and output else output
             if not isinstance(first, T) or not first.is_floating_point():
                 raise TypeError(
-                    f"{group.style} on {type(module).__name__}: the output has to be a loss, alone or first of several,"
+                    f"{group.style} on {type(module).__name__}: the output must be a loss, alone or first of several,"
                     f" got {type(first).__name__}"
                 )
             made = _over_tokens(group, first, query, style.reduction)
@@ -326,14 +326,14 @@ def _laid_out(group: SequenceGroup, style: SparseStyle, out: T, query: DTensor) 
     dim, length = style.seq_dim, query.local_shape[style.seq_dim]
     if out.dim() <= dim or out.shape[dim] != length:
         raise ValueError(
-            f"{group.style}: an output of shape {tuple(out.shape)} has to have the {length} queries in dim {dim}, to be"
+            f"{group.style}: an output of shape {tuple(out.shape)} must have the {length} queries in dim {dim}, to be"
             " laid out as they are; give the module plain tensors, or let it return no other tensors"
         )
     return like(out, query)
 
 
 def _over_tokens(group: SequenceGroup, loss: T, query: T, reduction: str) -> T:
-    """The loss of all tokens, from that of each rank's own."""
+    """Compute the loss of all tokens from that of each rank's own."""
     inside = isinstance(query, DTensor) and any(group.cuts(query))
     if not inside and group.size > 1:
         loss = _OverGroup.apply(loss, group.mesh.get_group(), "avg" if reduction == "mean" else "sum")  # type: ignore
@@ -344,8 +344,8 @@ def _over_tokens(group: SequenceGroup, loss: T, query: T, reduction: str) -> T:
     if reduction == "mean":
         for axis, is_cut in enumerate(cut):
             loss = loss / mesh.size(axis) if is_cut else loss
-    made = DTensor.from_local(loss, mesh, [Partial() if is_cut else Replicate() for is_cut in cut])
-    return made.redistribute(placements=[Replicate()] * mesh.ndim)
+    total = DTensor.from_local(loss, mesh, [Partial() if is_cut else Replicate() for is_cut in cut])
+    return total.redistribute(placements=[Replicate()] * mesh.ndim)
 
 
 class _OverGroup(torch.autograd.Function):
@@ -353,9 +353,9 @@ class _OverGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: T, group: Any, op: str) -> T:  # type: ignore[override]
-        made = loss.clone(memory_format=torch.contiguous_format)
-        get_platform().collectives.all_reduce(made, op, group=group)
-        return made
+        total = loss.clone(memory_format=torch.contiguous_format)
+        get_platform().collectives.all_reduce(total, op, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: T) -> Any:  # type: ignore[override]
