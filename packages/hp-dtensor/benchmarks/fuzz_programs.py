@@ -98,12 +98,12 @@ def page(rows: list[tuple[tuple[int, ...], Counts]], seconds: float) -> str:
         "",
         f"Written by `nox -s fuzz` with torch {torch.__version__}; don't edit it.",
         "",
-        "Programs of 14 random lines (operations, moves between layouts, writes in place and through views,",
-        "hooks, checkpoints, nested gradients) run on DTensors of random layouts and on one device in float64. Every",
-        f"value and every gradient is compared, to {program_runs.TOLERANCE} of the largest element. A line that is",
-        "refused by an error is left out, with what depends on it, and the rest is compared. *Crashed* counts errors",
-        "that a user can't act on; *unsteady*, programs that differ, and that differ on one device as well when their",
-        "inputs change by 1e-13: a value lies at a jump.",
+        "Programs of 14 random lines (operations, redistributions, writes in place and through views, hooks,",
+        "checkpoints, nested gradients) run on DTensors with random layouts and on one device, in float64. Every value",
+        f"and every gradient is compared, to {program_runs.TOLERANCE} of the largest element. If a line is refused by",
+        "an error, it is left out with everything that depends on it, and the rest is compared. *Crashed* counts",
+        "errors that a user cannot act on. *Unsteady* counts programs whose results differ, but also differ on one",
+        "device when their inputs change by 1e-13, because a value lies at a discontinuity.",
         "",
         "| mesh | programs | right | wrong | hang or die | crashed | unsteady | values and gradients compared | lines"
         " refused |",
@@ -119,7 +119,7 @@ def page(rows: list[tuple[tuple[int, ...], Counts]], seconds: float) -> str:
     for _, counts in rows:
         for text, number in counts.refused.items():
             total[kind_of(text)] = total.get(kind_of(text), 0) + number
-    lines += ["", f"In {seconds:.0f} s. The refusals, by number:", ""]
+    lines += ["", f"The run took {seconds:.0f} s. Refusals, most frequent first:", ""]
     lines += [f"- {number}: `{text}`" for text, number in sorted(total.items(), key=lambda item: -item[1])[:25]]
     return "\n".join(lines) + "\n"
 

@@ -29,12 +29,12 @@ INTRODUCTION = """\
 
 Written by `nox -s sweep` with torch {version} on {device}; don't edit it.
 
-Every operator of torch's own operator database (`op_db`) for float32, or an integer, bool or complex type where it has
-no float32, is called on DTensors, on two gloo ranks (four on the 2 x 2 mesh), with every argument replicated and
-sharded on each dim, up to {limit} combinations a sample. Its results, what it writes into its arguments, and its
-gradients are compared with one device's, random operators seeded alike. *Right*: all of that is equal in every
-combination. *Raises*: some combination is refused, and none is wrong. `linalg`, `fft`, `special` and sparse operators
-are left out, those that take no tensor, and
+Every operator of torch's operator database (`op_db`) is called on DTensors with float32 (or, if it has no float32, with
+an integer, bool or complex dtype), on two gloo ranks (four on the 2 x 2 mesh). Each argument is replicated and sharded
+on each dim, with up to {limit} combinations per sample. Results, arguments written in place and gradients are compared
+with those of one device; random operators use the same seed. *Right*: all are equal in every combination. *Raises*:
+some combination is refused, and none is wrong. Left out are the operators of `linalg`, `fft` and `special`, sparse
+ones, those without a tensor argument, and
 
 {undefined}
 """

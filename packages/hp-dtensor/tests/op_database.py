@@ -25,11 +25,11 @@ NAMESPACES = ("linalg.", "fft.", "special.", "sparse.", "jiterator")
 """Left out: operators of their own, and those that only CUDA has."""
 
 UNDEFINED = {
-    "empty_like": "the values are whatever lies in memory",
-    "new_empty": "the values are whatever lies in memory",
-    "new_empty_strided": "the values are whatever lies in memory",
-    "svd_lowrank": "a random method's basis, whose signs are free",
-    "pca_lowrank": "a random method's basis, whose signs are free",
+    "empty_like": "the values are uninitialised memory",
+    "new_empty": "the values are uninitialised memory",
+    "new_empty_strided": "the values are uninitialised memory",
+    "svd_lowrank": "the signs of its random basis are arbitrary",
+    "pca_lowrank": "the signs of its random basis are arbitrary",
 }
 """Left out: operators whose result is not defined by their arguments and the seed."""
 
