@@ -200,16 +200,14 @@ def make(root: Path, name: str) -> None:
 
 def pyproject_entries(name: str, module: str) -> dict[str, str]:
     """Get what the root's pyproject.toml gets before which text."""
-    package = MODEL.replace("-", "_")
-    source = f"packages/{MODEL}/src"
-    environment = f'[[tool.pyright.executionEnvironments]]\nroot = "packages/{name}/src/{module}/mindspore"\n'
+    package, source = MODEL.replace("-", "_"), f"packages/{MODEL}/src"
+    environment = f'    {{ root = "packages/{name}/src/{module}/mindspore", reportMissingImports = false }},\n'
     return {
         f"{MODEL} = {{": f"{name} = {{ workspace = true }}\n",
         f'    "{source}",': f'    "packages/{name}/src",\n',
-        f'[[tool.pyright.executionEnvironments]]\nroot = "{source}/': f"{environment}reportMissingImports = false\n\n",
-        f'"{package}", "hp_fsdp", "hp_plan", "hyper_parallel"]\ninclude': f'"{module}", ',
-        f'{package}", "hp_dtensor", "hp_platform"]': f"{module} | ",
-        f'"{package}", "hp_fsdp", "hp_plan", "hyper_parallel"]\n\n': f'"{module}", ',
+        f'    {{ root = "{source}/': environment,
+        f'"{package}", "hp_fsdp", "hp_plan", "hyper_parallel"]': f'"{module}", ',
+        f'{package}", "hp_dtensor", "hp_testing", "hp_platform"]': f"{module} | ",
     }
 
 
