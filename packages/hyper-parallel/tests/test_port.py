@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hp_platform.ports import load_port
 from hp_testing.conformance import mismatches
 from hyper_parallel import port
 
@@ -14,8 +13,7 @@ from hyper_parallel import port
     [
         (port.Launcher, port.launcher),
         (port.Process, port.rank_process),
-        (port.Training, lambda: load_port(port.Training, "trainer")),
-        (port.Checkpoints, port.checkpoints),
+        (port.Training, port.training),
     ],
 )
 def test_all_primitives_are_there(protocol, get):

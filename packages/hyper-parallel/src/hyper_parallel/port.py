@@ -59,15 +59,11 @@ class Trainer(Protocol):
 
 
 class Training(Protocol):
-    """`<framework>/trainer.py`."""
+    """Training a model and saving it; `<framework>/trainer.py`."""
 
     def Trainer(self, plan: ParallelPlan) -> Trainer:
-        """Build what the plan trains."""
+        """Build the plan's model, with its optimizer and schedule."""
         ...
-
-
-class Checkpoints(Protocol):
-    """Writing what was trained; `<framework>/checkpoint.py`."""
 
     def save_checkpoint(self, plan: ParallelPlan, model: Any, folder: Path) -> None:
         """Write the weights as one file that the framework's library reads. Every rank calls it."""
@@ -88,11 +84,6 @@ def rank_process() -> Process:
     return load_port(Process, "process")
 
 
-def trainer(plan: ParallelPlan) -> Trainer:
-    """Build what the plan trains."""
-    return load_port(Training, "trainer").Trainer(plan)
-
-
-def checkpoints() -> Checkpoints:
-    """Get the framework's way to write what was trained."""
-    return load_port(Checkpoints, "checkpoint")
+def training() -> Training:
+    """Get the framework's way to train a model and to save it."""
+    return load_port(Training, "trainer")

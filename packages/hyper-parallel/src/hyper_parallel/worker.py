@@ -22,7 +22,7 @@ from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, launcher_place
 from hyper_parallel.output import Step, Summary, as_json, draw_loss, last_loss
-from hyper_parallel.port import Trainer, checkpoints, rank_process, trainer
+from hyper_parallel.port import Trainer, rank_process, training
 
 _PATIENCE = 20.0
 
@@ -81,14 +81,15 @@ def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None)
         The summary, on rank 0.
     """
     leader = get_platform().groups.rank() == 0
-    training = trainer(plan)
+    framework = training()
+    trainer = framework.Trainer(plan)
     text = ByteText(plan.data.paths, max_bytes=plan.data.max_bytes)
-    title = f"{training.name} of {training.size:,} parameters on {_mesh(plan)}, {len(text):,} bytes of text"
+    title = f"{trainer.name} of {trainer.size:,} parameters on {_mesh(plan)}, {len(text):,} bytes of text"
     showing = reporter.running(title, steps=plan.run.steps) if reporter else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(open(folder / "metrics.jsonl", "w", encoding="utf-8")) if leader else None
         stack.enter_context(showing)
-        loop = _Loop(plan, training, text)
+        loop = _Loop(plan, trainer, text)
         for index in range(plan.run.steps):
             step = loop.step(index)
             if lines is not None:
@@ -96,12 +97,11 @@ def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None)
                 lines.flush()
             if reporter is not None:
                 reporter.step(step)
-    checkpoint = checkpoints()
-    checkpoint.save_checkpoint(plan, training.model, folder / "checkpoint")
+    framework.save_checkpoint(plan, trainer.model, folder / "checkpoint")
     if not leader:
         return None
     (folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-    draw_loss(loop.steps, folder / "loss.png", title=f"{training.name} on {_mesh(plan)}")
+    draw_loss(loop.steps, folder / "loss.png", title=f"{trainer.name} on {_mesh(plan)}")
     summary = Summary(
         steps=len(loop.steps),
         first_loss=loop.steps[0].loss,
@@ -111,7 +111,7 @@ def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None)
         peak_memory=loop.peak_memory,
         folder=str(folder),
         checkpoint=str(folder / "checkpoint"),
-        sample=checkpoint.write_sample(plan, folder / "checkpoint"),
+        sample=framework.write_sample(plan, folder / "checkpoint"),
     )
     if reporter is not None:
         reporter.finished(summary)
@@ -123,12 +123,12 @@ class _Loop:
 
     Args:
         plan: of the run.
-        training: the framework's Trainer.
+        trainer: the framework's.
         text: the training text.
     """
 
-    def __init__(self, plan: ParallelPlan, training: Trainer, text: ByteText) -> None:
-        self._plan, self._training, self._text = plan, training, text
+    def __init__(self, plan: ParallelPlan, trainer: Trainer, text: ByteText) -> None:
+        self._plan, self._trainer, self._text = plan, trainer, text
         self._rows = data_parallel_rows(plan)
         self._platform = get_platform()
         self.steps: list[Step] = []
@@ -145,10 +145,10 @@ class _Loop:
             sequence_length=data.sequence_length,
             rows=self._rows,
         )
-        lr = self._training.lr
-        loss, norm = self._training.step(rows)
+        lr = self._trainer.lr
+        loss, norm = self._trainer.step(rows)
         # Tensor parallel ranks have equal losses, so the mean over all ranks is that over the data parallel ones.
-        losses, self.peak_memory = self._training.gather(loss, self._platform.devices.peak_memory())
+        losses, self.peak_memory = self._trainer.gather(loss, self._platform.devices.peak_memory())
         seconds = time.perf_counter() - start
         step = Step(
             step=index + 1,

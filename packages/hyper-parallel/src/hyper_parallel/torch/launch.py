@@ -22,7 +22,7 @@ from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
 
 Result = TypeVar("Result")
 
-_OURS = ("hyper_parallel.worker", "hyper_parallel.torch.trainer", "hyper_parallel.torch.checkpoint")
+_OURS = ("hyper_parallel.worker", "hyper_parallel.torch.trainer")
 _TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
     "transformers.masking_utils",
