@@ -288,7 +288,7 @@ def test_styles_check_their_arguments() -> None:
     with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none', got 'max'"):
         DSAIndexerLossContextParallel(reduction="max")  # type: ignore[arg-type]
     for wrong in ({}, {"value": "v"}):
-        with pytest.raises(ValueError, match="projections are of one or more of keys=.* use DSAIndexerContextParallel"):
+        with pytest.raises(ValueError, match="projections must be for one or more of keys=.* use DSAIndexer"):
             AsyncDSAIndexerContextParallel(core="core", projections=wrong)  # type: ignore[arg-type]
     assert repr(AsyncDSAIndexerContextParallel(core="core", projections={"key": "k"})) == (
         "AsyncDSAIndexerContextParallel(query='query', keys=('key',), positions='positions', seq_dim=1,"

@@ -32,7 +32,7 @@ __all__ = ["Frame", "Inputs", "Outputs", "WeightGradients", "at_site", "current_
 
 
 class Outputs(Protocol):
-    """Decides how an operation gets its output."""
+    """The way in which an operation gets its output."""
 
     def output(self, site: str | None, compute: Callable[[], Tensor]) -> Tensor:
         """Return the output at a site: `compute()`, or what it gave when the block was computed before.
@@ -43,7 +43,7 @@ class Outputs(Protocol):
 
 
 class Inputs(Protocol):
-    """Holds what operations save for backward; parameters are not among it."""
+    """A store for what operations save for backward, parameters excepted."""
 
     def save(self, site: str | None, tensor: Tensor) -> Any:
         """Take a tensor in and return what it is known by."""
@@ -55,7 +55,7 @@ class Inputs(Protocol):
 
 
 class WeightGradients(Protocol):
-    """Takes the gradients of parameters that are put off."""
+    """A receiver of the parameters' gradients that are put off."""
 
     def put_off(self, edges: Sequence[Edge], compute: Callable[[], Sequence[Tensor]]) -> None:
         """Take the edges of a graph that gradients go into, and what computes them, one for each edge."""

@@ -341,7 +341,7 @@ def on_outputs(
 
 
 class NotPickled:
-    """Belongs to one process and its meshes: it can be copied with the module that has it, not pickled.
+    """A callable of one process and its meshes: it can be copied with its module, but not pickled.
 
     Args:
         function: the function that ``call`` calls.

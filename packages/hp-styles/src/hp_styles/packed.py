@@ -13,7 +13,7 @@ __all__ = ["PackedColwiseParallel", "PackedRowwiseParallel", "WholeExperts"]
 
 
 class PackedColwiseParallel(ParallelStyle):
-    """Shards a Linear whose output features are several matrices' (gate and up): each rank has its part of each.
+    """Column parallelism of a Linear that packs several matrices (gate and up): each rank has a shard of each.
 
     On a parameter ``[..., out, in]``, such as experts' ``gate_up_proj``, it shards the dim before the last.
 
@@ -48,7 +48,7 @@ class PackedColwiseParallel(ParallelStyle):
 
 
 class PackedRowwiseParallel(ParallelStyle):
-    """Shards a parameter ``[..., in, out]`` whose last dim is several matrices': each rank has its part of each.
+    """Sharding of a parameter ``[..., in, out]`` that packs several matrices: each rank has a shard of each.
 
     Args:
         count: number of matrices; default 2.
@@ -74,7 +74,7 @@ class PackedRowwiseParallel(ParallelStyle):
 
 
 class WholeExperts(ParallelStyle):
-    """Shards a parameter ``[experts, ...]`` by expert, for a module with ``ExpertsParallel``.
+    """Sharding of a parameter ``[experts, ...]`` by expert, for a module with ``ExpertsParallel``.
 
     Raises:
         NotImplementedError: applied to a module.
@@ -94,7 +94,7 @@ class WholeExperts(ParallelStyle):
 
 
 class Reduced(ParallelStyle):
-    """Brings a module's output to every rank, whole: summed where it is partial, gathered where it is sharded."""
+    """Replication of a module's output: summed if it is partial, gathered if it is sharded."""
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         on_output(module, device_mesh, Replicate(), False)
@@ -102,7 +102,7 @@ class Reduced(ParallelStyle):
 
 
 class Untouched(ParallelStyle):
-    """Does nothing: the module computes with its own parameters as other styles have sharded them."""
+    """A style that does nothing: the module computes with its parameters as other styles shard them."""
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         return module

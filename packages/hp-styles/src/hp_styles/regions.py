@@ -20,7 +20,7 @@ __all__ = ["ExpertsParallel", "IdentityExpert", "PlainRegion", "PointwiseRegion"
 
 
 class PlainRegion(ParallelStyle):
-    """Runs a module on whole plain tensors, the same on every rank; its parameters are replicated.
+    """A module that runs on full plain tensors, the same on every rank; its parameters are replicated.
 
     For parts that hold what no style shards, such as state spaces and short convolutions. See Note [Plain regions].
     """
@@ -37,7 +37,7 @@ class PlainRegion(ParallelStyle):
 
 
 class PointwiseRegion(ParallelStyle):
-    """Runs a module without parameters, which computes element by element, on this rank's part of its input.
+    """An elementwise module without parameters, which runs on this rank's part of its input.
 
     For activations that are an autograd function of their own. See Note [Plain regions].
     """
@@ -52,7 +52,7 @@ class PointwiseRegion(ParallelStyle):
 
 
 class ExpertsParallel(ParallelStyle):
-    """Runs a module of experts on this rank's part of their weights and sums the results over the ranks.
+    """Experts that run on this rank's part of their weights, with results summed over the ranks.
 
     The module is called with the tokens ``[n, hidden]``, and the experts chosen for each and their weights
     ``[n, k]``. Its parameters are sharded by styles of their own, which name them: all inner features over the ranks,

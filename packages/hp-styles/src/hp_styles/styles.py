@@ -111,7 +111,7 @@ class ParallelStyle(ABC):
 
 
 class ColwiseParallel(ParallelStyle):
-    """Shards a Linear's output features (weight and bias dim 0), or an Embedding's columns (weight dim 1).
+    """Sharding of a Linear's output features (weight and bias dim 0), or an Embedding's columns (weight dim 1).
 
     Example:
         >>> parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -169,7 +169,7 @@ class ColwiseParallel(ParallelStyle):
 
 
 class RowwiseParallel(ParallelStyle):
-    """Shards a Linear's input features (weight dim 1, bias whole), or an Embedding's rows (weight dim 0).
+    """Sharding of a Linear's input features (weight dim 1, bias replicated), or an Embedding's rows (weight dim 0).
 
     Args:
         input_layouts: placement of a plain input; default ``Shard(-1)`` for a Linear, ``Replicate()`` for an Embedding.
@@ -226,7 +226,7 @@ class RowwiseParallel(ParallelStyle):
 
 
 class SequenceParallel(ParallelStyle):
-    """Keeps a norm's or dropout's activations sharded over the sequence; its parameters and buffers are replicated.
+    """A norm or dropout on activations sharded over the sequence; its parameters and buffers are replicated.
 
     A plain input is taken as this rank's part of the sequence. Source: Korthikanti et al., "Reducing Activation
     Recomputation in Large Transformer Models", 2022.
@@ -253,7 +253,7 @@ class SequenceParallel(ParallelStyle):
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Makes a module's inputs DTensors and brings them to wanted placements.
+    """Conversion of a module's inputs to DTensors with the desired placements.
 
     Args:
         input_layouts: placement of each positional input where it is a plain tensor; None for inputs that stay as they
@@ -319,7 +319,7 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Makes a module's outputs DTensors and brings them to wanted placements.
+    """Conversion of a module's outputs to DTensors with the desired placements.
 
     Args:
         output_layouts: placement of each output where it is a plain tensor; None for outputs that stay as they are.

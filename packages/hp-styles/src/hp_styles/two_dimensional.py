@@ -13,7 +13,7 @@ __all__ = ["TwoDimensionalParallel"]
 
 
 class TwoDimensionalParallel(ParallelStyle):
-    """Shards a Linear's weight over two axes of a mesh; weights stay where they are, activations move.
+    """Sharding of a Linear's weight over two axes of a mesh; weights stay in place, activations move.
 
     The weight's input features are sharded over ``input_axis``, its output features over the other axis. Between layers
     an activation is sharded over both axes, in features over one and in tokens over the other. The layer gathers its

@@ -19,7 +19,7 @@ _COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory 
 
 
 class Reporter(Protocol):
-    """Shows a run."""
+    """A display of a run."""
 
     def running(self, title: str, *, steps: int) -> contextlib.AbstractContextManager[None]:
         """Around all steps."""

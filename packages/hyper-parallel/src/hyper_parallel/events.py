@@ -67,7 +67,7 @@ class Tail:
 
 
 class EventReader:
-    """Hands what an EventWriter writes to another reporter, as it comes; closes what that opened.
+    """A reader that passes an EventWriter's events to another reporter as they come, and closes it at the end.
 
     Args:
         path: the writer's file; it may come later.

@@ -170,7 +170,7 @@ def _linear_forward(module: nn.Linear, site: str, input: T) -> T:
 
 
 class KeptOutputs:
-    """Keeps outputs in one pass over a block and hands them back in the next, in the same order.
+    """Outputs kept in one pass over a block, and handed back in the next in the same order.
 
     `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=KeptOutputs(sites).contexts)`. The
     block may run many times; each run's outputs are kept until its own backward.

@@ -1,11 +1,10 @@
 """Context parallelism of DeepSeek Sparse Attention: its indexer, its attention and the indexer's loss.
 
 Note [Whole keys]
-    A query may select any token before it, so that no exchange of heads and no ring fits: queries stay sharded, and
-        keys,
-    which are small here (one head of the indexer, one latent for all heads), are gathered over the axis and put into
-    the sequence's own order. Indices of tokens, those that the indexer selects among them, are places in the whole
-    sequence on every rank. Backward, all ranks' gradients of the keys are summed, and each rank gets its part of that.
+    A query may select any token before it, so neither an exchange of heads nor a ring fits. Queries stay sharded. Keys,
+    which are small here (one head of the indexer, one latent for all heads), are gathered over the axis in the
+    sequence's own order. Indices of tokens, including those that the indexer selects, are places in the full sequence
+    on every rank. In backward, the gradients of the keys are summed over the ranks, and each rank gets its part.
 """
 
 from __future__ import annotations
@@ -70,14 +69,13 @@ class SparseStyle(ParallelStyle):
 
 @dataclass(kw_only=True, eq=False)
 class DSASparseAttentionContextParallel(SparseStyle):
-    """Attends from this rank's part of the sequence to tokens selected from all of it.
+    """Sparse attention from this rank's part of the sequence to tokens selected from all of it.
 
-    For a module, of any making, whose inputs are queries, keys (the latent that is keys and values both, values,
-    rotary parts) and the selected tokens. Keys are gathered over the axis, in one message, before its forward; backward
-    the gradients of all ranks' queries are summed, in one reduce-scatter. Everything else is this rank's part and stays
-    so. The module runs on plain tensors with fewer queries than keys, is told the queries' places in the whole
-    sequence, and takes the indices of selected tokens as places there, which are what `DSAIndexerContextParallel`
-    gives. Gradients are those of one device.
+    For any module whose inputs are queries, keys (the latent that serves as keys and values, values, rotary parts) and
+    the selected tokens. The keys are gathered over the axis in one message before its forward; in backward their
+    gradients are summed over the ranks in one reduce-scatter. All other tensors stay this rank's parts. The module runs
+    on plain tensors with fewer queries than keys. It gets the queries' places in the full sequence, and the indices of
+    selected tokens as places there, as `DSAIndexerContextParallel` returns them. Gradients are those of one device.
 
     Example:
         >>> class Attention(nn.Module):                              # alone: positions are 0, 1, 2, ...
@@ -85,26 +83,26 @@ class DSASparseAttentionContextParallel(SparseStyle):
         >>> style = DSASparseAttentionContextParallel(keys=("key", "value"), load_balance=True)
         >>> parallelize_module(model, mesh["cp"], {"layers.*.attention.core": style})
 
-    What the caller sees to (tokens, positions and labels sharded by ``context_parallel_shard``; the sum of gradients)
-    is as for ``ContextParallel``.
+    The caller shards tokens, positions and labels with ``context_parallel_shard`` and sums gradients, as for
+    ``ContextParallel``.
 
     Args:
-        query: the input of the module's forward that is the queries: its name, or its position where it has no name.
-            With it, outputs are laid out.
-        keys: the inputs that are seen whole, likewise; default ``("key",)``. An input that is given twice, as key and
-            value, is sent once.
-        positions: the name of the argument that is handed the queries' places in the full sequence, int64 of shape
-            [queries], in place of what the caller passes; default ``"positions"``. None for a module that needs none: a
-            mask of the whole width is among its inputs, or it attends to whatever was selected.
+        query: the queries among the inputs of the module's forward: the name, or the position if it has no name.
+            Outputs get its layout.
+        keys: the inputs to gather, likewise; default ``("key",)``. A tensor that is passed twice, as key and value, is
+            sent once.
+        positions: the name of the argument that gets the queries' places in the full sequence, int64 of shape
+            [queries], in place of the caller's; default ``"positions"``. None for a module that needs none, because a
+            mask over all keys is among its inputs, or it attends to everything that was selected.
         seq_dim: the sequence's dim in the queries and keys, from the start; default 1 (0 for [tokens, heads, size]).
         load_balance: rank i holds chunks i and 2n - 1 - i of 2n, as in ``ContextParallel``; default False.
-        use_local_output: return DTensors' local parts as plain tensors; default False: outputs are of the kind that the
-            queries are.
+        use_local_output: return DTensors' local parts as plain tensors; default False, outputs are DTensors if
+            the queries are.
 
     Raises:
         ValueError: arguments that forward does not have, or do not fit each other; ranks that do not ascend; (in
             forward) parts of unequal length, or layouts of DTensors that do not fit. Ranks compare their parts once
-            in each call of what ``parallelize_module`` was given, and all of them raise.
+            per call of the module given to ``parallelize_module``, and all of them raise.
         TypeError: (in forward) a missing input, or one that is not a tensor; queries and keys of which some are
             DTensors.
         RuntimeError: a second context parallel style on a module; (in backward) second derivatives.
@@ -119,10 +117,10 @@ class DSASparseAttentionContextParallel(SparseStyle):
 
 @dataclass(kw_only=True, eq=False)
 class DSAIndexerContextParallel(SparseStyle):
-    """Scores the tokens of the full sequence for this rank's queries, and selects from them.
+    """Indexer: scores the tokens of the full sequence for this rank's queries, and selects from them.
 
     For a module whose inputs are the indexer's queries, keys and the weights of its heads, and whose outputs (selected
-    tokens, their scores) have the queries' sequence in ``seq_dim``. The keys are gathered; what is selected are places
+    tokens, their scores) have the queries' sequence in ``seq_dim``. The keys are gathered; selected tokens are places
     in the full sequence. See `DSASparseAttentionContextParallel`.
 
     Example:
@@ -143,13 +141,13 @@ class DSAIndexerContextParallel(SparseStyle):
 
 @dataclass(kw_only=True, eq=False)
 class DSAIndexerLossContextParallel(SparseStyle):
-    """The loss that draws the indexer's scores to the distribution of attention, over all tokens of the group.
+    """The loss that trains the indexer's scores towards the distribution of attention, over all tokens of the group.
 
     For a module whose inputs are attention's queries and keys and the indexer's, and whose output, alone or first of
-    several, is the loss. Keys of both are gathered: one message of those that need a gradient, one of those that need
-    none. The loss is the same on all ranks, the mean or the sum over all tokens. With plain tensors each rank's
-    gradients are of its own tokens' loss, as those of the model's loss are, and are averaged over the ranks with them,
-    or summed where both are sums; with DTensors they are whole.
+    several, is the loss. The keys of both are gathered, in one message for those that need a gradient and one for those
+    that do not. The loss is the same on all ranks, the mean or the sum over all tokens. With plain tensors each rank's
+    gradients are those of its own tokens' loss, like those of the model's loss, and are averaged over the ranks with
+    them (summed, if both losses are sums); with DTensors they are complete.
 
     Example:
         >>> class Loss(nn.Module):
@@ -184,7 +182,7 @@ class DSAIndexerLossContextParallel(SparseStyle):
 
 @dataclass(kw_only=True, eq=False)
 class EarlySparseStyle(SparseStyle):
-    """A style on a module that holds the projections and the core that is meant."""
+    """Base of styles on a module that holds both the projections and the core."""
 
     core: str
     projections: Mapping[str | int, str]
@@ -196,8 +194,8 @@ class EarlySparseStyle(SparseStyle):
         others = [key for key in self.projections if key not in self.keys]
         if others or not self.projections:
             raise ValueError(
-                f"{what}: projections are of one or more of keys={self.keys}, got {list(self.projections)}; without"
-                f" any, use {what.removeprefix('Async')}"
+                f"{what}: projections must be for one or more of keys={self.keys}, got {list(self.projections)};"
+                f" without any, use {what.removeprefix('Async')}"
             )
 
 
@@ -205,14 +203,15 @@ class EarlySparseStyle(SparseStyle):
 class AsyncDSASparseAttentionContextParallel(DSASparseAttentionContextParallel, EarlySparseStyle):
     """DSASparseAttentionContextParallel whose keys are sent as soon as they have been projected.
 
-    Applied to the module that holds both the attention and what makes its keys: a key's gather starts when the
-    submodule named has run, beside what the model computes next, and is awaited at attention; backward the sum of its
-    gradients starts when attention has them, and is awaited before that submodule's backward. One message for each
-    submodule named, one for the other keys; the results are those of the synchronous form.
+    Apply it to the module that holds both the attention and the submodules that compute its keys. The gather of a key
+    starts when the named submodule has run, overlaps with what the model computes next, and is awaited at attention. In
+    backward, the sum of its gradients starts when attention has computed them, and is awaited before that submodule's
+    backward. Each named submodule takes one message, and the other keys one together. Results are those of the
+    synchronous form.
 
-    What attention gets as the key has to be the very output of the submodule named, or a view of it that splits or
-    joins the dims after the sequence; else it is an error. In latent attention the latent's norm can be named; of a key
-    that is rotated by a function, no submodule's output is it.
+    Attention's key must be exactly the output of the named submodule, or a view of it that splits or joins the dims
+    after the sequence; anything else is an error. In latent attention, the latent's norm can be named. A key that a
+    function rotates is not the output of any submodule.
 
     Example:
         >>> style = AsyncDSASparseAttentionContextParallel(core="core", keys=("key", "key_rope"),
@@ -220,15 +219,15 @@ class AsyncDSASparseAttentionContextParallel(DSASparseAttentionContextParallel, 
         >>> parallelize_module(model, mesh["cp"], {"layers.*.attention": style})
 
     Args:
-        core: the name of the submodule that the other arguments are about.
+        core: the name of the submodule that computes attention, to which the other arguments apply.
         projections: for one or more of ``keys``, the name of the submodule whose output it is.
         query, keys, positions, seq_dim, load_balance, use_local_output: see `DSASparseAttentionContextParallel`.
 
     Raises:
         ValueError: as there; or a submodule that the module does not have; (in forward) DTensors whose queries are
             sharded over an axis over which the keys sent early are replicated.
-        RuntimeError: as there; (in forward) attention runs before a submodule named, or twice, or its key is something
-            else than that output.
+        RuntimeError: as there; (in forward) attention runs before a named submodule, or twice, or its key is not that
+            output.
         TypeError, NotImplementedError: as there.
 
     Source: as there.

@@ -24,23 +24,24 @@ __all__ = [
 
 
 class ContextParallel(ParallelStyle):
-    """Attends over the whole of a sequence of which each rank of the mesh axis holds a part.
+    """Attention over a full sequence of which each rank of the mesh axis holds a part.
 
-    Everything else in a transformer works on each token alone, so the model runs on its part as it is. Attention is
-    found in one of two ways:
+    Everything else in a transformer works on each token alone, so the model runs on its part unchanged. There are two
+    ways to find attention:
 
-    - By default, as the calls of ``torch.nn.functional.scaled_dot_product_attention`` inside the module's forward (a
-      transformers model with ``attn_implementation="sdpa"``, or a block of one's own). A forward without such a call is
-      an error. Where it takes an ``attention_mask``, as transformers' attention modules do, causal masks, sliding
-      windows, packed documents and padding are those of one device, from what all ranks say of their parts.
-    - With ``qkv_indices`` or ``qkv_kwarg_names``, the module's inputs q, k and v. It runs on plain tensors with the
-      full sequence and a part of the heads, and may compute what it likes with them (masks of the full sequence,
-      biases), and its output, of the queries' dims or with the heads flattened into ``head_dim``, is brought back.
-      Where the degree leaves a ring, the call of scaled_dot_product_attention inside is the ring's.
+    - By default, the style intercepts calls of ``torch.nn.functional.scaled_dot_product_attention`` inside the module's
+      forward (of a transformers model with ``attn_implementation="sdpa"``, or a block of your own). A forward without
+      such a call is an error. If it takes an ``attention_mask``, as transformers' attention modules do, causal masks,
+      sliding windows, packed documents and padding give the results of one device; the ranks exchange what they need
+      to know about each other's parts.
+    - With ``qkv_indices`` or ``qkv_kwarg_names``, q, k and v are the module's inputs. The module runs on plain tensors
+      with the full sequence and a part of the heads, and may use masks of the full sequence or biases. Its output has
+      the queries' dims, or the heads flattened into ``head_dim``, and is redistributed to the input's layout. If the
+      degree leaves a ring, the call of scaled_dot_product_attention inside is computed over the ring.
 
     Groups of ``ulysses_degree`` neighbours exchange their parts of the sequence for parts of the heads (one all-to-all
-    for q, k and v, one for the output); keys and values go around the ``n / ulysses_degree`` groups in a ring, beside
-    the computation. Nothing gathers the sequence. Gradients are those of one device.
+    for q, k and v, one for the output). Keys and values travel around the ``n / ulysses_degree`` groups in a ring, and
+    the transfers overlap with the computation. The sequence is never gathered. Gradients are those of one device.
 
     Example:
         >>> parallelize_module(model, mesh["cp"], {"layers.*.self_attn": ContextParallel(load_balance=True)})
@@ -48,31 +49,31 @@ class ContextParallel(ParallelStyle):
         >>> part = context_parallel_shard(batch, mesh["cp"], load_balance=True)
         >>> logits = model(part["input_ids"], position_ids=part["position_ids"], use_cache=False)
 
-    **What the caller sees to.** Whatever belongs to a token is sharded with ``context_parallel_shard`` with the same
-    ``load_balance``, positions too; labels are shifted before they are sharded, since the next token may be on another
-    rank. A loss that is a mean is over a rank's tokens. Parameters are replicated over the axis, and each rank's
-    gradients are of its own tokens, so they have to be summed (averaged, where the loss is a mean): let ``fully_shard``
-    do that over the flattened ``mesh["dp", "cp"]``; or distribute the parameters as ``Replicate()`` on the axis (the
-    style ``"replicate"``) and pass DTensors placed ``Shard(1)``, which gives whole gradients in one collective, and the
-    loss of all tokens; or all-reduce the gradients.
+    **The caller's part.** Shard everything that belongs to a token, including positions, with
+    ``context_parallel_shard`` and the same ``load_balance``. Shift labels before you shard them, since the next token
+    may be on another rank. A mean loss is over this rank's tokens. Parameters are replicated over the axis and each
+    rank's gradients are those of its own tokens, so they must be summed (averaged, if the loss is a mean). Either let
+    ``fully_shard`` do that over the flattened ``mesh["dp", "cp"]``; or distribute the parameters as ``Replicate()`` on
+    the axis (the style ``"replicate"``) and pass DTensors placed ``Shard(1)``, which gives full gradients in one
+    collective and the loss of all tokens; or all-reduce the gradients.
 
     Args:
-        seq_dim: the sequence's dim in q, k, v where they are inputs; default 1. (scaled_dot_product_attention's is 2.)
+        seq_dim: the sequence's dim in q, k, v if they are inputs; default 1. (scaled_dot_product_attention's is 2.)
         head_dim: the heads' dim there; default 2, the head size follows. (scaled_dot_product_attention's is 1.)
-        ulysses_degree: ranks of a Ulysses group, a divisor of the axis's and of the query heads; default None, all; 1
-            is a ring alone. Key/value heads are a multiple or a divisor of it: of fewer heads each rank gets the one
-            that it needs.
+        ulysses_degree: ranks of a Ulysses group, a divisor of the axis's size and of the query heads; default None,
+            all; 1 is a pure ring. Key/value heads must be a multiple or a divisor of it; if there are fewer heads, each
+            rank gets the one that it needs.
         qkv_indices: positions of q, k and v among the module's inputs; default none.
-        qkv_kwarg_names: their names, where they are passed by name; default none.
-        load_balance: rank i holds chunks i and 2n - 1 - i of 2n, so that under a causal mask all work as long; default
-            False, the i-th piece.
-        use_local_output: return DTensors' local parts as plain tensors; default False: the output is of the kind that
-            the input is.
+        qkv_kwarg_names: their names, if they are passed by name; default none.
+        load_balance: rank i holds chunks i and 2n - 1 - i of 2n, so that under a causal mask all ranks have the same
+            work; default False, the i-th of n pieces.
+        use_local_output: return DTensors' local parts as plain tensors; default False, outputs are DTensors if the
+            inputs are.
 
     Raises:
         ValueError: arguments that do not fit the mesh, (in forward) the heads, the layouts, the lengths or the position
-            ids. Parts are equally long. The ranks compare theirs once in a call of the module that
-            ``parallelize_module`` was given, at its first attention; what one of them refuses there, all refuse.
+            ids. Parts must have equal lengths. The ranks compare them once per call of the module given to
+            ``parallelize_module``, at its first attention; an error on one of them is an error on all.
         NotImplementedError: (in forward) another attention mask, a key/value cache that holds tokens, dropout,
             attention weights as output, nn.MultiheadAttention; on MindSpore.
         RuntimeError: a second such style on a module; (in forward) no call of scaled_dot_product_attention; (in
@@ -132,17 +133,16 @@ class ContextParallel(ParallelStyle):
 
 
 class AsyncContextParallel(ContextParallel):
-    """ContextParallel whose Ulysses exchanges run beside the projections.
+    """ContextParallel whose Ulysses exchanges overlap with the projections.
 
-    For a module that holds the projections of q, k and v and calls scaled_dot_product_attention on what they give: the
-    output of each is sent when it is there, beside the next projection, and awaited at attention; backward, the
-    gradients of q, k and v are sent when attention has them, and awaited one by one, each before its projection's
-    backward. Four all-to-alls forward, four backward; the results are those of ContextParallel.
+    For a module that holds the projections of q, k and v and calls scaled_dot_product_attention on their outputs. Each
+    output is sent as soon as it is computed, while the next projection runs, and awaited at attention. In backward, the
+    gradients of q, k and v are sent when attention has computed them, and awaited one by one, each before its
+    projection's backward. There are four all-to-alls forward and four backward; results are those of ContextParallel.
 
-    What attention reads has to be the very output of the module named, with its heads apart by ``view`` and
-    ``transpose``; else it is an error. Where a projection's output is rotated or normed first, name the module that
-    does that, or leave it out (None), and it is sent at attention: of a transformers Llama, ``v_proj`` alone can be
-    named.
+    Attention must read exactly the output of the named module, with its heads split off by ``view`` and ``transpose``;
+    anything else is an error. If a projection's output is rotated or normalised first, name the module that does so, or
+    leave it out (None): it is then sent at attention. In a transformers Llama, only ``v_proj`` can be named.
 
     Example:
         >>> style = AsyncContextParallel(q_proj="q", k_proj="k", v_proj="v", head_size=64)
@@ -153,13 +153,13 @@ class AsyncContextParallel(ContextParallel):
         k_proj, v_proj: likewise.
         head_size: elements of a head; needed for outputs of shape [batch, sequence, heads * head_size].
         seq_dim, head_dim: dims of outputs with 4 dims; defaults 1 and 2.
-        ulysses_degree, load_balance, use_local_output: see ``ContextParallel``; a degree of 1 has nothing to send early
-            and is refused.
+        ulysses_degree, load_balance, use_local_output: see ``ContextParallel``; a degree of 1 is refused, since nothing
+            can be sent early.
 
     Raises:
-        ValueError: no projection is named, or one that the module does not have; and as ``ContextParallel``.
-        RuntimeError: (in forward) attention reads something else than the projections' outputs, or is called twice;
-            (in backward) second derivatives are asked for.
+        ValueError: no projection is named, or the module lacks one; and as ``ContextParallel``.
+        RuntimeError: (in forward) attention reads something other than the projections' outputs, or is called
+            twice; (in backward) second derivatives.
 
     Source: as ``ContextParallel``; overlapped projections: LoongTrain, arXiv:2406.18485, section 5.
     """
@@ -212,10 +212,9 @@ def context_parallel(
 ) -> Iterator[None]:
     """Attend over a sharded sequence wherever attention is called inside the block, with torch's arguments.
 
-    Every ``torch.nn.functional.scaled_dot_product_attention`` inside goes around the ring of the mesh, and the buffers
-    are sharded, in place, as ``context_parallel_shard(load_balance=True)`` cuts. Backward belongs inside too, where
-    layers are recomputed. A style on the modules, ``ContextParallel``, also computes windows, packed documents and
-    padding.
+    Every ``torch.nn.functional.scaled_dot_product_attention`` inside is computed over the ring of the mesh, and the
+    buffers are sharded in place as by ``context_parallel_shard(load_balance=True)``. If layers are recomputed, run
+    backward inside as well. The style ``ContextParallel`` also supports windows, packed documents and padding.
 
     Example:
         >>> with context_parallel(mesh["cp"], buffers=[ids, labels, places], buffer_seq_dims=[1, 1, 1]):
@@ -223,29 +222,29 @@ def context_parallel(
 
     Args:
         mesh: of one axis.
-        buffers: full tensors, the same on every rank, that have the sequence; no parameters.
+        buffers: full tensors with a sequence dim, the same on every rank; not parameters.
         buffer_seq_dims: the sequence's dim in each of them.
-        no_restore_buffers: those of them that are not made whole again at the end.
+        no_restore_buffers: those of them that stay sharded at the end.
 
     Raises:
-        ValueError: not one dim a buffer, buffers that are not to be restored and are none, a length that does not
-            divide into two chunks a rank, a mesh of several axes.
+        ValueError: the dims and buffers differ in number, a buffer not to restore is not among them, a length does not
+            divide into two chunks per rank, or the mesh has several axes.
         NotImplementedError: on MindSpore.
     """
     check_mesh(mesh, "context_parallel")
-    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
-    if len(given) != len(dims):
+    tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    if len(tensors) != len(dims):
         raise ValueError(
-            f"context_parallel: {len(given)} buffers, {len(dims)} buffer_seq_dims; pass one dim per buffer"
+            f"context_parallel: {len(tensors)} buffers, {len(dims)} buffer_seq_dims; pass one dim per buffer"
         )
     unrestored = {id(x) for x in no_restore_buffers or ()}
-    if not unrestored <= {id(x) for x in given}:
+    if not unrestored <= {id(x) for x in tensors}:
         raise ValueError("context_parallel: no_restore_buffers has a tensor that is not in buffers")
     parts = [
-        context_parallel_shard(x, mesh, seq_dim=dim, load_balance=True) for x, dim in zip(given, dims, strict=True)
+        context_parallel_shard(x, mesh, seq_dim=dim, load_balance=True) for x, dim in zip(tensors, dims, strict=True)
     ]
-    restored = [x for x in given if id(x) not in unrestored]
-    with port.context().cut_in_place(given, parts, restored), port.context().attention_over(mesh):
+    restored = [x for x in tensors if id(x) not in unrestored]
+    with port.context().cut_in_place(tensors, parts, restored), port.context().attention_over(mesh):
         yield
 
 
@@ -266,11 +265,11 @@ def context_parallel_shard(
         load_balance: as the style's; default False.
 
     Returns:
-        What was given, with this rank's parts.
+        The same structure, with this rank's parts.
 
     Raises:
-        ValueError: the length does not divide over the ranks (with ``load_balance``: into two chunks a rank), or a mesh
-            of several axes.
+        ValueError: the length does not divide over the ranks (with ``load_balance``: into two chunks per rank), or the
+            mesh has several axes.
     """
     return _each(tensors, device_mesh, lambda x: port.context().shard(x, device_mesh, seq_dim, load_balance))
 
@@ -280,7 +279,7 @@ def context_parallel_unshard(
 ) -> Any:
     """Gather the full tensors of which each rank holds the part that ``context_parallel_shard`` returned.
 
-    Differentiable; all ranks have to use the result in the same way.
+    Differentiable; all ranks must use the result in the same way.
 
     Args:
         tensors: a tensor, or a dict, list or tuple of tensors: this rank's parts, such as logits.
@@ -289,7 +288,7 @@ def context_parallel_unshard(
         load_balance: as the style's; default False.
 
     Returns:
-        What was given, with full tensors in the sequence's own order.
+        The same structure, with full tensors in the sequence's own order.
 
     Raises:
         ValueError: a mesh of several axes.

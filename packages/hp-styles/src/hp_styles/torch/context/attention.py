@@ -269,7 +269,7 @@ def attend_inside(group: ContextGroup, settling: Settling, query: T, key: T, val
 
 
 class _Ring(TorchFunctionMode):
-    """Computes attention over a ring, in the place of torch's function."""
+    """A mode in which torch's attention is computed over a ring."""
 
     def __init__(self, group: ContextGroup) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ _frames = _Frames()
 
 
 class _Attention(TorchFunctionMode):
-    """Computes attention over the group, in the place of torch's function."""
+    """A mode in which torch's attention is computed over the group."""
 
     def __init__(self, group: ContextGroup, frame: _Frame) -> None:
         super().__init__()
