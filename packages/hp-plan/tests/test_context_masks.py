@@ -145,7 +145,7 @@ def test_position_ids_that_are_not_those_of_the_tokens() -> None:
             ValueError, match="LlamaForCausalLM is called without position_ids, so it would count from 0"
         ):
             model(input_ids=ids, use_cache=False)
-        with pytest.raises(ValueError, match="position_ids count from 0 to 7 on each of the 2 ranks. A model that is"):
+        with pytest.raises(ValueError, match="position_ids count from 0 to 7 on each of the 2 ranks. Models count"):
             model.model(input_ids=ids, use_cache=False)
         other = context_parallel_shard(batch, _mesh(), load_balance=not balance)["position_ids"].clone()
         text = f"sharded with load_balance={not balance}, the style has load_balance={balance}"

@@ -96,7 +96,7 @@ def test_faults_of_a_plan_for_cells():
         ({"model": {}}, "model: [model] has no 'function'; write function = "),
         (
             {"model": {"config": "Qwen3Config"}},
-            'whose models are PyTorch\'s; this process runs MindSpore; write function = "module:function", which '
+            'which runs on PyTorch, but this process runs MindSpore; write function = "module:function", which '
             'returns a Cell, or platform = "torch" in [run]',
         ),
         (
