@@ -7,7 +7,8 @@ Three scopes of the tests:
     nox -s "tests(torch-cpu, hp-fsdp)"    one package, in an environment with its own dependencies only
 
 What follows `--` goes to pytest: `nox -s "tests(torch-cpu, hp-fsdp)" -- -k uneven -x`. Paths below packages/ take the
-place of all packages: `nox -t torch-cpu -- packages/hp-fsdp packages/hp-plan`.
+place of all packages: `nox -t torch-cpu -- packages/hp-fsdp packages/hp-plan`. Without a device two tests run at a time;
+`-n 0` runs them in pytest's own process, for `-s` and `--pdb`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ BACKENDS = {
     "mindspore-cpu": ([], None, ""),
     "mindspore-ascend": ([], "npu-smi", "needs an Ascend NPU and CANN (npu-smi is not on the PATH)"),
 }
+CI = ("torch-cpu", "torch-npu-sim", "mindspore-cpu")  # they need no device, so two tests may run at a time
 
 
 def install(
@@ -73,13 +75,14 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
         session.skip(f"{backend} {needs}")
     framework = backend.split("-")[0]
     adapters = ["peft"] if framework == "torch" and "hp-plan" in packages else []  # for tests only
-    others = (*requirements, *adapters)
+    others = ("pytest-xdist", *requirements, *adapters)
     install(session, *packages, extras=f"[{framework},test]", others=others, framework=framework)
     named = any(argument.startswith("packages/") for argument in session.posargs)
     folders = [] if named else [f"packages/{name}" for name in packages]
     whole = packages == PACKAGES and not session.posargs
     results = [f"--junitxml={RESULTS}/{backend}.xml"] if whole else []
-    session.run("python", "-m", "pytest", *folders, "--backend", backend, *results, *session.posargs)
+    workers = ["--numprocesses=2", "--dist=worksteal"] if backend in CI else []
+    session.run("python", "-m", "pytest", *folders, "--backend", backend, *workers, *results, *session.posargs)
 
 
 @nox.session
@@ -95,7 +98,7 @@ def affected(session: nox.Session) -> None:
     told = session.run(sys.executable, ".ci/affected.py", *session.posargs, silent=True, external=True)
     packages = str(told or "").split()
     session.log(f"affected: {', '.join(packages) or 'no package'}")
-    for backend in ("torch-cpu", "torch-npu-sim", "mindspore-cpu") if packages else ():
+    for backend in CI if packages else ():
         session.notify(f"tests({backend})", posargs=[f"packages/{name}" for name in packages])
 
 
@@ -196,8 +199,8 @@ def isolation(session: nox.Session) -> None:
     wheels = {path.name.split("-")[0].replace("_", "-"): path.as_uri() for path in folder.glob("wheels/*.whl")}
     own = folder / "own-wheels.txt"
     own.write_text("".join(f"{name} @ {uri}\n" for name, uri in wheels.items()))
+    environment = folder / "environment"  # of each package in turn, so that a framework is compiled once
     for package in session.posargs or PACKAGES:
-        environment = folder / package
         python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
         session.run("uv", "venv", "--quiet", "--clear", str(environment))
         stages = [("", "torch", "without-framework"), ("[torch]", "torch", "with-torch")]
@@ -211,8 +214,9 @@ def isolation(session: nox.Session) -> None:
             pins = (CONSTRAINTS, FRAMEWORK_CONSTRAINTS.format(framework), str(own))
             constraints = [argument for pin in pins for argument in ("--constraint", pin)]
             session.run("uv", "pip", "install", "--quiet", "--python", str(python), requirement, *constraints)
-            session.run(str(python), "-I", ".ci/check_isolated.py", package, mode, external=True)
-        shutil.rmtree(environment)
+            options = ("-I", "-X", f"pycache_prefix={folder / 'bytecode'}")
+            session.run(str(python), *options, ".ci/check_isolated.py", package, mode, external=True)
+    shutil.rmtree(environment)
 
 
 @nox.session

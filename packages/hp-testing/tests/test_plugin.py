@@ -18,6 +18,7 @@ from hp_testing.frameworks import uses_none
 
 pytestmark = pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it")
 
+ONCE = pytest.mark.not_on("mindspore-cpu", "mindspore-ascend", reason="nothing of the framework in it")
 ACCELERATOR = {"torch": "torch-npu", "mindspore": "mindspore-ascend"}
 
 
@@ -102,6 +103,7 @@ def test_b():
     assert needs in lines[0]
 
 
+@ONCE
 def test_an_unknown_backend_lists_the_choices(tmp_path):
     command = [sys.executable, "-m", "pytest", "-p", "hp_testing.plugin", "--backend", "jax-tpu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -145,6 +147,7 @@ def test_runs():
     assert f'<property name="left out" value="{left_out}" />' in (tmp_path / "results.xml").read_text()
 
 
+@ONCE
 def test_an_expression_that_selects_nothing_fails(tmp_path):
     other = {"torch": "mindspore", "mindspore": "torch"}[platform_name()]
     text = f"import {other}\ndef test_something(): ..."
@@ -153,6 +156,7 @@ def test_an_expression_that_selects_nothing_fails(tmp_path):
     assert "exit status 5" in run_pytest(tmp_path, "-k", "no_such_test", text="def test_something(): ...")
 
 
+@ONCE
 def test_ranks_end_once_the_last_test_of_their_number_is_done(tmp_path):
     output = run_pytest(
         tmp_path,
@@ -184,6 +188,36 @@ def test_without_ranks(): check()
     assert "4 passed" in output and "error" not in output
 
 
+@pytest.mark.framework("mindspore")  # which is not the default backend
+def test_workers_of_xdist_run_the_same_tests(tmp_path):
+    pytest.importorskip("xdist", reason="the sessions without a device have pytest-xdist")
+    other = next(framework for framework in ACCELERATOR if framework != platform_name())
+    (tmp_path / "test_other.py").write_text(f"import {other}\ndef test_never(): assert False\n")
+    output = run_pytest(
+        tmp_path,
+        "--numprocesses=2",
+        "--dist=worksteal",
+        "--junitxml=results.xml",
+        text="""
+import pytest
+from hp_platform import get_platform
+
+@on_ranks(2)
+@pytest.mark.parametrize("number", range(2))
+def test_on_ranks(number):
+    assert get_platform().groups.size() == 2
+
+def test_the_option_is_known(pytestconfig):
+    assert pytestconfig.getoption("--backend") == "%s-cpu"
+    assert get_platform().name == "%s"
+"""
+        % (platform_name(), platform_name()),
+    )
+    assert "3 passed" in output and output.endswith("exit status 0\n"), output
+    assert "only: 1 test module (1 in .)" in output
+    assert "only: 1 test module (1 in .)" in (tmp_path / "results.xml").read_text()
+
+
 def test_modules_without_a_framework_are_known(tmp_path):
     for text, expected in (
         ("import numpy\nfrom hp_dtensor.rules import library\n", True),
@@ -198,6 +232,7 @@ def test_modules_without_a_framework_are_known(tmp_path):
         assert uses_none(tmp_path / "test_it.py") is expected, text
 
 
+@ONCE
 def test_a_test_that_is_not_for_a_backend_is_skipped(tmp_path):
     output = run_pytest(
         tmp_path,
@@ -214,6 +249,7 @@ def test_runs(): ...
     assert "1 passed, 1 skipped" in output and f"not on {platform_name()}-cpu: it has no wheels" in output
 
 
+@ONCE
 def test_a_suite_for_another_framework_does_not_fail(tmp_path):
     other = "mindspore" if platform_name() == "torch" else "torch"
     (tmp_path / "test_it.py").write_text(f"import {other}\n\ndef test_wrong(): assert False\n")

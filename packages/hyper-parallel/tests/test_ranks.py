@@ -212,10 +212,11 @@ def wait_until(done) -> None:
         time.sleep(0.05)
 
 
-def test_training_leaves_its_files_and_speaks_json(folder):
-    process = start(folder, *COMMAND, "train", "run.toml", "--data", "text", "--out", "run", "--steps", "30", "--json")
-    out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, err
+def test_training_leaves_its_files_and_speaks_json(launcher):
+    folder = launcher.folder
+    launcher.begin("train", "run.toml", "--data", "text", "--out", "run", "--steps", "30", "--json")
+    status, out, err = launcher.finish()
+    assert status == 0, err
     *steps, summary = map(json.loads, out.splitlines())
     assert [step["step"] for step in steps] == list(range(1, 31))
     assert steps[-1]["loss"] < steps[0]["loss"] - 1

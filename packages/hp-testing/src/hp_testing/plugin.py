@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from _pytest.junitxml import xml_key
 
 from hp_platform.ports import platform_name
 from hp_testing import pool, target
 from hp_testing.frameworks import TITLES, needed_framework, uses_none
 from hp_testing.reference import BODY
 
-ELSEWHERE = "no framework in it: run on torch-cpu"
+NEUTRAL = "torch-cpu"  # where tests are run that no framework takes part in
+ELSEWHERE = f"no framework in it: run on {NEUTRAL}"
 TIERS = ("device", "all")
+LEFT_OUT = "hp_testing left out"  # in what a worker of pytest-xdist tells
 # How many tests the tier left out.
 _OTHER_TIER = pytest.StashKey[int]()
 # The test modules that were left out, by their framework and folder.
@@ -39,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     )
     config = cast(pytest.Config, pluginmanager.get_plugin("pytestconfig"))
     with contextlib.suppress(pytest.UsageError):  # pytest reports it when it parses all arguments
-        known = parser.parse_known_args([str(argument) for argument in config.invocation_params.args])
+        options = copy.copy(config.option)  # a worker of pytest-xdist has them from here, and no arguments
+        known = parser.parse_known_args([str(argument) for argument in config.invocation_params.args], options)
         with _terminal(pluginmanager):
             target.select(known.backend)
 
@@ -99,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_world_size)  # stable: in a size, the order is that of the files
     neutral: dict[Path, bool] = {}
     for item in items:
-        if backend == "torch-npu-sim" and neutral.setdefault(item.path, uses_none(item.path)):
+        if backend != NEUTRAL and neutral.setdefault(item.path, uses_none(item.path)):
             item.add_marker(pytest.mark.skip(reason=ELSEWHERE))
         wanted = [mark.args[0] for mark in item.iter_markers("framework")]
         if wanted and selected not in wanted:
@@ -146,19 +151,21 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         pool.close_pool(size)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of pytest-xdist has left out; each collects the same tests."""
+    if output := getattr(node, "workeroutput", {}).get(LEFT_OUT):
+        other_tier, modules = output
+        node.config.stash[_OTHER_TIER] = other_tier
+        node.config.stash[_LEFT_OUT] = Counter({(framework, folder): count for framework, folder, count in modules})
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tell which test modules were left out."""
     if count := config.stash[_OTHER_TIER]:
         terminalreporter.write_line(f"left out, of no device in particular: {count} tests (--tier all runs them)")
     for line in _left_out(config):
         terminalreporter.write_line(f"left out, {line}")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _left_out_in_junit_xml(record_testsuite_property: Callable[[str, object], None], request: Any) -> None:
-    """Tell it in the file of --junitxml, too."""
-    for line in _left_out(request.config):
-        record_testsuite_property("left out", line)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -174,11 +181,19 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
         pool.warning_filters = before
 
 
+@pytest.hookimpl(tryfirst=True)  # the file of --junitxml is written in another's
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """End all ranks; a suite that is for another framework as a whole has not failed."""
     pool.close_pools()
-    chosen = session.config.option.keyword or session.config.option.markexpr  # what selects nothing is a mistake
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash[_LEFT_OUT] and not chosen:
+    config = session.config
+    left_out = config.stash[_LEFT_OUT]
+    if output := getattr(config, "workeroutput", None):  # a worker of pytest-xdist
+        output[LEFT_OUT] = config.stash[_OTHER_TIER], [(*where, count) for where, count in left_out.items()]
+    if xml := config.stash.get(xml_key, None):
+        for line in _left_out(config):
+            xml.add_global_property("left out", line)
+    chosen = config.option.keyword or config.option.markexpr  # what selects nothing is a mistake
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and left_out and not chosen:
         session.exitstatus = pytest.ExitCode.OK
 
 

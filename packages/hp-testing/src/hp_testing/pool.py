@@ -135,13 +135,13 @@ class Pool:
     def _meet(self) -> None:
         """Tell every rank where rank 0 listens, and wait until all have joined."""
         ranks = range(len(self._processes))
-        port, _ = self._collect([0], START_LIMIT)
+        port, problems = self._collect([0], START_LIMIT)
         if isinstance(port.get(0), int):
             for connection in self._connections[1:]:
                 connection.send(port[0])
             joined, problems = self._collect(ranks, START_LIMIT)
         else:
-            joined, problems = port, {}
+            joined = port
         problems |= {rank: outcome.value for rank, outcome in joined.items() if outcome.kind == "raised"}
         if problems:
             self.close()
