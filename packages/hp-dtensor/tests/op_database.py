@@ -62,8 +62,12 @@ class Verdict:
 @functools.cache
 def operators() -> dict[str, Any]:
     """The operators that take tensors and define their results, by name."""
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
 
+    for module in (common_utils, core):  # which look for a unittest.TestCase in the stack at each sample: half of the time
+        module.extract_test_fn = lambda: None
     found = {}
     for op in op_db:
         name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
@@ -81,9 +85,7 @@ def dtype_of(op: Any) -> torch.dtype | None:
 
 def samples_of(op: Any, gradients: bool = False) -> Iterator[Any]:
     """The operator's samples, the same in every process."""
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    numpy.random.seed(SEED)
+    _seed()
     return iter(op.sample_inputs("cpu", dtype_of(op), requires_grad=gradients))
 
 
@@ -216,7 +218,10 @@ def _run(func: Any, leaves: list[Any], spec: Any, whole: Any = None) -> list[Any
 
 
 def _seed() -> None:
-    torch.manual_seed(SEED)
+    if device_type() == "cpu":
+        torch.default_generator.manual_seed(SEED)  # `torch.manual_seed` notes the stack for each absent accelerator
+    else:
+        torch.manual_seed(SEED)
     random.seed(SEED)
     numpy.random.seed(SEED)
 
