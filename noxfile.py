@@ -7,8 +7,8 @@ Three scopes of the tests:
     nox -s "tests(torch-cpu, hp-fsdp)"    one package, in an environment with its own dependencies only
 
 What follows `--` goes to pytest: `nox -s "tests(torch-cpu, hp-fsdp)" -- -k uneven -x`. Paths below packages/ take the
-place of all packages: `nox -t torch-cpu -- packages/hp-fsdp packages/hp-plan`. Without a device two tests run at a time;
-`-n 0` runs them in pytest's own process, for `-s` and `--pdb`.
+place of all packages: `nox -t torch-cpu -- packages/hp-fsdp packages/hp-plan`. Where no device is needed, two tests run
+at a time; `-n 0` runs them in pytest's own process, for `-s` and `--pdb`.
 """
 
 from __future__ import annotations
@@ -200,6 +200,8 @@ def isolation(session: nox.Session) -> None:
     own = folder / "own-wheels.txt"
     own.write_text("".join(f"{name} @ {uri}\n" for name, uri in wheels.items()))
     environment = folder / "environment"  # of each package in turn, so that a framework is compiled once
+    bytecode = folder / "bytecode"
+    shutil.rmtree(bytecode, ignore_errors=True)
     for package in session.posargs or PACKAGES:
         python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
         session.run("uv", "venv", "--quiet", "--clear", str(environment))
@@ -214,7 +216,7 @@ def isolation(session: nox.Session) -> None:
             pins = (CONSTRAINTS, FRAMEWORK_CONSTRAINTS.format(framework), str(own))
             constraints = [argument for pin in pins for argument in ("--constraint", pin)]
             session.run("uv", "pip", "install", "--quiet", "--python", str(python), requirement, *constraints)
-            options = ("-I", "-X", f"pycache_prefix={folder / 'bytecode'}")
+            options = ("-I", "-X", f"pycache_prefix={bytecode}")
             session.run(str(python), *options, ".ci/check_isolated.py", package, mode, external=True)
     shutil.rmtree(environment)
 

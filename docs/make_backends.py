@@ -237,8 +237,8 @@ def _seconds(results: Mapping[str, Results], budgets: Mapping[str, list[int]]) -
     lines = [["package", *CI], ["---"] * (1 + len(CI)), *rows]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return (
-        "## Seconds\n\nSeconds that the tests took in these runs, and their budgets on two otherwise idle cores. Two tests"
-        "\nrun at a time, so a run takes about half of its column's sum."
+        "## Seconds\n\nSeconds that the tests took in these runs, and their budgets on two otherwise idle cores."
+        "\nTwo tests run at a time, so a run takes about half of its column's sum."
         f"\nExceeding a budget is not a failure: a machine may be slower, or busy.\n\n{table}"
     )
 

@@ -66,8 +66,8 @@ def operators() -> dict[str, Any]:
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.opinfo import core
 
-    for module in (common_utils, core):  # which look for a unittest.TestCase in the stack at each sample: half of the time
-        module.extract_test_fn = lambda: None
+    for module in (common_utils, core):
+        module.extract_test_fn = lambda: None  # it looks for a TestCase in the stack, which takes longer than the rest
     found = {}
     for op in op_db:
         name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")

@@ -198,7 +198,7 @@ def test_workers_of_xdist_run_the_same_tests(tmp_path):
         "--numprocesses=2",
         "--dist=worksteal",
         "--junitxml=results.xml",
-        text="""
+        text=f"""
 import pytest
 from hp_platform import get_platform
 
@@ -208,10 +208,9 @@ def test_on_ranks(number):
     assert get_platform().groups.size() == 2
 
 def test_the_option_is_known(pytestconfig):
-    assert pytestconfig.getoption("--backend") == "%s-cpu"
-    assert get_platform().name == "%s"
-"""
-        % (platform_name(), platform_name()),
+    assert pytestconfig.getoption("--backend") == "{platform_name()}-cpu"
+    assert get_platform().name == "{platform_name()}"
+""",
     )
     assert "3 passed" in output and output.endswith("exit status 0\n"), output
     assert "only: 1 test module (1 in .)" in output
