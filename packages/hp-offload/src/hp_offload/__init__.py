@@ -1,0 +1,32 @@
+"""Activations between forward and backward: kept, computed again, or on the host.
+
+`checkpoint` and `swap` take a function, their wrappers a module; `CheckpointPolicy` says what becomes of an output, and
+`SwapManager` moves storages in groups. `plan_memory` chooses for a whole step.
+"""
+
+from hp_offload.api import (
+    checkpoint,
+    checkpoint_exclude_wrapper,
+    checkpoint_wrapper,
+    swap,
+    swap_tensor_wrapper,
+    swap_wrapper,
+)
+from hp_offload.manager import SwapManager
+from hp_offload.planning import plan_memory
+from hp_offload.policies import CheckpointPolicy
+from hp_offload.saved import MemoryPlan, Saved
+
+__all__ = [
+    "CheckpointPolicy",
+    "MemoryPlan",
+    "Saved",
+    "SwapManager",
+    "checkpoint",
+    "checkpoint_exclude_wrapper",
+    "checkpoint_wrapper",
+    "plan_memory",
+    "swap",
+    "swap_tensor_wrapper",
+    "swap_wrapper",
+]

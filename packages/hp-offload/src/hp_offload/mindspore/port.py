@@ -1,0 +1,148 @@
+"""Recomputation and saved tensors of MindSpore, by its `recompute` and `saved_tensors_hooks`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn
+
+from hp_offload.manager import Entry, GroupRun, SwapManager
+from hp_offload.policies import CheckpointPolicy, checked_swap_answer
+
+__all__ = ["checkpoint", "is_module", "is_tensor", "run_excluded", "swap", "swap_tensor", "wrap"]
+
+Function = Callable[..., Any]
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
+
+
+def checkpoint(
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    policy_fn: Function | None,
+    context_fn: Callable[[], Any] | None,
+    swap_inputs: bool,
+    group_swap: bool,
+    early_stop: bool,
+) -> Any:
+    """Call a function whose backward calls it again."""
+    if policy_fn is not None:
+        raise NotImplementedError(
+            "checkpoint(policy_fn=...) is not supported on MindSpore, whose operations can't be handed an output that"
+            " was kept: checkpoint smaller functions, or leave policy_fn out to compute all again."
+        )
+    if swap_inputs:
+        raise NotImplementedError(
+            "checkpoint(swap_inputs=True) is not supported on MindSpore, which saves the arguments of recompute itself:"
+            " call swap around what uses them."
+        )
+    chosen = {} if context_fn is None else {"context_fn": context_fn}
+    return mindspore.recompute(function, *args, use_reentrant=False, early_stop=early_stop, **chosen, **kwargs)
+
+
+class _Kept:
+    """A saved tensor that stays."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def load(self) -> Tensor:
+        return self._tensor
+
+
+class _Swapped:
+    """A saved tensor whose values may be on the host."""
+
+    def __init__(self, tensor: Tensor, entry: Entry) -> None:
+        self._entry, self._shape = entry, tensor.shape
+        self._dtype = tensor.asnumpy().dtype
+
+    def load(self) -> Tensor:
+        base, offset = self._entry.bring()
+        if isinstance(base, Tensor):
+            return base.reshape(self._shape)
+        nbytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+        return Tensor(base[offset : offset + nbytes].view(self._dtype).reshape(self._shape))
+
+
+def swap(
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    policy_fn: Function | None,
+    group: str,
+    group_swap: bool,
+) -> Any:
+    """Call a function whose saved tensors go to the host."""
+    owner = getattr(function, "__self__", function)
+    parameters = [*owner.get_parameters()] if isinstance(owner, nn.Cell) else []
+    protected = {each.data_ptr() for each in parameters}
+    run: list[GroupRun] = []
+
+    def pack(tensor: Tensor) -> Any:
+        # MindSpore hands parameters over as tensors; those it can't give the bytes of stay, too.
+        if tensor.data_ptr() in protected or tensor.dtype == mindspore.bfloat16 or not tensor.is_contiguous():
+            return _Kept(tensor)
+        if policy_fn is not None:
+            asked = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            if checked_swap_answer(policy_fn(tensor), asked) is CheckpointPolicy.MUST_SAVE:
+                return _Kept(tensor)
+        if not run:
+            run.append(SwapManager().begin(group or _name(owner), group_swap))
+        entry = run[0].add(tensor)
+        return _Kept(tensor) if entry is None else _Swapped(tensor, entry)
+
+    with mindspore.saved_tensors_hooks(pack, lambda packed: packed.load()):
+        result = function(*args, **kwargs)
+    if run:
+        SwapManager().end(run[0])
+    return result
+
+
+def _name(owner: Any) -> str:
+    if not isinstance(owner, nn.Cell):
+        return getattr(owner, "__qualname__", type(owner).__name__)
+    if owner not in _names:
+        _names[owner] = f"{type(owner).__name__}.{next(_numbers)}"
+    return _names[owner]
+
+
+def swap_tensor(tensor: Tensor, group: str, group_swap: bool) -> Tensor:
+    """Refuse: MindSpore's recompute does not ask what becomes of one tensor."""
+    raise NotImplementedError(
+        "swap_tensor_wrapper is not supported on MindSpore, whose recompute decides itself what it saves: use"
+        " swap(function, ..., policy_fn=...), which chooses tensors."
+    )
+
+
+def run_excluded(forward: Function, args: Any, kwargs: Any, *, save_output: bool) -> Any:
+    """Refuse: MindSpore's recompute has no way around a part of what it runs again."""
+    raise NotImplementedError(
+        "checkpoint_exclude_wrapper is not supported on MindSpore, whose recompute runs all of a function again:"
+        " checkpoint the functions before and after the cell."
+    )
+
+
+def is_module(value: Any) -> bool:
+    """Tell a Cell from everything else."""
+    return isinstance(value, nn.Cell)
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell a tensor from everything else."""
+    return isinstance(value, Tensor)
+
+
+def wrap(module: nn.Cell, around: Function) -> nn.Cell:
+    """Make a cell's construct `around(construct, *args, **kwargs)`."""
+    module.construct = functools.partial(around, module.construct)
+    return module

@@ -1,0 +1,323 @@
+"""Keep, swap or recompute, chosen together for the fastest step that fits a budget.
+
+Note [The program]
+    Each storage has a 0/1 variable for swap and one for recompute (neither: keep). Memory is compared with the budget
+    where each block's backward begins (`hp_offload.schedule`); each block that swaps has two more variables, the
+    seconds that its copies take longer than the block after it. HiGHS solves it, to optimality for small steps and to
+    0.1% of the step's time for large ones.
+
+Note [Equal blocks]
+    Most models repeat one block. Then what counts is in how many blocks each storage is kept, swapped or recomputed:
+    a program of three integers a storage, whatever the number of blocks. It allows for what every block might have on
+    the device at once, and no waiting for copies. Blocks at the front swap, then recompute, those at the end keep. What
+    room that leaves is filled by keeping more, one storage at a time. Where this program has no solution, the large one
+    is solved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hp_offload.policies import CheckpointPolicy
+from hp_offload.saved import MemoryPlan, Saved, near, size
+from hp_offload.schedule import KEEP, RECOMPUTE, SWAP, Blocks, replay
+
+__all__ = ["plan_memory"]
+
+_EXACT = 48  # storages
+_EQUAL = 8  # blocks
+
+
+def plan_memory(saved: Sequence[Saved], budget: int, bandwidth: float, *, in_flight: int = 1) -> MemoryPlan:
+    """Choose keep, swap or recompute for everything a step saves, so that the step is fastest and fits the budget.
+
+    Args:
+        saved: what the step saves; `trace_saved` measures it.
+        budget: bytes on the device for saved storages, at most, at any moment.
+        bandwidth: bytes a second between device and host, in each direction; 0 swaps nothing.
+        in_flight: micro-batches that are alive at once, as a pipeline's schedule has them.
+
+    Returns:
+        The plan; `apply_memory_plan` makes a model follow it.
+
+    Raises:
+        ValueError: the budget is below the least that any plan needs, which the text says; a site twice; an unknown
+            `alias_of`; numbers out of range.
+        ImportError: scipy is not installed.
+    """
+    _check(saved, budget, bandwidth, in_flight)
+    usable = [each if bandwidth > 0 else _unswappable(each) for each in saved]
+    blocks = Blocks(usable)
+    bandwidth = bandwidth or 1.0
+    policies = _equal_blocks(blocks, budget, bandwidth, in_flight)
+    if policies is None:
+        policies = _fitting(blocks, budget, bandwidth, in_flight)
+    if policies is None:
+        least = _least(blocks, bandwidth, in_flight)
+        raise ValueError(
+            f"plan_memory: a budget of {size(budget)} ({budget} bytes) is below the least that this step needs,"
+            f" {size(least)} ({least} bytes): what its blocks are given, and the largest block. Use smaller blocks or"
+            " batches."
+        )
+    named = {each.site: policy for each, policy in zip(blocks.saved, policies)}
+    for each in saved:
+        if each.alias_of is not None:
+            named[each.site] = named[each.alias_of]
+    outcome = replay(usable, named, bandwidth, in_flight=in_flight)
+    assert outcome.peak <= budget
+    sizes = {each.site: each.bytes for each in saved if each.alias_of is None}
+    return MemoryPlan({each.site: named[each.site] for each in saved}, outcome.peak, outcome.step, sizes)
+
+
+def _check(saved: Sequence[Saved], budget: int, bandwidth: float, in_flight: int) -> None:
+    sites = [each.site for each in saved]
+    if len(set(sites)) < len(sites):
+        twice = next(site for site in sites if sites.count(site) > 1)
+        raise ValueError(f"plan_memory: the site {twice!r} is named twice; a site is one storage.")
+    originals = {each.site for each in saved if each.alias_of is None}
+    for each in saved:
+        if each.alias_of is not None and each.alias_of not in originals:
+            raise ValueError(
+                f"plan_memory: {each.site!r} is an alias of {each.alias_of!r}, which is no storage"
+                f"{near(each.alias_of, originals)}."
+            )
+    for name, value, least in (("budget", budget, 0), ("bandwidth", bandwidth, 0), ("in_flight", in_flight, 1)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < least:
+            raise ValueError(f"plan_memory: {name} is a number of at least {least}, got {value!r}.")
+
+
+def _unswappable(saved: Saved) -> Saved:
+    return Saved(
+        saved.site,
+        saved.bytes,
+        saved.made_at,
+        saved.needed_at,
+        saved.recompute,
+        swappable=False,
+        alias_of=saved.alias_of,
+    )
+
+
+def _milp(
+    cost: np.ndarray,
+    rows: list[tuple[np.ndarray, float]],
+    upper: np.ndarray,
+    integral: np.ndarray,
+    gap: float,
+    base: float = 0.0,
+) -> np.ndarray | None:
+    """Minimize `base + cost @ x`, to a relative gap, with `row @ x <= bound` for each row; None where nothing fits."""
+    try:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError as error:
+        raise ImportError(
+            "plan_memory solves its program by scipy, which is not installed: pip install 'hp-offload[plan]'."
+        ) from error
+    matrix = np.array([[*row, 0.0] for row, _ in rows])
+    lower, upper = np.array([*np.zeros(len(cost)), 1.0]), np.array([*upper, 1.0])  # the last is 1: the base
+    most = np.array([bound for _, bound in rows])
+    found = milp(
+        np.array([*cost, base]),
+        integrality=np.array([*integral, 0]),
+        bounds=Bounds(lower, upper),  # type: ignore[arg-type]
+        constraints=LinearConstraint(matrix, -np.inf, most),  # type: ignore[arg-type]
+        options={"mip_rel_gap": gap, "time_limit": 60.0},
+    )
+    return None if found.x is None else found.x[:-1]
+
+
+def _variables(blocks: Blocks) -> list[tuple[int, CheckpointPolicy]]:
+    return [(number, policy) for number in range(len(blocks.saved)) for policy in blocks.choices(number)[1:]]
+
+
+def _rows(blocks: Blocks, variables: Sequence[tuple[int, CheckpointPolicy]], in_flight: int, extra: int):
+    """Build what is on the device where each block's backward begins: coefficients of the variables, and a constant."""
+    unit = min(1.0, 1e6 / max(1, sum(each.bytes for each in blocks.saved)))  # HiGHS wants numbers of moderate size
+    for block in range(len(blocks.names)):
+        row, constant = np.zeros(len(variables) + extra), 0.0
+        kept = [
+            (blocks.present(number, KEEP, block) + in_flight - 1) * each.bytes * unit
+            for number, each in enumerate(blocks.saved)
+        ]
+        constant = sum(kept)
+        for column, (number, policy) in enumerate(variables):
+            row[column] = blocks.present(number, policy, block) * blocks.saved[number].bytes * unit - kept[number]
+        yield row, constant, unit
+
+
+def _one_policy(blocks: Blocks, variables: Sequence[tuple[int, CheckpointPolicy]], extra: int):
+    """Build the rows by which a storage is not both swapped and recomputed."""
+    for number in range(len(blocks.saved)):
+        columns = [column for column, (own, _) in enumerate(variables) if own == number]
+        if len(columns) == 2:
+            row = np.zeros(len(variables) + extra)
+            row[columns] = 1
+            yield row, 1.0
+
+
+def _chosen(blocks: Blocks, variables: Sequence[tuple[int, CheckpointPolicy]], x: np.ndarray) -> list[CheckpointPolicy]:
+    policies = [KEEP] * len(blocks.saved)
+    for (number, policy), value in zip(variables, x):
+        if value > 0.5:
+            policies[number] = policy
+    return policies
+
+
+def _fitting(blocks: Blocks, budget: int, bandwidth: float, in_flight: int) -> list[CheckpointPolicy] | None:
+    """Solve the program for a budget that its answer keeps to the byte: a solver's tolerance may be some bytes."""
+    aim = budget
+    while (policies := _solve(blocks, aim, bandwidth, in_flight)) is not None:
+        named = {each.site: policy for each, policy in zip(blocks.saved, policies)}
+        over = replay(blocks.saved, named, bandwidth, in_flight=in_flight).peak - budget
+        if over <= 0:
+            break
+        aim -= over
+    return policies
+
+
+def _solve(blocks: Blocks, budget: int, bandwidth: float, in_flight: int) -> list[CheckpointPolicy] | None:
+    """Solve the program of Note [The program]; None where no plan fits."""
+    variables = _variables(blocks)
+    count = len(blocks.names)
+    extra = 2 * max(0, count - 1)  # seconds of waiting: copies out of each block, then copies back
+    rows = [
+        (row, (budget + 0.25) * unit - constant) for row, constant, unit in _rows(blocks, variables, in_flight, extra)
+    ]
+    if not variables:
+        return [KEEP] * len(blocks.saved) if all(bound >= 0 for _, bound in rows) else None
+    rows += _one_policy(blocks, variables, extra)
+    for block in range(count - 1):
+        for direction, window in enumerate((blocks.forward[block + 1], blocks.backward[block + 1])):
+            row = np.zeros(len(variables) + extra)
+            for column, (number, policy) in enumerate(variables):
+                if policy is SWAP and blocks.index[number] == block:
+                    row[column] = blocks.saved[number].bytes / bandwidth
+            if row.any():
+                row[len(variables) + 2 * block + direction] = -1
+                rows.append((row, window))
+    again = [blocks.saved[number].recompute if policy is RECOMPUTE else 0.0 for number, policy in variables]
+    # Of two plans that take as long, the one that does less.
+    cost = np.array([*(each + 1e-9 for each in again), *np.ones(extra)])
+    scale = max(cost.max(initial=0.0), 1e-9)
+    upper = np.array([*np.ones(len(variables)), *np.full(extra, np.inf)])
+    integral = np.array([*np.ones(len(variables)), *np.zeros(extra)])
+    gap = 0.0 if len(blocks.saved) <= _EXACT else 1e-3
+    x = _milp(cost / scale, rows, upper, integral, gap, blocks.end / scale)
+    return None if x is None else _chosen(blocks, variables, x)
+
+
+def _least(blocks: Blocks, bandwidth: float, in_flight: int) -> int:
+    """Return the least peak of any plan."""
+    variables = _variables(blocks)
+    rows = []
+    for row, constant, _ in _rows(blocks, variables, in_flight, 1):
+        row[-1] = -1
+        rows.append((row, -constant))
+    rows += _one_policy(blocks, variables, 1)
+    cost = np.zeros(len(variables) + 1)
+    cost[-1] = 1
+    upper = np.array([*np.ones(len(variables)), np.inf])
+    integral = np.array([*np.ones(len(variables)), 0])
+    x = _milp(cost, rows, upper, integral, 1e-6)
+    assert x is not None
+    named = {each.site: policy for each, policy in zip(blocks.saved, _chosen(blocks, variables, x))}
+    return replay(blocks.saved, named, bandwidth, in_flight=in_flight).peak
+
+
+# ---- equal blocks ----
+def _equal_blocks(blocks: Blocks, budget: int, bandwidth: float, in_flight: int) -> list[CheckpointPolicy] | None:
+    """Plan the blocks that are equal by Note [Equal blocks]; None where there are few, or where it finds no plan."""
+    layers = _equal(blocks)
+    if len(layers) < _EQUAL:
+        return None
+    first = layers[0]
+    number, width = len(layers), len(first)
+    sizes = np.array([blocks.saved[each].bytes for each in first], float) * 2.0**-20
+    again = np.array([blocks.saved[each].recompute for each in first])
+    own = {each for layer in layers for each in layer}
+    others = sum(each.bytes for index, each in enumerate(blocks.saved) if index not in own) * 2.0**-20 * in_flight
+    # Columns: layers that swap, layers that recompute, any that swaps, any that recomputes; of each storage.
+    swap, rec, any_swap, any_rec = (slice(part * width, (part + 1) * width) for part in range(4))
+    column = lambda: np.zeros(4 * width)  # noqa: E731
+    memory = column()
+    memory[swap] = memory[rec] = -in_flight * sizes
+    memory[any_swap], memory[any_rec] = 2 * sizes, sizes
+    rows = [(memory, budget * 2.0**-20 - others - in_flight * number * sizes.sum())]
+    link = column()
+    link[any_swap] = sizes * 2.0**20 / bandwidth
+    window = min(min(blocks.forward[1:]), min(blocks.backward[1:]))
+    rows.append((link, window))
+    for each in range(width):
+        both, swaps, recs = column(), column(), column()
+        both[swap][each] = both[rec][each] = 1
+        swaps[swap][each], swaps[any_swap][each] = 1, -number
+        recs[rec][each], recs[any_rec][each] = 1, -number
+        rows += [(both, number), (swaps, 0.0), (recs, 0.0)]
+    cost = column()
+    impossible = np.isinf(again)
+    cost[rec] = np.where(impossible, 0, again) + 1e-9
+    cost[swap] = 1e-9
+    swappable = np.array([blocks.saved[each].swappable for each in first])
+    upper = np.array([*(swappable * (number - 1)), *(~impossible * number), *np.ones(2 * width)])
+    x = _milp(cost / cost.max(), rows, upper, np.ones(4 * width), 1e-3)
+    if x is None:
+        return None
+    policies = [KEEP] * len(blocks.saved)
+    swaps, recs = np.round(x[swap]).astype(int), np.round(x[rec]).astype(int)
+    for depth, layer in enumerate(layers):
+        for place, each in enumerate(layer):
+            if depth < swaps[place]:
+                policies[each] = SWAP
+            elif depth < swaps[place] + recs[place]:
+                policies[each] = RECOMPUTE
+    return _filled(blocks, policies, budget, in_flight)
+
+
+def _equal(blocks: Blocks) -> list[list[int]]:
+    """Return the storages of each of the equal blocks, which follow one another."""
+    by_block: list[list[int]] = [[] for _ in blocks.names]
+    for number, block in enumerate(blocks.index):
+        by_block[block].append(number)
+    for members in by_block:
+        members.sort(key=lambda number: blocks.saved[number].site.partition(blocks.names[blocks.index[number]])[2])
+
+    def kind(block: int):
+        name = blocks.names[block]
+        members = [blocks.saved[number] for number in by_block[block]]
+        return [
+            (each.site.removeprefix(name), each.bytes, each.swappable, math.isinf(each.recompute)) for each in members
+        ]
+
+    best: list[int] = []
+    run: list[int] = []
+    for block in range(len(blocks.names)):
+        run = [*run, block] if run and kind(block) == kind(run[-1]) else [block]
+        best = max(best, run, key=len)
+    return [by_block[block] for block in best]
+
+
+def _filled(
+    blocks: Blocks, policies: list[CheckpointPolicy], budget: int, in_flight: int
+) -> list[CheckpointPolicy] | None:
+    """Keep more where there is room, the dearest seconds a byte first, from the last block on."""
+    begins = range(len(blocks.names))
+    at = np.array([
+        sum(each.bytes for number, each in enumerate(blocks.saved) if blocks.present(number, policies[number], block))
+        for block in begins
+    ], np.int64)  # fmt: skip
+    at += (in_flight - 1) * sum(each.bytes for each, policy in zip(blocks.saved, policies) if policy is KEEP)
+    if at.max() > budget:
+        return None
+    again = [number for number, policy in enumerate(policies) if policy is RECOMPUTE]
+    again.sort(key=lambda number: (-blocks.saved[number].recompute / max(1, blocks.saved[number].bytes), -number))
+    for number in again:
+        gain = np.array([
+            int(blocks.present(number, KEEP, block)) - int(blocks.present(number, RECOMPUTE, block)) for block in begins
+        ])  # fmt: skip
+        changed = at + (gain + in_flight - 1) * blocks.saved[number].bytes
+        if changed.max() <= budget:
+            at, policies[number] = changed, KEEP
+    return policies

@@ -1,0 +1,129 @@
+"""What a framework supplies to hp-offload: primitives without checks, which the neutral modules have made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hp_platform.extend import load_port
+
+Tensor = Any
+Module = Any
+Storage = Any
+Stream = Any
+Event = Any
+Buffer = Any
+
+
+class Link(Protocol):
+    """Copies between the device and the host's memory; `<framework>/link.py`.
+
+    A stream is None where the device has none: a copy is then done when the call returns, and its event is None.
+    """
+
+    def streams(self) -> tuple[Stream | None, Stream | None]:
+        """Make the streams of copies to the host and of copies to the device."""
+        ...
+
+    def storage(self, tensor: Any) -> Storage:
+        """Get the memory that a tensor is a view of; a storage is its own."""
+        ...
+
+    def address(self, storage: Storage) -> int:
+        """Get where memory begins; 0 where there is none: an empty, fake or meta tensor's."""
+        ...
+
+    def nbytes(self, storage: Storage) -> int: ...
+
+    def host(self, nbytes: int) -> Buffer:
+        """Allocate memory of the host, pinned where the device copies from pinned memory aside."""
+        ...
+
+    def copy_out(self, storages: list[Storage], buffer: Buffer, stream: Stream | None, after: Event) -> Event:
+        """Copy storages to a buffer, one after the other at multiples of `ALIGNMENT`, after an event."""
+        ...
+
+    def copy_back(self, buffer: Buffer, nbytes: int, like: Storage, stream: Stream | None) -> tuple[Storage, Event]:
+        """Copy a buffer's first bytes to new memory on the device of `like`."""
+        ...
+
+    def empty_like(self, storage: Storage) -> Storage:
+        """Return a storage of no bytes on the same device, which keeps nothing alive."""
+        ...
+
+    def free(self, storage: Storage) -> None:
+        """Give a storage's memory back; tensors on it have no values until it is filled."""
+        ...
+
+    def fill(self, storage: Storage, buffer: Buffer, nbytes: int, stream: Stream | None) -> Event:
+        """Give a storage its memory back, with a buffer's bytes."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Make what is computed from here on wait for a copy."""
+        ...
+
+
+ALIGNMENT = 512
+"""Bytes: storages that are copied as one begin at multiples, as the allocators of devices place them."""
+
+
+class Port(Protocol):
+    """Recomputation and saved tensors; `<framework>/port.py`."""
+
+    def checkpoint(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        policy_fn: Callable[..., Any] | None,
+        context_fn: Callable[[], Any] | None,
+        swap_inputs: bool,
+        group_swap: bool,
+        early_stop: bool,
+    ) -> Any:
+        """Call a function whose backward calls it again."""
+        ...
+
+    def swap(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        policy_fn: Callable[..., Any] | None,
+        group: str,
+        group_swap: bool,
+    ) -> Any:
+        """Call a function whose saved tensors go to the host."""
+        ...
+
+    def swap_tensor(self, tensor: Tensor, group: str, group_swap: bool) -> Tensor:
+        """Return the tensor, such that what backward saves of it goes to the host."""
+        ...
+
+    def is_module(self, value: Any) -> bool: ...
+
+    def is_tensor(self, value: Any) -> bool: ...
+
+    def wrap(self, module: Module, around: Callable[..., Any]) -> Module:
+        """Make a module's forward `around(forward, *args, **kwargs)`, with its parameters' names as they are."""
+        ...
+
+    def run_excluded(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, save_output: bool) -> Any:
+        """Run a module's forward inside of a checkpoint as if it were outside."""
+        ...
+
+
+@functools.cache
+def port() -> Port:
+    """Get what the framework in use supplies."""
+    return load_port(Port)
+
+
+@functools.cache
+def link() -> Link:
+    """Get the framework's copies."""
+    return load_port(Link, "link")  # type: ignore[type-abstract]

@@ -1,0 +1,106 @@
+"""What a step saves for backward, and what is decided about it: data."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hp_offload.policies import CheckpointPolicy
+
+__all__ = ["MemoryPlan", "Saved", "block_of", "near", "size"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One storage that backward needs.
+
+    Attributes:
+        site: `"layers.3.mlp.act#0"`: the module that saves it and how many it saved before; the same in every step.
+        bytes: of the storage.
+        made_at: seconds of computation from the step's begin until it is there.
+        needed_at: seconds until backward uses it for the last time; forward comes first.
+        recompute: seconds that computing it again takes; infinite where that is impossible: what a block is given.
+        swappable: it may go to the host.
+        alias_of: the site that the same storage has already; this one has no bytes of its own.
+    """
+
+    site: str
+    bytes: int
+    made_at: float
+    needed_at: float
+    recompute: float
+    swappable: bool = True
+    alias_of: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bytes < 0 or self.made_at < 0 or self.recompute < 0 or math.isnan(self.recompute):
+            raise ValueError(f"Saved: bytes, made_at and recompute are not negative, got {self}.")
+        if self.needed_at < self.made_at:
+            raise ValueError(
+                f"Saved {self.site!r} is needed at {self.needed_at} s, before it is made, {self.made_at} s."
+            )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Keep, swap or recompute, for each site; `print` shows it as a table.
+
+    Attributes:
+        policies: `MUST_SAVE`, `MUST_SWAP` or `MUST_RECOMPUTE` of each site.
+        predicted_peak: the most bytes of saved storages on the device at once.
+        predicted_step: seconds of the step: its computation, what is computed again, and waits for copies.
+    """
+
+    policies: Mapping[str, CheckpointPolicy]
+    predicted_peak: int
+    predicted_step: float
+    bytes: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    def total(self, policy: CheckpointPolicy) -> int:
+        """Count the bytes of the sites with a policy."""
+        return sum(self.bytes.get(site, 0) for site, each in self.policies.items() if each is policy)
+
+    def __str__(self) -> str:
+        blocks: dict[str, list[int]] = {}
+        kinds = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE)
+        for site, policy in self.policies.items():
+            row = blocks.setdefault(block_of(site), [0, 0, 0])
+            row[kinds.index(policy)] += self.bytes.get(site, 0)
+        width = max([len(block) for block in blocks] + [5])
+        lines = [f"{'block':{width}}  {'keep':>10}  {'swap':>10}  {'recompute':>10}"]
+        lines += [
+            f"{block:{width}}  " + "  ".join(f"{size(each):>10}" for each in row) for block, row in blocks.items()
+        ]
+        lines.append(f"peak {size(self.predicted_peak)}, step {self.predicted_step:.4g} s")
+        return "\n".join(lines)
+
+
+def block_of(site: str) -> str:
+    """Return the block of a site: its path to the first number; what no numbered module holds is a block of its own.
+
+    >>> block_of("model.layers.3.mlp.act#0"), block_of("head#1"), block_of("#0")
+    ('model.layers.3', 'head', '')
+    """
+    numbered = re.match(r"(.*?\.\d+)(?=[.#]|$)|(\d+)(?=[.#]|$)", site)
+    return numbered.group(0) if numbered else site.partition("#")[0]
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """Return names that `name` may have been meant for, as an error's last words."""
+    close = difflib.get_close_matches(name, [*names], 3, 0.4)
+    return f"; close: {', '.join(close)}" if close else ""
+
+
+def size(number: float) -> str:
+    """Return bytes as people read them.
+
+    >>> size(131_072), size(3 * 2**30)
+    ('128 KiB', '3 GiB')
+    """
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= factor:
+            return f"{number / factor:.4g} {unit}"
+    return f"{number:.0f} B"

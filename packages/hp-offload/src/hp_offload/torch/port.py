@@ -1,0 +1,159 @@
+"""Recomputation and saved tensors of PyTorch."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as _torch_checkpoint
+
+from hp_offload.torch.packed import Packed, unpack
+from hp_offload.torch.region import Passes, run_region
+from hp_offload.torch.scope import Scope, run_excluded, running, tag
+from hp_offload.torch.selection import Selection
+from hp_offload.torch.sites import module_of
+from hp_offload.torch.swapping import SwapRun, name_of, swapping
+from hp_platform.torch.heavy import mark
+
+__all__ = ["checkpoint", "is_module", "is_tensor", "run_excluded", "swap", "swap_tensor", "wrap"]
+
+T = torch.Tensor
+Function = Callable[..., Any]
+_selections: weakref.WeakKeyDictionary[Any, dict[Any, Selection]] = weakref.WeakKeyDictionary()
+
+
+class _Contexts:
+    """Passes of a `context_fn` of the user's."""
+
+    def __init__(self, contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]) -> None:
+        self._contexts = contexts
+
+    def first(self) -> AbstractContextManager[Any]:
+        return self._contexts[0]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with self._contexts[1]:
+            yield
+
+    def pack(self, index: int, tensor: T) -> None:
+        return None
+
+
+def checkpoint(
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    policy_fn: Function | None,
+    context_fn: Callable[[], Any] | None,
+    swap_inputs: bool,
+    group_swap: bool,
+    early_stop: bool,
+) -> Any:
+    """Call a function whose backward calls it again."""
+    if torch.compiler.is_compiling():  # the compiler knows torch's own, and cuts its graph by it
+        if policy_fn is not None or context_fn is not None or swap_inputs:
+            raise NotImplementedError(
+                "checkpoint inside of torch.compile recomputes in full: without policy_fn, context_fn and swap_inputs."
+                " Compile the blocks and checkpoint around them, or let the compiler choose"
+                " (torch._functorch.config.activation_memory_budget)."
+            )
+        return _torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    name = name_of(function)
+    passes: Passes | None = None
+    if policy_fn is not None and torch.is_grad_enabled():
+        passes = _selection(function, policy_fn, name, group_swap).passes()
+    elif context_fn is not None and torch.is_grad_enabled():
+        passes = _Contexts(context_fn())
+    held = functools.partial(_leaves, args, kwargs)
+    saving = swapping(SwapRun(f"inputs of {name}", group_swap, held)) if swap_inputs else nullcontext()
+    return run_region(function, args, kwargs, name=name, passes=passes, early_stop=early_stop, saving=saving)
+
+
+def _selection(function: Function, policy_fn: Function, name: str, fused: bool) -> Selection:
+    module = module_of(function)
+    group = lambda: SwapRun(name, fused)  # noqa: E731
+    if module is None:
+        return _of(function).setdefault(policy_fn, Selection(policy_fn, name, group))
+    known = _of(module)
+    if policy_fn not in known:
+        mark(module)
+        known[policy_fn] = Selection(policy_fn, name, group)
+    return known[policy_fn]
+
+
+def _leaves(*arguments: Any) -> list[T]:
+    """Return the tensors that nothing computed: the caller holds them."""
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, T) and leaf.grad_fn is None]
+
+
+def _of(owner: Any) -> dict[Any, Selection]:
+    try:
+        return _selections.setdefault(owner, {})
+    except TypeError:  # an object that cannot be weakly referred to: asked anew each time
+        return {}
+
+
+def swap(
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    policy_fn: Function | None,
+    group: str,
+    group_swap: bool,
+) -> Any:
+    """Call a function whose saved tensors go to the host."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "swap inside of torch.compile is not supported: compile the blocks, and swap around them."
+        )
+    module = module_of(function)
+
+    def stays() -> list[T]:
+        own = [] if module is None else [*module.parameters(), *module.buffers()]
+        return [*own, *_leaves(args, kwargs)]
+
+    run = SwapRun(group or name_of(function), group_swap, stays, policy_fn)
+    scope = Scope(recomputed=False)
+
+    def pack(tensor: T) -> Packed:
+        return (None if policy_fn is None else scope.swapped(tensor)) or run.pack(tensor)
+
+    with saved_tensors_hooks(pack, unpack), running(scope):
+        result = function(*args, **kwargs)
+    run.finish()
+    return result
+
+
+def swap_tensor(tensor: T, group: str, group_swap: bool) -> T:
+    """Return the tensor, such that what backward saves of it goes to the host."""
+    tag(tensor, SwapRun(group, group_swap))
+    return tensor
+
+
+def is_module(value: Any) -> bool:
+    """Tell a module from everything else."""
+    return isinstance(value, nn.Module)
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell a tensor from everything else."""
+    return isinstance(value, T)
+
+
+def wrap(module: nn.Module, around: Function) -> nn.Module:
+    """Make a module's forward `around(forward, *args, **kwargs)`."""
+    mark(module)  # while its forward is its own
+    module.forward = functools.partial(around, module.forward)
+    return module

@@ -1,0 +1,171 @@
+"""Saved tensors that go to the host: by storage, once, and no parameter.
+
+Note [What stays]
+    Parameters, buffers, leaves that the caller holds, and all views of them: to copy them frees nothing. What has no
+    memory of its own (fake, meta, sparse and nested tensors), or is seen through a conjugation, stays as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hp_offload.manager import Entry, GroupRun, SwapManager
+from hp_offload.policies import CheckpointPolicy, checked_swap_answer
+from hp_offload.torch.packed import Kept, Packed, changed, plain_torch, unpack, version_of
+from hp_offload.torch.sites import module_of
+
+__all__ = ["SwapRun", "name_of", "swapping"]
+
+T = torch.Tensor
+_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
+_native = torch._C._disabled_torch_dispatch_impl
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a name that is the module's own, or the function's."""
+    module = module_of(function)
+    if module is None:
+        return getattr(function, "__qualname__", type(function).__name__)
+    if module not in _names:
+        _names[module] = f"{type(module).__name__}.{next(_numbers)}"
+    return _names[module]
+
+
+class _Swapped:
+    """Stands for a tensor whose storage may be on the host."""
+
+    __slots__ = ("counter", "dtype", "entry", "offset", "size", "stride", "version")
+
+    def __init__(self, tensor: T, entry: Entry) -> None:
+        self.entry, self.dtype = entry, tensor.dtype
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.counter, self.version = version_of(tensor), tensor._version
+
+    def load(self) -> T:
+        """Return the tensor, unless it was written to."""
+        if self.counter._version != self.version:
+            what = f"A swapped tensor of shape {tuple(self.size)} (group {self.entry.run.name!r})"
+            raise changed(what, self.counter._version - self.version)
+        storage, offset = self.entry.bring()
+        new = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return new.set_(storage, offset // self.dtype.itemsize + self.offset, self.size, self.stride)  # type: ignore
+
+
+class _Wrapped:
+    """Stands for a tensor of a class that wraps others, such as torch's DTensor."""
+
+    def __init__(self, tensor: Any, inner: dict[str, Packed], context: Any) -> None:
+        self._type, self._inner, self._context = type(tensor), inner, context
+        self._size, self._stride = tensor.size(), tensor.stride()
+
+    def load(self) -> T:
+        inner = {name: packed.load() for name, packed in self._inner.items()}
+        return self._type.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+
+
+class _Once:
+    """What a hook puts in the graph: refuses a second derivative."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+
+    def load(self) -> T:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "This second derivative (create_graph=True) passes through a tensor that swap moved to the host, which"
+                " backward of backward would not find: run this forward without swap, or answer MUST_SAVE for it."
+            )
+        return self.packed.load()
+
+
+class SwapRun:
+    """Takes the tensors of one run of a function.
+
+    Args:
+        name: of the group.
+        fused: copy the group as one.
+        stays: tensors that are not moved, beside those of Note [What stays].
+        policy_fn: says `MUST_SAVE` or `MUST_SWAP` of a tensor; default swaps all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fused: bool = False,
+        stays: Callable[[], Iterable[T]] = tuple,
+        policy_fn: Callable[[T], Any] | None = None,
+    ) -> None:
+        self._name, self._fused, self._stays, self._policy_fn = name, fused, stays, policy_fn
+        self._run: GroupRun | None = None
+
+    def out(self, tensor: T) -> Packed:
+        """Return what stands for a tensor that goes to the host."""
+        with plain_torch():
+            if type(tensor).__torch_dispatch__ is not _native and is_traceable_wrapper_subclass(tensor):  # type: ignore
+                names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+                return _Wrapped(tensor, {name: self.out(getattr(tensor, name)) for name in names}, context)
+            if _stays(tensor):
+                return Kept(tensor)
+            if self._run is None:
+                self._run = SwapManager().begin(self._name, self._fused)
+                self._run.protected.update(_addresses(self._stays()))
+            entry = self._run.add(tensor.untyped_storage())
+            return Kept(tensor) if entry is None else _Swapped(tensor, entry)
+
+    def finish(self) -> None:
+        """End the run of the function."""
+        if self._run is not None:
+            SwapManager().end(self._run)
+
+    def pack(self, tensor: T) -> Packed:
+        """Put a tensor that is saved where the policy says."""
+        if self._policy_fn is not None and not _stays(tensor):
+            with plain_torch():
+                answer = self._policy_fn(tensor.detach())
+                asked = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            if checked_swap_answer(answer, asked) is CheckpointPolicy.MUST_SAVE:
+                return Kept(tensor)
+        packed = self.out(tensor)
+        return packed if isinstance(packed, Kept) else _Once(packed)
+
+
+def _stays(tensor: T) -> bool:
+    """True for a parameter, another leaf or a view of one, and for what has no memory of its own."""
+    base = tensor._base if tensor._base is not None else tensor
+    if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
+        return True
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
+        return True
+    if type(tensor).__torch_dispatch__ is not _native:  # type: ignore[attr-defined]
+        return not is_traceable_wrapper_subclass(tensor)
+    return tensor.device.type == "meta"
+
+
+def _addresses(tensors: Iterable[T]) -> set[int]:
+    return {
+        each.untyped_storage().data_ptr() for each in tensors if each.layout is torch.strided and not _is_fake(each)
+    }
+
+
+def _is_fake(tensor: T) -> bool:
+    return type(tensor).__torch_dispatch__ is not _native or tensor.device.type == "meta"  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def swapping(run: SwapRun) -> Iterator[None]:
+    """Let saved tensors go to the host."""
+    with saved_tensors_hooks(run.pack, unpack):
+        yield
+    run.finish()

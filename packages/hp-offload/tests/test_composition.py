@@ -1,0 +1,101 @@
+"""Checkpoints and swaps of models that are sharded: the gradients of one process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hp_dtensor import DTensor, init_device_mesh
+from hp_fsdp import fully_shard
+from hp_offload import CheckpointPolicy, checkpoint_exclude_wrapper, checkpoint_wrapper, swap_wrapper
+from hp_platform import get_platform
+from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_testing import device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from offload_models import Net, net
+
+pytestmark = pytest.mark.framework("torch")
+SAVE, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE
+
+
+def by_table(ctx, op, *args, **kwargs):
+    if op is not torch.ops.aten.addmm.default:
+        return RECOMPUTE
+    return SAVE if args[2].shape[-1] > args[2].shape[0] else SWAP
+
+
+CHANGES = {
+    "full": checkpoint_wrapper,
+    "table": lambda block: checkpoint_wrapper(block, by_table),
+    "excluded": lambda block: (checkpoint_exclude_wrapper(block.up), checkpoint_wrapper(block)),
+    "swap": swap_wrapper,
+    "inputs": lambda block: checkpoint_wrapper(block, swap_inputs=True),
+}
+
+
+def batch(rows: slice = slice(None), step: int = 0) -> torch.Tensor:
+    values = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8) * (step + 1)
+    return values[rows].to(device_type())
+
+
+def compare(model: torch.nn.Module, reference: torch.nn.Module, bits: bool) -> None:
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        other = expected[name].grad
+        other = other.full_tensor() if isinstance(other, DTensor) else other
+        tolerance = {"rtol": 0, "atol": 0} if bits else {"rtol": 1e-12, "atol": 1e-12}
+        torch.testing.assert_close(gradient, other, **tolerance, msg=name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_fully_sharded_blocks(change: str, inside: bool) -> None:
+    """The same bits as fully_shard alone, and the gradients of one process."""
+    single = net(3, dropout=0.0).to(device_type())
+    models = [copy.deepcopy(single), copy.deepcopy(single)]
+    for model, changed in zip(models, (False, True)):
+        for block in model.blocks:
+            if changed and inside:
+                CHANGES[change](block)
+            fully_shard(block)
+            if changed and not inside:
+                CHANGES[change](block)
+        fully_shard(model)
+    rank = get_platform().groups.rank()
+    for step in range(2):
+        for model in models:
+            model.zero_grad()
+            model(batch(slice(2 * rank, 2 * rank + 2), step)).backward()
+        compare(models[1], models[0], bits=True)
+        single.zero_grad()
+        (single(batch(step=step)) / 2).backward()
+        compare(models[1], single, bits=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("change", [name for name in CHANGES if name != "excluded"])
+def test_tensor_parallel_blocks(change: str, local: bool) -> None:
+    single = net(3, dropout=0.0).to(device_type())
+    mesh = init_device_mesh(device_type(), (2,))
+    models: list[Net] = [copy.deepcopy(single), copy.deepcopy(single)]
+    for model, changed in zip(models, (False, True)):
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(use_local_output=local), "down": RowwiseParallel(use_local_output=True)}
+            parallelize_module(block, mesh, plan)
+            if changed:
+                CHANGES[change](block)
+    for step in range(3):
+        for model in (*models, single):
+            model.zero_grad()
+            model(batch(step=step)).backward()
+        compare(models[1], models[0], bits=True)
+        compare(models[1], single, bits=False)
