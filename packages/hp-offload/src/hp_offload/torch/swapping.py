@@ -142,7 +142,7 @@ class SwapRun:
 
 
 def _stays(tensor: T) -> bool:
-    """True for a parameter, another leaf or a view of one, and for what has no memory of its own."""
+    """Tell a parameter, another leaf or a view of one, and what has no memory of its own, from what can be moved."""
     base = tensor._base if tensor._base is not None else tensor
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
         return True
