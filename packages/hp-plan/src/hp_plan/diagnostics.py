@@ -39,13 +39,13 @@ class PlanError(ValueError):
         super().__init__("\n".join([head, *(f"  {diagnostic}" for diagnostic in self.diagnostics)]))
 
 
-def near_misses(got: str, known: Iterable[str]) -> str:
+def near_misses(got: str, choices: Iterable[str]) -> str:
     """Suggest the names closest to an unknown one, or list the known names.
 
     >>> near_misses("stpes", ["steps", "seed"])
     "did you mean 'steps'?"
     """
-    names = list(dict.fromkeys(known))
+    names = list(dict.fromkeys(choices))
     close = difflib.get_close_matches(got, names, n=3, cutoff=0.6)
     if close:
         return f"did you mean {' or '.join(repr(name) for name in close)}?"

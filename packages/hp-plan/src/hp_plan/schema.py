@@ -27,17 +27,17 @@ def read_section(
     if not isinstance(table, Mapping):
         message = f"got {_describe(table)}, expected a table"
         return section(), [Diagnostic(key, message, f"write it as [{key}] with one key a line")]
-    known = {item.name: item for item in fields(section)}  # pyright: ignore[reportArgumentType]
+    items = {item.name: item for item in fields(section)}  # pyright: ignore[reportArgumentType]
     hints = get_type_hints(section)
     diagnostics: list[Diagnostic] = []
     values: dict[str, Any] = {}
     for name, got in table.items():
         where = f"{key}.{name}"
-        if name not in known:
-            diagnostics.append(_unknown(where, name, key, known, elsewhere))
+        if name not in items:
+            diagnostics.append(_unknown(where, name, key, items, elsewhere))
             continue
         value, problem = _conform(got, hints[name])
-        problem = problem or _bounds(value, known[name])
+        problem = problem or _bounds(value, items[name])
         if problem:
             diagnostics.append(
                 Diagnostic(where, f"got {_describe(got)}, expected {problem}", _advice(got, hints[name], problem))
@@ -48,13 +48,13 @@ def read_section(
 
 
 def _unknown(
-    where: str, name: str, key: str, known: Mapping[str, Any], elsewhere: Mapping[str, list[str]]
+    where: str, name: str, key: str, items: Mapping[str, Any], elsewhere: Mapping[str, list[str]]
 ) -> Diagnostic:
     others = [other for other in elsewhere.get(name, []) if other != key]
     if others:
         fix = f"'{name}' belongs to [{others[0]}]: move it there"
     else:
-        fix = near_misses(name, known)
+        fix = near_misses(name, items)
     return Diagnostic(where, f"[{key}] has no key '{name}'", fix)
 
 

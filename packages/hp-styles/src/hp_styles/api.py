@@ -107,14 +107,14 @@ def parallelize_module(
     return module
 
 
-def _style(given: Any, pattern: str) -> ParallelStyle:
+def _style(entry: Any, pattern: str) -> ParallelStyle:
     """Return the style that a plan gives a pattern.
 
     Raises:
         ValueError: a name that is not a style's.
         TypeError: something that is not a style.
     """
-    style = named_style(given) if isinstance(given, str) else given
+    style = named_style(entry) if isinstance(entry, str) else entry
     if isinstance(style, ParallelStyle):
         return style
     kind = style if isinstance(style, type) else type(style)
@@ -124,18 +124,18 @@ def _style(given: Any, pattern: str) -> ParallelStyle:
             f"parallelize_module: {pattern!r} has torch's own {kind.__module__}.{kind.__name__}, which distributes"
             f" parameters as torch's DTensors; hp_styles has its own with the same names and arguments: {ours}"
         )
-    made = isinstance(style, type) and issubclass(style, ParallelStyle)
-    text = f"the class {style.__name__}; write {style.__name__}()" if made else f"a {kind.__name__}"
+    is_class = isinstance(style, type) and issubclass(style, ParallelStyle)
+    text = f"the class {style.__name__}; write {style.__name__}()" if is_class else f"a {kind.__name__}"
     raise TypeError(f"parallelize_module: {pattern!r} must have a ParallelStyle, got {text}")
 
 
 def loss_parallel(*, z_loss: float = 0.0) -> AbstractContextManager[None]:
-    """Inside, ``F.cross_entropy`` is of logits sharded on the class dim, and nothing of their size is communicated.
+    """Compute ``F.cross_entropy`` of logits sharded on the class dim, without communicating tensors of their size.
 
-    Two all-reduces of row-sized tensors, forward, give the loss (a third, of a number, where a mean is over sharded
-    rows); the gradient is local. Cross entropy of sharded classes is computed this way outside as well; the context
-    adds the z-loss, takes plain targets and class weights as replicated where the rows are not sharded, and refuses
-    logits that would have to be gathered.
+    Two all-reduces of row-sized tensors in forward give the loss (and one of a number, for a mean over sharded rows);
+    the gradient is local. Cross entropy of sharded classes is computed this way outside as well. The context adds the
+    z-loss, takes plain targets and class weights as replicated if the rows are not sharded, and refuses logits that
+    would have to be gathered.
 
     Example:
         >>> logits = distribute_tensor(torch.randn(4, 16, requires_grad=True), mesh, [Shard(1)])

@@ -247,8 +247,8 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, fea
         for name, value in kwargs.items():
             if _is_tensor(value):
                 return args, {**kwargs, name: converted(mod, value)}
-        given = [type(value).__name__ for value in (*args, *kwargs.values())]
-        raise TypeError(f"parallel style on {type(mod).__name__}: the first input must be a tensor, got inputs {given}")
+        types = [type(value).__name__ for value in (*args, *kwargs.values())]
+        raise TypeError(f"parallel style on {type(mod).__name__}: the first input must be a tensor, got inputs {types}")
 
     module.register_forward_pre_hook(hook(convert), with_kwargs=True)
 
@@ -286,8 +286,8 @@ def on_inputs(
             return value
         if want is None and isinstance(value, hp_dtensor.DTensor):
             return value.to_local() if local else value
-        made = _to_dtensor(value, mesh, layout, want if want is not None else layout)
-        return made.to_local() if local and isinstance(made, hp_dtensor.DTensor) else made
+        converted = _to_dtensor(value, mesh, layout, want if want is not None else layout)
+        return converted.to_local() if local and isinstance(converted, hp_dtensor.DTensor) else converted
 
     cuts = _cuts(module, [*(layouts or ()), *kwarg_layouts.values()])
 
@@ -302,7 +302,7 @@ def on_inputs(
             named = [(kwargs.get(name), layout) for name, layout in kwarg_layouts.items()]
             compare_parts(mesh, (*zip(args, layouts or (), strict=False), *named))
         if layouts is not None and desired is not None:
-            args = tuple(one(*given) for given in zip(args, layouts, desired, strict=True))
+            args = tuple(one(*each) for each in zip(args, layouts, desired, strict=True))
         return args, {k: one(v, kwarg_layouts.get(k), desired_kwargs.get(k)) for k, v in kwargs.items()}
 
     module.register_forward_pre_hook(hook(convert), with_kwargs=True)
@@ -328,14 +328,14 @@ def on_outputs(
             )
         if cuts:
             compare_parts(mesh, tuple(zip(values, layouts, strict=True)))
-        made = []
+        converted = []
         for value, layout, want in zip(values, layouts, desired, strict=True):
             if layout is not None and value is not None:
                 value = _output(_to_dtensor(value, mesh, layout, want or layout), mesh, want or layout, local)
-            made.append(value)
+            converted.append(value)
         if not isinstance(output, (tuple, list)):
-            return made[0]
-        return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
+            return converted[0]
+        return type(output)(*converted) if hasattr(output, "_fields") else type(output)(converted)
 
     module.register_forward_hook(hook(convert))
 

@@ -389,6 +389,6 @@ class PrepareModuleInputOutput(ParallelStyle):
         return self.prepare_module_output.apply(module, device_mesh)
 
     def __repr__(self) -> str:
-        given = dict(vars(self.prepare_module_input))
-        given["use_local_input"] = given.pop("use_local_output")
-        return _named(self, **given, **vars(self.prepare_module_output))
+        arguments = dict(vars(self.prepare_module_input))
+        arguments["use_local_input"] = arguments.pop("use_local_output")
+        return _named(self, **arguments, **vars(self.prepare_module_output))

@@ -90,17 +90,17 @@ class TwoDimensionalParallel(ParallelStyle):
         output, into, depth = self._axes(device_mesh)
 
         def placed(on_output: Placement, on_input: Placement, on_depth: Placement) -> tuple[Placement, ...]:
-            found = {output: on_output, into: on_input, depth: on_depth}
-            return tuple(found[axis] for axis in range(device_mesh.ndim))
+            by_axis = {output: on_output, into: on_input, depth: on_depth}
+            return tuple(by_axis[axis] for axis in range(device_mesh.ndim))
 
         whole, tokens, features = Replicate(), Shard(self.token_dim), Shard(-1)
         weight, bias = placed(Shard(0), Shard(1), whole), placed(Shard(0), whole, whole)
         f.partition(module, device_mesh, {"weight": weight, "bias": bias}, self.src_data_rank)
         claim(module, self)
-        given = self.input_layouts or placed(tokens, features, tokens)
-        on_input(module, device_mesh, given, placed(whole, features, tokens))
-        wanted = self.output_layouts or placed(features, tokens, tokens)
-        on_output(module, device_mesh, wanted, self.use_local_output)
+        input_layouts = self.input_layouts or placed(tokens, features, tokens)
+        on_input(module, device_mesh, input_layouts, placed(whole, features, tokens))
+        output_layouts = self.output_layouts or placed(features, tokens, tokens)
+        on_output(module, device_mesh, output_layouts, self.use_local_output)
         return module
 
     def _axes(self, mesh: DeviceMesh) -> tuple[int, int, int | None]:

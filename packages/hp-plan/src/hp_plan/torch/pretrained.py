@@ -44,9 +44,9 @@ def config_class(name: str) -> type:
     """Return the configuration class of transformers called `name`; `PlanError` with near misses if there is none."""
     library = transformers()
     if not name.endswith("Config") or not hasattr(library, name):
-        known = [item for item in dir(library) if item.endswith("Config")]  # A second's work.
+        names = [item for item in dir(library) if item.endswith("Config")]  # A second's work.
         message = f"transformers has no configuration class '{name}'"
-        raise PlanError([Diagnostic("model.config", message, near_misses(name, known))])
+        raise PlanError([Diagnostic("model.config", message, near_misses(name, names))])
     return getattr(library, name)
 
 
@@ -78,19 +78,19 @@ def model_class(config: type, task: str | None) -> Any:
     library = transformers()
     if task is not None and task[:1].isupper():
         if not hasattr(library, task):
-            known = [
+            names = [
                 item for item in dir(library) if item.startswith((config.__name__.removesuffix("Config"), "AutoModel"))
             ]
             message = f"transformers has no model class '{task}'"
-            raise PlanError([Diagnostic("model.task", message, near_misses(task, known))])
+            raise PlanError([Diagnostic("model.task", message, near_misses(task, names))])
         return getattr(library, task)
     causal = library.AutoModelForCausalLM
     if task in (None, DEFAULT_TASK) and config in causal._model_mapping:
         return causal
-    wanted, tasks = task or DEFAULT_TASK, _tasks()
-    if wanted not in tasks:
-        raise PlanError([Diagnostic("model.task", f"transformers has no task '{task}'", near_misses(wanted, tasks))])
-    auto = getattr(library, tasks[wanted])
+    chosen, tasks = task or DEFAULT_TASK, _tasks()
+    if chosen not in tasks:
+        raise PlanError([Diagnostic("model.task", f"transformers has no task '{task}'", near_misses(chosen, tasks))])
+    auto = getattr(library, tasks[chosen])
     if config in auto._model_mapping:
         return auto
     own = [name for name, item in tasks.items() if config in getattr(library, item)._model_mapping]
@@ -124,15 +124,15 @@ def check_settings(config: type, overrides: Mapping[str, Any], *, key: str = "mo
         overrides: its arguments.
         key: where they stand in the plan.
     """
-    known = _settings(config)
+    settings = _settings(config)
     diagnostics = []
     for name, value in overrides.items():
         part = getattr(config, "sub_configs", {}).get(name)
         if isinstance(value, Mapping) and isinstance(part, type) and dataclasses.is_dataclass(part):
             diagnostics += check_settings(part, value, key=f"{key}.{name}")
-        elif name not in known and name not in _read_by_code(config):
+        elif name not in settings and name not in _read_by_code(config):
             message = f"{config.__name__} has no setting '{name}'"
-            diagnostics.append(Diagnostic(f"{key}.{name}", message, near_misses(name, known)))
+            diagnostics.append(Diagnostic(f"{key}.{name}", message, near_misses(name, settings)))
     return diagnostics
 
 

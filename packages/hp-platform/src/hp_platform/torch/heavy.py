@@ -120,11 +120,11 @@ class _Linear(torch.autograd.Function):
             to_input = rows.mm(weight.conj()).view(ctx.shape) if ctx.needs_input_grad[0] else None
             if ctx.edges:
                 edges = [edge for edge in ctx.edges if edge is not None]
-                wanted = [edge is not None for edge in ctx.edges]
-                ctx.frame.weights.put_off(edges, functools.partial(_weight_gradients, rows, inputs, *wanted))
+                needed = [edge is not None for edge in ctx.edges]
+                ctx.frame.weights.put_off(edges, functools.partial(_weight_gradients, rows, inputs, *needed))
                 return to_input, None, None, None, None, None
             gradients = iter(_weight_gradients(rows, inputs, *ctx.needs_input_grad[1:3]))
-            to_weight, to_bias = (next(gradients) if wanted else None for wanted in ctx.needs_input_grad[1:3])
+            to_weight, to_bias = (next(gradients) if needed else None for needed in ctx.needs_input_grad[1:3])
         return to_input, to_weight, to_bias, None, None, None
 
 

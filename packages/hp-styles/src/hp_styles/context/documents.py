@@ -198,10 +198,10 @@ def _check_breaks(pieces: Sequence[_Piece], packed: bool, joined: bool) -> None:
                 " with the style's load_balance"
             )
         if not packed and after.leads and before.kept and after.kept:
-            known = "there is an attention_mask or a key/value cache, so position_ids do not separate documents"
+            masked = "there is an attention_mask or a key/value cache, so position_ids do not separate documents"
             two = "a new document cannot be recognised there, since no document ends inside a rank's chunk"
             raise ValueError(
-                f"ContextParallel: {here}, on another rank or in another chunk, and {known if joined else two}. Shard"
+                f"ContextParallel: {here}, on another rank or in another chunk, and {masked if joined else two}. Shard"
                 " position_ids like the tokens, by context_parallel_shard with the style's load_balance; for packed"
                 " documents leave attention_mask out, pass use_cache=False, and shard with load_balance=True"
             )

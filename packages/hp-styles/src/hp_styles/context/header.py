@@ -133,9 +133,9 @@ def check_alike(headers: Sequence[Header], ranks: Sequence[int], fault: Exceptio
         Exception: ``fault``; where other ranks refuse, an error of that class which names them.
     """
     check_refusals([h.fault for h in headers], ranks, fault)
-    said = {rank: (h.load_balance, h.ulysses) for rank, h in zip(ranks, headers, strict=True)}
-    if len(set(said.values())) > 1:
-        each = "; ".join(f"rank {rank}: load_balance={b}, {u}" for rank, (b, u) in said.items())
+    settings = {rank: (h.load_balance, h.ulysses) for rank, h in zip(ranks, headers, strict=True)}
+    if len(set(settings.values())) > 1:
+        each = "; ".join(f"rank {rank}: load_balance={b}, {u}" for rank, (b, u) in settings.items())
         raise ValueError(
             f"ContextParallel: the ranks' styles differ in load_balance or in the ranks of a Ulysses group: {each}"
         )

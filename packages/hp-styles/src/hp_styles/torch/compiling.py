@@ -69,7 +69,7 @@ def _compare_parts(mesh: Any, values: Any) -> None:
 
 
 @traces_as(widths.check_widths)
-def _check_widths(known: Any, module: Any, value: Any) -> None:
+def _check_widths(expected: Any, module: Any, value: Any) -> None:
     """Nothing: a shape that does not fit is found where it is traced."""
 
 

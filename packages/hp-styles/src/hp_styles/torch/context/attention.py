@@ -252,19 +252,19 @@ def attend_inside(group: ContextGroup, settling: Settling, query: T, key: T, val
     """
     bound = inspect.signature(attend).bind(group, settling, {}, query, key, value, *args, **options)
     bound.apply_defaults()
-    asked = bound.arguments
+    arguments = bound.arguments
     settling.round.followed.setdefault(group.mesh, (group, query.device))
     try:
-        refuse(query, key, value, asked["dropout_p"], asked["is_causal"], asked["enable_gqa"])
-        if asked["attn_mask"] is not None:
-            refuse_mask(asked["attn_mask"])
+        refuse(query, key, value, arguments["dropout_p"], arguments["is_causal"], arguments["enable_gqa"])
+        if arguments["attn_mask"] is not None:
+            refuse_mask(arguments["attn_mask"])
     except NotImplementedError as error:  # of one rank, perhaps
         settling.keep(error, query.device)
     q, k, v = _cast(query, key, value)
     q, k, v = group.locals(q, k, v, _HEADS, _SEQUENCE)
     with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
-        seen = Seen(k.shape[_SEQUENCE] * group.degrees.ring, asked["is_causal"], None, ())
-        out = group.over_ring(q, k, v, seen, asked["scale"])
+        seen = Seen(k.shape[_SEQUENCE] * group.degrees.ring, arguments["is_causal"], None, ())
+        out = group.over_ring(q, k, v, seen, arguments["scale"])
     return like(out, query)
 
 

@@ -268,8 +268,8 @@ def _same(key: T, sent: T, version: int, seq_dim: int) -> bool:
         return False
     if key.shape == sent.shape:
         return key.stride() == sent.stride()
-    kept = seq_dim + 1
-    return key.shape[:kept] == sent.shape[:kept] and key.is_contiguous() and sent.is_contiguous()
+    start = seq_dim + 1
+    return key.shape[:start] == sent.shape[:start] and key.is_contiguous() and sent.is_contiguous()
 
 
 def register(module: nn.Module, projections: Mapping[str, nn.Module], blocks: Blocks, check: Any) -> None:

@@ -184,11 +184,11 @@ def _enter(group: ContextGroup, settings: Settings) -> Any:
     early = tuple(settings.projections) if group.size > 1 else ()
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call, given, named = Call(type(module).__name__), args, kwargs
+        call, positional, named = Call(type(module).__name__), args, kwargs
         if group.size > 1:
-            call, given, named = call_of(module, args, kwargs)
+            call, positional, named = call_of(module, args, kwargs)
         _open(_Frame(module, _settling(module, group, call, args, kwargs, bool(early)), early=early), group)
-        return given, named
+        return positional, named
 
     return enter
 
@@ -229,20 +229,20 @@ def _check_met(module: nn.Module, args: Any, output: Any) -> None:
 def _receiver(group: ContextGroup, settings: Settings) -> Any:
     def receive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tuple(args), dict(kwargs)
-        given = [_input(module, args, kwargs, settings, which) for which in range(3)]
-        q: T = given[0][1]
+        qkv = [_input(module, args, kwargs, settings, which) for which in range(3)]
+        q: T = qkv[0][1]
         head, seq = settings.head_dim % q.dim(), settings.seq_dim % q.dim()
         settling = _settling(module, group, Call(type(module).__name__), args, kwargs, False)
 
         def checked() -> tuple[T, ...]:
-            parts = group.locals(*(x for _, x in given), head, seq)  # type: ignore[call-arg]
+            parts = group.locals(*(x for _, x in qkv), head, seq)  # type: ignore[call-arg]
             group.copies(parts[0].shape[head], parts[1].shape[head])
             return tuple(x.movedim((head, seq), (1, 2)) if x.dim() > 2 else x for x in parts)
 
-        parts, _ = settling.of(checked, [x for _, x in given], None)
+        parts, _ = settling.of(checked, [x for _, x in qkv], None)
         with torch._C.DisableTorchFunction():
             sent = group.to_heads(tuple(x.movedim((1, 2), (head, seq)) for x in parts), {}, head, seq)  # type: ignore
-        for (where, _), x in zip(given, sent, strict=True):
+        for (where, _), x in zip(qkv, sent, strict=True):
             if isinstance(where, str):
                 kwargs[where] = x
             else:

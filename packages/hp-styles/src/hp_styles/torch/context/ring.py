@@ -170,16 +170,16 @@ def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
     blocks = ring.blocks(ctx.seen)
     for step, block in enumerate(blocks):
         passing = ring.pass_on(flat) if step + 1 < len(blocks) else None
-        found: tuple[T, T, T] | None = None
+        totals: tuple[T, T, T] | None = None
         if block is not None:
             queries = [_part(x, block.queries) for x in (grad, q, out, lse)]
             keys = [_shared(_part(x, block.keys), heads[0]) for x in pair.split(flat)]
-            found = _see_back(ctx, block, queries, keys)
+            totals = _see_back(ctx, block, queries, keys)
         if coming is not None:  # what the ranks before saw of these keys
             gradients = coming.wait()
-        if found is not None and block is not None:
-            _part(dq, block.queries).add_(found[0])
-            for into, part in zip(pair.split(gradients), found[1:], strict=True):
+        if totals is not None and block is not None:
+            _part(dq, block.queries).add_(totals[0])
+            for into, part in zip(pair.split(gradients), totals[1:], strict=True):
                 _part(into, block.keys).add_(_summed(part, heads[1]))
         coming = ring.pass_on(gradients)
         if passing is not None:

@@ -81,13 +81,15 @@ class Settling:
     round: Round
     early: bool = False
 
-    def of(self, checked: Callable[[], tuple[T, ...]], given: Sequence[T], is_causal: bool | None) -> tuple[Any, Seen]:
+    def of(
+        self, checked: Callable[[], tuple[T, ...]], tensors: Sequence[T], is_causal: bool | None
+    ) -> tuple[Any, Seen]:
         """Return the result of ``checked``, and what a query sees.
 
         Args:
             checked: this rank's parts of q, k and v, or of the one of them that is sent first, [batch, heads, sequence,
                 head size]; or an error.
-            given: the tensors that they are parts of.
+            tensors: the tensors that they are parts of.
             is_causal: None where it is not known yet.
 
         Returns:
@@ -96,7 +98,7 @@ class Settling:
         Raises:
             Exception: that of ``checked``; what differs between ranks; where other ranks refuse, an error of its class.
         """
-        parts, part, fault, causal, reading = tuple(given), Part(positioned=False), None, is_causal, None
+        parts, part, fault, causal, reading = tuple(tensors), Part(positioned=False), None, is_causal, None
         try:
             refused = self.round.fault or self.round.late
             if refused is not None:
@@ -170,15 +172,15 @@ class Settling:
         header = Header(shapes, causal, self.call.window, self.group.load_balance, self.ulysses, part, number)
         headers = self._exchanged(header, parts[0].device)
         check_alike(headers, self.group.ranks, fault)
-        said = tuple(h.part for h in headers)
+        described = tuple(h.part for h in headers)
         rows = joined_parts(
-            said,
+            described,
             length=parts[0].shape[_SEQUENCE],
             load_balance=self.group.load_balance,
             ranks=self.group.ranks,
         )
-        first = self.round.kinds.setdefault(kind, _Agreed(_lengths(parts), said, part, rows))
-        if (first.lengths, first.parts) == (_lengths(parts), said):
+        first = self.round.kinds.setdefault(kind, _Agreed(_lengths(parts), described, part, rows))
+        if (first.lengths, first.parts) == (_lengths(parts), described):
             self.rounds.follows[place] = _Expected(tuple((x.shape[1], x.shape[3], x.dtype) for x in parts))
         return parts, rows
 

@@ -87,10 +87,10 @@ def _receiver(
 ) -> Any:
     def receive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_compiled(group.style)
-        given, named = list(args), dict(kwargs)
-        query = arguments.find(style.query, given, named)[1]
-        found = {key: arguments.find(key, given, named) for key in style.keys}
-        keys = {key: x for key, (_, x) in found.items()}
+        positional, named = list(args), dict(kwargs)
+        query = arguments.find(style.query, positional, named)[1]
+        inputs = {key: arguments.find(key, positional, named) for key in style.keys}
+        keys = {key: x for key, (_, x) in inputs.items()}
         parts: dict[Key, T] = {}
 
         def checked() -> dict[Key, T]:
@@ -101,18 +101,18 @@ def _receiver(
             return {style.query: mine, **parts}
 
         _agree(group, checked, (style.query, *style.keys), query, style.seq_dim)
-        places = {place for place, _ in found.values()}
-        for place, x in [*enumerate(given), *named.items()]:
+        places = {place for place, _ in inputs.values()}
+        for place, x in [*enumerate(positional), *named.items()]:
             if isinstance(x, DTensor) and place not in places:
-                _put(given, named, place, _cut(group, x, f"the input {place!r}", query))
+                _put(positional, named, place, _cut(group, x, f"the input {place!r}", query))
         for key, x in _whole(group, style, plan, blocks, keys, parts, query).items():
-            _put(given, named, found[key][0], x)
+            _put(positional, named, inputs[key][0], x)
         if style.positions is not None:
             mine = _local(query, query)
             places = group.places(mine.shape[style.seq_dim], mine.device)
-            arguments.hand(style.positions, places, given, named)
+            arguments.hand(style.positions, places, positional, named)
         queries.stack.append(query)
-        return tuple(given), named
+        return tuple(positional), named
 
     return receive
 
