@@ -61,7 +61,7 @@ def test_tied_parameters_stay_tied():
 def test_a_parameter_tied_to_another_group_is_an_error():
     model = seeded(Tied)
     fully_shard(model.embed, data_mesh())
-    with pytest.raises(ValueError, match=r"'head.weight' of Tied is that of a group already: 'weight' of Embedding"):
+    with pytest.raises(ValueError, match=r"'head.weight' of Tied belongs to a group already: 'weight' of Embedding"):
         fully_shard(model, data_mesh())
 
 

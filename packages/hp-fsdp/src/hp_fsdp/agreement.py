@@ -37,8 +37,8 @@ def check_alike(groups: Sequence[Any], axes: DataAxes) -> None:
     else:
         one, other = (f"{len(each)} groups" for each in (expected, different))
     raise ValueError(
-        "fully_shard: ranks sharded different models, or one in different ways, and would wait for each other or mix up"
-        f" their parameters. On some: {one}. On others: {other}. Build the same model and make the same calls on all"
+        "fully_shard: ranks sharded different models, or the same model in different ways, and would hang or mix up"
+        f" parameters. On some: {one}. On others: {other}. Build the same model and make the same calls on all ranks"
     )
 
 

@@ -99,8 +99,8 @@ def find_parameters(
                 owner = owner_of(parameter)
                 if owner is not None:
                     raise ValueError(
-                        f"fully_shard: parameter {prefix + name!r} of {type(root).__name__} is that of a group"
-                        f" already: {owner}. Call fully_shard on inner modules before outer ones; where it is tied,"
+                        f"fully_shard: parameter {prefix + name!r} of {type(root).__name__} belongs to a group"
+                        f" already: {owner}. Call fully_shard on inner modules before outer ones; if it is tied,"
                         " don't call it on either of the modules that share it, so that both fall to the group of a"
                         " module around them; on PyTorch fully_shard([one, other]) also takes both"
                     )

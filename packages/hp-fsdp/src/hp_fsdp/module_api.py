@@ -237,7 +237,7 @@ class ModuleAPI:
             each.apart = bool(enable)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`, of which this is torch's older name."""
+        """Call `set_gradient_divide_factor`; this is torch's older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:

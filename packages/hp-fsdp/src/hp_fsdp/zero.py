@@ -218,7 +218,7 @@ def _free_axes(spec: TensorSpec, root: DeviceMesh) -> list[str]:
     explicit = not others or any(_named(name, DATA_NAMES) for name in own)
     unknown = [name for name in others if not _named(name, DATA_NAMES)]
     if unknown and not explicit:
-        _refuse_axes(unknown, spec, "of which hsdp cannot tell whether they are of data parallelism")
+        _refuse_axes(unknown, spec, "and hsdp cannot tell whether these are axes of data parallelism")
     free = [name for name, placement in own.items() if explicit and placement.is_replicate()]
     return [name for name in root.mesh_dim_names or () if name in free or (name in others and name not in unknown)]
 

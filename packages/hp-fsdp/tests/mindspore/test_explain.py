@@ -146,7 +146,7 @@ def test_memory_by_kind():
         strange = optim.Adamax(model.trainable_params())
     told = explain(model, optimizer=strange)
     assert row(told, "optimizer") == (None, 2 * measured_parameters(model) + 4)
-    assert "not predicted, Adamax is none of MindSpore's Adam" in str(told)
+    assert "not predicted, Adamax is not one of MindSpore's Adam" in str(told)
     for word in ("returns them", "no hooks for the tensors that autograd saves"):
         assert word in str(told)
 

@@ -177,7 +177,7 @@ def test_what_joins_and_cannot_be_taken_in():
     _, model = pair()
     model.last = mint.nn.Linear(7, 3)
     model.last.weight = model.blocks[0].up.weight
-    with pytest.raises(ValueError, match=r"'last.weight' of Net is that of a group already"):
+    with pytest.raises(ValueError, match=r"'last.weight' of Net belongs to a group already"):
         model(batch()[1])
     _, model = pair()
     del model.last.weight

@@ -119,7 +119,7 @@ def test_tied_over_two_groups():
     net = seeded(Tied)
     fully_shard(net.first, data_mesh())
     with pytest.raises(
-        ValueError, match=r"parameter 'back.weight' of Tied is that of a group already: 'weight' of Linear"
+        ValueError, match=r"parameter 'back.weight' of Tied belongs to a group already: 'weight' of Linear"
     ):
         fully_shard(net, data_mesh())
 

@@ -307,6 +307,6 @@ def optimizer_row(optimizer: Any, predicted: int | None, measured: int | None, s
     """
     if optimizer is None:
         return MemoryRow("optimizer", None, None, "give optimizer= to count its states")
-    unsupported = f"not predicted, {type(optimizer).__name__} is none of {supported}" if predicted is None else ""
+    unsupported = f"not predicted, {type(optimizer).__name__} is not one of {supported}" if predicted is None else ""
     unstepped = "not measured, it made no step yet" if measured is None else ""
     return MemoryRow("optimizer", predicted, measured, "; ".join(filter(None, (unsupported, unstepped))))

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class HSDPModule(ModuleAPI):
-    """A sharded Cell: its own class, and these methods. Not made by hand: `fully_shard` changes a Cell's class.
+    """A sharded Cell: its own class, and these methods. Don't construct it: `fully_shard` changes a Cell's class.
 
     Setters with ``recurse=True``, the default of most, act on all sharded Cells inside as well.
     """
@@ -141,7 +141,7 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
 
 
 def refuse_rewriting() -> None:
-    """Refuse sharded Cells from now on where MindSpore rewrites a Cell's source: of their class there is none."""
+    """Refuse sharded Cells from now on if MindSpore rewrites a Cell's source: their class has none."""
     plain = SymbolTreeBuilder.__init__
     if hasattr(plain, "_refuses_sharded"):
         return

@@ -100,7 +100,7 @@ def _check_nothing_kept(model: nn.Module, mode: FakeTensorMode) -> None:
         raise RuntimeError(
             f"explain: the forward of {type(model).__name__} put {len(leaked)} tensors into a cache, the first of shape"
             f" {tuple(leaked[0].shape)}. They have no values, and a later forward would compute with them: empty the"
-            " cache (a dict of the module's own, functools.lru_cache) or build the model anew. Run one forward before"
+            " cache (a dict of the module's own, functools.lru_cache) or build a new model. Run one forward before"
             " explain(inputs=...), so that it is filled, or leave out inputs"
         )
 

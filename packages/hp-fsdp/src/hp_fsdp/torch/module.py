@@ -39,7 +39,7 @@ _traced = torch.compiler.is_dynamo_compiling
 
 
 class HSDPModule(ModuleAPI):
-    """A sharded module: its own class, and these methods. Not made by hand: `fully_shard` changes a module's class.
+    """A sharded module: its own class, and these methods. Don't construct it: `fully_shard` changes a module's class.
 
     Setters with ``recurse=True``, the default of most, act on all sharded modules inside as well.
     """
@@ -71,7 +71,7 @@ class HSDPModule(ModuleAPI):
             if group.deterministic and setter not in _WITH_DETERMINISTIC:
                 raise NotImplementedError(
                     f"{setter}: fully_shard(deterministic=True) adds gradients in an order of its own and not by"
-                    f" reduce-scatter, so {group.class_name} cannot follow. Leave deterministic out"
+                    f" reduce-scatter, so {group.class_name} does not support it. Leave deterministic out"
                 )
         if setter in _OF_THE_MODEL:
             self._context()

@@ -32,7 +32,7 @@ def check_parameters(caller: FrameType | None) -> None:
             raise TypeError(
                 "torch's fully_shard on a module that hp_fsdp.fully_shard sharded, or around one: its parameters are"
                 " sharded already. Take one of the two for the whole model; with accelerate and transformers leave"
-                " their FSDP settings out, for they call torch's"
+                " their FSDP settings out, because they call torch's"
             )
 
 
@@ -40,7 +40,7 @@ def own_mark() -> None:
     """Raise TypeError if torch's FullyShardedDataParallel marks modules as its own."""
     raise TypeError(
         "FullyShardedDataParallel around modules of hp_fsdp.fully_shard: their parameters are sharded already. Leave it"
-        " out; with accelerate and transformers leave their FSDP settings out, for they wrap with it"
+        " out; with accelerate and transformers leave their FSDP settings out, because they wrap with it"
     )
 
 

@@ -354,7 +354,7 @@ def _registered(bucket: Bucket, parameter: ManagedParameter) -> Any:
         if each is not objects[0]:
             raise RuntimeError(
                 f"{where} was tied: {name!r} of {type(module).__name__} and {place[1]!r} of {type(place[0]).__name__}"
-                " were one tensor, and are two now. Tie or untie before fully_shard"
+                " were one tensor and now are two. Tie or untie before fully_shard"
             )
         if getattr(each, "_spec", None) is not parameter.sharded._spec:
             raise RuntimeError(
@@ -369,7 +369,7 @@ def _check(bucket: Bucket, objects: list[Any]) -> None:
     for parameter, registered in zip(bucket.parameters, objects):
         if registered.dtype is not dtype or registered.device != device:
             raise RuntimeError(
-                f"fully_shard: of one group's parameters {first.name!r} of {bucket.owner} is {dtype} on {device} now,"
+                f"fully_shard: parameters of one group differ: {first.name!r} of {bucket.owner} is {dtype} on {device},"
                 f" {parameter.name!r} is {registered.dtype} on {registered.device}. Cast and move all of a sharded"
                 " module, or none"
             )
