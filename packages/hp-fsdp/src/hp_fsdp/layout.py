@@ -14,10 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-__all__ = [
-    "BLOCK",
-    "FlatLayout",
-]
+__all__ = ["BLOCK", "FlatLayout"]
 
 
 @dataclass(frozen=True, slots=True)

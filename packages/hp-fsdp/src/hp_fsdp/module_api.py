@@ -9,11 +9,7 @@ from typing import Any, NoReturn
 from hp_fsdp.options import check_reshard
 from hp_fsdp.sharded_class import groups_in
 
-__all__ = [
-    "ModuleAPI",
-    "UnshardHandle",
-    "share_comm_ctx",
-]
+__all__ = ["ModuleAPI", "UnshardHandle", "share_comm_ctx"]
 
 
 class UnshardHandle:

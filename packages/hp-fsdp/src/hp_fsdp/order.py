@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-__all__ = [
-    "ExecutionOrder",
-    "INSIDE",
-    "Span",
-]
+__all__ = ["ExecutionOrder", "INSIDE", "Span"]
 
 T = TypeVar("T")
 

@@ -11,14 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "check_inside",
-    "group_of",
-    "groups_in",
-    "make_sharded_class",
-    "roots_of",
-    "several_outermost",
-]
+__all__ = ["check_inside", "group_of", "groups_in", "make_sharded_class", "roots_of", "several_outermost"]
 
 _classes: dict[tuple[type, type], type] = {}
 

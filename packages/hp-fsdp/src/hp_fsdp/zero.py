@@ -23,19 +23,12 @@ from hp_fsdp.options import GroupOptions, MixedPrecisionPolicy
 from hp_fsdp.port import Anatomy, sharding
 from hp_platform import get_platform
 
-__all__ = [
-    "hsdp",
-    "modules_by_size",
-]
+__all__ = ["hsdp", "modules_by_size"]
 
 M = TypeVar("M")
-
 DATA_NAMES = frozenset("dp ddp fsdp hsdp data batch cp context rep replica replicas replicate shard".split())
-
 PIPELINE_NAMES = frozenset("pp pipe pipeline stage stages".split())
-
 LEVELS = ("level1", "level2", "level3")
-
 TINY = 16
 """A group smaller than this fraction (one in ...) of ``max_bytes`` is not worth collectives of its own."""
 

@@ -12,13 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "KINDS",
-    "TraceEvent",
-    "Span",
-    "Timeline",
-    "timeline_of",
-]
+__all__ = ["KINDS", "TraceEvent", "Span", "Timeline", "timeline_of"]
 
 TraceEvent = tuple[str, str | None, int]
 """Kind, name of the group if the event belongs to one, and nanoseconds of a clock."""
@@ -29,7 +23,6 @@ over, its gathered parameters are freed, its reduction was issued, its sharded g
 begins, it ends."""
 
 _NAME = 28
-
 _WIDTH = 100
 
 

@@ -73,13 +73,9 @@ def bytes_of(bucket: Bucket) -> BucketBytes:
 
 
 _GRADIENTS = "not measured, the backward pass returns them: they live as long as the caller keeps them"
-
 _FROZEN = "the prediction frees {} after its backward, but what has no trained parameters stays until all is over"
-
 _BUFFERS = "the buffers in which they are put together; autograd's own, of the group that computes, come on top"
-
 _ACTIVATIONS = "not known on MindSpore, which has no hooks for the tensors that autograd saves"
-
 _STATES = {
     "mindspore.experimental.optim": {"Adam": 3, "AdamW": 3, "SGD": 2},  # with amsgrad and momentum or not
     "mindspore.mint.optim": {"Adam": 2, "AdamW": 2, "SGD": 1},

@@ -30,10 +30,7 @@ from hp_dtensor.mindspore.extend import alias, local_mode, once_differentiable
 if TYPE_CHECKING:
     from hp_fsdp.mindspore.group import ParameterGroup
 
-__all__ = [
-    "Call",
-    "unsharded_tensors",
-]
+__all__ = ["Call", "unsharded_tensors"]
 
 
 class Call:

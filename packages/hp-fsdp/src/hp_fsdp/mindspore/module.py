@@ -19,13 +19,7 @@ from hp_fsdp.module_api import ModuleAPI
 from hp_fsdp.sharded_class import make_sharded_class
 from hp_fsdp.state_dict.loading import check_names, laid_out
 
-__all__ = [
-    "FSDPModule",
-    "HSDPModule",
-    "refuse_rewriting",
-    "register_fsdp_forward_method",
-    "shard_class",
-]
+__all__ = ["FSDPModule", "HSDPModule", "refuse_rewriting", "register_fsdp_forward_method", "shard_class"]
 
 
 class HSDPModule(ModuleAPI):

@@ -33,11 +33,7 @@ from hp_fsdp.managed_params import refuse_unreduced, spec_of, unreduced
 from hp_fsdp.mindspore.parameter import run_of
 from hp_fsdp.mindspore.state_dict import fill, write
 
-__all__ = [
-    "States",
-    "adapted",
-    "watch_optimizers",
-]
+__all__ = ["States", "adapted", "watch_optimizers"]
 
 _in_order: weakref.WeakKeyDictionary[nn.Cell, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -110,7 +106,6 @@ def _states(optimizer: Any) -> Iterator[tuple[Any, Parameter]]:
 
 
 State = dict[str, Any]
-
 _LARGEST = "max_exp_avg_sq"
 """Kept by some optimizers whether they use it (``amsgrad``) or not, by others in the parameter groups."""
 

@@ -23,16 +23,10 @@ from hp_dtensor.torch.extend import arriving
 from hp_fsdp.context import Context
 from hp_fsdp.torch.group import ParameterGroup, Started
 
-__all__ = [
-    "LateGradients",
-    "RootContext",
-    "hsdp_sync_stream",
-]
+__all__ = ["LateGradients", "RootContext", "hsdp_sync_stream"]
 
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-
 _plain = torch._C.DisableTorchFunctionSubclass
 
 

@@ -22,19 +22,11 @@ from hp_fsdp.torch.hooks import run_forward
 from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
 from hp_fsdp.torch.state_dict import unwrapped
 
-__all__ = [
-    "FSDPModule",
-    "HSDPModule",
-    "register_fsdp_forward_method",
-    "shard_class",
-]
+__all__ = ["FSDPModule", "HSDPModule", "register_fsdp_forward_method", "shard_class"]
 
 _WITH_DETERMINISTIC = ("set_custom_all_gather", "set_unshard_in_backward", "set_post_optim_event", "reset_iter_state")
-
 _OF_THE_MODEL = ("set_post_optim_event", "reset_iter_state")
-
 _Tracing = importlib.import_module("torch._guards").TracingContext
-
 _traced = torch.compiler.is_dynamo_compiling
 
 
@@ -175,7 +167,6 @@ def _refuse_in_a_graph(name: str) -> None:
 
 # Dynamo runs such a function while it traces, so that its error is raised instead of a fall back to no graph.
 _refuse_in_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
 FSDPModule = HSDPModule
 """torch's name of the class."""
 

@@ -23,13 +23,9 @@ from hp_fsdp.torch.context import hsdp_sync_stream
 from hp_fsdp.torch.other_libraries import check_optimizer_state
 from hp_fsdp.torch.state_dict import fill, sharded_axis
 
-__all__ = [
-    "adapted",
-    "watch_optimizers",
-]
+__all__ = ["adapted", "watch_optimizers"]
 
 _in_order: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-
 _registered: list[Any] = []
 
 

@@ -25,21 +25,12 @@ from hp_fsdp.options import ParameterFacts
 if TYPE_CHECKING:
     from hp_fsdp.torch.bucket import Bucket
 
-__all__ = [
-    "ManagedParameter",
-    "adopt",
-    "has_own_setattr",
-    "restore",
-]
+__all__ = ["ManagedParameter", "adopt", "has_own_setattr", "restore"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
-
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
 _functions = (torch.Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
-
 _module_setattr = nn.Module.__setattr__
-
 _OWN_ATTRIBUTES = (
     "_spec",
     "_meets_plain",
@@ -51,7 +42,6 @@ _OWN_ATTRIBUTES = (
     "_hsdp_owner",
     "_outside_graphs",
 )
-
 _OUTSIDE_GRAPHS = (
     "is a parameter of fully_shard: forward computes with a gathered copy of it, and the gradient of the copy is"
     " reduced into its .grad. Call backward() without inputs and read .grad, or differentiate before fully_shard"
