@@ -96,18 +96,18 @@ class FlatLayout:
             ((6, 0, 2), (0, 1))
         """
         sizes: list[int] = []
-        runs: list[int] = []
+        indices: list[int] = []
         end = 0
         for index in range(len(self.numels)):
             start, stop = self.place(index, rank)
             if start > end:
                 sizes.append(start - end)
-            runs.append(len(sizes))
+            indices.append(len(sizes))
             sizes.append(stop - start)
             end = max(end, stop)
         if end < self.piece:
             sizes.append(self.piece - end)
-        return tuple(sizes), tuple(runs)
+        return tuple(sizes), tuple(indices)
 
 
 BLOCK = 1024

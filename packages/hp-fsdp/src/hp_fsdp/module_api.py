@@ -230,7 +230,7 @@ class ModuleAPI:
             recurse: include the sharded modules inside.
         """
         for each in self._tuned("set_separate_reduce_scatter_group", recurse):
-            each.apart = bool(enable)
+            each.separate_group = bool(enable)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call `set_gradient_divide_factor`; this is torch's older name."""

@@ -27,7 +27,7 @@ from hp_fsdp.grad_norm import mark_in_blocks
 from hp_fsdp.layout import FlatLayout
 from hp_fsdp.mindspore.deterministic import MicroBatchSums
 from hp_fsdp.mindspore.host import to_device, to_host
-from hp_fsdp.mindspore.parameter import ManagedParameter, itemsize, run_of
+from hp_fsdp.mindspore.parameter import ManagedParameter, copy_range, itemsize
 from hp_fsdp.options import BucketPlan, GroupOptions
 from hp_platform import get_platform
 
@@ -125,11 +125,11 @@ class Bucket:
 
     def piece(self) -> Tensor:
         """Return the rank's piece: its shards one after the other, with the padding between them."""
-        sizes, runs = self.layout.splits(self.axes.shard_rank)
-        at = dict(zip(runs, self.parameters))
+        sizes, indices = self.layout.splits(self.axes.shard_rank)
+        at = dict(zip(indices, self.parameters))
         parts = [
-            local_view(at[run].parameter).reshape(-1) if run in at else ops.zeros((size,), self.dtype)
-            for run, size in enumerate(sizes)
+            local_view(at[index].parameter).reshape(-1) if index in at else ops.zeros((size,), self.dtype)
+            for index, size in enumerate(sizes)
             if size
         ]
         if self.offload is not None:
@@ -256,7 +256,7 @@ class Bucket:
         shards = []
         for index in range(len(self.parameters)):
             start, stop = self.layout.place(index, self.axes.shard_rank)
-            shard = run_of(piece, start, stop).astype(self.dtype)
+            shard = copy_range(piece, start, stop).astype(self.dtype)
             shards.append(shard if self.offload is None else to_host(shard, self.offload.pin_memory))
         return shards
 

@@ -30,7 +30,7 @@ from mindspore.experimental.optim.optimizer import Optimizer
 from hp_dtensor import RaggedShard, Replicate
 from hp_dtensor.mindspore.extend import DTensor, distribute_tensor, local_mode, local_view, set_local, wrap
 from hp_fsdp.managed_params import refuse_unreduced, spec_of, unreduced
-from hp_fsdp.mindspore.parameter import run_of
+from hp_fsdp.mindspore.parameter import copy_range
 from hp_fsdp.mindspore.state_dict import fill, write
 
 __all__ = ["States", "adapted", "watch_optimizers"]
@@ -84,7 +84,7 @@ def _part_of(state: Parameter, parameter: Any, name: str) -> Tensor:
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, RaggedShard) and value.size == sum(placement.units):
             start = sum(placement.units[: spec.mesh.get_local_rank(axis)])
-            value = run_of(value, start, start + placement.units[spec.mesh.get_local_rank(axis)])
+            value = copy_range(value, start, start + placement.units[spec.mesh.get_local_rank(axis)])
     if value.size != local_view(parameter).size:
         raise ValueError(
             f"fully_shard: {name} has states of shape {tuple(state.shape)} for parameter {parameter.name!r}, of which"

@@ -65,7 +65,7 @@ class ManagedParameter:
             owner: text for the error if another group finds this parameter as well.
         """
         if not self.parameter.has_init:
-            set_local(self.parameter, run_of(local_view(self.parameter), start, stop, spec.local_shape))
+            set_local(self.parameter, copy_range(local_view(self.parameter), start, stop, spec.local_shape))
         wrap(self.parameter, spec)
         mark(self.parameter, owner)
 
@@ -131,7 +131,7 @@ class ManagedParameter:
         return unsharded if self.inner is None else wrap(unsharded, self.inner)
 
 
-def run_of(tensor: Tensor, start: int, stop: int, shape: Sequence[int] | None = None) -> Tensor:
+def copy_range(tensor: Tensor, start: int, stop: int, shape: Sequence[int] | None = None) -> Tensor:
     """Copy a range of a tensor's elements.
 
     Args:

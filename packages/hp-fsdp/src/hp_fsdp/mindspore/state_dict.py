@@ -19,7 +19,7 @@ from hp_dtensor.extend import TensorSpec
 from hp_dtensor.mindspore.extend import DTensor, autograd, execute, local_mode, local_view, set_local, wrap
 from hp_fsdp.managed_params import spec_of
 from hp_fsdp.mindspore.host import largest, on_host, to_device, to_host
-from hp_fsdp.mindspore.parameter import run_of
+from hp_fsdp.mindspore.parameter import copy_range
 from hp_fsdp.port import Broadcaster
 from hp_fsdp.sharded_class import groups_in
 from hp_fsdp.state_dict.loading import pieces_along, ragged_axis
@@ -174,7 +174,7 @@ def part_of(source: Tensor, spec: TensorSpec) -> Tensor:
     """Return this rank's part of a full tensor, in memory of its own."""
     with local_mode():
         part = execute(local_view(source), spec.with_placements([Replicate()] * spec.mesh.ndim), spec)
-        return run_of(part, 0, part.numel(), spec.local_shape)
+        return copy_range(part, 0, part.numel(), spec.local_shape)
 
 
 def _broadcast_object(value: Any) -> Any:

@@ -102,7 +102,7 @@ class Bucket:
                 view = self.shard_view(index)
                 if view.device.type != "meta":
                     start, stop = layout.part(index, rank)
-                    self.run(index).copy_(parameter.flat()[start:stop])
+                    self.range_of(index).copy_(parameter.flat()[start:stop])
                 parameter.make_sharded(view, spec, f"{parameter.name!r} of {self.owner}")
         self.note_sharded()
         self.show_sharded()
@@ -113,14 +113,14 @@ class Bucket:
             return torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
         return empty_on_host(self.layout.piece, self.dtype, self.offload.pin_memory).zero_()
 
-    def run(self, index: int) -> torch.Tensor:
+    def range_of(self, index: int) -> torch.Tensor:
         """Return a parameter's range of the rank's piece."""
         start, stop = self.layout.place(index, self.axes.shard_rank)
         return self.shard[start:stop]
 
     def shard_view(self, index: int) -> torch.Tensor:
         """Return the same range in the sharded parameter's shape."""
-        return self.parameters[index].part(self.run(index), self.axes.shards)
+        return self.parameters[index].part(self.range_of(index), self.axes.shards)
 
     def note_sharded(self) -> None:
         """Record new sharded parameters."""

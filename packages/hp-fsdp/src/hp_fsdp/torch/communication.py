@@ -30,7 +30,7 @@ class Communication:
         hook: called with reduced pieces, or None.
         stream: the stream for the hook; None for the current one.
         sums: reduce by sums only.
-        apart: reduce-scatter in a separate process group.
+        separate_group: reduce-scatter in a separate process group.
     """
 
     def __init__(self, group: ParameterGroup) -> None:
@@ -41,7 +41,7 @@ class Communication:
         self.hook: Callable[[torch.Tensor], None] | None = None
         self.stream: Any = None
         self.sums = False
-        self.apart = False
+        self.separate_group = False
         self._reshard_after_forward: bool | None = None
 
     @staticmethod
@@ -68,7 +68,7 @@ class Communication:
 
     def reduce_scatter(self, buffer: torch.Tensor, size: int, op: str, axes: DataAxes) -> tuple[torch.Tensor, Any]:
         """Start a reduction; returns the piece that is to be filled, and a handle."""
-        group = Separate.of(axes).group if self.apart else axes.shard_group
+        group = Separate.of(axes).group if self.separate_group else axes.shard_group
         if self.scatter is None:
             piece = torch.empty(size, dtype=buffer.dtype, device=buffer.device)
             return piece, collectives.reduce_scatter(piece, buffer, op, group=group, async_op=True)

@@ -65,7 +65,7 @@ class GradientBuffer:
         self.dtype = dtype
         self.reduce_dtype = reduce_dtype
         self.alone = axes.shard_size * axes.replicate_size == 1 and not self.in_order
-        self.sizes, self.runs = layout.splits(axes.shard_rank)
+        self.sizes, self.range_indices = layout.splits(axes.shard_rank)
         self.specs = [grad_spec(parameter.sharded._spec) for parameter in parameters]
         # Replicated on an inner axis but used where the result varies: their gradients may wait to be summed there.
         self.replicated = [
@@ -195,10 +195,10 @@ class GradientBuffer:
 
     def assign(self, reduced: torch.Tensor, missing: Sequence[int]) -> None:
         """Assign gradients from a piece that is on the device of the sharded parameters."""
-        runs = reduced.split_with_sizes(self.sizes)
-        pieces: list[torch.Tensor | None] = [runs[run] for run in self.runs]
+        ranges = reduced.split_with_sizes(self.sizes)
+        pieces: list[torch.Tensor | None] = [ranges[at] for at in self.range_indices]
         for index in missing:
-            piece = runs[self.runs[index]]
+            piece = ranges[self.range_indices[index]]
             if not piece.any() and bool(piece.signbit().all()):  # see Note [Missing gradients]
                 pieces[index] = None
         self._assign(pieces)

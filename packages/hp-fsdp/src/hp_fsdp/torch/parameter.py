@@ -167,17 +167,17 @@ class ManagedParameter:
         """Flatten a tensor of the unsharded shape to the buffer's order."""
         return (tensor if self.front is None else tensor.movedim(self.front, 0)).reshape(-1)
 
-    def part(self, run: torch.Tensor, shards: bool = False) -> torch.Tensor:
+    def part(self, flat: torch.Tensor, shards: bool = False) -> torch.Tensor:
         """View a range of a buffer as the full parameter or gradient, or as a rank's part of it.
 
         Args:
-            run: of one dim.
+            flat: the range, of one dim.
             shards: the range is a rank's part; else the full parameter.
         """
         if self.front is None:
-            return run if shards else run.view(self.shape)
+            return flat if shards else flat.view(self.shape)
         rest = [size for dim, size in enumerate(self.shape) if dim != self.front]
-        return run.view(run.numel() // math.prod(rest), *rest).movedim(0, self.front)
+        return flat.view(flat.numel() // math.prod(rest), *rest).movedim(0, self.front)
 
     def make_sharded(self, view: torch.Tensor, spec: TensorSpec, owner: str) -> None:
         """Make the original the sharded parameter over ``view``, a part of the flat shard.
