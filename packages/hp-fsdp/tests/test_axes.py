@@ -40,7 +40,7 @@ def refused(text: str, call: Any, *args: Any, **options: Any) -> None:
 
 @on_ranks(2)
 def test_a_distributed_model_without_a_mesh_is_refused():
-    whole, rows = mesh_of((2, 1), "dp", "tp"), mesh_of((2,), "tp")
+    whole, rows = mesh_of((2, 1), "dp", "tp"), mesh_of((2,), "unsliced")
     first = r"sharded over all 2 ranks, but 1 of its 1 parameters are DTensors already, the first 'weight', placed"
     named = r"those of \('dp', 'tp'\) over which the ranks have different rows, such as fully_shard\(module, mesh\[\"dp"
     refused(rf"{first} \(Replicate\(\), Shard.*{named}", fully_shard, laid_out(whole, R, Shard(0)))
@@ -79,7 +79,7 @@ def test_hsdp_refuses_axes_that_it_cannot_tell():
     told = r"a slice of a mesh of \('pp', 'dp', 'tp1'\), with \['pp'\], .*fully_shard\(module, mesh\['dp'\]\)"
     refused(rf"hsdp: .*{told}", hsdp, laid_out(staged["tp1"], Shard(0)))
     refused(rf"{told}", hsdp, laid_out(staged, R, R, Shard(0)))
-    refused(r"with \['rows'\], of which hsdp cannot tell.*mesh\['rows'\]", hsdp, laid_out(odd["tp2"], Shard(0)))
+    refused(r"with \['rows'\], and hsdp cannot tell.*mesh\['rows'\]", hsdp, laid_out(odd["tp2"], Shard(0)))
     model = hsdp(laid_out(staged["dp", "tp1"], R, Shard(0)), threshold=0)
     assert model._hsdp_group.axes.mesh == staged["dp"], "the layouts tell"
     model = hsdp(laid_out(odd, R, Shard(0)), threshold=0)

@@ -84,5 +84,5 @@ def test_axes_that_nothing_tells_are_refused():
         fully_shard(laid_out(whole["tp1"], Shard(0)))
     with pytest.raises(ValueError, match=r"'weight' is placed \(Shard\(0\),\).*divides it over 1 of 2 ranks"):
         fully_shard(laid_out(whole["tp1"], Shard(0)), whole)
-    with pytest.raises(ValueError, match=r"hsdp: .* with \['pp'\], of which hsdp cannot tell.*mesh\['dp'\]"):
+    with pytest.raises(ValueError, match=r"hsdp: .* with \['pp'\], and hsdp cannot tell.*mesh\['dp'\]"):
         hsdp(laid_out(staged["tp2"], Shard(0)))
