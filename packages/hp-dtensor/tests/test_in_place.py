@@ -263,7 +263,7 @@ def test_a_write_to_memory_that_is_read_is_refused_on_all_ranks(name: str, place
 def test_what_one_element_of_a_list_writes_and_another_reads() -> None:
     (whole,), (x,) = operands(Shard(0))
     for lists in (([x[0], x[1]], [x[1], x[0]]), ([x[0], x[0]], [x[1], x[2]])):
-        with pytest.raises(RuntimeError, match=r"writes to element 0, .* what element 1 of its lists shows as well"):
+        with pytest.raises(RuntimeError, match=r"writes to element 0, .* that overlaps element 1 of its lists"):
             torch._foreach_add_(*lists)
     torch._foreach_add_([x[0], x[1]], [x[2], x[3]])
     torch._foreach_add_([whole[0], whole[1]], [whole[2], whole[3]])

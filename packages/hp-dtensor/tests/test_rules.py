@@ -42,7 +42,7 @@ def test_a_dim_of_size_one_is_broadcast() -> None:
 
 
 def test_the_first_alternative_whose_ranks_fit_is_taken() -> None:
-    product = rule("m k, k n -> m n | m k, k -> m | whole", reduce="k", linear="0 1")
+    product = rule("m k, k n -> m n | m k, k -> m | replicate", reduce="k", linear="0 1")
     assert product([(5, 7), (7, 3)], [(5, 3)], {}).results == ((0, 2),)
     assert product([(5, 7), (7,)], [(5,)], {}).results == ((0,),)
     made = product([(2, 5, 7), (7, 3)], [(2, 5, 3)], {})
@@ -51,12 +51,12 @@ def test_the_first_alternative_whose_ranks_fit_is_taken() -> None:
 
 
 def test_dim_is_an_argument() -> None:
-    made = rule("* -> * - dim", reduce="dim:max", full="dim", dim=-1)
+    made = rule("* -> * - dim", reduce="dim:max", nonempty="dim", dim=-1)
     assert made([(4, 5, 6)], [(4, 6)], {"dim": 1}).results == ((0, 2),)
     assert made([(4, 5, 6)], [(4, 1, 6)] * 2, {"dim": 1, "keepdim": True}).results == ((0, None, 2),) * 2
     assert made([(4, 5, 6)], [()], {"dim": None}).reduce == {0: "max", 1: "max", 2: "max"}
-    assert made([(4, 5, 6)], [(4, 5)], {}).full == {2}
-    assert rule("* -> *", whole="dim", full="*")([(4, 5)], [(4, 5)], {"dim": 0}).full == {0, 1}
+    assert made([(4, 5, 6)], [(4, 5)], {}).nonempty == {2}
+    assert rule("* -> *", need_replication="dim", nonempty="*")([(4, 5)], [(4, 5)], {"dim": 0}).nonempty == {0, 1}
 
 
 def test_what_an_operation_is_linear_in() -> None:
@@ -70,7 +70,7 @@ def test_what_an_operation_is_linear_in() -> None:
     assert linear(two, linear="several") == [{0, 1}] == linear(two, linear="0+1")
     assert linear(one, {"cast": False}, linear="0", unless="cast") == [{0}]
     assert linear(one, {"cast": True}, linear="0", unless="cast") == []
-    added = rule("m, m -> m | m, m, m -> m", linear="0 1", once="2")
+    added = rule("m, m -> m | m, m, m -> m", linear="0 1", bias="2")
     assert added([(4,)] * 2, [(4,)], {}).linear and not added([(4,)] * 3, [(4,)], {}).linear
 
 
@@ -80,8 +80,8 @@ def test_what_an_operation_is_linear_in() -> None:
         ("a b", {}, "rule 'a b' has no '->'"),
         ("a b -> a | a", {}, "rule 'a b -> a | a' has no '->'"),
         ("a b -> a", {"reduce": "c"}, "rule 'a b -> a' has no factor 'c'"),
-        ("a b -> a", {"whole": "ab"}, "rule 'a b -> a' has no factor 'ab'"),
-        ("a b -> a", {"whole": "dim"}, "rule 'a b -> a' has no factor 'dim'"),
+        ("a b -> a", {"need_replication": "ab"}, "rule 'a b -> a' has no factor 'ab'"),
+        ("a b -> a", {"need_replication": "dim"}, "rule 'a b -> a' has no factor 'dim'"),
     ],
 )
 def test_errors_of_the_language(equation: str, options: dict, message: str) -> None:

@@ -148,12 +148,12 @@ class CommDebugMode:
         unknown = [name for name in by if name not in names]
         if unknown:
             raise ValueError(f"totals: {unknown[0]!r} is not an attribute of Collective, which has {', '.join(names)}")
-        found: dict[tuple[Any, ...], Total] = {} if by else {(): Total()}
+        sums: dict[tuple[Any, ...], Total] = {} if by else {(): Total()}
         for event in self._events:
             key = tuple(getattr(event, name) for name in by)
-            known = found.get(key, Total())
-            found[key] = Total(known.calls + 1, known.bytes + event.bytes)
-        return found
+            total = sums.get(key, Total())
+            sums[key] = Total(total.calls + 1, total.bytes + event.bytes)
+        return sums
 
     def table(self) -> str:
         """Return calls and bytes by phase, module, kind, axis and line, as text; the last row is their sum."""
@@ -178,24 +178,24 @@ class CommDebugMode:
         groups = get_platform().groups
         rank = groups.rank() if groups.is_initialized() else 0
         rows = {axis: row for row, axis in enumerate(dict.fromkeys(event.axis for event in self._events))}
-        made: list[dict[str, Any]] = [_label("process_name", rank, 0, f"rank {rank}")]
-        made += [_label("thread_name", rank, row, axis) for axis, row in rows.items()]
+        trace: list[dict[str, Any]] = [_label("process_name", rank, 0, f"rank {rank}")]
+        trace += [_label("thread_name", rank, row, axis) for axis, row in rows.items()]
         for event in self._events:
-            told = asdict(event)
-            start, duration = told.pop("start"), told.pop("duration")
-            made.append(
+            arguments = asdict(event)
+            start, duration = arguments.pop("start"), arguments.pop("duration")
+            trace.append(
                 {
                     "name": event.kind,
                     "cat": event.phase,
                     "ts": start / 1000,  # microseconds
                     "pid": rank,
                     "tid": rows[event.axis],
-                    "args": told,
+                    "args": arguments,
                 }
                 | ({"ph": "i", "s": "t"} if duration is None else {"ph": "X", "dur": duration / 1000})
             )
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": made, "displayTimeUnit": "ms"}, file)
+            json.dump({"traceEvents": trace, "displayTimeUnit": "ms"}, file)
 
     # ---- seeing it ----
     def _observe(self, kind: str, size: int, group: Any) -> Callable[[], None]:
@@ -252,14 +252,14 @@ def running(frame: FrameType | None, kind: type) -> list[Any]:
         frame: the frame.
         kind: the framework's class of modules.
     """
-    found: list[Any] = []
+    modules: list[Any] = []
     while frame is not None:
         if frame.f_code.co_name in ("__call__", "_call_impl"):
             module = frame.f_locals.get("self")
-            if isinstance(module, kind) and not (found and found[-1] is module):
-                found.append(module)
+            if isinstance(module, kind) and not (modules and modules[-1] is module):
+                modules.append(module)
         frame = frame.f_back
-    return found
+    return modules
 
 
 def _user_line(frame: FrameType | None) -> tuple[str, int] | None:
@@ -274,7 +274,7 @@ def _user_line(frame: FrameType | None) -> tuple[str, int] | None:
 def _axis(ranks: Sequence[int], meshes: Iterable[DeviceMesh]) -> str:
     """Return the names of the mesh axes along which these ranks lie, or the ranks if no mesh has such an axis."""
     names: dict[str, None] = {}
-    related = (each for known in meshes for each in (known, known.root, *known.root._flattened.values()))
+    related = (each for listed in meshes for each in (listed, listed.root, *listed.root._flattened.values()))
     for mesh in dict.fromkeys(related):
         coordinate = mesh.get_coordinate()
         for axis in range(mesh.ndim) if coordinate is not None else ():

@@ -53,22 +53,22 @@ def gradient_layout(spec: TensorSpec, grad_placements: Sequence[Placement] | Non
     """
     if grad_placements is None:
         return None
-    have, what = grad_spec(spec), "from_local: grad_placements"
-    wanted = normalize(grad_placements, spec.mesh, len(spec.shape), what)
-    for axis, (comes, given) in enumerate(zip(have.placements, wanted, strict=True)):
-        if comes != given and not (comes.is_replicate() and given.is_partial("sum")):
-            allowed = "Replicate() or Partial()" if comes.is_replicate() else repr(comes)
+    natural, what = grad_spec(spec), "from_local: grad_placements"
+    requested = normalize(grad_placements, spec.mesh, len(spec.shape), what)
+    for axis, (arrives, asked) in enumerate(zip(natural.placements, requested, strict=True)):
+        if arrives != asked and not (arrives.is_replicate() and asked.is_partial("sum")):
+            allowed = "Replicate() or Partial()" if arrives.is_replicate() else repr(arrives)
             raise ValueError(
-                f"{what}[{axis}] is {given!r} for a part placed {spec.placements[axis]!r}; its gradient may be"
+                f"{what}[{axis}] is {asked!r} for a part placed {spec.placements[axis]!r}; its gradient may be"
                 f" {allowed}"
             )
-    return None if wanted == have.placements else have.with_placements(wanted)
+    return None if requested == natural.placements else natural.with_placements(requested)
 
 
 def layout_of(
     local: tuple[int, ...],
     mesh: DeviceMesh,
-    wanted: Sequence[Placement],
+    placements: Sequence[Placement],
     shape: Sequence[int] | None,
     requires_grad: bool,
 ) -> TensorSpec:
@@ -78,38 +78,38 @@ def layout_of(
         NotImplementedError: a part of a maximum or the like that requires gradients.
         ValueError: placements that don't fit, or a global shape that is not known.
     """
-    given = local, mesh, wanted, shape if shape is None else tuple(shape), requires_grad
+    arguments = local, mesh, placements, shape if shape is None else tuple(shape), requires_grad
     try:
-        return _layouts(*given)
+        return _layouts(*arguments)
     except TypeError:  # what has no hash is no placement
-        return _layouts.__wrapped__(*given)
+        return _layouts.__wrapped__(*arguments)
 
 
 @functools.lru_cache(1024)
 def _layouts(
     local: tuple[int, ...],
     mesh: DeviceMesh,
-    wanted: Sequence[Placement],
+    placements: Sequence[Placement],
     shape: Sequence[int] | None,
     requires_grad: bool,
 ) -> TensorSpec:
-    for placement in wanted if requires_grad else ():
+    for placement in placements if requires_grad else ():
         if placement.is_partial() and not placement.is_partial("sum") and not placement.is_partial("avg"):
             raise NotImplementedError(
                 f"from_local: a local tensor that requires gradients as {placement!r} has no known gradient,"
                 " because backward cannot tell which rank's value counts; detach() it, or reduce a DTensor instead (its"
                 " max or prod has a gradient)"
             )
-    ops = {placement.reduce_op for placement in wanted if isinstance(placement, Partial)}
+    ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
     if len(ops) > 1 and ops != {"sum", "avg"}:
         raise ValueError(
-            f"from_local: placements {tuple(wanted)} mix partial {' and '.join(sorted(ops))}, whose order of"
+            f"from_local: placements {tuple(placements)} mix partial {' and '.join(sorted(ops))}, whose order of"
             " reduction matters; reduce one of them first"
         )
-    ragged = any(isinstance(p, RaggedShard) for p in wanted)
+    ragged = any(isinstance(p, RaggedShard) for p in placements)
     if ragged and shape is None:
         raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
-    wanted = normalize(wanted, mesh, len(shape) if shape is not None else len(local), "from_local")
+    placements = normalize(placements, mesh, len(shape) if shape is not None else len(local), "from_local")
     if shape is None:
         if mesh.get_coordinate() is None and not prod(local):
             raise ValueError(
@@ -117,11 +117,11 @@ def _layouts(
                 " doesn't tell the global shape; give shape="
             )
         sizes = list(local)
-        for axis, placement in enumerate(wanted):
+        for axis, placement in enumerate(placements):
             if not (placement.is_replicate() or placement.is_partial()):
                 sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
         shape = sizes
-    return TensorSpec.of(mesh, wanted, tuple(int(size) for size in shape))
+    return TensorSpec.of(mesh, placements, tuple(int(size) for size in shape))
 
 
 when_groups_end(_layouts.cache_clear)
@@ -172,8 +172,8 @@ def check_ranks(
     kind = [*str(dtype).encode().ljust(_MOST_DIMS * 2, b" "), requires_grad]
     for axis in range(spec.mesh.ndim):
         group = spec.mesh.get_group(axis)
-        for what, mine in (("the global shape", shape), ("the dtype or requires_grad", kind)):
-            if not agree(mine, group):
+        for what, numbers in (("the global shape", shape), ("the dtype or requires_grad", kind)):
+            if not agree(numbers, group):
                 raise ValueError(
                     f"from_local: ranks along axis {axis} disagree on {what}; this rank has shape {spec.shape},"
                     f" {dtype}, requires_grad={requires_grad}"

@@ -22,13 +22,13 @@ __all__ = ["backward_scale", "grad_spec", "varying"]
 @functools.lru_cache(maxsize=16384)
 def grad_spec(spec: TensorSpec, vary: tuple[bool, ...] | None = None) -> TensorSpec:
     """Return the layout of a value's gradient; see Note [Gradient layouts]."""
-    made: list[Placement] = []
+    placements: list[Placement] = []
     for axis, placement in enumerate(spec.placements):
         if vary is not None and vary[axis] and placement.is_replicate():
-            made.append(Partial())
+            placements.append(Partial())
         else:
-            made.append(Replicate() if placement.is_partial() else placement)
-    return spec.with_placements(made)
+            placements.append(Replicate() if placement.is_partial() else placement)
+    return spec.with_placements(placements)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -50,12 +50,12 @@ def varying(spec: TensorSpec, grad_placements: Sequence[Placement]) -> tuple[boo
     Raises:
         ValueError: gradients of that layout can't come from a tensor of layout ``spec``.
     """
-    wanted = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
-    vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, wanted, strict=True))
-    for axis, (have, grad) in enumerate(zip(grad_spec(spec).placements, wanted, strict=True)):
-        if have != grad and not vary[axis]:
+    placements = normalize(grad_placements, spec.mesh, len(spec.shape), "to_local: grad_placements")
+    vary = tuple(p.is_replicate() and g.is_partial() for p, g in zip(spec.placements, placements, strict=True))
+    for axis, (natural, grad) in enumerate(zip(grad_spec(spec).placements, placements, strict=True)):
+        if natural != grad and not vary[axis]:
             raise ValueError(
                 f"to_local: grad_placements[{axis}] is {grad!r} for a tensor placed {spec.placements[axis]!r}; "
-                f"it may be {have!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
+                f"it may be {natural!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
             )
     return vary if any(vary) else None

@@ -64,8 +64,8 @@ def local_map(
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, dtensor = list(_leaves(args)), port.tensors().DTensor
-        given = [value for value in leaves if isinstance(value, dtensor)]
-        if not given:
+        dtensors = [value for value in leaves if isinstance(value, dtensor)]
+        if not dtensors:
             return func(*args, **kwargs)
         for name, entries in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
             if entries is not None and len(entries) != len(leaves):
@@ -73,7 +73,7 @@ def local_map(
                     f"local_map: {name} has {len(entries)} entries for {len(leaves)} positional arguments (lists and"
                     " dicts flattened); pass one per argument, None for one that is not a DTensor"
                 )
-        mesh = given[0].device_mesh if device_mesh is None else device_mesh
+        mesh = dtensors[0].device_mesh if device_mesh is None else device_mesh
         varies = _varying(out_placements)
         local = [
             _local(index, value, in_placements, in_grad_placements, redistribute_inputs, mesh, varies)
@@ -133,10 +133,10 @@ def custom_shard(
 
 
 def _local(
-    index: int, value: Any, wanted: Any, gradients: Any, redistribute: bool, mesh: DeviceMesh, varies: set[int]
+    index: int, value: Any, in_placements: Any, gradients: Any, redistribute: bool, mesh: DeviceMesh, varies: set[int]
 ) -> Any:
     """Return one argument as ``func`` sees it."""
-    entry, f = None if wanted is None else wanted[index], port.tensors()
+    entry, f = None if in_placements is None else in_placements[index], port.tensors()
     if not isinstance(value, f.DTensor):
         if entry is not None and not isinstance(value, _tensor()):
             raise LocalMapError(
@@ -144,7 +144,7 @@ def _local(
                 " if it is not a tensor"
             )
         return value
-    placements = None if wanted is None else _checked(index, entry, value._spec, "in_placements")
+    placements = None if in_placements is None else _checked(index, entry, value._spec, "in_placements")
     value = _moved(f"local_map: argument {index}", value, placements, redistribute)
     if gradients is not None:
         return value.to_local(grad_placements=_checked(index, gradients[index], value._spec, "in_grad_placements"))
@@ -195,7 +195,7 @@ def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
             f"local_map: out_placements has {len(entries)} entries for {len(values)} results; pass a tuple with one"
             " per result, None for one that is not a tensor"
         )
-    made, tensor, dtensor = [], _tensor(), port.tensors().DTensor
+    placed, tensor, dtensor = [], _tensor(), port.tensors().DTensor
     for index, (value, entry) in enumerate(zip(values, entries, strict=True)):
         if isinstance(value, dtensor):
             raise LocalMapError(f"local_map: result {index} is a DTensor; func must return local tensors")
@@ -204,8 +204,8 @@ def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
                 f"local_map: out_placements[{index}] is {entry}, but the result is a {type(value).__name__}: a tensor"
                 " needs placements, anything else None"
             )
-        made.append(value if entry is None else dtensor.from_local(value, mesh, _placements(entry)))
-    return _rebuilt(out, iter(made))
+        placed.append(value if entry is None else dtensor.from_local(value, mesh, _placements(entry)))
+    return _rebuilt(out, iter(placed))
 
 
 def _tensor() -> type:

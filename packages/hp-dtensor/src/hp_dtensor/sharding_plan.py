@@ -78,8 +78,8 @@ def shard_module(module: Any, sharding_plan: Mapping[str, Mapping[str, Any]]) ->
             mesh, placements = layout
             placed[name] = mesh, normalize(placements, mesh, parameters[name].ndim, f"shard_module: parameter {name!r}")
     hooks = _hooks(sharding_plan.get("forward", {}), modules, module, kind)
-    given = [mesh for mesh, _ in placed.values()] + [mesh for _, hook in hooks for mesh in hook.meshes()]
-    meshes = list(dict.fromkeys(given))
+    all_meshes = [mesh for mesh, _ in placed.values()] + [mesh for _, hook in hooks for mesh in hook.meshes()]
+    meshes = list(dict.fromkeys(all_meshes))
     if len(meshes) > 1:
         raise ValueError(f"shard_module: the layouts are on several meshes, {meshes[0]} and {meshes[1]}; use one")
     if not meshes:
@@ -100,8 +100,12 @@ def matches(pattern: str, name: str) -> bool:
     >>> matches("model.layers.*.mlp", "model.layers.0.mlp"), matches("model.layers.*", "model.layers.0.mlp")
     (True, False)
     """
-    wanted, parts = pattern.split("."), name.split(".")
-    return bool(name) == bool(pattern) and len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+    pattern_parts, name_parts = pattern.split("."), name.split(".")
+    return (
+        bool(name) == bool(pattern)
+        and len(pattern_parts) == len(name_parts)
+        and all(map(fnmatchcase, name_parts, pattern_parts))
+    )
 
 
 def matching(pattern: str, names: Collection[str], what: str, module: Any, called: str = "shard_module") -> list[str]:
@@ -117,18 +121,18 @@ def matching(pattern: str, names: Collection[str], what: str, module: Any, calle
     Raises:
         ValueError: there is none; near misses, or the first names, are listed.
     """
-    found = [pattern] if pattern in names else [name for name in names if matches(pattern, name)]
-    if not found:
+    matched = [pattern] if pattern in names else [name for name in names if matches(pattern, name)]
+    if not matched:
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
-        known = [name for name in names if name]  # "" is the module itself
+        named = [name for name in names if name]  # "" is the module itself
         if near:
             advice = f"near: {', '.join(near)}"
-        elif known:
-            advice = f"there are {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}"
+        elif named:
+            advice = f"there are {', '.join(named[:5])}{', ...' if len(named) > 5 else ''}"
         else:
             advice = "there is none"
         raise ValueError(f"{called}: {pattern!r} matches no {what} of {type(module).__name__}; {advice}")
-    return found
+    return matched
 
 
 # ---- layouts ----
@@ -167,8 +171,8 @@ class _Hook:
 
     def meshes(self) -> list[DeviceMesh]:
         """Return the meshes of the layouts."""
-        given = [self.single, *(self.listed or ()), *(self.named or {}).values()]
-        return [placed[0] for placed in given if placed is not None]
+        layouts = [self.single, *(self.listed or ()), *(self.named or {}).values()]
+        return [placed[0] for placed in layouts if placed is not None]
 
     def inputs(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before forward."""
@@ -222,13 +226,13 @@ class _Hook:
             value = f.DTensor.from_local(value, mesh, placements)
         if value.device_mesh != mesh:
             raise ValueError(f"{what} is on {value.device_mesh}, the plan's layout on {mesh}")
-        wanted = value._spec.with_placements(normalize(placements, mesh, value.ndim, what))
-        return value if value._spec is wanted else f.redistribute_shared(value, wanted)
+        target = value._spec.with_placements(normalize(placements, mesh, value.ndim, what))
+        return value if value._spec is target else f.redistribute_shared(value, target)
 
 
 def _hooks(section: Mapping[str, Any], modules: Mapping[str, Any], module: Any, kind: str) -> list[tuple[Any, _Hook]]:
     """Return the hooks to register, with the module of each."""
-    made: list[tuple[Any, _Hook]] = []
+    hooks: list[tuple[Any, _Hook]] = []
     owners: dict[tuple[int, str], str] = {}
     for key, value in section.items():
         pattern, _, end = key.rpartition(".")
@@ -239,9 +243,9 @@ def _hooks(section: Mapping[str, Any], modules: Mapping[str, Any], module: Any, 
             other = owners.setdefault((id(modules[name]), end), key)
             if other != key:
                 raise ValueError(f"shard_module: the {end} of {name!r} is named by {other!r} and by {key!r}; keep one")
-            if all(modules[name] is not target or hook is not known for target, known in made):
-                made.append((modules[name], hook))
-    return made
+            if all(modules[name] is not target or hook is not registered for target, registered in hooks):
+                hooks.append((modules[name], hook))
+    return hooks
 
 
 def _hook(key: str, end: str, value: Any, kind: str) -> _Hook:

@@ -58,19 +58,19 @@ def visualize_sharding(
     layout, placements, size = _described(dtensor_or_layout, shape)
     ranks = layout.rank_list
     holders = who_holds(size, placements, layout.mesh_shape)
-    held = [_named(each, placements, layout.mesh_shape, ranks) for each in holders.held]
+    rank_texts = [_named(each, placements, layout.mesh_shape, ranks) for each in holders.held]
     lines = [f"shape {size} on {len(ranks)} ranks"]
     axes = zip(layout.mesh_dim_names, layout.mesh_shape, placements, strict=True)
     lines += [f"{name}={n}: {_explained(placement)}" for name, n, placement in axes]
     if path is not None:
-        _draw(holders, held, size, "\n".join(lines), path)
+        _draw(holders, rank_texts, size, "\n".join(lines), path)
     for grid in holders.grids() if prod(size) else ():
         label = grid.label(size)
-        lines += [label] * bool(label) + [_table(grid, held)]
+        lines += [label] * bool(label) + [_table(grid, rank_texts)]
     if not prod(size):
         lines.append("the tensor has no elements")
     elif holders.empty:
-        lines.append(f"no elements: {_listed([ranks[place] for place in holders.empty])}")
+        lines.append(f"no elements: {_listed([ranks[index] for index in holders.empty])}")
     return "\n".join(lines)
 
 
@@ -105,16 +105,16 @@ def _explained(placement: Placement) -> str:
     return f"{placement!r}, each rank holds the same" if placement.is_replicate() else repr(placement)
 
 
-def _named(held: Sequence[int], placements: Sequence[Placement], mesh: Sequence[int], ranks: Sequence[int]) -> str:
+def _named(indices: Sequence[int], placements: Sequence[Placement], mesh: Sequence[int], ranks: Sequence[int]) -> str:
     """Ranks as text, those that hold parts of one value together in ``sum(...)``."""
     partial = [axis for axis, placement in enumerate(placements) if isinstance(placement, Partial)]
     if not partial:
-        return _listed([ranks[place] for place in held])
+        return _listed([ranks[index] for index in indices])
     together: dict[tuple[int, ...], list[int]] = {}
-    for place in held:
-        at = np.unravel_index(place, mesh)
+    for index in indices:
+        at = np.unravel_index(index, mesh)
         key = tuple(int(i) for axis, i in enumerate(at) if axis not in partial)
-        together.setdefault(key, []).append(ranks[place])
+        together.setdefault(key, []).append(ranks[index])
     op = " of ".join(dict.fromkeys(p.op for p in placements if isinstance(p, Partial)))
     return ", ".join(f"{op}({_listed(each)})" for each in together.values())
 
@@ -130,19 +130,21 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows)
 
 
-def _table(grid: Grid, held: list[str]) -> str:
+def _table(grid: Grid, rank_texts: list[str]) -> str:
     if not grid.dims:
-        return text_table(["ranks"], [[held[grid.cells[0]]]])
+        return text_table(["ranks"], [[rank_texts[grid.cells[0]]]])
     rows = [f"{start}:{stop}" for start, stop in grid.boxes[0]]
     if len(grid.dims) == 1:
-        return text_table([f"dim {grid.dims[0]}", "ranks"], [[r, held[c]] for r, c in zip(rows, grid.cells)])
+        return text_table([f"dim {grid.dims[0]}", "ranks"], [[r, rank_texts[c]] for r, c in zip(rows, grid.cells)])
     columns = [f"{start}:{stop}" for start, stop in grid.boxes[1]]
-    body = [[row, *(held[cell] for cell in line)] for row, line in zip(rows, grid.cells, strict=True)]
+    body = [[row, *(rank_texts[cell] for cell in line)] for row, line in zip(rows, grid.cells, strict=True)]
     return text_table([f"dim {grid.dims[0]} / dim {grid.dims[1]}", *columns], body)
 
 
 # ---- the picture ----
-def _draw(holders: Holders, held: list[str], shape: Sequence[int], title: str, path: str | os.PathLike[str]) -> None:
+def _draw(
+    holders: Holders, rank_texts: list[str], shape: Sequence[int], title: str, path: str | os.PathLike[str]
+) -> None:
     """Write a picture of a tensor's boxes, to scale, one colour for each set of ranks, by matplotlib."""
     try:
         from matplotlib import colormaps
@@ -155,15 +157,15 @@ def _draw(holders: Holders, held: list[str], shape: Sequence[int], title: str, p
     figure = Figure(figsize=(_GRID_SIZE[0] * across, _GRID_SIZE[1] * down + 0.8), layout="constrained")
     figure.suptitle(title, fontsize=9)
     colours = colormaps["Set3"].colors  # type: ignore[attr-defined]
-    kinds = {ranks: colours[i % len(colours)] for i, ranks in enumerate(dict.fromkeys(held))}
+    kinds = {ranks: colours[i % len(colours)] for i, ranks in enumerate(dict.fromkeys(rank_texts))}
     for number, grid in enumerate(grids):
         axes = figure.add_subplot(down, across, number + 1)
         axes.set_title(grid.label(shape), fontsize=8)
-        _draw_grid(axes, grid, held, kinds)
+        _draw_grid(axes, grid, rank_texts, kinds)
     figure.savefig(path)
 
 
-def _draw_grid(axes: Any, grid: Grid, held: list[str], colours: dict[str, Any]) -> None:
+def _draw_grid(axes: Any, grid: Grid, rank_texts: list[str], colours: dict[str, Any]) -> None:
     from matplotlib.patches import Rectangle
 
     rows = grid.boxes[0] if grid.dims else ((0, 1),)
@@ -171,7 +173,7 @@ def _draw_grid(axes: Any, grid: Grid, held: list[str], colours: dict[str, Any]) 
     cells = grid.cells.reshape(len(rows), len(columns))
     for (top, bottom), line in zip(rows, cells, strict=True):
         for (left, right), cell in zip(columns, line, strict=True):
-            ranks = held[cell]
+            ranks = rank_texts[cell]
             box = Rectangle((left, top), right - left, bottom - top, facecolor=colours[ranks], edgecolor="black")
             axes.add_patch(box)
             axes.text((left + right) / 2, (top + bottom) / 2, ranks, ha="center", va="center", fontsize=7)

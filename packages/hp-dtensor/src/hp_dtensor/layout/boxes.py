@@ -65,22 +65,24 @@ def boxes(
     if not prod(shape):
         return (Box((0,) * len(shape), shape, None, (0,) * len(shape)),)
     axes = list(zip(placements, mesh_shape, coordinate, strict=True))
-    held = [intervals(size, [axis for axis in axes if cut_dim(axis[0]) == dim]) for dim, size in enumerate(shape)]
-    local = tuple(sum(length for _, length in each) for each in held)
+    local_intervals = [
+        intervals(size, [axis for axis in axes if cut_dim(axis[0]) == dim]) for dim, size in enumerate(shape)
+    ]
+    local = tuple(sum(length for _, length in each) for each in local_intervals)
     ragged = ragged_of(placements)
     if ragged is None:
-        return tuple(_split(held, (0,) * len(shape), local, None))
+        return tuple(_split(local_intervals, (0,) * len(shape), local, None))
     axis, placement = ragged
     first, count = (placement.dims[0] if placement.dims else 0), len(placement.dims)
     before, flattened, after = local[:first], local[first : first + count], local[first + count :]
-    found: list[Box] = []
+    result: list[Box] = []
     for start, length in parts(placement, prod(flattened), mesh_shape[axis])[coordinate[axis]]:
         done = 0
         for offsets, sizes in run_boxes(flattened, start, start + length):
             whole_offsets = ((0,) * len(before)) + offsets + ((0,) * len(after))
-            found += _split(held, whole_offsets, before + sizes + after, (first, done, sizes))
+            result += _split(local_intervals, whole_offsets, before + sizes + after, (first, done, sizes))
             done += prod(sizes)
-    return tuple(found)
+    return tuple(result)
 
 
 def run_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Run]:
@@ -113,26 +115,26 @@ def run_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Run]:
 
 
 def _split(
-    held: Sequence[Sequence[tuple[int, int]]],
+    local_intervals: Sequence[Sequence[tuple[int, int]]],
     offsets: Sequence[int],
     sizes: Sequence[int],
     ragged: tuple[int, int, tuple[int, ...]] | None,
 ) -> Iterator[Box]:
     """Split a box in local indices into boxes in global indices: several if it spans intervals that don't touch."""
-    found = []
-    for intervals_, offset, size in zip(held, offsets, sizes, strict=True):
-        pieces, passed = [], 0
+    overlaps = []
+    for intervals_, offset, size in zip(local_intervals, offsets, sizes, strict=True):
+        combination, passed = [], 0
         for start, length in intervals_:
             low, high = max(offset, passed), min(offset + size, passed + length)
             if low < high:
-                pieces.append((start + low - passed, high - low, low - offset))
+                combination.append((start + low - passed, high - low, low - offset))
             passed += length
-        found.append(pieces)
+        overlaps.append(combination)
     shift = (0,) * len(sizes) if ragged else tuple(offsets)
-    for pieces in itertools.product(*found):
+    for combination in itertools.product(*overlaps):
         yield Box(
-            tuple(piece[0] for piece in pieces),
-            tuple(piece[1] for piece in pieces),
+            tuple(overlap[0] for overlap in combination),
+            tuple(overlap[1] for overlap in combination),
             ragged,
-            tuple(piece[2] + by for piece, by in zip(pieces, shift, strict=True)),
+            tuple(overlap[2] + by for overlap, by in zip(combination, shift, strict=True)),
         )

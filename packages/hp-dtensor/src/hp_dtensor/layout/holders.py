@@ -98,26 +98,26 @@ def who_holds(shape: Sequence[int], placements: Sequence[Placement], mesh_shape:
     placements = normalize(placements, shape, mesh_shape)
     coordinates = list(np.ndindex(*mesh_shape))
     dims = [[_held(dim, size, placements, mesh_shape, c) for c in coordinates] for dim, size in enumerate(shape)]
-    places = [{0, size, *(s for held in each for s in held[0] + held[1])} for size, each in zip(shape, dims)]
+    edges = [{0, size, *(s for held in each for s in held[0] + held[1])} for size, each in zip(shape, dims)]
     ragged = ragged_of(placements)
-    runs: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     if ragged:
         for rank, coordinate in enumerate(coordinates):
-            mine = [each[rank] for each in dims]
-            runs.append(_run(ragged[1], mine, mesh_shape[ragged[0]], coordinate[ragged[0]]))
-            for edge in runs[-1]:
-                _add_places(places, ragged[1], mine, edge)
-    bounds = [sorted(each) for each in places]
+            by_dim = [each[rank] for each in dims]
+            ranges.append(_run(ragged[1], by_dim, mesh_shape[ragged[0]], coordinate[ragged[0]]))
+            for edge in ranges[-1]:
+                _add_places(edges, ragged[1], by_dim, edge)
+    bounds = [sorted(each) for each in edges]
     at = [np.array(each[:-1], dtype=np.int64) for each in bounds]
-    found = np.zeros((len(coordinates), *(len(each) for each in at)), dtype=bool)
+    holds = np.zeros((len(coordinates), *(len(each) for each in at)), dtype=bool)
     for rank in range(len(coordinates)):
         local = [_positions(each[rank], at[dim]) for dim, each in enumerate(dims)]
-        found[rank] = _mask([each >= 0 for each in local])
+        holds[rank] = _mask([each >= 0 for each in local])
         if ragged:
             sizes = [sum(n for n in each[rank][2]) for each in dims]
             offset = _offsets(local, sizes, ragged[1].dims)
-            found[rank] &= (runs[rank][0] <= offset) & (offset < runs[rank][1])
-    return _compressed(found, bounds)
+            holds[rank] &= (ranges[rank][0] <= offset) & (offset < ranges[rank][1])
+    return _compressed(holds, bounds)
 
 
 Held = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -126,19 +126,19 @@ Held = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 def _held(dim: int, size: int, placements: Sequence[Placement], mesh: Sequence[int], at: Sequence[int]) -> Held:
     """Return the intervals of a dim on the rank at ``coordinate``, ignoring any ``RaggedShard``."""
-    cuts = [(p, n, i) for p, n, i in zip(placements, mesh, at, strict=True) if cut_dim(p) == dim]
-    found = intervals(size, cuts)
-    return tuple(s for s, _ in found), tuple(s + n for s, n in found), tuple(n for _, n in found)
+    shards = [(p, n, i) for p, n, i in zip(placements, mesh, at, strict=True) if cut_dim(p) == dim]
+    local = intervals(size, shards)
+    return tuple(s for s, _ in local), tuple(s + n for s, n in local), tuple(n for _, n in local)
 
 
 def _run(placement: RaggedShard, dims: Sequence[Held], n: int, index: int) -> tuple[int, int]:
     """Start and end of a rank's piece in the run of the ragged dims."""
-    _, run, _ = run_view(placement, (), [sum(each[2]) for each in dims])
-    held = parts(placement, run, n)[index]
-    return (held[0][0], held[0][0] + held[0][1]) if held else (0, 0)
+    _, size, _ = run_view(placement, (), [sum(each[2]) for each in dims])
+    range_ = parts(placement, size, n)[index]
+    return (range_[0][0], range_[0][0] + range_[0][1]) if range_ else (0, 0)
 
 
-def _add_places(places: Sequence[set[int]], placement: RaggedShard, dims: Sequence[Held], edge: int) -> None:
+def _add_places(edges: Sequence[set[int]], placement: RaggedShard, dims: Sequence[Held], edge: int) -> None:
     """Cut each ragged dim around the element at which a piece of the run begins or has ended."""
     sizes = [sum(dims[dim][2]) for dim in placement.dims]
     if not 0 < edge < prod(sizes):
@@ -146,53 +146,53 @@ def _add_places(places: Sequence[set[int]], placement: RaggedShard, dims: Sequen
     for dim, local in zip(placement.dims, np.unravel_index(edge, sizes), strict=True):
         for start, length in zip(dims[dim][0], dims[dim][2], strict=True):
             if local < length:
-                places[dim].update((start + int(local), start + int(local) + 1))
+                edges[dim].update((start + int(local), start + int(local) + 1))
                 break
             local -= length
 
 
-def _positions(held: Held, at: Any) -> Any:
+def _positions(intervals_: Held, at: Any) -> Any:
     """Return the local index of each global index, -1 for those that are not on the rank."""
-    found = np.full(len(at), -1, dtype=np.int64)
+    positions = np.full(len(at), -1, dtype=np.int64)
     offset = 0
-    for start, stop, length in zip(*held, strict=True):
+    for start, stop, length in zip(*intervals_, strict=True):
         inside = (at >= start) & (at < stop)
-        found[inside] = at[inside] - start + offset
+        positions[inside] = at[inside] - start + offset
         offset += length
-    return found
+    return positions
 
 
 def _mask(by_dim: Sequence[Any]) -> Any:
     """Return an array that is True for the boxes that the rank has along every dim."""
-    made = np.array(True)
+    mask = np.array(True)
     for dim, each in enumerate(by_dim):
-        made = made & each.reshape([-1 if d == dim else 1 for d in range(len(by_dim))])
-    return made
+        mask = mask & each.reshape([-1 if d == dim else 1 for d in range(len(by_dim))])
+    return mask
 
 
 def _offsets(local: Sequence[Any], sizes: Sequence[int], dims: Sequence[int]) -> Any:
     """Where each box begins in the run of some dims."""
-    made = np.array(0)
+    offsets = np.array(0)
     for dim in dims:
-        made = made * sizes[dim] + local[dim].reshape([-1 if d == dim else 1 for d in range(len(local))])
-    return made
+        offsets = offsets * sizes[dim] + local[dim].reshape([-1 if d == dim else 1 for d in range(len(local))])
+    return offsets
 
 
-def _compressed(found: Any, bounds: Sequence[Sequence[int]]) -> Holders:
+def _compressed(holds: Any, bounds: Sequence[Sequence[int]]) -> Holders:
     """Join boxes that all along a dim are held by the same ranks as their neighbours.
 
     Args:
-        found: of booleans, ``[places, boxes along dim 0, ...]``.
+        holds: of booleans, ``[places, boxes along dim 0, ...]``.
         bounds: for each dim where its boxes begin, and its size.
     """
-    empty = tuple(rank for rank in range(len(found)) if not found[rank].any())
+    empty = tuple(rank for rank in range(len(holds)) if not holds[rank].any())
     boxes: list[tuple[Box, ...]] = []
-    for dim, places in enumerate(bounds):
-        lines = np.moveaxis(found, dim + 1, 0)
-        kept = [i for i in range(len(lines)) if i == 0 or not np.array_equal(lines[i], lines[i - 1])]
-        starts = [places[i] for i in kept]
-        boxes.append(tuple(zip(starts, [*starts[1:], places[-1]])))
-        found = np.take(found, kept, axis=dim + 1)
-    flat = found.reshape(len(found), -1)
-    held = tuple(tuple(int(rank) for rank in np.flatnonzero(column)) for column in flat.T)
-    return Holders(tuple(boxes), held, empty)
+    for dim, edges in enumerate(bounds):
+        lines = np.moveaxis(holds, dim + 1, 0)
+        distinct = [i for i in range(len(lines)) if i == 0 or not np.array_equal(lines[i], lines[i - 1])]
+        starts = [edges[i] for i in distinct]
+        boxes.append(tuple(zip(starts, [*starts[1:], edges[-1]])))
+        holds = np.take(holds, distinct, axis=dim + 1)
+    flat = holds.reshape(len(holds), -1)
+    holders = tuple(tuple(int(rank) for rank in np.flatnonzero(column)) for column in flat.T)
+    return Holders(tuple(boxes), holders, empty)

@@ -67,24 +67,25 @@ class Layout:
         self._key = (self.mesh_shape, self.mesh_dim_names, self.rank_list, self.placements)
 
     def _placed(self, placements: tuple[Placement, ...], ndim: int | None) -> Layout:
-        made = Layout(self.mesh_shape, self.mesh_dim_names, self.rank_list)
-        made.placements, made.ndim = placements, ndim
-        made._seal()
-        return made
+        layout = Layout(self.mesh_shape, self.mesh_dim_names, self.rank_list)
+        layout.placements, layout.ndim = placements, ndim
+        layout._seal()
+        return layout
 
     def __call__(self, *dims: str | Sequence[str]) -> Layout:
         """Return the layout of a tensor whose dim ``k`` is sharded by ``dims[k]``; replicated without arguments."""
         placements: list[Placement] = [Replicate()] * len(self.mesh_shape)
         used: set[str] = set()
-        for dim, given in enumerate(dims):
-            if not isinstance(given, (str, list, tuple)):
+        for dim, axis_or_axes in enumerate(dims):
+            if not isinstance(axis_or_axes, (str, list, tuple)):
                 raise TypeError(
-                    f"layout: dim {dim} of {dims} is {given!r}; pass the mesh axis that shards it, a tuple of axes,"
-                    " or 'None' if none does"
+                    f"layout: dim {dim} of {dims} is {axis_or_axes!r}; pass the mesh axis that shards it, a tuple of"
+                    " axes, or 'None' if none does"
                 )
-            names = [name for name in ((given,) if isinstance(given, str) else given) if name != "None"]
             axes = []
-            for name in names:
+            for name in (axis_or_axes,) if isinstance(axis_or_axes, str) else axis_or_axes:
+                if name == "None":
+                    continue
                 if name not in self.mesh_dim_names:
                     raise ValueError(f"layout: unknown axis {name!r}; the axes are {self.mesh_dim_names} (or 'None')")
                 if name in used:
@@ -92,8 +93,8 @@ class Layout:
                 used.add(name)
                 axes.append(self.mesh_dim_names.index(name))
             for position, axis in enumerate(axes):
-                # an axis named before this one but later in the mesh cuts first: what it leaves comes in that many
-                # blocks
+                # An axis that is named before this one but comes later in the mesh is the outer one, so this axis
+                # shards each of its blocks.
                 outer = math.prod(self.mesh_shape[a] for a in axes[:position] if a > axis)
                 placements[axis] = Shard(dim) if outer == 1 else StridedShard(dim, outer)
         return self._placed(tuple(placements), len(dims) or None)
@@ -102,8 +103,8 @@ class Layout:
     def of(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int | None = None) -> Layout:
         """Return the layout equivalent to a mesh and placements."""
         names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-        made = Layout(mesh.shape, names, [int(rank) for rank in mesh.ranks.reshape(-1)])
-        return made._placed(tuple(placements), ndim)
+        layout = Layout(mesh.shape, names, [int(rank) for rank in mesh.ranks.reshape(-1)])
+        return layout._placed(tuple(placements), ndim)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Create the mesh of this layout's ranks; that creates its process groups, so every rank of it must ask."""
@@ -118,19 +119,19 @@ class Layout:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        made = f"Layout({self.mesh_shape}, {self.mesh_dim_names}"
+        text = f"Layout({self.mesh_shape}, {self.mesh_dim_names}"
         if self.rank_list != tuple(range(len(self.rank_list))):
-            made += f", rank_list={self.rank_list}"
-        made += ")"
+            text += f", rank_list={self.rank_list}"
+        text += ")"
         if self.placements is None:
-            return made
+            return text
         if self.ndim is None or any(type(p) not in (Shard, Replicate) for p in self.placements):
-            return f"{made} with {self.placements}"
+            return f"{text} with {self.placements}"
         dims = []
         for dim in range(self.ndim):
             names = [n for n, p in zip(self.mesh_dim_names, self.placements, strict=True) if p == Shard(dim)]
             dims.append(repr(tuple(names)) if len(names) > 1 else repr(names[0] if names else "None"))
-        return f"{made}({', '.join(dims)})"
+        return f"{text}({', '.join(dims)})"
 
 
 def as_placements(

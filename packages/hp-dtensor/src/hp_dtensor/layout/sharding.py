@@ -49,8 +49,8 @@ def cut_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
-def parts(placement: Placement, run: int, n: int) -> tuple[tuple[Interval, ...], ...]:
-    """Return the intervals of a range of ``run`` elements on each of ``n`` ranks, in local order, without empty ones.
+def parts(placement: Placement, size: int, n: int) -> tuple[tuple[Interval, ...], ...]:
+    """Return the intervals of a range of ``size`` elements on each of ``n`` ranks, in local order, without empty ones.
 
     - ``Shard``: chunk ``i``.
     - ``StridedShard(dim, split_factor=f)``: the run is seen as ``f`` blocks of ``run / f``; rank ``i`` holds chunk
@@ -58,55 +58,55 @@ def parts(placement: Placement, run: int, n: int) -> tuple[tuple[Interval, ...],
     - ``RaggedShard``: contiguous pieces of ``run * units[i] / sum(units)``.
 
     Raises:
-        ValueError: if ``split_factor`` doesn't divide ``run``, or ``run`` is not a multiple of the sum of ``units``.
+        ValueError: if ``split_factor`` doesn't divide ``size``, or ``size`` is not a multiple of the sum of ``units``.
     """
-    return _parts(placement, run, n)
+    return _parts(placement, size, n)
 
 
 @lru_cache(maxsize=4096)
-def _parts(placement: Placement, run: int, n: int) -> tuple[tuple[Interval, ...], ...]:
+def _parts(placement: Placement, size: int, n: int) -> tuple[tuple[Interval, ...], ...]:
     if isinstance(placement, RaggedShard):
         total = sum(placement.units)
-        if not ragged_fits(placement, run):
+        if not ragged_fits(placement, size):
             raise ValueError(
-                f"{placement!r} does not fit: the named dims hold {run} elements here, which must be a multiple of "
+                f"{placement!r} does not fit: the named dims hold {size} elements here, which must be a multiple of "
                 f"sum(units) = {total}. Give units that add up to the number of elements or divide it"
             )
-        pieces: list[Interval] = []
+        chunks: list[Interval] = []
         start = 0
         for unit in placement.units:
-            length = run * unit // total if total else 0
-            pieces.append((start, length))
+            length = size * unit // total if total else 0
+            chunks.append((start, length))
             start += length
-        found = [[piece] for piece in pieces]
+        by_rank = [[interval] for interval in chunks]
     elif isinstance(placement, StridedShard):
-        if run % placement.split_factor:
+        if size % placement.split_factor:
             raise ValueError(
-                f"{placement!r} does not fit: split_factor {placement.split_factor} must divide the size {run} "
+                f"{placement!r} does not fit: split_factor {placement.split_factor} must divide the size {size} "
                 f"that is left of dim {placement.dim}"
             )
-        block = run // placement.split_factor
-        found = [
+        block = size // placement.split_factor
+        by_rank = [
             [(b * block + start, length) for b in range(placement.split_factor)]
             for start, length in (chunk(block, n, i) for i in range(n))
         ]
     elif isinstance(placement, Shard):
-        found = [[chunk(run, n, i)] for i in range(n)]
+        by_rank = [[chunk(size, n, i)] for i in range(n)]
     else:
-        found = [[(0, run)]] * n
-    return tuple(tuple(_merge(each)) for each in found)
+        by_rank = [[(0, size)]] * n
+    return tuple(tuple(_merge(each)) for each in by_rank)
 
 
-def ragged_fits(placement: RaggedShard, run: int) -> bool:
-    """Whether a run of ``run`` elements can be cut in proportion to the units."""
+def ragged_fits(placement: RaggedShard, size: int) -> bool:
+    """Whether a run of ``size`` elements can be cut in proportion to the units."""
     total = sum(placement.units)
-    return run % total == 0 if total else run == 0
+    return size % total == 0 if total else size == 0
 
 
-def _merge(found: Sequence[Interval]) -> list[Interval]:
+def _merge(intervals_: Sequence[Interval]) -> list[Interval]:
     """Drop empty intervals, join those that touch."""
     merged: list[Interval] = []
-    for start, length in found:
+    for start, length in intervals_:
         if not length:
             continue
         if merged and merged[-1][0] + merged[-1][1] == start:
@@ -116,31 +116,33 @@ def _merge(found: Sequence[Interval]) -> list[Interval]:
     return merged
 
 
-def intervals(size: int, cuts: Sequence[tuple[Placement, int, int]]) -> list[Interval]:
+def intervals(size: int, shards: Sequence[tuple[Placement, int, int]]) -> list[Interval]:
     """Which intervals of a dim of ``size`` a rank holds, in local order.
 
     Args:
         size: the global size of the dim.
-        cuts: (placement, ranks of its axis, index on it) for each axis that cuts this dim, the left mesh axis first.
+        shards: (placement, ranks of its axis, index on it) for each axis that cuts this dim, the left mesh axis first.
             Each cuts what the one before leaves.
     """
-    held = [(0, size)]
-    for placement, n, index in cuts:
-        run = sum(length for _, length in held)
-        held = _merge([piece for part in parts(placement, run, n)[index] for piece in _within(held, *part)])
-    return held
+    local = [(0, size)]
+    for placement, n, index in shards:
+        remaining = sum(length for _, length in local)
+        local = _merge(
+            [interval for part in parts(placement, remaining, n)[index] for interval in _within(local, *part)]
+        )
+    return local
 
 
-def _within(held: Sequence[Interval], start: int, length: int) -> list[Interval]:
-    """Return the part ``[start, start + length)`` of the concatenation of ``held``."""
-    found: list[Interval] = []
+def _within(local: Sequence[Interval], start: int, length: int) -> list[Interval]:
+    """Return the part ``[start, start + length)`` of the concatenation of ``local``."""
+    overlaps: list[Interval] = []
     offset = 0
-    for held_start, held_length in held:
+    for held_start, held_length in local:
         low, high = max(start, offset), min(start + length, offset + held_length)
         if low < high:
-            found.append((held_start + low - offset, high - low))
+            overlaps.append((held_start + low - offset, high - low))
         offset += held_length
-    return found
+    return overlaps
 
 
 def normalize(
@@ -159,12 +161,12 @@ def normalize(
             f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} axes "
             f"{tuple(mesh_shape)}: pass one placement per mesh axis"
         )
-    found = tuple(_normalize_one(p, axis, shape, mesh_shape) for axis, p in enumerate(placements))
-    if sum(isinstance(p, RaggedShard) for p in found) > 1:
+    normalized = tuple(_normalize_one(p, axis, shape, mesh_shape) for axis, p in enumerate(placements))
+    if sum(isinstance(p, RaggedShard) for p in normalized) > 1:
         raise ValueError(
-            f"placements {found} have more than one RaggedShard: a tensor can be ragged on one mesh axis only"
+            f"placements {normalized} have more than one RaggedShard: a tensor can be ragged on one mesh axis only"
         )
-    return found
+    return normalized
 
 
 def _normalize_one(placement: Placement, axis: int, shape: Sequence[int], mesh_shape: Sequence[int]) -> Placement:
@@ -236,10 +238,10 @@ def local_shape(
     ragged = ragged_of(placements)
     if ragged:
         axis, placement = ragged
-        outer, run, _ = run_view(placement, (), sizes)
-        held = sum(length for _, length in parts(placement, run, mesh_shape[axis])[coordinate[axis]])
+        outer, elements, _ = run_view(placement, (), sizes)
+        flat = sum(length for _, length in parts(placement, elements, mesh_shape[axis])[coordinate[axis]])
         first = placement.dims[0] if placement.dims else 0
-        sizes[first : first + len(placement.dims)] = [held]
+        sizes[first : first + len(placement.dims)] = [flat]
     return tuple(sizes)
 
 
@@ -265,19 +267,19 @@ def take(array: Any, placements: Sequence[Placement], mesh_shape: Sequence[int],
 
     placements = normalize(placements, array.shape, mesh_shape)
     for dim, size in enumerate(array.shape):
-        cuts = [(p, n, i) for p, n, i in zip(placements, mesh_shape, coordinate, strict=True) if cut_dim(p) == dim]
-        if cuts:
-            held = intervals(size, cuts)
-            indices = np.concatenate([np.arange(s, s + n) for s, n in held] or [np.arange(0)])
+        shards = [(p, n, i) for p, n, i in zip(placements, mesh_shape, coordinate, strict=True) if cut_dim(p) == dim]
+        if shards:
+            local = intervals(size, shards)
+            indices = np.concatenate([np.arange(s, s + n) for s, n in local] or [np.arange(0)])
             array = np.take(array, indices, axis=dim)
     ragged = ragged_of(placements)
     if ragged:
         axis, placement = ragged
-        outer, run, inner = run_view(placement, (), array.shape)
-        held = parts(placement, run, mesh_shape[axis])[coordinate[axis]]
-        start, length = held[0] if held else (0, 0)
+        outer, elements, inner = run_view(placement, (), array.shape)
+        local = parts(placement, elements, mesh_shape[axis])[coordinate[axis]]
+        start, length = local[0] if local else (0, 0)
         shape = local_shape(array.shape, _only(placement, axis, len(mesh_shape)), mesh_shape, coordinate)
-        array = array.reshape(outer, run, inner)[:, start : start + length].reshape(shape)
+        array = array.reshape(outer, elements, inner)[:, start : start + length].reshape(shape)
     return array
 
 
@@ -308,8 +310,8 @@ def assemble(
         raise ValueError(f"assemble: {tuple(placements)} has a Partial: reduce it first (redistribution.simulate does)")
     size = prod(shape)
     index = np.arange(size).reshape(tuple(shape))
-    first = next(iter(locals_.values()))
-    flat = np.empty(size, dtype=first.dtype)
+    any_local = next(iter(locals_.values()))
+    flat = np.empty(size, dtype=any_local.dtype)
     for coordinate in reversed(list(locals_)):
         flat[take(index, placements, mesh_shape, coordinate).reshape(-1)] = locals_[coordinate].reshape(-1)
     return flat.reshape(tuple(shape))

@@ -52,22 +52,22 @@ class TensorSpec:
     def of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> TensorSpec:
         """Return the one spec with this content."""
         key = (mesh, tuple(placements), tuple(shape))
-        found = _specs.get(key)
-        if found is None:
-            found = TensorSpec()
-            found.mesh, found.placements, found.shape = key
+        spec = _specs.get(key)
+        if spec is None:
+            spec = TensorSpec()
+            spec.mesh, spec.placements, spec.shape = key
             coordinate = mesh.get_coordinate()
             if coordinate is None:
-                found.local_shape = (0,) * len(key[2])
+                spec.local_shape = (0,) * len(key[2])
             else:
-                found.local_shape = tuple(local_shape(key[2], key[1], mesh.shape, coordinate))
-            found.replicated = all(placement.is_replicate() for placement in key[1])
-            found.partial = any(placement.is_partial() for placement in key[1])
-            found.ragged = any(isinstance(placement, RaggedShard) for placement in key[1])
-            found.thin = is_thin(key[2], key[1], mesh.shape)
-            found.name = str(next(_numbers))
-            _specs[key] = found
-        return found
+                spec.local_shape = tuple(local_shape(key[2], key[1], mesh.shape, coordinate))
+            spec.replicated = all(placement.is_replicate() for placement in key[1])
+            spec.partial = any(placement.is_partial() for placement in key[1])
+            spec.ragged = any(isinstance(placement, RaggedShard) for placement in key[1])
+            spec.thin = is_thin(key[2], key[1], mesh.shape)
+            spec.name = str(next(_numbers))
+            _specs[key] = spec
+        return spec
 
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
         """Return this spec with other placements."""
@@ -131,7 +131,7 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what
             f"{what}: {len(placements)} placements {placements} for a mesh of {mesh.ndim} axes"
             f" {mesh.mesh_dim_names or mesh.shape}"
         )
-    made: list[Placement] = []
+    normalized: list[Placement] = []
     for placement in placements:
         if isinstance(placement, (Shard, StridedShard)):
             if not -ndim <= placement.dim < ndim:
@@ -146,8 +146,8 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what
                 f"{what}: {placement!r}, a {kind_of(placement)}, is not a placement of"
                 " hp_dtensor (Shard, StridedShard, RaggedShard, Replicate, Partial)"
             )
-        made.append(placement)
-    return tuple(made)
+        normalized.append(placement)
+    return tuple(normalized)
 
 
 def meshes() -> list[DeviceMesh]:

@@ -38,12 +38,12 @@ def of_whole(strides: Sequence[int], part: Sequence[int], shape: Sequence[int]) 
         part: the part's shape.
         shape: the whole shape; a size that is not the part's is above 1, and the part's is not 0.
     """
-    made, whole, cut = [0] * len(shape), 1, 1
+    result, global_elements, local_elements = [0] * len(shape), 1, 1
     for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
-        made[dim] = strides[dim] * whole // cut
+        result[dim] = strides[dim] * global_elements // local_elements
         if part[dim] != shape[dim]:
-            whole, cut = whole * shape[dim], cut * part[dim]
-    return tuple(made)
+            global_elements, local_elements = global_elements * shape[dim], local_elements * part[dim]
+    return tuple(result)
 
 
 def is_thin(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> bool:
@@ -61,8 +61,8 @@ def is_thin(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: S
         if isinstance(placement, (Shard, StridedShard)):
             blocks = placement.split_factor if isinstance(placement, StridedShard) else 1
             dim = placement.dim
-            cut = [_chunks(size // blocks, ranks) for size in sizes.get(dim, {shape[dim]})]
-            sizes[dim] = {blocks * length for lengths in cut for length in lengths}
+            lengths_by_size = [_chunks(size // blocks, ranks) for size in sizes.get(dim, {shape[dim]})]
+            sizes[dim] = {blocks * length for lengths in lengths_by_size for length in lengths}
     return any(min(lengths) < min(shape[dim], 2) for dim, lengths in sizes.items())
 
 

@@ -31,12 +31,12 @@ def read_ranks(mesh: Any) -> np.ndarray:
         TypeError: something that is no integer.
         ValueError: no rank at all, or one more than once.
     """
-    given = np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh)
-    if not given.size:
-        raise ValueError(f"DeviceMesh: a mesh needs at least one rank, got {given.tolist()} of shape {given.shape}")
-    if given.dtype.kind not in "iu":
-        raise TypeError(f"DeviceMesh: ranks must be integers, got {given.tolist()} of {given.dtype}")
-    ranks = given.astype(np.int64).reshape(given.shape or (1,))
+    array = np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh)
+    if not array.size:
+        raise ValueError(f"DeviceMesh: a mesh needs at least one rank, got {array.tolist()} of shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"DeviceMesh: ranks must be integers, got {array.tolist()} of {array.dtype}")
+    ranks = array.astype(np.int64).reshape(array.shape or (1,))
     flat = ranks.reshape(-1).tolist()
     if len(set(flat)) != len(flat):
         repeated = sorted({rank for rank in flat if flat.count(rank) > 1})
@@ -56,12 +56,14 @@ def read_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str
         return None
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"DeviceMesh: mesh_dim_names must be a sequence of strings, as ('dp', 'tp'), got {names!r}")
-    found = tuple(names)
-    if len(found) != len(shape):
-        raise MeshValueError(f"DeviceMesh: {len(found)} mesh_dim_names {found} for a mesh of {len(shape)} axes {shape}")
-    if len(set(found)) != len(found):
-        raise MeshValueError(f"DeviceMesh: mesh_dim_names must be unique, got {found}")
-    return found
+    checked = tuple(names)
+    if len(checked) != len(shape):
+        raise MeshValueError(
+            f"DeviceMesh: {len(checked)} mesh_dim_names {checked} for a mesh of {len(shape)} axes {shape}"
+        )
+    if len(set(checked)) != len(checked):
+        raise MeshValueError(f"DeviceMesh: mesh_dim_names must be unique, got {checked}")
+    return checked
 
 
 def find_axis(axis: Any, names: tuple[str, ...], shape: tuple[int, ...], others: Callable[[], Collection[str]]) -> int:
@@ -80,10 +82,10 @@ def find_axis(axis: Any, names: tuple[str, ...], shape: tuple[int, ...], others:
     """
     if isinstance(axis, str):
         if axis not in names:
-            known = (*names, *others())
-            near = difflib.get_close_matches(axis, known)
+            available = (*names, *others())
+            near = difflib.get_close_matches(axis, available)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise NoAxisError(f"no axis {axis!r} in a mesh with axes {known}{hint}")
+            raise NoAxisError(f"no axis {axis!r} in a mesh with axes {available}{hint}")
         return names.index(axis)
     if not isinstance(axis, int):
         raise TypeError(f"an axis is named by a string or an index, got {axis!r}")
@@ -118,47 +120,47 @@ def within(axis: Digits, others: Iterable[Digits]) -> bool:
     digits = [digit for each in others for digit in each]
     for size, stride in axis:
         while size > 1:
-            found = next((n // (stride // s) for n, s in digits if s <= stride < n * s and stride % s == 0), 1)
-            if found == 1:
+            factor = next((n // (stride // s) for n, s in digits if s <= stride < n * s and stride % s == 0), 1)
+            if factor == 1:
                 return False
-            size, stride = size // found, stride * found
+            size, stride = size // factor, stride * factor
     return True
 
 
-def cut(ranks: np.ndarray, place: int, axes: Sequence[Digits]) -> np.ndarray:
+def cut(ranks: np.ndarray, position: int, axes: Sequence[Digits]) -> np.ndarray:
     """Return the ranks along these axes through one position.
 
     Args:
         ranks: those of the root mesh.
-        place: the number of a place in it.
+        position: the number of a place in it.
         axes: which don't overlap.
 
     Returns:
         An array with one dim an axis.
     """
-    found = np.array([place - sum(place // stride % size * stride for axis in axes for size, stride in axis)])
+    positions = np.array([position - sum(position // stride % size * stride for axis in axes for size, stride in axis)])
     for size, stride in (digit for axis in axes for digit in axis):
-        found = (found[:, None] + np.arange(size) * stride).reshape(-1)
-    return ranks.reshape(-1)[found].reshape([prod(size for size, _ in axis) for axis in axes])
+        positions = (positions[:, None] + np.arange(size) * stride).reshape(-1)
+    return ranks.reshape(-1)[positions].reshape([prod(size for size, _ in axis) for axis in axes])
 
 
 def split(axis: Digits, sizes: Sequence[int]) -> list[Digits] | None:
     """One axis as several, the outer first; None where the digits that it was flattened from are not of such sizes."""
-    digits, made = list(axis), []
-    for wanted in reversed(sizes):
-        found: list[tuple[int, int]] = []
-        while wanted > 1:
+    digits, axes = list(axis), []
+    for remaining in reversed(sizes):
+        terms: list[tuple[int, int]] = []
+        while remaining > 1:
             if not digits:
                 return None
             size, stride = digits.pop()
-            if wanted % size == 0:
-                found.insert(0, (size, stride))
-                wanted //= size
-            elif size % wanted == 0:
-                found.insert(0, (wanted, stride))
-                digits.append((size // wanted, stride * wanted))
-                wanted = 1
+            if remaining % size == 0:
+                terms.insert(0, (size, stride))
+                remaining //= size
+            elif size % remaining == 0:
+                terms.insert(0, (remaining, stride))
+                digits.append((size // remaining, stride * remaining))
+                remaining = 1
             else:
                 return None
-        made.insert(0, tuple(found) or ((1, 1),))
-    return made if all(size == 1 for size, _ in digits) else None
+        axes.insert(0, tuple(terms) or ((1, 1),))
+    return axes if all(size == 1 for size, _ in digits) else None

@@ -86,11 +86,11 @@ class DeviceMesh:
     def _locate(self) -> None:
         """Find this rank's coordinate; until there is a default group, use that of rank 0."""
         groups = get_platform().groups
-        known = groups.is_initialized()
-        rank = groups.rank() if known else 0
+        started = groups.is_initialized()
+        rank = groups.rank() if started else 0
         position = np.argwhere(self.ranks == rank)
         self._coordinate = tuple(int(i) for i in position[0]) if len(position) else None
-        self._rank = rank if known else None
+        self._rank = rank if started else None
 
     # ---- values ----
     def __eq__(self, other: object) -> bool:
@@ -107,8 +107,8 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = self.root if self.root is not self else None
-        made = (self.device_type, self.ranks.tolist(), self.mesh_dim_names, root, self._axes)
-        return _rebuild, made, {"_flattened": self._flattened} if self._flattened else None
+        arguments = (self.device_type, self.ranks.tolist(), self.mesh_dim_names, root, self._axes)
+        return _rebuild, arguments, {"_flattened": self._flattened} if self._flattened else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self
@@ -186,9 +186,9 @@ class DeviceMesh:
     def _make_groups(self) -> None:
         mesh_groups.start()
         mesh_groups.check_world(self)
-        here = range(self.ndim) if self.get_coordinate() is not None else ()
+        own_axes = range(self.ndim) if self.get_coordinate() is not None else ()
         new_group = get_platform().groups.new_group
-        self._groups = tuple(new_group(self._line(axis), pg_options=self._options.get(axis)) for axis in here)
+        self._groups = tuple(new_group(self._line(axis), pg_options=self._options.get(axis)) for axis in own_axes)
 
     def _line(self, axis: int) -> list[int]:
         """Return the ranks along an axis, through this one."""
@@ -246,19 +246,19 @@ class DeviceMesh:
             KeyError: unknown or repeated names, or axes that share ranks, as a flattened axis and one that is in it.
             RuntimeError: a mesh without names, or this rank is not in the mesh.
         """
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        requested = (names,) if isinstance(names, str) else tuple(names)
         if self.mesh_dim_names is None:
-            raise RuntimeError(f"cannot slice by name {wanted}: this mesh has no mesh_dim_names")
-        if wanted == self.mesh_dim_names:
+            raise RuntimeError(f"cannot slice by name {requested}: this mesh has no mesh_dim_names")
+        if requested == self.mesh_dim_names:
             return self
-        if len(set(wanted)) != len(wanted):
-            raise KeyError(f"axis names must not repeat, got {wanted}")
-        if not wanted:
+        if len(set(requested)) != len(requested):
+            raise KeyError(f"axis names must not repeat, got {requested}")
+        if not requested:
             raise KeyError(f"name at least one axis of {self.mesh_dim_names}")
-        found = [self._find(name) for name in wanted]
-        if len(found) == 1 and found[0][0] is not self:
-            return found[0][0]
-        return submesh.join(self, wanted, found)
+        located = [self._find(name) for name in requested]
+        if len(located) == 1 and located[0][0] is not self:
+            return located[0][0]
+        return submesh.join(self, requested, located)
 
     def _derived(
         self, ranks: Any, names: Sequence[str] | None, axes: tuple[Digits, ...], *, init_groups: bool = False
@@ -314,16 +314,18 @@ class DeviceMesh:
             ValueError: no group, a list of several without ``mesh``, or a mesh whose line is not its group's ranks.
         """
         groups = get_platform().groups
-        given = list(group) if isinstance(group, (list, tuple)) else [group]
-        if not given:
+        given_groups = list(group) if isinstance(group, (list, tuple)) else [group]
+        if not given_groups:
             raise ValueError("from_group: at least one process group is needed, got an empty list")
-        if len(given) == 1 and mesh is None:
-            mesh = groups.ranks(given[0])
+        if len(given_groups) == 1 and mesh is None:
+            mesh = groups.ranks(given_groups[0])
         if mesh is None:
-            raise ValueError(f"from_group: {len(given)} groups need mesh=, the ranks in {len(given)} axes")
-        made = DeviceMesh(device_type, mesh, mesh_dim_names, _init_groups=False)
-        mesh_groups.adopt(made, given)
-        return made
+            raise ValueError(
+                f"from_group: {len(given_groups)} groups need mesh=, the ranks in {len(given_groups)} axes"
+            )
+        result = DeviceMesh(device_type, mesh, mesh_dim_names, _init_groups=False)
+        mesh_groups.adopt(result, given_groups)
+        return result
 
     # ---- context ----
     def __enter__(self) -> DeviceMesh:

@@ -77,8 +77,8 @@ def read_options(override: Any, names: Sequence[str] | None, ndim: int) -> dict[
     for key, value in override.items():
         axis = names.index(key) if names and key in names else key
         if not isinstance(axis, int) or not 0 <= axis < ndim or axis in options:
-            known = f"indices from 0 to {ndim - 1}" + (f" or names of {tuple(names)}" if names else "")
-            raise MeshValueError(f"DeviceMesh: backend_override needs {known}, each axis once, got {list(override)}")
+            expected = f"indices from 0 to {ndim - 1}" + (f" or names of {tuple(names)}" if names else "")
+            raise MeshValueError(f"DeviceMesh: backend_override needs {expected}, each axis once, got {list(override)}")
         backend, chosen = (
             value if isinstance(value, tuple) else (value, None) if isinstance(value, str) else (None, value)
         )
@@ -90,26 +90,26 @@ def read_options(override: Any, names: Sequence[str] | None, ndim: int) -> dict[
 
 def _check_backend(key: Any, backend: str) -> None:
     start()
-    have = get_platform().groups.backend()
-    if backend.lower() != have:
+    default = get_platform().groups.backend()
+    if backend.lower() != default:
         raise ValueError(
             f"DeviceMesh: backend_override has {backend!r} for axis {key!r}, and the groups of a mesh have the default "
-            f"group's backend, {have!r}: leave it out, or start the ranks with init_process_group({backend!r})"
+            f"group's backend, {default!r}: leave it out, or start the ranks with init_process_group({backend!r})"
         )
 
 
-def adopt(mesh: DeviceMesh, given: Sequence[Any]) -> None:
+def adopt(mesh: DeviceMesh, axis_groups: Sequence[Any]) -> None:
     """Give a mesh these groups, one per axis: see ``DeviceMesh.from_group``."""
     groups = get_platform().groups
-    if mesh.ndim != len(given):
-        raise ValueError(f"from_group: {len(given)} groups for a mesh of {mesh.ndim} axes")
+    if mesh.ndim != len(axis_groups):
+        raise ValueError(f"from_group: {len(axis_groups)} groups for a mesh of {mesh.ndim} axes")
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"from_group: rank {mesh.get_rank()} is not in {mesh}; only members of the groups may call this"
         )
-    for axis, group in enumerate(given):
-        line, have = mesh._line(axis), groups.ranks(group)
-        if sorted(line) != sorted(have):
-            raise ValueError(f"from_group: axis {axis} holds ranks {line}, its group holds {have}")
-    groups.mark_created(given)
-    mesh._groups = tuple(given)
+    for axis, group in enumerate(axis_groups):
+        line, members = mesh._line(axis), groups.ranks(group)
+        if sorted(line) != sorted(members):
+            raise ValueError(f"from_group: axis {axis} holds ranks {line}, its group holds {members}")
+    groups.mark_created(axis_groups)
+    mesh._groups = tuple(axis_groups)

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 __all__ = ["axes_within", "concatenate", "flatten", "join", "unflatten"]
 
 
-def join(mesh: DeviceMesh, names: Sequence[str], found: Sequence[tuple[DeviceMesh, int]]) -> DeviceMesh:
+def join(mesh: DeviceMesh, names: Sequence[str], located: Sequence[tuple[DeviceMesh, int]]) -> DeviceMesh:
     """Return the mesh of these axes of sub-meshes of ``mesh``'s root."""
-    root, axes = mesh.root, tuple(each._axes[axis] for each, axis in found)
+    root, axes = mesh.root, tuple(each._axes[axis] for each, axis in located)
     if overlap(axes):
         raise OverlapError(f"axes {tuple(names)} of {root} overlap: no rank may lie on two of them")
-    place = root.get_coordinate()
-    if place is None:
+    coordinate = root.get_coordinate()
+    if coordinate is None:
         raise RuntimeError(f"rank {mesh.get_rank()} is not in {mesh}: it has no sub-mesh there")
-    made = mesh._derived(cut(root.ranks, int(np.ravel_multi_index(place, root.shape)), axes), names, axes)
-    if all(each._groups is not None for each, _ in found):
-        made._groups = tuple(each.get_group(axis) for each, axis in found)
-    return made
+    submesh = mesh._derived(cut(root.ranks, int(np.ravel_multi_index(coordinate, root.shape)), axes), names, axes)
+    if all(each._groups is not None for each, _ in located):
+        submesh._groups = tuple(each.get_group(axis) for each, axis in located)
+    return submesh
 
 
 def flatten(mesh: DeviceMesh, mesh_dim_name: str | None) -> DeviceMesh:
@@ -40,15 +40,15 @@ def flatten(mesh: DeviceMesh, mesh_dim_name: str | None) -> DeviceMesh:
     root, ranks = mesh.root, mesh.ranks.reshape(-1)
     if name in (root.mesh_dim_names or ()):
         raise ValueError(f"_flatten: {name!r} is already an axis of the root mesh {root.mesh_dim_names}")
-    axis, known = tuple(digit for each in mesh._axes for digit in each), root._flattened.get(name)
-    if known is not None and known._axes != (axis,):
+    axis, flattened = tuple(digit for each in mesh._axes for digit in each), root._flattened.get(name)
+    if flattened is not None and flattened._axes != (axis,):
         raise ValueError(
-            f"_flatten: {name!r} is already the name of ranks {known.ranks.tolist()}, asked for {ranks.tolist()};"
+            f"_flatten: {name!r} is already the name of ranks {flattened.ranks.tolist()}, asked for {ranks.tolist()};"
             " choose another name"
         )
-    if known is None:
-        known = root._flattened[name] = mesh._derived(ranks, (name,), (axis,), init_groups=mesh._groups is not None)
-    return known
+    if flattened is None:
+        flattened = root._flattened[name] = mesh._derived(ranks, (name,), (axis,), init_groups=mesh._groups is not None)
+    return flattened
 
 
 def unflatten(
@@ -64,14 +64,14 @@ def unflatten(
                 f"_unflatten: {len(mesh_dim_names)} mesh_dim_names for {len(sizes)} mesh_sizes {sizes}"
             )
         names = (*mesh.mesh_dim_names[:axis], *mesh_dim_names, *mesh.mesh_dim_names[axis + 1 :])
-    made = split(mesh._axes[axis], sizes) if min(sizes, default=0) > 0 else None
-    if made is None:
+    split_axes = split(mesh._axes[axis], sizes) if min(sizes, default=0) > 0 else None
+    if split_axes is None:
         raise ValueError(
             f"_unflatten: sizes {sizes} do not make axis {dim!r} of size {mesh.shape[axis]}: their product must be its"
             " size, and an axis that was flattened comes apart where it was joined"
         )
     ranks = mesh.ranks.reshape(*mesh.shape[:axis], *sizes, *mesh.shape[axis + 1 :])
-    axes = (*mesh._axes[:axis], *made, *mesh._axes[axis + 1 :])
+    axes = (*mesh._axes[:axis], *split_axes, *mesh._axes[axis + 1 :])
     return mesh._derived(ranks, names, axes, init_groups=mesh._groups is not None)
 
 
@@ -79,9 +79,9 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """See ``DeviceMesh._concatenate``."""
     if not meshes or any(mesh.root != meshes[0].root or mesh.mesh_dim_names is None for mesh in meshes):
         raise MeshValueError(f"_concatenate: meshes with names, cut from one mesh, are needed; got {list(meshes)}")
-    found = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim)]
-    names = read_names([name for mesh in meshes for name in mesh.mesh_dim_names or ()], (1,) * len(found))
-    return join(meshes[0], names or (), found)
+    located = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim)]
+    names = read_names([name for mesh in meshes for name in mesh.mesh_dim_names or ()], (1,) * len(located))
+    return join(meshes[0], names or (), located)
 
 
 def axes_within(mesh: DeviceMesh, outer: DeviceMesh) -> tuple[int, ...]:

@@ -67,14 +67,14 @@ def _refuse(what: str, *values: Any) -> None:
     """
     if local_only():
         return
-    for place, tensor in _reached(values, -1):
+    for origin, tensor in _reached(values, -1):
         if isinstance(tensor, DTensor):
             text = f"a DTensor of shape {tensor._spec.shape} placed {tensor._spec.placements}"
-        elif place and not isinstance(tensor, Parameter):
+        elif origin and not isinstance(tensor, Parameter):
             text = f"gathered by fully_shard for this forward only (shape {tuple(tensor.shape)})"
         else:
             continue
-        name = f"{place} is" if place else "it is called with, or closes over,"
+        name = f"{origin} is" if origin else "it is called with, or closes over,"
         raise NotImplementedError(
             f"{what} is compiled (ms.jit or graph mode), and {name} {text}: a compiled graph would treat each"
             " rank's local tensor as the full one. Run it in PyNative mode (no ms.jit around it,"
@@ -104,9 +104,9 @@ def _refuse_bprop(self: nn.Cell, *args: Any, **kwargs: Any) -> None:
     """
     if local_only() or type(self).__module__.startswith("mindspore."):  # recomputation, which differentiates anew
         return
-    given = [value for value in (*args, *kwargs.values(), *self.get_parameters()) if isinstance(value, DTensor)]
-    if given:
-        spec = given[0]._spec
+    dtensors = [value for value in (*args, *kwargs.values(), *self.get_parameters()) if isinstance(value, DTensor)]
+    if dtensors:
+        spec = dtensors[0]._spec
         raise NotImplementedError(
             f"{type(self).__name__} defines its own bprop and is called with a DTensor of shape {spec.shape} placed"
             f" {spec.placements}: bprop would get each rank's local tensor as the full one. Write it as an"

@@ -32,7 +32,7 @@ class Modules:
 
     def place(self, frame: FrameType) -> tuple[str, str]:
         """Phase and Cell of the program at this frame."""
-        told = attributed_modules()
+        attributed = attributed_modules()
         if _pynative_executor.get_current_autodiff_engine_id() != -1:
-            return "backward", self._names.of(told)
-        return "forward", self._names.of(told or running(frame, nn.Cell))
+            return "backward", self._names.of(attributed)
+        return "forward", self._names.of(attributed or running(frame, nn.Cell))

@@ -187,13 +187,13 @@ class DTensor(Tensor):
         Raises:
             ValueError: a different mesh, placements that do not fit.
         """
-        mesh, wanted = as_placements(device_mesh, placements, self._spec.mesh, "redistribute")
+        mesh, target = as_placements(device_mesh, placements, self._spec.mesh, "redistribute")
         if mesh != self._spec.mesh:
             raise ValueError(
                 f"redistribute: the tensor is on {self._spec.mesh}, asked for {mesh}; only the same mesh is supported "
                 "(gather with full_tensor() and distribute_tensor() it anew)"
             )
-        spec = self._spec.with_placements(normalize(wanted, mesh, len(self._spec.shape), "redistribute"))
+        spec = self._spec.with_placements(normalize(target, mesh, len(self._spec.shape), "redistribute"))
         if forward_dtype is None and backward_dtype is None:
             return redistribute(self, spec)
         if spec is self._spec:  # nothing is sent
@@ -320,10 +320,10 @@ class DTensor(Tensor):
         spec = grad_spec(self._spec)
 
         def on_local(grad: Tensor) -> Any:
-            made = hook(wrap(local_view(grad), spec))
-            if isinstance(made, DTensor):
-                made = local_of(made if made._spec is spec else redistribute(made, spec))
-            return made
+            replacement = hook(wrap(local_view(grad), spec))
+            if isinstance(replacement, DTensor):
+                replacement = local_of(replacement if replacement._spec is spec else redistribute(replacement, spec))
+            return replacement
 
         return Tensor.register_hook(self, on_local)
 
@@ -369,9 +369,9 @@ def redistribute_shared(x: Tensor, spec: TensorSpec, src: TensorSpec | None = No
         src: the layout of a plain ``x``.
     """
     recorded = autograd.grad_enabled() and x._requires_grad
-    found = autograd.recall(x, spec, ("shared", src), recorded)
-    if found is not None:
-        return found
+    stored = autograd.recall(x, spec, ("shared", src), recorded)
+    if stored is not None:
+        return stored
     value = x if isinstance(x, DTensor) else wrap(autograd.alias(x), src or spec)
-    made = value if value._spec is spec else redistribute(value, spec)
-    return autograd.remember(x, spec, ("shared", src), recorded, made)
+    moved = value if value._spec is spec else redistribute(value, spec)
+    return autograd.remember(x, spec, ("shared", src), recorded, moved)

@@ -71,8 +71,8 @@ def init_parameters(module: nn.Cell) -> nn.Cell:
         plain = unwrap(parameter)
         try:
             plain.init_data()  # type: ignore[attr-defined]
-            whole = spec.with_placements([Replicate()] * spec.mesh.ndim)
-            set_local(plain, execute(plain.copy(), whole, spec))
+            replicated = spec.with_placements([Replicate()] * spec.mesh.ndim)
+            set_local(plain, execute(plain.copy(), replicated, spec))
         finally:
             wrap(plain, spec)
     return module

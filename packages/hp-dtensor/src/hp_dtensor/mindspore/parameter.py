@@ -113,10 +113,10 @@ class DParameter(DTensor, Parameter):
         plain = unwrap(self)
         try:
             # MindSpore's initializers refuse a shape without elements, which a rank's part may have.
-            made = plain.clone("same" if 0 in plain.shape else init)  # type: ignore[attr-defined]
+            copy = plain.clone("same" if 0 in plain.shape else init)  # type: ignore[attr-defined]
         finally:
             wrap(plain, spec)
-        return made if local_only() else wrap(made, spec)
+        return copy if local_only() else wrap(copy, spec)
 
     copy = clone
 
@@ -124,6 +124,6 @@ class DParameter(DTensor, Parameter):
         if id(self) not in memo:
             with local_mode():
                 data = ops.stop_gradient(self).copy()
-            made = Parameter(data, name=self.name, requires_grad=self.requires_grad)
-            memo[id(self)] = wrap(made, self._spec)
+            copy = Parameter(data, name=self.name, requires_grad=self.requires_grad)
+            memo[id(self)] = wrap(copy, self._spec)
         return memo[id(self)]

@@ -93,20 +93,20 @@ def _asked(call: Call) -> list[Any]:
             return type(value)(zeros(item) for item in value)
         return ops.zeros(value._spec.shape, value.dtype) if isinstance(value, DTensor) else value
 
-    given = [zeros(value) for value in call.args], {name: zeros(value) for name, value in call.kwargs.items()}
+    arguments = [zeros(value) for value in call.args], {name: zeros(value) for name, value in call.kwargs.items()}
     with local_mode():
-        made = call.run(*given)
-    return [tuple(v.shape) for v in (made if isinstance(made, (list, tuple)) else [made]) if isinstance(v, Tensor)]
+        out = call.run(*arguments)
+    return [tuple(v.shape) for v in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(v, Tensor)]
 
 
 def _checked(call: Call) -> Any:
     """Return the kernel with a check of the shapes that it returns."""
-    run, layouts = call.run, call.results
+    kernel, layouts = call.run, call.results
 
     def checked(args: Any, kwargs: Any) -> Any:
-        out = run(args, kwargs)
-        made = [v for v in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(v, Tensor)]
-        check_results(call.name, "kernel", [value.shape for value in made], layouts)
+        out = kernel(args, kwargs)
+        results = [v for v in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(v, Tensor)]
+        check_results(call.name, "kernel", [value.shape for value in results], layouts)
         return out
 
     return checked

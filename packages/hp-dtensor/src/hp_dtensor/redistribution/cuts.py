@@ -94,12 +94,12 @@ class Cut:
 
 def common(mine: Sequence[Interval], theirs: Sequence[Interval]) -> list[Interval]:
     """Return the overlap of ``mine`` and ``theirs`` as (offset in the concatenation of ``mine``, length), in order."""
-    found: list[Interval] = []
+    overlaps: list[Interval] = []
     offset = 0
     for start, length in mine:
         for other, size in theirs:
             low, high = max(start, other), min(start + length, other + size)
             if low < high:
-                found.append((offset + low - start, high - low))
+                overlaps.append((offset + low - start, high - low))
         offset += length
-    return found
+    return overlaps

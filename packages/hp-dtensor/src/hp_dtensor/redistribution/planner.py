@@ -68,12 +68,12 @@ def _plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: 
                 heappush(queue, (*price, pushed, step.after))
     else:
         raise AssertionError(f"no plan from {src} to {dst} for shape {shape} on mesh {mesh_shape}")
-    found: list[Step] = []
+    steps: list[Step] = []
     state = goal
     while state != start:
-        found.append(came[state])
+        steps.append(came[state])
         state = came[state].before
-    return tuple(reversed(found))
+    return tuple(reversed(steps))
 
 
 class _Search:
@@ -85,29 +85,29 @@ class _Search:
 
     def canonical(self, placements: Placements) -> Placements:
         """Check placements and make dims positive; on an axis of one rank all but RaggedShard become Replicate."""
-        found = normalize(placements, self.shape, self.mesh_shape)
+        normalized = normalize(placements, self.shape, self.mesh_shape)
         for dim, size in enumerate(self.shape):
             sizes = {size}
-            for axis, (placement, n) in enumerate(zip(found, self.mesh_shape, strict=True)):
+            for axis, (placement, n) in enumerate(zip(normalized, self.mesh_shape, strict=True)):
                 if cut_dim(placement) == dim:
                     factor = _factor(placement)
                     wrong = [s for s in sizes if s % factor]
                     if wrong:
                         raise ValueError(
-                            f"{placement!r} on mesh axis {axis}: split_factor {factor} must divide the "
-                            f"size of dim {dim}, which is {wrong[0]} there (shape {self.shape}, placements {found})"
+                            f"{placement!r} on mesh axis {axis}: split_factor {factor} must divide the size of dim"
+                            f" {dim}, which is {wrong[0]} there (shape {self.shape}, placements {normalized})"
                         )
                     sizes = _cut_sizes(sizes, placement, n)
-        ragged = ragged_of(found)
-        if ragged and not self._ragged_fits(found, ragged[1]):
+        ragged = ragged_of(normalized)
+        if ragged and not self._ragged_fits(normalized, ragged[1]):
             raise ValueError(
                 f"{ragged[1]!r} on mesh axis {ragged[0]}: the number of elements in dims {ragged[1].dims} must be "
-                f"a multiple of sum(units) = {sum(ragged[1].units)}, got {sorted(self._runs(found, ragged[1]))} "
-                f"(shape {self.shape}, placements {found})"
+                f"a multiple of sum(units) = {sum(ragged[1].units)}, got {sorted(self._runs(normalized, ragged[1]))} "
+                f"(shape {self.shape}, placements {normalized})"
             )
         return tuple(
             p if n > 1 or isinstance(p, RaggedShard) else Replicate()
-            for p, n in zip(found, self.mesh_shape, strict=True)
+            for p, n in zip(normalized, self.mesh_shape, strict=True)
         )
 
     def choices(self, src: Placements, dst: Placements) -> list[list[Placement]]:
@@ -157,19 +157,19 @@ class _Search:
         return sizes
 
     def _runs(self, state: Placements, ragged: RaggedShard) -> set[int]:
-        runs = {1}
+        counts = {1}
         for dim in ragged.dims:
             sizes = {self.shape[dim]}
             for placement, n in zip(state, self.mesh_shape, strict=True):
                 if cut_dim(placement) == dim:
                     sizes = _cut_sizes(sizes, placement, n)
-            runs = {run * size for run in runs for size in sizes}
-        return runs
+            counts = {count * size for count in counts for size in sizes}
+        return counts
 
     def _ragged_fits(self, state: Placements, ragged: RaggedShard) -> bool:
         """Tell whether the units fit some rank: if other axes shard unevenly, their ranks' units differ."""
-        runs = self._runs(state, ragged)
-        return any(ragged_fits(ragged, run) for run in runs if run or not sum(ragged.units) or runs == {0})
+        counts = self._runs(state, ragged)
+        return any(ragged_fits(ragged, count) for count in counts if count or not sum(ragged.units) or counts == {0})
 
 
 def _last(placement: Placement, axis: int, state: Placements) -> bool:
@@ -192,18 +192,18 @@ def _commute(a: str, b: str) -> bool:
 
 def _cut_sizes(sizes: set[int], placement: Placement, n: int) -> set[int]:
     """Return the sizes that a dim may have on ranks after one more shard, from the ``sizes`` it may have before."""
-    found: set[int] = set()
+    after: set[int] = set()
     for size in sizes:
         factor = _factor(placement)
         block = size // factor
         full = -(-block // n)
-        whole = block // full if full else 0  # ranks with a full chunk
-        found.add(full * factor)
-        if whole < n:
-            found.add((block - whole * full) * factor)
-        if whole + 1 < n:
-            found.add(0)
-    return found
+        full_ranks = block // full if full else 0  # ranks with a full chunk
+        after.add(full * factor)
+        if full_ranks < n:
+            after.add((block - full_ranks * full) * factor)
+        if full_ranks + 1 < n:
+            after.add(0)
+    return after
 
 
 def _factor(placement: Placement) -> int:

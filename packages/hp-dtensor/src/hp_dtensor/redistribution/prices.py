@@ -40,30 +40,30 @@ def _run_start(placement: Placement) -> int:
 
 
 def _same_run(source: Placement, target: Placement) -> bool:
-    both = isinstance(source, RaggedShard) and isinstance(target, RaggedShard)
-    return not both or source.dims == target.dims  # type: ignore[union-attr]
+    both_ragged = isinstance(source, RaggedShard) and isinstance(target, RaggedShard)
+    return not both_ragged or source.dims == target.dims  # type: ignore[union-attr]
 
 
 @lru_cache(maxsize=16384)
-def _largest(size: int, cuts: tuple[tuple[int, int], ...]) -> int:
+def _largest(size: int, shards: tuple[tuple[int, int], ...]) -> int:
     """Return the largest shard of a dim that is sharded by each (split factor, ranks) in turn."""
-    for factor, n in cuts:
+    for factor, n in shards:
         size = chunk(size // factor, n, 0)[1] * factor
     return size
 
 
 def _largest_local(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[int, ...]) -> int:
     """Elements of the largest local tensor."""
-    cuts: dict[int, tuple[tuple[int, int], ...]] = {}
+    shards: dict[int, tuple[tuple[int, int], ...]] = {}
     ragged = (1, 1)
     for placement, n in zip(placements, mesh_shape, strict=True):
         if isinstance(placement, Shard):
-            cuts[placement.dim] = (*cuts.get(placement.dim, ()), (1, n))
+            shards[placement.dim] = (*shards.get(placement.dim, ()), (1, n))
         elif isinstance(placement, StridedShard):
-            cuts[placement.dim] = (*cuts.get(placement.dim, ()), (placement.split_factor, n))
+            shards[placement.dim] = (*shards.get(placement.dim, ()), (placement.split_factor, n))
         elif isinstance(placement, RaggedShard):
             ragged = (max(placement.units), sum(placement.units) or 1)
-    elements = prod(_largest(size, cuts[dim]) if dim in cuts else size for dim, size in enumerate(shape))
+    elements = prod(_largest(size, shards[dim]) if dim in shards else size for dim, size in enumerate(shape))
     return -(-elements * ragged[0] // ragged[1])
 
 

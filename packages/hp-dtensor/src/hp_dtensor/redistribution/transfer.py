@@ -148,11 +148,13 @@ class Transfer:
 
     def _move(self, source: int, destination: int) -> Move:
         taken, put, sizes = [], [], []
-        for mine, theirs in zip(self._held(self.sent, source), self._held(self.received, destination), strict=True):
-            both = overlap(mine, theirs)
-            taken.append(_intervals(both[:, [0, 2]]))
-            put.append(_intervals(both[:, [1, 2]]))
-            sizes.append(int(both[:, 2].sum()))
+        for source_ranges, destination_ranges in zip(
+            self._held(self.sent, source), self._held(self.received, destination), strict=True
+        ):
+            common = overlap(source_ranges, destination_ranges)
+            taken.append(_intervals(common[:, [0, 2]]))
+            put.append(_intervals(common[:, [1, 2]]))
+            sizes.append(int(common[:, 2].sum()))
         return Move(source, destination, tuple(taken), tuple(put), tuple(sizes))
 
 
@@ -177,12 +179,12 @@ def plan_transfer(source: Layout, target: Layout, shape: Shape) -> Transfer:
     best: tuple[tuple[int, int], Transfer] | None = None
     for sent in _ways(source, shape, reduce=True):
         for received in _ways(target, shape, reduce=False):
-            found = Transfer(source, sent, received, target, shape)
-            steps = [(step, source.mesh_shape) for step in found.before]
-            steps += [(step, target.mesh_shape) for step in found.after]
-            bytes_ = found.elements + sum(step_cost(step, shape, mesh_shape) for step, mesh_shape in steps)
+            transfer = Transfer(source, sent, received, target, shape)
+            steps = [(step, source.mesh_shape) for step in transfer.before]
+            steps += [(step, target.mesh_shape) for step in transfer.after]
+            bytes_ = transfer.elements + sum(step_cost(step, shape, mesh_shape) for step, mesh_shape in steps)
             if best is None or (bytes_, len(steps)) < best[0]:
-                best = (bytes_, len(steps)), found
+                best = (bytes_, len(steps)), transfer
     assert best is not None
     return best[1]
 
@@ -226,25 +228,25 @@ def _exchange(sent: Layout, received: Layout, shape: Shape) -> _Exchange:
     routes, elements = [], []
     for row, ranks in zip(counts, holders.values(), strict=True):
         amount = row[kinds]
-        wanted = np.nonzero(amount)[0]
-        has = np.isin(getting[wanted], ranks)
-        for places, senders in ((wanted[has], None), (wanted[~has], np.array(ranks, np.int64))):
-            to = getting[places]
+        receivers = np.nonzero(amount)[0]
+        has = np.isin(getting[receivers], ranks)
+        for indices, senders in ((receivers[has], None), (receivers[~has], np.array(ranks, np.int64))):
+            to = getting[indices]
             by = to if senders is None else senders[np.arange(len(to)) % len(senders)]
             routes.append(np.stack([by, to], 1))
-            elements.append(amount[places])
-    found, sizes = np.concatenate(routes), np.concatenate(elements)
-    order = np.lexsort((found[:, 1], found[:, 0]))
-    return _Exchange(runs, found[order], sizes[order])
+            elements.append(amount[indices])
+    route_array, sizes = np.concatenate(routes), np.concatenate(elements)
+    order = np.lexsort((route_array[:, 1], route_array[:, 0]))
+    return _Exchange(runs, route_array[order], sizes[order])
 
 
 def _alike(layout: Layout) -> dict[Shape, list[int]]:
     """Return the ranks that have the same shard, by the coordinate of the first."""
-    found: dict[Shape, list[int]] = {}
-    kept = [not isinstance(p, (Replicate, Partial)) for p in _placed(layout)]
+    alike: dict[Shape, list[int]] = {}
+    sharded = [not isinstance(p, (Replicate, Partial)) for p in _placed(layout)]
     for rank, coordinate in zip(layout.rank_list, coordinates(layout.mesh_shape), strict=True):
-        found.setdefault(tuple(i * k for i, k in zip(coordinate, kept, strict=True)), []).append(rank)
-    return found
+        alike.setdefault(tuple(i * k for i, k in zip(coordinate, sharded, strict=True)), []).append(rank)
+    return alike
 
 
 def _counts(mine: Sequence[tuple[Pieces, ...]], theirs: Sequence[tuple[Pieces, ...]]) -> np.ndarray:
@@ -296,28 +298,28 @@ def _ways(layout: Layout, shape: Shape, *, reduce: bool) -> Iterator[Layout]:
     """Yield the layouts on its mesh in which a tensor may be sent (``reduce``: without Partial) or received."""
     placements = normalize(_placed(layout), shape, layout.mesh_shape)
     changed = Partial if reduce else Replicate
-    whole = tuple(Replicate() if reduce and isinstance(p, Partial) else p for p in placements)
-    yield layout._placed(whole, len(shape))
+    settled = tuple(Replicate() if reduce and isinstance(p, Partial) else p for p in placements)
+    yield layout._placed(settled, len(shape))
     ragged = ragged_of(placements)
-    cut = {cut_dim(p) for p in placements} | set(ragged[1].dims if ragged else ())
-    free = [dim for dim in range(len(shape)) if dim not in cut]
+    sharded = {cut_dim(p) for p in placements} | set(ragged[1].dims if ragged else ())
+    free = [dim for dim in range(len(shape)) if dim not in sharded]
     if free and any(isinstance(p, changed) for p in placements):
         longest = Shard(max(free, key=lambda dim: shape[dim]))
         yield layout._placed(tuple(longest if isinstance(p, changed) else p for p in placements), len(shape))
 
 
 def _coordinate(layout: Layout, rank: int) -> Shape:
-    place = layout.rank_list.index(rank)
-    return tuple(int(i) for i in np.unravel_index(place, layout.mesh_shape))
+    position = layout.rank_list.index(rank)
+    return tuple(int(i) for i in np.unravel_index(position, layout.mesh_shape))
 
 
 def _fill(layout: Layout, coordinate: Shape) -> int | None:
     # Reductions nest, the left axis's outermost: a rank that is not the first on several axes counts for the innermost.
-    found = None
+    fill = None
     for placement, index in zip(_placed(layout), coordinate, strict=True):
         if isinstance(placement, Partial) and index and neutral(placement.op) is not None:
-            found = neutral(placement.op)
-    return found
+            fill = neutral(placement.op)
+    return fill
 
 
 # ---- text ----

@@ -1,4 +1,4 @@
-"""Choosing among the placements that somebody accepts for an operation of theirs, by bytes moved."""
+"""Choosing among the placements that a registered sharding function accepts, by bytes moved."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def choose(
 ) -> Solution:
     """Choose the acceptable placements that move the fewest bytes; of equal ones the first.
 
-    A replicated operand whose results are sharded or partial on an axis has a partial gradient there, as with every
-    rule.
+    As with every rule, a replicated operand whose results are sharded or partial on an axis has a partial gradient
+    there.
 
     Args:
         name: the operation's, for errors.
@@ -45,9 +45,9 @@ def choose(
     if not read:
         raise ValueError(f"{name}: its sharding function accepts nothing; accept at least Replicate() for all")
     choices = [*itertools.product(read, repeat=mesh.ndim)]
-    wanted = [[*zip(*(want for _, want in choice), strict=True)] for choice in choices]
+    targets_of_choices = [[*zip(*(want for _, want in choice), strict=True)] for choice in choices]
     sources, shapes = [spec.placements for spec in specs], [spec.shape for spec in specs]
-    chosen = cheapest(choices, wanted, sources, shapes, mesh.shape, itemsizes)
+    chosen = cheapest(choices, targets_of_choices, sources, shapes, mesh.shape, itemsizes)
     outs = [out for out, _ in chosen]
     targets = [want for _, want in chosen]
     varies = [any(not placement.is_replicate() for placement in out) for out in outs]
@@ -83,24 +83,24 @@ def _pair(
             )
     shapes = [*results, *(spec.shape for spec in specs)]
     mesh = specs[0].mesh
-    made = [
+    normalized = [
         normalize([placement] * mesh.ndim, mesh, len(shape), name)[0]
         for placement, shape in zip([*out, *want], shapes, strict=True)
     ]
-    return tuple(made[: len(out)]), tuple(made[len(out) :])
+    return tuple(normalized[: len(out)]), tuple(normalized[len(out) :])
 
 
 def check_results(name: str, what: str, shapes: Iterable[tuple[int, ...]], layouts: Sequence[TensorSpec]) -> None:
-    """Refuses results whose local shapes are not those that a registered rule promised.
+    """Check that the local shapes of results are those that a registered rule implies.
 
     Args:
         name: the operation's.
-        what: what computed them: ``"operation"`` or ``"kernel"``.
-        shapes: each result's on this rank.
-        layouts: each result's by the rule.
+        what: ``"operation"`` or ``"kernel"``, for the error.
+        shapes: the local shape of each result.
+        layouts: the layout of each result by the rule.
 
     Raises:
-        RuntimeError: one differs.
+        RuntimeError: a shape differs.
     """
     for index, (shape, spec) in enumerate(zip(shapes, layouts, strict=True)):
         if tuple(shape) != spec.local_shape:

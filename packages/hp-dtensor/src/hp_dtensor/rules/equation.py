@@ -2,17 +2,18 @@
 
     rule("... m k, ... k n -> ... m n | ... m k, k -> ... m", reduce="k", linear="0 1")
     rule("...+ -> ...+", linear="each")
-    rule("* -> * - dim", reduce="dim:max", full="dim")
+    rule("* -> * - dim", reduce="dim:max", nonempty="dim")
 
-Operands are separated by commas, dims by blanks, and alternatives by ``|``: the first whose ranks fit is the rule of a
-call, and ``whole`` at the end gathers everything where none does.
+Operands are separated by commas, dims by blanks, and alternatives by ``|``. The first alternative that fits the
+operands' numbers of dims is used; ``replicate`` at the end replicates everything if none fits.
 
 - ``...`` stands for leading dims that broadcast against each other; ``...+ -> ...+`` is any number of operands and
   results, element by element.
-- ``*`` stands for all dims of the one operand, and ``dim`` for those that the argument ``dim`` names (None: all);
-  ``* - dim`` is what a reduction leaves of them, with and without ``keepdim``. All results of such a line are alike.
+- ``*`` stands for all dims of the only operand, and ``dim`` for those that the argument ``dim`` names (None: all);
+  ``* - dim`` are the dims that remain after a reduction, with and without ``keepdim``. All results of such a line have
+  the same dims.
 
-What no line says is a function of the shapes and the arguments instead.
+A rule that no line can express is a function of the shapes and the arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 from hp_dtensor.layout.placements import PARTIAL_OPS
 from hp_dtensor.rules.factors import LINEAR, Dims, FactorMap
 
-__all__ = ["Rule", "Shapes", "dims_argument", "gather_all", "known", "pointwise_factors", "rule"]
+__all__ = ["Rule", "Shapes", "dims_argument", "gather_all", "present", "pointwise_factors", "rule"]
 
 Shapes = Sequence["Sequence[int] | None"]
 Rule = Callable[[Shapes, Shapes, Mapping[str, Any]], FactorMap]
@@ -35,25 +36,31 @@ _NONE: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What a rule says beside its equation, by the names of factors."""
+    """The keyword arguments of a rule, with factors by name."""
 
     reduce: tuple[tuple[str, str], ...]
-    whole: tuple[str, ...]
+    need_replication: tuple[str, ...]
     even: tuple[str, ...]
-    full: tuple[str, ...]
-    runs: tuple[str, ...]
+    nonempty: tuple[str, ...]
+    contiguous: tuple[str, ...]
     linear: str
-    once: tuple[int, ...]
+    bias: tuple[int, ...]
     passes: frozenset[str]
     unless: str
     dim: int | None
-    forgetful: bool
+    value_independent: bool
 
     def names(self) -> set[str]:
-        return {*(name for name, _ in self.reduce), *self.whole, *self.even, *self.full, *self.runs}
+        return {
+            *(name for name, _ in self.reduce),
+            *self.need_replication,
+            *self.even,
+            *self.nonempty,
+            *self.contiguous,
+        }
 
     def linear_in(self, operands: int, arguments: Mapping[str, Any]) -> tuple[frozenset[int], ...]:
-        if (self.unless and arguments.get(self.unless)) or any(operand < operands for operand in self.once):
+        if (self.unless and arguments.get(self.unless)) or any(operand < operands for operand in self.bias):
             return ()
         return _linear_sets(self.linear, operands)
 
@@ -71,13 +78,13 @@ class _Options:
             operands,
             results,
             reduce={factor: op for name, op in self.reduce for factor in factors.get(name, ())},
-            whole=of(self.whole),
+            need_replication=of(self.need_replication),
             even=of(self.even),
-            full=of(self.full),
-            runs=of(self.runs),
+            nonempty=of(self.nonempty),
+            contiguous=of(self.contiguous),
             linear=self.linear_in(len(operands), arguments),
             passes=self.passes,
-            once=frozenset(self.once),
+            bias=frozenset(self.bias),
         )
 
 
@@ -85,47 +92,48 @@ def rule(
     equation: str,
     *,
     reduce: str = "",
-    whole: str = "",
+    need_replication: str = "",
     even: str = "",
-    full: str = "",
-    runs: str = "",
+    nonempty: str = "",
+    contiguous: str = "",
     linear: str = "",
-    once: str = "",
+    bias: str = "",
     passes: str = "",
     unless: str = "",
     dim: int | None = None,
-    forgetful: bool = False,
+    value_independent: bool = False,
 ) -> Rule:
     """Read a line of the rule language.
 
     Args:
-        equation: factors of the operands and results (see the module).
+        equation: factors of the operands and results; see the module's docstring.
         reduce: factors that are summed over, or ``dim:max`` for another reduction; sharding one gives partial results.
-        whole: factors that must not be sharded.
-        even: factors that may be sharded only in equal parts.
-        full: factors of which no rank may hold an empty shard.
-        runs: factors that may be sharded in runs only, not in strides: the local part knows where it begins.
+        need_replication: factors that must not be sharded.
+        even: factors that may be sharded only into equal shards.
+        nonempty: factors that may be sharded only if no rank's shard is empty.
+        contiguous: factors that may be sharded only into contiguous ranges, because the local operation depends on
+            where the shard begins.
         linear: operands (by number, separated by blanks) in each of which the operation is linear by itself; ``0+1``
-            where it is linear in both together, ``each`` or ``all`` (together) of however many there are, ``several``
-            for all together where there are two or more.
-        once: operands (by number) that one rank alone adds, where a summed factor is sharded: a bias. With it the
-            operation is not linear.
-        passes: reductions whose parts pass through where the operation is linear, or ``any``; default sum and average.
-        unless: an argument with which, where it is true, the operation is linear in nothing.
+            if it is linear in both together. For any number of operands: ``each``, ``all`` (together), or ``several``
+            (``all`` if there are at least two, otherwise none).
+        bias: operands (by number) that only one rank adds if a summed factor is sharded. The operation is then not
+            linear.
+        passes: reductions that pass through where the operation is linear, or ``any``; default sum and average.
+        unless: an argument that, if true, makes the operation linear in no operand.
         dim: the argument ``dim`` of calls that have none.
-        forgetful: the values of the operands don't matter.
+        value_independent: the values of the operands don't matter.
 
     Raises:
-        ValueError: the equation has no ``->``, or a factor is named that it does not have.
+        ValueError: the equation has no ``->``, or lacks a factor that another argument names.
     """
     by_name = [
         tuple((name, op or "sum") for name, _, op in (each.partition(":") for each in reduce.split())),
-        *(tuple(names.split()) for names in (whole, even, full, runs)),
+        *(tuple(names.split()) for names in (need_replication, even, nonempty, contiguous)),
     ]
     passing = frozenset(PARTIAL_OPS) if passes == "any" else frozenset(passes.split()) or LINEAR
-    adding = tuple(int(i) for i in once.split())
-    options = _Options(*by_name, linear, adding, passing, unless, dim, forgetful)  # type: ignore[arg-type]
-    alternatives = [each for each in map(str.strip, equation.split("|")) if each != "whole"]
+    biases = tuple(int(i) for i in bias.split())
+    options = _Options(*by_name, linear, biases, passing, unless, dim, value_independent)  # type: ignore[arg-type]
+    alternatives = [each for each in map(str.strip, equation.split("|")) if each != "replicate"]
     if any("->" not in each for each in alternatives):
         raise ValueError(f"rule {equation!r} has no '->'")
     for name in sorted(options.names()):
@@ -147,8 +155,8 @@ def _linear_sets(linear: str, operands: int) -> tuple[frozenset[int], ...]:
     return tuple(frozenset(int(operand) for operand in group.split("+")) for group in linear.split())
 
 
-def known(shapes: Shapes) -> list[Sequence[int]]:
-    """Return the shapes of the operands that are there."""
+def present(shapes: Shapes) -> list[Sequence[int]]:
+    """Return the shapes that are not None."""
     return [shape for shape in shapes if shape is not None]
 
 
@@ -168,9 +176,9 @@ def dims_argument(value: Any, ndim: int) -> tuple[int, ...]:
 
 
 def gather_all(shapes: Shapes, results: Shapes) -> FactorMap:
-    """Gather everything first: the result is what a single device makes of it."""
+    """Replicate everything: the local operation is that of a single device."""
     return FactorMap(
-        operands=tuple((None,) * len(shape) for shape in known(shapes)),
+        operands=tuple((None,) * len(shape) for shape in present(shapes)),
         results=tuple((None,) * len(shape) if shape is not None else () for shape in results),
     )
 
@@ -181,17 +189,17 @@ def pointwise_factors(
     results: Shapes,
     linear: tuple[frozenset[int], ...] = (),
     passes: frozenset[str] = LINEAR,
-    forgetful: bool = False,
+    value_independent: bool = False,
 ) -> FactorMap:
     """Let operands broadcast against each other; dim ``k`` of the result is factor ``k``."""
-    given = known(shapes)
-    ndim = max(len(shape) for shape in given)
+    operands = present(shapes)
+    ndim = max(len(shape) for shape in operands)
     size = [
-        max((shape[k - ndim + len(shape)] for shape in given if k - ndim + len(shape) >= 0), default=1)
+        max((shape[k - ndim + len(shape)] for shape in operands if k - ndim + len(shape) >= 0), default=1)
         for k in range(ndim)
     ]
     zero = [
-        any(shape[k - ndim + len(shape)] == 0 for shape in given if k - ndim + len(shape) >= 0) for k in range(ndim)
+        any(shape[k - ndim + len(shape)] == 0 for shape in operands if k - ndim + len(shape) >= 0) for k in range(ndim)
     ]
 
     def dims(shape: Sequence[int]) -> Dims:
@@ -201,32 +209,34 @@ def pointwise_factors(
         )
 
     return FactorMap(
-        operands=tuple(dims(shape) for shape in given),
+        operands=tuple(dims(shape) for shape in operands),
         results=tuple(dims(shape) if shape is not None else () for shape in results),
         linear=linear,
         passes=passes,
         elementwise=True,
-        forgetful=forgetful,
+        value_independent=value_independent,
     )
 
 
 def _elementwise(
     equation: str, options: _Options, shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]
 ) -> FactorMap:
-    count = len(known(shapes))
+    count = len(present(shapes))
     if count > 1 and "+" not in equation:
-        raise ValueError(f"operands of shapes {known(shapes)} do not fit {equation!r}")
-    return pointwise_factors(shapes, results, options.linear_in(count, arguments), options.passes, options.forgetful)
+        raise ValueError(f"operands of shapes {present(shapes)} do not fit {equation!r}")
+    return pointwise_factors(
+        shapes, results, options.linear_in(count, arguments), options.passes, options.value_independent
+    )
 
 
 # ---- all dims of one operand ----
 def _by_position(
     result: str, options: _Options, shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]
 ) -> FactorMap:
-    given = known(shapes)
-    if len(given) > 1 and result != "*":
-        raise ValueError(f"operands of shapes {[tuple(shape) for shape in given]} do not fit '* -> {result}'")
-    ndim = len(given[0])
+    operands = present(shapes)
+    if len(operands) > 1 and result != "*":
+        raise ValueError(f"operands of shapes {[tuple(shape) for shape in operands]} do not fit '* -> {result}'")
+    ndim = len(operands[0])
     every = tuple(range(ndim))
     named = dims_argument(arguments.get("dim", options.dim), ndim)
     out: Dims = every
@@ -241,7 +251,7 @@ def _by_position(
 # ---- by the operands' ranks ----
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """The dims of an operand or a result, and before which of them stands ``...``, if anywhere."""
+    """The dims of an operand or a result, and the index of the one after ``...``, or None without ``...``."""
 
     names: tuple[str, ...]
     dots: int | None
@@ -250,7 +260,7 @@ class _Term:
         return len(shape) == len(self.names) or (self.dots is not None and len(shape) > len(self.names))
 
     def keys(self, ndim: int) -> tuple[Any, ...]:
-        """Return the factor of each dim by name, those of ``...`` by their place from the right: -1, -2."""
+        """Return the factor of each dim by name, those of ``...`` by their position from the right: -1, -2."""
         if ndim == len(self.names):
             return self.names
         return (*self.names[: self.dots], *range(len(self.names) - ndim, 0), *self.names[self.dots :])
@@ -258,11 +268,11 @@ class _Term:
 
 def _read(alternative: str) -> tuple[list[_Term], list[_Term]]:
     def terms(text: str) -> list[_Term]:
-        made = []
+        read_terms = []
         for tokens in map(str.split, text.split(",")):
             names = tuple(token for token in tokens if token != "...")
-            made.append(_Term(names, tokens.index("...") if "..." in tokens else None))
-        return made
+            read_terms.append(_Term(names, tokens.index("...") if "..." in tokens else None))
+        return read_terms
 
     left, right = alternative.split("->")
     return terms(left), terms(right)
@@ -280,19 +290,19 @@ def _by_rank(
     results: Shapes,
     arguments: Mapping[str, Any],
 ) -> FactorMap:
-    given, outs = known(shapes), known(results)
-    chosen = next((each for each in alternatives if _fit(each[0], given)), None)
+    operands, outs = present(shapes), present(results)
+    chosen = next((each for each in alternatives if _fit(each[0], operands)), None)
     if chosen is None:
-        if equation.endswith("whole"):
+        if equation.endswith("replicate"):
             return gather_all(shapes, results)
-        raise ValueError(f"operands of shapes {[tuple(shape) for shape in given]} do not fit {equation!r}")
+        raise ValueError(f"operands of shapes {[tuple(shape) for shape in operands]} do not fit {equation!r}")
     left, right = chosen
     if not _fit(right, outs):
         raise ValueError(f"results of shapes {[tuple(shape) for shape in outs]} do not fit {equation!r}")
     factors: dict[Any, int] = {}
     sizes: list[int] = []
     every: list[list[tuple[int, int]]] = []
-    for term, shape in zip((*left, *right), (*given, *outs), strict=True):
+    for term, shape in zip((*left, *right), (*operands, *outs), strict=True):
         dims = []
         for key, size in zip(term.keys(len(shape)), shape, strict=True):
             factor = factors.setdefault(key, len(sizes))

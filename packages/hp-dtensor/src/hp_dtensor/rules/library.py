@@ -1,6 +1,6 @@
-"""The sharding rules of the operations, framework-neutral: an entry each, a line wherever the rule language says it.
+"""The sharding rules of the operations, for every framework: one entry each, a line wherever the language suffices.
 
-Arguments that a rule reads have the names used here; each framework folder binds its functions to these rules.
+Each framework binds its functions to these rules, and passes a rule's arguments under the names used here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor.rules import moving, neural
-from hp_dtensor.rules.equation import Rule, Shapes, dims_argument, known, rule
+from hp_dtensor.rules.equation import Rule, Shapes, dims_argument, present, rule
 from hp_dtensor.rules.factors import FactorMap
 
 __all__ = ["RULES", "dims_argument"]
@@ -31,7 +31,7 @@ def einsum(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Fac
     line = rule(
         ", ".join(spaced[:-1]) + " -> " + spaced[-1],
         reduce=" ".join(letter for letter in summed if letter not in repeated),
-        whole=" ".join(repeated),
+        need_replication=" ".join(repeated),
         linear="each",
     )
     return line(shapes, results, arguments)
@@ -45,20 +45,20 @@ def matmul_transposed(shapes: Shapes, results: Shapes, arguments: Mapping[str, A
 
 
 def rows(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
-    """Rows of dim ``axis``: of dim 0 it is an embedding, whose rows may be sharded; another dim is whole."""
-    source, index = known(shapes)
+    """Look up rows along dim ``axis``: dim 0 may be sharded, as in an embedding; any other needs replication."""
+    source, index = present(shapes)
     dim = arguments["axis"]
     inner = [f"s{d}" for d in range(len(source))]
     looked = " ".join(f"i{d}" for d in range(len(index)))
     out = " ".join([*inner[:dim], looked, *inner[dim + 1 :]])
     line = f"{' '.join(inner)}, {looked} -> {out}"
-    found = rule(line, whole=inner[dim]) if dim else rule(line, reduce=inner[dim])
-    return found(shapes, results, arguments)
+    line_rule = rule(line, need_replication=inner[dim]) if dim else rule(line, reduce=inner[dim])
+    return line_rule(shapes, results, arguments)
 
 
 def bias_add(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """Describe a sum to which one rank adds the bias: the bias's only dim is dim ``channel`` of the input."""
-    dims = " ".join(f"d{d}" for d in range(len(known(shapes)[0])))
+    dims = " ".join(f"d{d}" for d in range(len(present(shapes)[0])))
     return rule(f"{dims}, d{arguments['channel']} -> {dims}", linear="0+1")(shapes, results, arguments)
 
 
@@ -69,24 +69,24 @@ RULES: dict[str, Rule] = {
     "mul": rule("...+ -> ...+", linear="each"),
     "div": rule("...+ -> ...+", linear="0", unless="rounding_mode"),
     "linear_unary": rule("... -> ...", linear="0"),
-    "to": rule("...+ -> ...+", linear="0", unless="cast"),  # a sum is not one of parts that are rounded
+    "to": rule("...+ -> ...+", linear="0", unless="cast"),  # rounding the terms of a sum is not rounding the sum
     "copy": rule("...+ -> ...+", linear="all", passes="any"),  # clone, and copies into another tensor
-    "maximum": rule("...+ -> ...+", linear="all", passes="max"),  # of two, as parts are put together
+    "maximum": rule("...+ -> ...+", linear="all", passes="max"),  # of two tensors
     "minimum": rule("...+ -> ...+", linear="all", passes="min"),
-    "forgetful": rule("...+ -> ...+", forgetful=True),
+    "forgetful": rule("...+ -> ...+", value_independent=True),
     # ---- products ----
-    "linear": rule("... k, n k -> ... n | ... k, n k, n -> ... n", reduce="k", linear="0 1", once="2"),
+    "linear": rule("... k, n k -> ... n | ... k, n k, n -> ... n", reduce="k", linear="0 1", bias="2"),
     "matmul": rule(
         "... m k, ... k n -> ... m n | ... m k, k -> ... m | k, ... k n -> ... n | k, k -> ",
         reduce="k",
         linear="0 1",
     ),
     "outer": rule("m, n -> m n", linear="0 1"),
-    "embedding": rule("..., v d -> ... d", reduce="v", runs="v"),
-    "embedding_of": rule("..., v d -> ... d", whole="v"),
-    # rows in groups, each with a matrix of its own; where groups end stands in the third operand
+    "embedding": rule("..., v d -> ... d", reduce="v", contiguous="v"),
+    "embedding_of": rule("..., v d -> ... d", need_replication="v"),
+    # groups of rows, each with its own matrix; the third operand has the ends of the groups
     "grouped_matmul": rule(
-        "t k, e k n, e -> t n | g m k, g k n -> g m n | whole", reduce="k", whole="t e", linear="0 1"
+        "t k, e k n, e -> t n | g m k, g k n -> g m n | replicate", reduce="k", need_replication="t e", linear="0 1"
     ),
     "einsum": einsum,
     "matmul_transposed": matmul_transposed,
@@ -95,19 +95,21 @@ RULES: dict[str, Rule] = {
     # ---- reductions ----
     "sum": rule("* -> * - dim", reduce="dim", linear="0"),
     "mean": rule("* -> * - dim", reduce="dim", linear="0"),
-    "max": rule("* -> * - dim", reduce="dim:max", full="dim"),  # any
-    "min": rule("* -> * - dim", reduce="dim:min", full="dim"),  # all
-    "amax": rule("* -> * - dim", reduce="dim:max", full="dim", linear="0", passes="max"),
-    "amin": rule("* -> * - dim", reduce="dim:min", full="dim", linear="0", passes="min"),
+    "max": rule("* -> * - dim", reduce="dim:max", nonempty="dim"),  # any
+    "min": rule("* -> * - dim", reduce="dim:min", nonempty="dim"),  # all
+    "amax": rule("* -> * - dim", reduce="dim:max", nonempty="dim", linear="0", passes="max"),
+    "amin": rule("* -> * - dim", reduce="dim:min", nonempty="dim", linear="0", passes="min"),
     "product": rule("* -> * - dim", reduce="dim:product"),
-    "histogram": rule("* -> bins", reduce="*"),  # counts between given bounds are sums over all elements
-    "whole_reduction": rule("* -> * - dim", whole="dim"),  # argmax, norm: the reduced dims are gathered first
-    "statistics": rule("* -> * - dim", whole="dim", full="*"),  # var, std: torch warns of parts that are empty
+    "histogram": rule("* -> bins", reduce="*"),  # counts between the bounds are sums over all elements
+    "whole_reduction": rule("* -> * - dim", need_replication="dim"),  # argmax, norm: gather the reduced dims
+    "statistics": rule(
+        "* -> * - dim", need_replication="dim", nonempty="*"
+    ),  # var, std: torch warns about empty shards
     # ---- along a dim ----
-    "whole_dims": rule("* -> *", whole="dim"),  # softmax, topk, sort; sizes of the whole dims may differ
-    "linear_whole_dims": rule("* -> *", whole="dim", linear="0"),  # cumsum, tril
-    "moved_whole_dims": rule("* -> *", whole="dim", linear="0", passes="any"),  # flip, roll, narrow, split
-    "unbind": rule("* -> * - dim", dim=0, whole="dim", linear="0", passes="any"),
+    "whole_dims": rule("* -> *", need_replication="dim"),  # softmax, topk, sort; ``dim`` may change its size
+    "linear_whole_dims": rule("* -> *", need_replication="dim", linear="0"),  # cumsum, tril
+    "moved_whole_dims": rule("* -> *", need_replication="dim", linear="0", passes="any"),  # flip, roll, narrow, split
+    "unbind": rule("* -> * - dim", dim=0, need_replication="dim", linear="0", passes="any"),
     "pad": moving.pad,
     # ---- moves ----
     "pairs": moving.pairs,
@@ -129,8 +131,8 @@ RULES: dict[str, Rule] = {
     "prelu": neural.prelu,
     "convolution": neural.convolution,
     "leading": neural.leading,  # pools, interpolation
-    "channels": neural.channels,  # group_norm, instance_norm, batch_norm that only reads its statistics
+    "channels": neural.channels,  # group_norm, instance_norm, and batch_norm in evaluation
     "images": neural.images,
-    "whole": rule("whole"),
+    "whole": rule("replicate"),
 }
 """The rule of each operation, by name."""

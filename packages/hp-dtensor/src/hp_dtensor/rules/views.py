@@ -1,7 +1,7 @@
-"""Views: how a placement goes through a change of shape that keeps the elements' order.
+"""Views: the placements of a tensor after a change of shape that keeps the order of its elements.
 
-A sharded dim is described by what stands before it: ``outer`` blocks, of which each has its ``size`` cut over the axis.
-The same blocks are then looked for in the new shape, where they are a whole dim (Shard), or part of one (StridedShard).
+The dims before a sharded dim form ``outer`` blocks, each of which has its ``size`` indices sharded over the axis. In
+the new shape the same blocks are either a complete dim (Shard) or part of one (StridedShard).
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ __all__ = ["view_placements"]
 def view_placements(
     shape: Sequence[int], result: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-    """Where the operand of a view must be, and where the view is then.
+    """Return the placements that the operand of a view must have, and those of the result.
 
     Example:
         >>> view_placements((4, 6), (4, 3, 2), (Shard(1),), (3,))
         ((Shard(1),), (Shard(1),))
         >>> view_placements((2, 6, 5), (12, 5), (Shard(1),), (3,))
         ((Shard(1),), (StridedShard(dim=0, split_factor=2),))
-        >>> view_placements((4, 6), (4, 2, 3), (Shard(1),), (3,))   # the cut does not fall between two of the dims
+        >>> view_placements((4, 6), (4, 2, 3), (Shard(1),), (3,))   # neither new dim contains whole shards
         ((Replicate(),), (Replicate(),))
 
     Returns:
-        the operand's placements (``Replicate`` where a cut can't be kept) and the result's.
+        The operand's placements (``Replicate`` where a shard does not survive the view) and the result's.
     """
     operand: list[Placement] = []
     out: list[Placement] = []
-    pieces: dict[Placement, int] = {}
+    shards: dict[Placement, int] = {}
     for placement, ranks in zip(placements, mesh_shape, strict=True):
         if isinstance(placement, (Shard, StridedShard)):
-            pieces[placement] = pieces.get(placement, 1) * ranks
-    cut_dims = [p.dim for p in pieces if isinstance(p, (Shard, StridedShard))]
+            shards[placement] = shards.get(placement, 1) * ranks
+    cut_dims = [p.dim for p in shards if isinstance(p, (Shard, StridedShard))]
     moved: dict[Placement, Placement | None] = {}
-    for placement, count in pieces.items():
+    for placement, count in shards.items():
         assert isinstance(placement, (Shard, StridedShard))
         alone = cut_dims.count(placement.dim) == 1
         moved[placement] = _move(shape, result, placement, count) if alone else None
         if not alone and tuple(shape) == tuple(result):
             moved[placement] = placement
-    found = [p.dim for p in moved.values() if isinstance(p, (Shard, StridedShard))]
+    result_dims = [p.dim for p in moved.values() if isinstance(p, (Shard, StridedShard))]
     for placement in placements:
         if isinstance(placement, (Shard, StridedShard)):
             target = moved[placement]
-            if isinstance(target, (Shard, StridedShard)) and found.count(target.dim) > 1 and target != placement:
-                target = None  # two cuts meet in one dim of the result
+            if isinstance(target, (Shard, StridedShard)) and result_dims.count(target.dim) > 1 and target != placement:
+                target = None  # two axes would shard one dim of the result
             operand.append(placement if target is not None else Replicate())
             out.append(target if target is not None else Replicate())
-        elif isinstance(placement, RaggedShard):  # a run of all elements stays that run
-            whole = placement.dims == tuple(range(len(shape))) and len(result) > 0
-            operand.append(placement if whole else Replicate())
-            out.append(RaggedShard(tuple(range(len(result))), placement.units) if whole else Replicate())
+        elif isinstance(placement, RaggedShard):  # ranges of all elements in order are the same in any shape
+            covers_all = placement.dims == tuple(range(len(shape))) and len(result) > 0
+            operand.append(placement if covers_all else Replicate())
+            out.append(RaggedShard(tuple(range(len(result))), placement.units) if covers_all else Replicate())
         else:
             operand.append(placement)
             out.append(placement)
@@ -63,7 +63,7 @@ def view_placements(
 
 
 def _move(
-    shape: Sequence[int], result: Sequence[int], placement: Shard | StridedShard, pieces: int
+    shape: Sequence[int], result: Sequence[int], placement: Shard | StridedShard, shards: int
 ) -> Placement | None:
     outer = math.prod(shape[: placement.dim])
     size = shape[placement.dim]
@@ -72,7 +72,7 @@ def _move(
         size //= placement.split_factor
     if size == 0 or math.prod(shape) == 0:
         return None
-    if size == 1 and isinstance(placement, Shard):  # one rank has everything, wherever the dim of one goes
+    if size == 1 and isinstance(placement, Shard):  # one rank has the only index, wherever the dim goes
         ones = [d for d, length in enumerate(result) if length == 1 and math.prod(result[:d]) == outer]
         return Shard(ones[0]) if ones else None
     before = 1
@@ -83,10 +83,10 @@ def _move(
                 return None
             block = length // split
             same = block == size and math.prod(result[dim + 1 :]) == math.prod(shape[placement.dim + 1 :])
-            if not same and (size % pieces or block % pieces):
+            if not same and (size % shards or block % shards):
                 return None
             if split == 1:
                 return Shard(dim)
-            return StridedShard(dim, split) if block % pieces == 0 else None
+            return StridedShard(dim, split) if block % shards == 0 else None
         before *= length
     return None

@@ -59,13 +59,13 @@ def tensor_shard(tensor: DTensor, index: Any) -> torch.Tensor:
     Raises:
         ValueError: this rank holds no box at these offsets.
     """
-    held = _boxes(tensor)
-    for box in held:
+    local_boxes = _boxes(tensor)
+    for box in local_boxes:
         if index.offset is None or tuple(index.offset) == box.offsets:
             return _view(_local(tensor), box)
     raise ValueError(
         f"checkpoint: {index.fqn!r} has no chunk at {tuple(index.offset or ())} on this rank, whose chunks start at"
-        f" {[box.offsets for box in held]}"
+        f" {[box.offsets for box in local_boxes]}"
     )
 
 

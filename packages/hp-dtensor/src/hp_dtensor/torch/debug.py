@@ -53,9 +53,9 @@ class _Calls:
     def end(self, module: torch.nn.Module) -> None:
         """Record that a forward has ended, and with it all that it called."""
         if any(each is module for _, each in self.stack):
-            found = None
-            while found is not module:
-                index, found = self.stack.pop()
+            ended = None
+            while ended is not module:
+                index, ended = self.stack.pop()
                 self.stops[index] = _next_number()
 
     def of(self, number: int) -> str | None:
@@ -104,9 +104,9 @@ class Modules:
 
     def place(self, frame: FrameType) -> tuple[str, str]:
         """Phase and module of the program at this frame."""
-        task, told = _graph_task(), attributed_modules()
-        if told:
-            return "forward" if task == -1 else "backward", self._names.of(told)
+        task, attributed = _graph_task(), attributed_modules()
+        if attributed:
+            return "forward" if task == -1 else "backward", self._names.of(attributed)
         if task == -1:
             return "forward", self._names.of(running(frame, torch.nn.Module))
         calls = self._calls.get(threading.get_ident())
@@ -116,5 +116,5 @@ class Modules:
                 return "backward", calls.names[top]
         node = _node()
         names = [each.of(node._sequence_nr()) for each in self._calls.values()] if node is not None else []
-        found = {name for name in names if name is not None}
-        return "backward", found.pop() if len(found) == 1 else ""  # each thread numbers for itself
+        modules = {name for name in names if name is not None}
+        return "backward", modules.pop() if len(modules) == 1 else ""  # each thread numbers for itself

@@ -201,8 +201,8 @@ class DTensor(torch.Tensor):
         spec = self._spec
         if spec.replicated:  # the whole tensor is on the memory of this one
             hand_out(self)
-        whole = redistribute(self, spec.with_placements([Replicate()] * spec.mesh.ndim))
-        return whole.to_local(grad_placements=grad_placements)
+        replicated = redistribute(self, spec.with_placements([Replicate()] * spec.mesh.ndim))
+        return replicated.to_local(grad_placements=grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the local tensor as a plain tensor; differentiable.
@@ -215,14 +215,14 @@ class DTensor(torch.Tensor):
         self._reads = HANDED_OUT
         if grad_placements is None:
             return _impl(T.view_as, (), (self, self))
-        made = autograd.convert(self, spec, varying(spec, grad_placements))
-        return _impl(autograd.AsView.apply, (), (made,))
+        converted = autograd.convert(self, spec, varying(spec, grad_placements))
+        return _impl(autograd.AsView.apply, (), (converted,))
 
     # ---- metadata: global, or the local tensor's where interception is off ----
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        whole = _enabled() and not _compiler._is_compiling_flag
-        if not whole or (_graph_task() != -1 and local_asked(sys._getframe(1))):
+        is_global = _enabled() and not _compiler._is_compiling_flag
+        if not is_global or (_graph_task() != -1 and local_asked(sys._getframe(1))):
             return _impl(_shape, (), (self,))
         spec = self._spec
         try:
@@ -344,14 +344,14 @@ class DTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only DTensors that are leaves of the graph support deepcopy; detach() first")
-        made = wrap(_impl(T.clone, (), (local_view(self),)), self._spec)
-        vars(made).update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in _OWN})
-        memo[id(self)] = made
-        made.requires_grad_(self.requires_grad)
+        copied = wrap(_impl(T.clone, (), (local_view(self),)), self._spec)
+        vars(copied).update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in _OWN})
+        memo[id(self)] = copied
+        copied.requires_grad_(self.requires_grad)
         grad = self.grad
         if grad is not None:
-            made.grad = copy.deepcopy(grad, memo)
-        return made
+            copied.grad = copy.deepcopy(grad, memo)
+        return copied
 
     def __reduce_ex__(self, proto: Any) -> Any:
         state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
@@ -382,10 +382,10 @@ def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
         view = wrap(_impl(T.view_as, (), (x, x)), spec)
         keep(view, x)
         return view
-    made = wrap(_impl(autograd.move, (), (x, x._spec, spec)), spec)
-    if made.requires_grad:
-        autograd.moved_from(made, x)
-    return made
+    moved = wrap(_impl(autograd.move, (), (x, x._spec, spec)), spec)
+    if moved.requires_grad:
+        autograd.moved_from(moved, x)
+    return moved
 
 
 def redistribute_shared(x: torch.Tensor, spec: TensorSpec, src: TensorSpec | None = None) -> DTensor:
@@ -396,14 +396,14 @@ def redistribute_shared(x: torch.Tensor, spec: TensorSpec, src: TensorSpec | Non
         spec: the wanted layout.
         src: the layout of a plain ``x``.
     """
-    found = recall_shared(x, spec, src)
-    if found is not None:
-        return found
+    stored = recall_shared(x, spec, src)
+    if stored is not None:
+        return stored
     value = x if isinstance(x, DTensor) else wrap(x.view_as(x), src or spec)
     return remember_shared(x, spec, src, value if value._spec is spec else redistribute(value, spec))
 
 
 def _rebuild(local: torch.Tensor, spec: TensorSpec, requires_grad: bool, state: dict[str, Any]) -> DTensor:
-    made = wrap(local.detach(), spec)
-    vars(made).update(state)
-    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+    dtensor = wrap(local.detach(), spec)
+    vars(dtensor).update(state)
+    return dtensor.requires_grad_(requires_grad)  # type: ignore[return-value]

@@ -41,18 +41,18 @@ def parallelize_value_and_grad(
     positions = () if grad_position is None else (grad_position,) if isinstance(grad_position, int) else grad_position
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = list(args)
+        inputs = list(args)
         for position in positions:
-            given[position] = args[position].detach().requires_grad_()
+            inputs[position] = args[position].detach().requires_grad_()
         with torch.enable_grad():
-            out = fn(*given, **kwargs)
+            out = fn(*inputs, **kwargs)
         loss, rest = (out[0], tuple(out[1:])) if has_aux else (out, ())
         if loss.numel() != 1:
             raise ValueError(f"parallelize_value_and_grad: the loss has shape {tuple(loss.shape)}, it must be a scalar")
-        sources = [given[position] for position in positions] + (chosen or [])
+        sources = [inputs[position] for position in positions] + (chosen or [])
         if isinstance(loss, DTensor):
-            kept = [p if p.is_partial("sum") else Replicate() for p in loss.placements]
-            loss = loss.redistribute(placements=kept)
+            placements = [p if p.is_partial("sum") else Replicate() for p in loss.placements]
+            loss = loss.redistribute(placements=placements)
         grads = torch.autograd.grad(loss, sources, allow_unused=True)
         grads = tuple(torch.zeros_like(s) if g is None else g.detach() for g, s in zip(grads, sources, strict=True))
         value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
@@ -60,8 +60,8 @@ def parallelize_value_and_grad(
         by_weight: Any = grads[len(positions) :]
         by_input = by_input[0] if isinstance(grad_position, int) else by_input
         by_weight = by_weight[0] if isinstance(weights, torch.Tensor) else by_weight
-        made = by_weight if grad_position is None else by_input if weights is None else (by_input, by_weight)
-        return ((value, *rest) if has_aux else value), made
+        gradients = by_weight if grad_position is None else by_input if weights is None else (by_input, by_weight)
+        return ((value, *rest) if has_aux else value), gradients
 
     return run
 

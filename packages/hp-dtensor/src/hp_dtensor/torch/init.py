@@ -59,7 +59,7 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
         materialize = getattr(child, "_materialize", None)
         if callable(materialize):
             materialize(target)
-    made: dict[int, tuple[torch.Tensor, Any]] = {}  # by identity; holds the old ones, so that ids stay theirs
+    replaced: dict[int, tuple[torch.Tensor, Any]] = {}  # by identity; holds the old ones, so that ids stay theirs
     for child in module.modules():
         for store in (child._parameters, child._buffers):
             for name, tensor in store.items():
@@ -67,9 +67,9 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
                     if store is child._parameters:
                         give_memory(tensor, torch.empty_like(local_view(tensor), device=target))
                         continue
-                    if id(tensor) not in made:
-                        made[id(tensor)] = tensor, _empty(tensor, target)
-                    store[name] = made[id(tensor)][1]
+                    if id(tensor) not in replaced:
+                        replaced[id(tensor)] = tensor, _empty(tensor, target)
+                    store[name] = replaced[id(tensor)][1]
     for child in module.modules():
         if hasattr(child, "_is_hf_initialized"):
             child._is_hf_initialized = False  # type: ignore[assignment]
@@ -121,8 +121,8 @@ def _initializers(module: torch.nn.Module) -> list[Any]:
 def _check_initializers(module: torch.nn.Module) -> None:
     filled = {id(inner) for child in module.modules() if _initializers(child) for inner in child.modules()}
     for name, child in module.named_modules():
-        held = {**child._parameters, **child._buffers}
-        empty = [key for key, tensor in held.items() if tensor is not None and tensor.is_meta]
+        tensors = {**child._parameters, **child._buffers}
+        empty = [key for key, tensor in tensors.items() if tensor is not None and tensor.is_meta]
         if empty and id(child) not in filled:
             raise RuntimeError(
                 f"init_parameters: {type(child).__name__} ({name or 'the module itself'}) holds {empty} on meta and"
@@ -142,19 +142,19 @@ def _device_of(module: torch.nn.Module) -> torch.device:
             return torch.device(tensor.device_mesh.device_type)
         if not tensor.is_meta:
             return tensor.device
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")
 
 
 def _empty(tensor: torch.Tensor, device: torch.device) -> Any:
     local = torch.empty_like(local_view(tensor), device=device)
-    made = wrap(local, tensor._spec) if isinstance(tensor, DTensor) else local
+    empty = wrap(local, tensor._spec) if isinstance(tensor, DTensor) else local
     if isinstance(tensor, torch.nn.Parameter):
-        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        vars(made).update(
+        empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        vars(empty).update(
             {k: v for k, v in tensor.__dict__.items() if k not in ("_spec", "_moved_from", "_is_hf_initialized")}
         )
-    return made
+    return empty
 
 
 def _inner_first(module: torch.nn.Module, seen: set[int] | None = None) -> Iterator[torch.nn.Module]:

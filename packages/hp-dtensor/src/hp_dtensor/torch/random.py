@@ -37,8 +37,8 @@ def compare_generators(mesh: DeviceMesh, device: torch.device) -> None:
     if mesh in _compared or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
     state = get_platform().random.get_state(device)
-    mine = torch.tensor([zlib.crc32(state.cpu().numpy().tobytes())], dtype=torch.int64, device=device)
-    low, high = mine.clone(), mine.clone()
+    checksum = torch.tensor([zlib.crc32(state.cpu().numpy().tobytes())], dtype=torch.int64, device=device)
+    low, high = checksum.clone(), checksum.clone()
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         get_platform().collectives.all_reduce(low, "min", group=group)
@@ -56,10 +56,10 @@ def draw(spec: TensorSpec, like: torch.Tensor, fill: Any) -> torch.Tensor:
     if like.is_meta:
         return torch.empty(spec.local_shape, dtype=like.dtype, device=like.device)
     compare_generators(spec.mesh, like.device)
-    whole = torch.empty(spec.shape, dtype=like.dtype, device=like.device)
-    fill(whole)
+    global_tensor = torch.empty(spec.shape, dtype=like.dtype, device=like.device)
+    fill(global_tensor)
     replicated = TensorSpec.of(spec.mesh, [_replicate] * spec.mesh.ndim, spec.shape)
-    return execute(whole, replicated, spec)
+    return execute(global_tensor, replicated, spec)
 
 
 def fill(func: Any, args: Any, kwargs: Any) -> Any:
@@ -72,8 +72,8 @@ def fill(func: Any, args: Any, kwargs: Any) -> Any:
             " reduce_partial() first"
         )
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        made = draw(x._spec, x, lambda whole: func(whole, *args, **kwargs))
-    return _copy_into(x, made)
+        drawn = draw(x._spec, x, lambda global_tensor: func(global_tensor, *args, **kwargs))
+    return _copy_into(x, drawn)
 
 
 def _copy_into(x: DTensor, local: torch.Tensor) -> DTensor:
@@ -99,14 +99,14 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     if x.is_partial():
         x = x.reduce_partial()
     if p == 1.0:
-        made = x * 0.0
+        dropped = x * 0.0
     else:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            noise = draw(x._spec, x, lambda whole: whole.bernoulli_(1 - p))
+            noise = draw(x._spec, x, lambda global_tensor: global_tensor.bernoulli_(1 - p))
             noise.div_(1 - p)
         # plain noise: checkpointing compares what is saved by its shape, and a DTensor has two
-        made = wrap(_impl(T.mul, (), (x, noise)), x._spec)
-    return x.copy_(made) if bound["inplace"] else made
+        dropped = wrap(_impl(T.mul, (), (x, noise)), x._spec)
+    return x.copy_(dropped) if bound["inplace"] else dropped
 
 
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
@@ -120,31 +120,31 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
     spec = x._spec.with_placements([_replicate if p.is_partial() else p for p in x._spec.placements])
     name = func.__name__
 
-    def fill_whole(whole: torch.Tensor) -> None:
+    def fill_whole(global_tensor: torch.Tensor) -> None:
         if name == "rand_like":
-            whole.uniform_()
+            global_tensor.uniform_()
         elif name == "randn_like":
-            whole.normal_()
+            global_tensor.normal_()
         else:
             bounds = [*args[1:], *(kwargs[bound] for bound in ("low", "high") if bound in kwargs)]
-            whole.random_(*(bounds if len(bounds) == 2 else (0, bounds[0])))
+            global_tensor.random_(*(bounds if len(bounds) == 2 else (0, bounds[0])))
 
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        made = draw(spec, template, fill_whole)
-    return wrap(made, spec).requires_grad_(requires_grad)
+        drawn = draw(spec, template, fill_whole)
+    return wrap(drawn, spec).requires_grad_(requires_grad)
 
 
 def special() -> dict[Any, Any]:
     """Return the handlers of the random functions, by function."""
-    made: dict[Any, Any] = {}
+    handlers: dict[Any, Any] = {}
     for name in "normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_".split():
-        made[getattr(T, name)] = fill
+        handlers[getattr(T, name)] = fill
     for name in dir(
         torch.nn.init
     ):  # they compute with the global shape; some are intercepted, the others call the above
         if name.endswith("_") and not name.startswith("_"):
-            made[getattr(torch.nn.init, name)] = made["torch.nn.init", name] = torch.no_grad()(fill)
-    made[torch.dropout] = made[torch.nn.functional.dropout] = _dropout
+            handlers[getattr(torch.nn.init, name)] = handlers["torch.nn.init", name] = torch.no_grad()(fill)
+    handlers[torch.dropout] = handlers[torch.nn.functional.dropout] = _dropout
     for like in (torch.rand_like, torch.randn_like, torch.randint_like):
-        made[like] = _like
-    return made
+        handlers[like] = _like
+    return handlers

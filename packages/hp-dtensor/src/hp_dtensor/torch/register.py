@@ -64,8 +64,8 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
         def solve(call: Call, shapes: Sequence[tuple[int, ...]]) -> Solution:
             values = [_described(value) for value in call.args]
             named = {name: _described(value) for name, value in call.kwargs.items()}
-            given = [tensor for tensor in call.tensors if tensor is not None]
-            sizes = [tensor.element_size() for tensor in given]
+            operands = [tensor for tensor in call.tensors if tensor is not None]
+            sizes = [tensor.element_size() for tensor in operands]
             return choose(name_of(call.func), rule(*values, **named), call.specs, sizes, shapes)
 
         for form in ops:
@@ -124,10 +124,10 @@ def _checked(call: Call) -> Any:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         out = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
-        made = [
+        results = [
             value for value in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(value, torch.Tensor)
         ]
-        check_results(name_of(func), "operation", [value.shape for value in made], layouts)
+        check_results(name_of(func), "operation", [value.shape for value in results], layouts)
         return out
 
     return run

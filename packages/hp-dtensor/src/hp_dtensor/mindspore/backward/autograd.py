@@ -113,15 +113,15 @@ class _GradientAs(_Function):
     """A value as it is, whose gradient is moved to another layout."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, have: TensorSpec, wanted: TensorSpec) -> Tensor:  # type: ignore[override]
-        ctx.layouts = have, wanted
-        return TensorPy.reshape(x, have.local_shape)
+    def forward(ctx: Any, x: Tensor, arrives: TensorSpec, leaves: TensorSpec) -> Tensor:  # type: ignore[override]
+        ctx.layouts = arrives, leaves
+        return TensorPy.reshape(x, arrives.local_shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        have, wanted = ctx.layouts
+        arrives, leaves = ctx.layouts
         with local_mode():
-            moved = once_differentiable(lambda g: execute(g, have, wanted), lambda: _of(have, wanted), grad)
+            moved = once_differentiable(lambda g: execute(g, arrives, leaves), lambda: _of(arrives, leaves), grad)
         return moved, None, None
 
 
@@ -169,8 +169,8 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Te
     recorded = grad_enabled() and x._requires_grad
     if src is dst and (vary is None or not recorded):
         return x
-    found = recall(x, dst, vary, recorded)
-    return found if found is not None else remember(x, dst, vary, recorded, move(x, src, dst, vary))
+    stored = recall(x, dst, vary, recorded)
+    return stored if stored is not None else remember(x, dst, vary, recorded, move(x, src, dst, vary))
 
 
 def recall(x: Any, dst: TensorSpec, how: Any, recorded: bool) -> Any:
@@ -178,19 +178,19 @@ def recall(x: Any, dst: TensorSpec, how: Any, recorded: bool) -> Any:
     if not recorded:
         return None
     version = x._version
-    for source, layout, kind, made, then, after in _memo:
+    for source, layout, kind, value, then, after in _memo:
         if source is x and layout is dst and kind == how and then == version:
-            if made._version == after:
-                return made
+            if value._version == after:
+                return value
     return None
 
 
-def remember(x: Any, dst: TensorSpec, how: Any, recorded: bool, made: Any) -> Any:
-    """Store ``made``, the value of ``x`` in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
+def remember(x: Any, dst: TensorSpec, how: Any, recorded: bool, value: Any) -> Any:
+    """Store ``value``, which is ``x`` in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
     if recorded and not isinstance(x, Parameter):
-        _memo.insert(0, (x, dst, how, made, x._version, made._version))
+        _memo.insert(0, (x, dst, how, value, x._version, value._version))
         del _memo[_MEMO_SIZE:]
-    return made
+    return value
 
 
 def forget() -> None:

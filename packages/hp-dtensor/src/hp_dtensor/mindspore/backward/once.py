@@ -17,27 +17,27 @@ from mindspore.graph.api import _pynative_executor
 __all__ = ["once_differentiable"]
 
 
-def once_differentiable(run: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:
-    """Call ``run`` on gradients so that its result can't be differentiated: trying to raises an error.
+def once_differentiable(function: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:
+    """Call ``function`` on gradients so that its result can't be differentiated: trying to raises an error.
 
     Args:
-        run: a function of the gradients that is not recorded; returns a tensor or a tuple of tensors.
+        function: a function of the gradients that is not recorded; returns a tensor or a tuple of tensors.
         what: says of what they are gradients, the error's subject.
         gradients: plain tensors.
     """
     if _pynative_executor.requires_grad() and any(gradient._requires_grad for gradient in gradients):
-        return _Once.apply(run, what, *gradients)
-    return run(*gradients)
+        return _Once.apply(function, what, *gradients)
+    return function(*gradients)
 
 
 class _Once(_Function):
     """Calls a function, and has no gradient: Note [Refused when it is used]."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, function: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:  # type: ignore[override]
         ctx.what = what
-        made = run(*gradients)  # copied: what shares memory with an argument MindSpore takes for a constant
-        return tuple(each.copy() for each in made) if isinstance(made, tuple) else made.copy()
+        results = function(*gradients)  # copied: what shares memory with an argument MindSpore takes for a constant
+        return tuple(each.copy() for each in results) if isinstance(results, tuple) else results.copy()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]

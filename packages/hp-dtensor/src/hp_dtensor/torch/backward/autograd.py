@@ -186,8 +186,8 @@ def through_hooks(leaf: Any, own: Any, grad: torch.Tensor) -> torch.Tensor:
     for hook in (_impl(_hooks, (), (leaf,)) or {}).values():
         if own is not None:
             _refuse_parts(leaf)
-        made = hook(grad)
-        grad = grad if made is None else made
+        replacement = hook(grad)
+        grad = grad if replacement is None else replacement
     return grad
 
 
@@ -265,8 +265,8 @@ def reduce_partial_grads(
     if parameters is None:
         keys = list(_pending)
     else:
-        wanted = {id(parameter) for parameter in parameters}
-        keys = [key for key, (leaf, _, _, _) in _pending.items() if id(leaf) in wanted]
+        ids = {id(parameter) for parameter in parameters}
+        keys = [key for key, (leaf, _, _, _) in _pending.items() if id(leaf) in ids]
     buckets: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
     for key in keys:
         leaf, vary, shadow, task = _pending.pop(key)
@@ -289,10 +289,10 @@ def reduce_partial_grads(
                 _add_grad(leaf, move(grad, grad_spec(leaf._spec, vary), grad_spec(leaf._spec)))
                 continue
             flat = torch.cat([grad.reshape(-1) for _, grad in entries])
-            whole = TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, flat.shape)
-            flat = move(flat, grad_spec(whole, vary), whole)
-            for (leaf, grad), piece in zip(entries, flat.split([grad.numel() for _, grad in entries]), strict=True):
-                _add_grad(leaf, piece.view_as(grad).clone())
+            replicated = TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, flat.shape)
+            flat = move(flat, grad_spec(replicated, vary), replicated)
+            for (leaf, grad), summed in zip(entries, flat.split([grad.numel() for _, grad in entries]), strict=True):
+                _add_grad(leaf, summed.view_as(grad).clone())
 
 
 def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
@@ -300,8 +300,8 @@ def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
     if "_retired" in leaf.__dict__ and (_impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,))):
         _engine_run_backward((leaf,), (grad,), False, grad.requires_grad, (), accumulate_grad=True)
         return
-    have = _impl(_get_grad, (), (leaf,))
-    _impl(_set_grad, (), (leaf, grad if have is None else have + grad))
+    accumulated = _impl(_get_grad, (), (leaf,))
+    _impl(_set_grad, (), (leaf, grad if accumulated is None else accumulated + grad))
 
 
 def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
@@ -337,8 +337,8 @@ class GradientMoved(torch.autograd.Function):
     """A local value as it is, whose gradient is moved from one layout to another."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, have: TensorSpec, wanted: TensorSpec) -> torch.Tensor:
-        ctx.layouts = have, wanted
+    def forward(ctx: Any, x: torch.Tensor, arrives: TensorSpec, leaves: TensorSpec) -> torch.Tensor:
+        ctx.layouts = arrives, leaves
         return x.view_as(x)
 
     @staticmethod
@@ -356,8 +356,8 @@ def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> t
     """
     if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
         return grad
-    made = [Partial() if part else placement for part, placement in zip(parts, spec.placements, strict=True)]
-    return GradientMoved.apply(grad, spec, spec.with_placements(made))
+    placements = [Partial() if part else placement for part, placement in zip(parts, spec.placements, strict=True)]
+    return GradientMoved.apply(grad, spec, spec.with_placements(placements))
 
 
 def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> torch.Tensor:
@@ -381,17 +381,17 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
             shadow = _shadow(x, vary)
         if shadow is not None:
             return shadow
-    found = recall(x, dst, vary)
-    if found is not None:
-        return found
+    stored = recall(x, dst, vary)
+    if stored is not None:
+        return stored
     source = _source(x) if src is dst and "_moved_from" in x.__dict__ else None
     if source is not None:
         value = _impl(torch.Tensor.detach, (), (x,))
-        made = _impl(_redistributed, (), (source, source._spec, dst, vary, value))
+        moved = _impl(_redistributed, (), (source, source._spec, dst, vary, value))
         x._passed_by = True
     else:
-        made = _impl(_redistributed, (), (x, src, dst, vary, None))
-    return remember(x, dst, vary, made)
+        moved = _impl(_redistributed, (), (x, src, dst, vary, None))
+    return remember(x, dst, vary, moved)
 
 
 def _source(x: Any) -> Any:
@@ -403,7 +403,7 @@ def _source(x: Any) -> Any:
     return None
 
 
-def moved_from(made: Any, source: Any) -> None:
-    """Record that ``made`` is ``source`` in another layout, so that moving it again moves its gradient only once."""
+def moved_from(moved: Any, source: Any) -> None:
+    """Record that ``moved`` is ``source`` in another layout, so that moving it again moves its gradient only once."""
     graph = _impl(_grad_fn, (), (source,))
-    made._moved_from = source, _impl(_version, (), (made,)), _impl(_version, (), (source,)), graph
+    moved._moved_from = source, _impl(_version, (), (moved,)), _impl(_version, (), (source,)), graph

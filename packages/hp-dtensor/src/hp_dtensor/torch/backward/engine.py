@@ -105,7 +105,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     roots, ready = _roots(outputs, gradients)
     shadows = [autograd.shadows(x) if isinstance(x, DTensor) else [] for x in inputs]
     flat = [shadow for of in shadows for _, shadow in of]
-    found = _engine_run_backward(
+    gradients_found = _engine_run_backward(
         roots,
         ready,
         create if retain is None else retain,
@@ -114,10 +114,10 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
         allow_unreachable=unused or bool(flat),
         accumulate_grad=False,
     )
-    parts = iter(found[len(inputs) :])
+    parts = iter(gradients_found[len(inputs) :])
     return tuple(
         _gradient(index, x, own, [(vary, next(parts)) for vary, _ in of], unused, bool(zeros))
-        for index, (x, own, of) in enumerate(zip(inputs, found, shadows, strict=False))
+        for index, (x, own, of) in enumerate(zip(inputs, gradients_found, shadows, strict=False))
     )
 
 
@@ -126,8 +126,8 @@ def _gradient(index: int, x: Any, own: Any, parts: Sequence[Any], unused: bool, 
     collected = None
     for vary, part in parts:
         if part is not None:
-            whole = autograd.move(part, autograd.grad_spec(x._spec, vary), autograd.grad_spec(x._spec))
-            collected = whole if collected is None else collected + whole
+            summed = autograd.move(part, autograd.grad_spec(x._spec, vary), autograd.grad_spec(x._spec))
+            collected = summed if collected is None else collected + summed
     if collected is not None:
         collected = autograd.through_hooks(x, own, collected)
         own = collected if own is None else own + collected
@@ -141,9 +141,9 @@ def _gradient(index: int, x: Any, own: Any, parts: Sequence[Any], unused: bool, 
     if own is None or not isinstance(x, DTensor):
         return own
     spec, parts = autograd.grad_spec(x._spec), tuple(placement.is_partial() for placement in x._spec.placements)
-    made = autograd.of_parts(own, spec, parts)
+    gradient = autograd.of_parts(own, spec, parts)
     # autograd lets nobody write to a view out of a function
-    return wrap(made.view_as(own) if made is own else made.clone(), spec)
+    return wrap(gradient.view_as(own) if gradient is own else gradient.clone(), spec)
 
 
 def _one_by_one(func: Any, outputs: Any, inputs: Any, gradients: Any, bound: dict[str, Any]) -> tuple[Any, ...]:
@@ -234,13 +234,13 @@ def _leaves(inputs: Any) -> list[Any]:
     Raises:
         RuntimeError: an input says of itself (``_outside_graphs``) that graphs hold something else in its place.
     """
-    given: Iterable[Any] = inputs.values() if isinstance(inputs, dict) else _listed(inputs)
-    made = [_leaf_of(x) if isinstance(x, GradientEdge) else x for x in given]
-    for index, x in enumerate(made):
+    values: Iterable[Any] = inputs.values() if isinstance(inputs, dict) else _listed(inputs)
+    leaves = [_leaf_of(x) if isinstance(x, GradientEdge) else x for x in values]
+    for index, x in enumerate(leaves):
         why = x.__dict__.get("_outside_graphs") if isinstance(x, DTensor) else None
         if why is not None:
             raise RuntimeError(f"torch.autograd: input {index}, of shape {tuple(x.shape)}, {why}")
-    return made
+    return leaves
 
 
 def _leaf_of(edge: GradientEdge) -> Any:

@@ -32,12 +32,12 @@ def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[
         autograd.note_call(there)
         own = there._spec if leaf and there is not None else now
         spec, parts = autograd.grad_spec(own), tuple(placement.is_partial() for placement in own.placements)
-        made = hook(wrap(autograd.of_parts(grad, spec, parts).view_as(grad), spec))
-        if isinstance(made, DTensor):
-            if made._spec.shape != spec.shape:
-                raise RuntimeError(f"register_hook: a gradient of shape {spec.shape} became {made._spec.shape}")
-            made = made if made._spec is spec else redistribute(made, spec)
-            made = autograd.read_in_parts(local_of(made), own)
-        return made
+        replacement = hook(wrap(autograd.of_parts(grad, spec, parts).view_as(grad), spec))
+        if isinstance(replacement, DTensor):
+            if replacement._spec.shape != spec.shape:
+                raise RuntimeError(f"register_hook: a gradient of shape {spec.shape} became {replacement._spec.shape}")
+            replacement = replacement if replacement._spec is spec else redistribute(replacement, spec)
+            replacement = autograd.read_in_parts(local_of(replacement), own)
+        return replacement
 
     return call

@@ -95,14 +95,14 @@ def _apply_to_dtensors(cls: Any, args: Any, kwargs: Any) -> Any:
     for value in (*args, *kwargs.values()):
         if isinstance(value, DTensor):
             _refuse_parts(cls, "is given", value)
-    made = vars(cls).get("_of_dtensors")
-    if made is None:
-        made = cls._of_dtensors = _subclass(cls)
+    subclass = vars(cls).get("_of_dtensors")
+    if subclass is None:
+        subclass = cls._of_dtensors = _subclass(cls)
     call = _Call()
     _running.append(call)
     try:
         with autograd.local_mode():
-            out = _apply(made, *args, **kwargs)
+            out = _apply(subclass, *args, **kwargs)
     finally:
         _running.pop()
     if not isinstance(out, tuple):
@@ -129,8 +129,8 @@ def _subclass(cls: Any) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        call, given = _running[-1], args[1:] if combined else args
-        call.given = [_spec(value) for value in given]
+        call, operands = _running[-1], args[1:] if combined else args
+        call.given = [_spec(value) for value in operands]
         if combined:
             args[0]._call = call
         with _on():
@@ -149,10 +149,10 @@ def _subclass(cls: Any) -> Any:
     members = {"forward": staticmethod(forward), name: staticmethod(_backward(cls, getattr(cls, name)))}
     if not combined:
         members["setup_context"] = staticmethod(setup_context)
-    made: Any = type(cls)(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
-    own = made._backward_cls
-    made._backward_cls = type(own.__name__, (_Context, own), {})
-    return made
+    subclass: Any = type(cls)(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    own = subclass._backward_cls
+    subclass._backward_cls = type(own.__name__, (_Context, own), {})
+    return subclass
 
 
 def _check_result(cls: Any, value: Any) -> None:
@@ -169,18 +169,20 @@ def _check_result(cls: Any, value: Any) -> None:
 def _backward(cls: Any, backward: Any) -> Callable[..., Any]:
     """``backward`` between local parts: of the results' gradients, and of the arguments'."""
     once = getattr(backward, "__code__", None) is _ONCE
-    run = backward.__wrapped__ if once else backward
+    plain = backward.__wrapped__ if once else backward
 
     def of_parts(ctx: Any, *grads: Any) -> Any:
-        given, results = ctx._call.given, ctx._call.results
+        arguments, results = ctx._call.given, ctx._call.results
         if getattr(cls, "boxed_grads_call", False):
             [grads] = grads
-        whole = [_whole(grad, spec) for grad, spec in zip(grads, results, strict=True)]
+        global_grads = [_whole(grad, spec) for grad, spec in zip(grads, results, strict=True)]
         with _on():
-            found = run(ctx, whole) if getattr(cls, "boxed_grads_call", False) else run(ctx, *whole)
-            found = found if isinstance(found, tuple) else (found,)
-            own = [_part(cls, n, grad, spec) for n, (grad, spec) in enumerate(zip(found, given, strict=False))]
-        return (*own, *found[len(given) :])
+            gradients = (
+                plain(ctx, global_grads) if getattr(cls, "boxed_grads_call", False) else plain(ctx, *global_grads)
+            )
+            gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+            own = [_part(cls, n, grad, spec) for n, (grad, spec) in enumerate(zip(gradients, arguments, strict=False))]
+        return (*own, *gradients[len(arguments) :])
 
     return once_differentiable(of_parts) if once else of_parts
 
@@ -190,8 +192,8 @@ def _whole(grad: Any, spec: TensorSpec | None) -> Any:
     if grad is None or spec is None:
         return grad
     gradient, parts = autograd.grad_spec(spec), tuple(placement.is_partial() for placement in spec.placements)
-    made = autograd.of_parts(grad, gradient, parts)
-    return wrap(_impl(T.view_as, (), (made, made)), gradient)
+    local = autograd.of_parts(grad, gradient, parts)
+    return wrap(_impl(T.view_as, (), (local, local)), gradient)
 
 
 def _part(cls: Any, index: int, grad: Any, spec: TensorSpec | None) -> Any:

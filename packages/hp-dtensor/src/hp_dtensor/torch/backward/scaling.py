@@ -25,13 +25,13 @@ def unscale(func: Any, args: Any, kwargs: Any) -> None:
         kwargs: the same by name.
     """
     bound = {**dict(zip(("self", "found_inf", "inv_scale"), args, strict=False)), **kwargs}
-    gradients, found = bound["self"], bound["found_inf"]
-    _impl(func, (), (gradients, found, bound["inv_scale"]))
+    gradients, found_inf = bound["self"], bound["found_inf"]
+    _impl(func, (), (gradients, found_inf, bound["inv_scale"]))
     meshes = dict.fromkeys(each._spec.mesh for each in gradients if isinstance(each, DTensor))
     for mesh in meshes:
         device = "cpu" if mesh.device_type == "cpu" else get_platform().devices.current_device()
-        sent = found.to(device)
+        sent = found_inf.to(device)
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
                 collectives.all_reduce(sent, "max", group=mesh.get_group(axis))
-        found.copy_(sent)
+        found_inf.copy_(sent)

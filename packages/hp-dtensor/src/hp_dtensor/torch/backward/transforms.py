@@ -71,8 +71,8 @@ def watch() -> None:
 
 
 def _dual(func: Any, args: Any, kwargs: Any) -> NoReturn:
-    given = next(value for value in args if isinstance(value, DTensor))
-    refuse("forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad)", given)
+    dtensor = next(value for value in args if isinstance(value, DTensor))
+    refuse("forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad)", dtensor)
 
 
 def special() -> dict[Any, Any]:

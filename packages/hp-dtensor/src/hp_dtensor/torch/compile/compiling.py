@@ -69,15 +69,15 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     taken = graph.taken(name, dtypes[0])
     if graph.is_single(name):
         return _wrap(out, results[0]) if taken is None else _copy(out, results[0], taken)
-    made = [_wrap(x, spec) if taken is None else _copy(x, spec, taken) for x, spec in zip(out, results, strict=True)]
-    return type(out)(made)
+    wrapped = [_wrap(x, spec) if taken is None else _copy(x, spec, taken) for x, spec in zip(out, results, strict=True)]
+    return type(out)(wrapped)
 
 
 def _copy(local: Any, spec: Any, taken: Any) -> Any:
-    made = local.as_subclass(CopiedView)
-    made._spec = spec
-    made._taken = taken
-    return made
+    copy = local.as_subclass(CopiedView)
+    copy._spec = spec
+    copy._taken = taken
+    return copy
 
 
 @traces_as(copied_view._torch_function)
@@ -139,9 +139,9 @@ def _answer(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 @traces_as(eager.wrap)
 def _wrap(local: Any, spec: Any) -> Any:
-    made = local.as_subclass(DTensor)
-    made._spec = spec
-    return made
+    dtensor = local.as_subclass(DTensor)
+    dtensor._spec = spec
+    return dtensor
 
 
 @traces_as(eager.local_of)
@@ -240,8 +240,8 @@ def _from_local(
             " give the first two, and call it with the others outside of the compiled region"
         )
     local = tuple([int(size) for size in local_tensor.shape])
-    whole = None if shape is None else tuple(shape)
-    spec = graph.laid_out(device_mesh._key, texts(placements), local, whole, local_tensor.requires_grad)
+    global_shape = None if shape is None else tuple(shape)
+    spec = graph.laid_out(device_mesh._key, texts(placements), local, global_shape, local_tensor.requires_grad)
     return _wrap(local_tensor.view_as(local_tensor), spec)
 
 

@@ -112,9 +112,9 @@ def question(func: Any) -> str:
     handler = dispatch._SPECIAL.get(func)
     if handler is None or func is T.__getitem__:
         return "plan"
-    known = {special._local: "local", special._same: "same", special._detach: "same"}
-    if handler in known:
-        return known[handler]
+    traced = {special._local: "local", special._same: "same", special._detach: "same"}
+    if handler in traced:
+        return traced[handler]
     raise NotImplementedError(
         f"torch.compile: {_shown(func)} of a DTensor is not traced; call it on the local part (to_local), or outside of"
         " the compiled region (torch.compiler.disable)"
@@ -130,13 +130,13 @@ def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes:
     """Plans a call; the name of it among ``_calls``. The layout of a plain tensor is None."""
     func = getattr(T, func) if type(func) is str else func  # an override's name
     kwargs = dict(zip(names, values, strict=True))
-    known = next(named(layout) for layout in layouts if layout is not None)
+    spec = next(named(layout) for layout in layouts if layout is not None)
     specs = []
     for layout in layouts:
         if layout is None:
             raise NotImplementedError(
-                f"torch.compile: {_shown(func)} of a DTensor placed {known.placements} and a plain tensor; distribute"
-                " it (DTensor.from_local)"
+                f"torch.compile: {_shown(func)} of a DTensor placed {spec.placements} and a plain tensor; distribute"
+                " the plain tensor (DTensor.from_local)"
             )
         specs.append(named(layout))
     with torch.no_grad():
@@ -144,8 +144,8 @@ def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes:
             wrap(torch.empty(spec.local_shape, dtype=dtype, device="meta"), spec)
             for spec, dtype in zip(specs, dtypes, strict=True)
         ]
-        given = iter(stand_ins)
-        plan = dispatch.plan_for(func, _fill(args, given), {k: _fill(v, given) for k, v in kwargs.items()})
+        tensors = iter(stand_ins)
+        plan = dispatch.plan_for(func, _fill(args, tensors), {k: _fill(v, tensors) for k, v in kwargs.items()})
     name = f"{_shown(func)} {len(_calls)}"
     results = tuple(plan.outs) if plan.spec is None else (plan.spec,)
     _calls[name] = _Call(plan.compute, args, kwargs, tuple(specs), results, plan.spec is not None, plan.copied)
@@ -237,44 +237,44 @@ def is_single(name: str) -> bool:
 _PLACEMENTS = {kind.__name__: kind for kind in (Shard, StridedShard, RaggedShard, Replicate, Partial)}
 
 
-def placements_of(written: Any) -> tuple[Placement, ...]:
+def placements_of(encoded: Any) -> tuple[Placement, ...]:
     """Return the placements from the constants that ``texts`` made of them."""
-    return tuple([_PLACEMENTS[kind](*args) for kind, args in written])
+    return tuple([_PLACEMENTS[kind](*args) for kind, args in encoded])
 
 
 @constant
-def placed(have: str, written: Any) -> TensorSpec:
-    """Return the layout ``have`` with other placements, each as its kind and arguments."""
-    spec = named(have)
-    placements = normalize(placements_of(written), spec.mesh, len(spec.shape), "redistribute")
+def placed(layout: str, encoded: Any) -> TensorSpec:
+    """Return ``layout`` with other placements, each encoded as its kind and arguments."""
+    spec = named(layout)
+    placements = normalize(placements_of(encoded), spec.mesh, len(spec.shape), "redistribute")
     return spec.with_placements(placements)
 
 
 @constant
-def replicated(have: str) -> TensorSpec:
-    """Return the layout ``have``, replicated on every axis."""
-    spec = named(have)
+def replicated(layout: str) -> TensorSpec:
+    """Return ``layout``, replicated on every axis."""
+    spec = named(layout)
     return spec.with_placements([Replicate()] * spec.mesh.ndim)
 
 
 @constant
-def shows_varying(have: str, written: Any) -> Any:
+def shows_varying(layout: str, encoded: Any) -> Any:
     """Return the axes on which a local tensor varies where it is taken with these ``grad_placements``."""
-    placements = placements_of(written)
-    return varying(named(have), placements)
+    placements = placements_of(encoded)
+    return varying(named(layout), placements)
 
 
 def mesh_of(key: Any) -> DeviceMesh:
     """Return the mesh of which a traced function knows ``mesh._key``, a constant."""
     device_type, shape, ranks, names = key
-    found = next((mesh for mesh in meshes() if mesh._key == key), None)
-    return found or DeviceMesh(device_type, np.array(ranks).reshape(shape), names, _init_groups=False)
+    existing = next((mesh for mesh in meshes() if mesh._key == key), None)
+    return existing or DeviceMesh(device_type, np.array(ranks).reshape(shape), names, _init_groups=False)
 
 
 @constant
-def laid_out(mesh: Any, written: Any, local: Any, shape: Any, watched: bool) -> TensorSpec:
+def laid_out(mesh: Any, encoded: Any, local: Any, shape: Any, watched: bool) -> TensorSpec:
     """Return the layout of ``DTensor.from_local``."""
-    return layout_of(local, mesh_of(mesh), placements_of(written), shape, watched)
+    return layout_of(local, mesh_of(mesh), placements_of(encoded), shape, watched)
 
 
 # ---- in the graph ----
@@ -284,13 +284,13 @@ def execute(name: str, *operands: torch.Tensor) -> Any:
     with _off():
         for operand, spec in zip(operands, call.operands, strict=True):
             operand._spec = spec  # type: ignore[attr-defined]
-        given = iter(operands)
-        return call.compute(_fill(call.args, given), {k: _fill(v, given) for k, v in call.kwargs.items()})
+        tensors = iter(operands)
+        return call.compute(_fill(call.args, tensors), {k: _fill(v, tensors) for k, v in call.kwargs.items()})
 
 
-def move(name: str, have: str, want: str, x: torch.Tensor) -> torch.Tensor:
+def move(name: str, source: str, target: str, x: torch.Tensor) -> torch.Tensor:
     """Redistribute; ``name`` tells of which kind."""
-    src, dst = named(have), named(want)
+    src, dst = named(source), named(target)
     with _off():
         if src is dst:
             return x.view_as(x)
@@ -300,8 +300,8 @@ def move(name: str, have: str, want: str, x: torch.Tensor) -> torch.Tensor:
         return autograd.move(x, src, dst)
 
 
-def vary(have: str, vary: Any, x: torch.Tensor) -> torch.Tensor:
+def vary(layout: str, vary: Any, x: torch.Tensor) -> torch.Tensor:
     """Return a local tensor that varies on these axes from here on."""
     with _off():
-        x._spec = named(have)  # type: ignore[attr-defined]
-        return autograd.convert(x, named(have), vary)
+        x._spec = named(layout)  # type: ignore[attr-defined]
+        return autograd.convert(x, named(layout), vary)

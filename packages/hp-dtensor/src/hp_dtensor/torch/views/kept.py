@@ -46,19 +46,19 @@ def recall(x: Any, dst: TensorSpec, vary: Any) -> Any:
     entry = x.__dict__.get("_reads", _NONE).get((dst, vary))
     if entry is None:
         return None
-    made, version, after = entry
-    return made if version == _impl(_version, (), (x,)) and after == _impl(_version, (), (made,)) else None
+    value, version, after = entry
+    return value if version == _impl(_version, (), (x,)) and after == _impl(_version, (), (value,)) else None
 
 
-def remember(x: Any, dst: TensorSpec, vary: Any, made: Any) -> Any:
-    """Store ``made``, the value of ``x`` in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
-    kept = x.__dict__.get("_reads")
-    if kept is HANDED_OUT or _impl(_is_leaf, (), (x,)):
-        return made
-    if kept is None:
-        kept = x._reads = {}
-    kept[dst, vary] = made, _impl(_version, (), (x,)), _impl(_version, (), (made,))
-    return made
+def remember(x: Any, dst: TensorSpec, vary: Any, value: Any) -> Any:
+    """Store ``value``, which is ``x`` in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
+    stored = x.__dict__.get("_reads")
+    if stored is HANDED_OUT or _impl(_is_leaf, (), (x,)):
+        return value
+    if stored is None:
+        stored = x._reads = {}
+    stored[dst, vary] = value, _impl(_version, (), (x,)), _impl(_version, (), (value,))
+    return value
 
 
 def recall_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None) -> Any:
@@ -66,19 +66,19 @@ def recall_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None) -> A
     if not _is_recorded(x):
         return None
     version = _impl(_version, (), (x,))
-    for source, layout, given, made, then, after in _shared:
-        if source is x and layout is dst and given is src and then == version:
-            if after == _impl(_version, (), (made,)):
-                return made
+    for source, layout, from_layout, value, then, after in _shared:
+        if source is x and layout is dst and from_layout is src and then == version:
+            if after == _impl(_version, (), (value,)):
+                return value
     return None
 
 
-def remember_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None, made: Any) -> Any:
-    """Store ``made``, the DTensor in layout ``dst`` of ``x``, a DTensor or a plain local tensor of layout ``src``."""
+def remember_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None, value: Any) -> Any:
+    """Store ``value``, the DTensor in layout ``dst`` of ``x``, a DTensor or a plain local tensor of layout ``src``."""
     if _is_recorded(x) and x.__dict__.get("_reads") is not HANDED_OUT:
-        _shared.insert(0, (x, dst, src, made, _impl(_version, (), (x,)), _impl(_version, (), (made,))))
+        _shared.insert(0, (x, dst, src, value, _impl(_version, (), (x,)), _impl(_version, (), (value,))))
         del _shared[_MOST_SHARED:]
-    return made
+    return value
 
 
 def drop(x: Any) -> None:

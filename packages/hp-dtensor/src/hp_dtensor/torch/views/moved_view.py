@@ -115,8 +115,8 @@ class MovedView(DTensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        made: Any = DTensor.data.fget(self)  # type: ignore[attr-defined]
-        return shares(made, self) if _enabled() else made
+        result: Any = DTensor.data.fget(self)  # type: ignore[attr-defined]
+        return shares(result, self) if _enabled() else result
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -128,8 +128,8 @@ class MovedView(DTensor):
         return part_of(self, super().to_local(grad_placements=grad_placements))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        made = super().full_tensor(grad_placements=grad_placements)
-        return made.clone() if self._spec.replicated else made  # what is written to it would not reach the source
+        full = super().full_tensor(grad_placements=grad_placements)
+        return full.clone() if self._spec.replicated else full  # what is written to it would not reach the source
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with _as_dtensors([self]):
@@ -175,15 +175,15 @@ def link(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0] if args else kwargs["input"]
     if not isinstance(source, DTensor) or _picks(func, args):
         return out
-    made, is_view = on_one_device(func, source, args, kwargs)
-    return linked(out, source, func, args, kwargs, made) if is_view else out
+    metas, is_view = on_one_device(func, source, args, kwargs)
+    return linked(out, source, func, args, kwargs, metas) if is_view else out
 
 
-def linked(out: Any, source: Any, func: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor]) -> Any:
-    """As ``link``, where one device gives the views ``made``, which are on meta."""
+def linked(out: Any, source: Any, func: Any, args: Any, kwargs: Any, metas: Sequence[torch.Tensor]) -> Any:
+    """As ``link``, where one device gives the views ``metas``, which are on meta."""
     several = isinstance(out, (list, tuple))
     views = [_linked(x, source, func, args, kwargs, n if several else None, out) for n, x in enumerate(_listed(out))]
-    for view, meta in zip(views, made, strict=True):
+    for view, meta in zip(views, metas, strict=True):
         note(view, meta.stride())
     return type(out)(views) if several else views[0]
 
@@ -246,14 +246,14 @@ def _ways(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out
 
     def put(source: Any, view: Any) -> None:
         shape = source.shape
-        places = take(torch.arange(shape.numel(), device=source.device).view(shape))
-        if func in _EXPANDING and places.unique().numel() != places.numel():
+        positions = take(torch.arange(shape.numel(), device=source.device).view(shape))
+        if func in _EXPANDING and positions.unique().numel() != positions.numel():
             raise RuntimeError(
                 f"unsupported operation: {func.__name__} gave a view of shape {tuple(view.shape)} that shows an element"
                 f" of the DTensor of shape {tuple(shape)} several times; clone() it before it is written"
             )
         with implicit_replication():
-            source[torch.unravel_index(places, shape)] = view
+            source[torch.unravel_index(positions, shape)] = view
 
     return take, put
 
@@ -263,8 +263,8 @@ def _taking(func: Any, args: Any, kwargs: Any, which: int | None) -> Callable[[A
     rest, named = args[1:], {name: value for name, value in kwargs.items() if name != "input"}
 
     def take(source: Any) -> Any:
-        made = func(source, *rest, **named)
-        return made if which is None else made[which]
+        views = func(source, *rest, **named)
+        return views if which is None else views[which]
 
     return take
 
@@ -276,14 +276,14 @@ def _index(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, ou
     names = _ALONG.get(func)
     if names is None:
         return None
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    dim = given.get("dim", 0) % max(len(source.shape), 1)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    dim = arguments.get("dim", 0) % max(len(source.shape), 1)
     before = (slice(None),) * dim
     if "index" in names:
-        return (*before, given["index"])
+        return (*before, arguments["index"])
     if "start" in names:
-        start = given["start"] % max(source.shape[dim], 1) if given["start"] < 0 else given["start"]
-        return (*before, slice(start, start + given["length"]))
+        start = arguments["start"] % max(source.shape[dim], 1) if arguments["start"] < 0 else arguments["start"]
+        return (*before, slice(start, start + arguments["length"]))
     if names == ["input", "dim"]:
         return (*before, which)
     start = sum(each.shape[dim] for each in out[:which])
@@ -295,38 +295,38 @@ def _follow(view: Any) -> None:
     """Take ``view`` again if its source was, or may have been, written to since."""
     if not _enabled() or type(view) is not MovedView:
         return
-    found: _Link = view.__dict__["_link"]
-    source = found.source
+    link: _Link = view.__dict__["_link"]
+    source = link.source
     _follow(source)
-    if found.take is None:
+    if link.take is None:
         return
-    if storage_of(source)._cdata != found.storage._cdata:
+    if storage_of(source)._cdata != link.storage._cdata:
         del vars(view)["_link"]
         view.__class__ = DTensor  # type: ignore[assignment]
         return
-    if source._spec is not found.spec:
+    if source._spec is not link.spec:
         raise RuntimeError(
             f"a DTensor of shape {tuple(view.__dict__['_spec'].shape)} is a view of one of shape"
-            f" {tuple(found.spec.shape)}, whose shape or layout was changed in place since: it is"
+            f" {tuple(link.spec.shape)}, whose shape or layout was changed in place since: it is"
             f" {source._spec.placements} of shape {tuple(source._spec.shape)} now; take the view again, or clone() it"
             " before"
         )
     version = _counted(source)
-    seen = version != found.version
+    seen = version != link.version
     if not seen and version is not None and not _is_handed_out(source):
         return
     spec = view.__dict__["_spec"]
-    with torch.set_grad_enabled(found.recorded), _may_write(view):
-        made = found.take(source)
-        made.__class__ = DTensor  # read once, now
-        value = made if made._spec is spec else redistribute(made, spec)
+    with torch.set_grad_enabled(link.recorded), _may_write(view):
+        taken = link.take(source)
+        taken.__class__ = DTensor  # read once, now
+        value = taken if taken._spec is spec else redistribute(taken, spec)
         with torch._C.DisableTorchFunctionSubclass():
             if seen and not (_is_leaf(view) and _requires_grad(view)):
                 T.copy_(view, value)
             else:
                 _data(view).copy_(value.detach())
     vars(view).pop("_reads", None)
-    found.version = version
+    link.version = version
 
 
 def _is_handed_out(x: Any) -> bool:
@@ -346,13 +346,13 @@ def _pass_on(view: Any) -> None:
     """Write the values of ``view`` to its source, and to the source of that."""
     if type(view) is not MovedView:
         return
-    found: _Link = view.__dict__["_link"]
-    if found.take is None:
-        _pass_on(found.source)
+    link: _Link = view.__dict__["_link"]
+    if link.take is None:
+        _pass_on(link.source)
         return
     with _as_dtensors([view]):
-        found.put(found.source, view)
-    found.version = _counted(found.source)
+        link.put(link.source, view)
+    link.version = _counted(link.source)
 
 
 def _counted(x: Any) -> int | None:

@@ -113,14 +113,14 @@ def _refuse_crossing(name: str, written: Any, lists: list[Any]) -> None:
     """Elements of lists that are written one after the other: a view that moved would show the next one what was."""
     for index, x in enumerate(written):
         for others in (written, *lists):
-            for place, other in enumerate(others):
-                if place == index or other is x or not (isinstance(x, DTensor) and isinstance(other, DTensor)):
+            for position, other in enumerate(others):
+                if position == index or other is x or not (isinstance(x, DTensor) and isinstance(other, DTensor)):
                     continue
                 if ("_link" in vars(x) or "_link" in vars(other)) and _overlap_in_source(x, other, alike=True):
                     raise RuntimeError(
                         f"unsupported operation: {name} writes to element {index}, a DTensor of shape"
-                        f" {tuple(x._spec.shape)}, what element {place} of its lists shows as well, and one of them is"
-                        " a view that had to be moved; call the function of one tensor for each"
+                        f" {tuple(x._spec.shape)} that overlaps element {position} of its lists, and one of them is a"
+                        " view that had to be redistributed; call the function of one tensor for each"
                     )
 
 
@@ -158,12 +158,12 @@ def _geometry(x: Any) -> tuple[Any, ...]:
 def _at_one_cut(x: Any) -> torch.Tensor:
     """Places in memory of the elements of ``x`` whose index is 0 in each dim that is cut."""
     spec = x._spec
-    cut = {dim for p in spec.placements for dim in (getattr(p, "dims", None) or (getattr(p, "dim", None),))}
-    places = torch.tensor([_impl(T.storage_offset, (), (x,))])
+    sharded = {dim for p in spec.placements for dim in (getattr(p, "dims", None) or (getattr(p, "dim", None),))}
+    positions = torch.tensor([_impl(T.storage_offset, (), (x,))])
     for dim, (size, stride) in enumerate(zip(spec.shape, _impl(T.stride, (), (x,)), strict=False)):
-        steps = torch.arange(1 if dim in cut else size) * stride
-        places = (places[:, None] + steps).reshape(-1)
-    return places
+        steps = torch.arange(1 if dim in sharded else size) * stride
+        positions = (positions[:, None] + steps).reshape(-1)
+    return positions
 
 
 def _overlap_in_source(a: Any, b: Any, alike: bool = False) -> bool:
@@ -171,12 +171,12 @@ def _overlap_in_source(a: Any, b: Any, alike: bool = False) -> bool:
     source, other = _source(a), _source(b)
     if _memory(source) != _memory(other):
         return False
-    places, others = _places(a), _places(b)
-    if _geometry(source) != _geometry(other) or places is None or others is None:
+    elements, others = _places(a), _places(b)
+    if _geometry(source) != _geometry(other) or elements is None or others is None:
         return True  # views of one memory, of which it is not followed further where they lie in each other
-    if torch.equal(places, others):
+    if torch.equal(elements, others):
         return alike
-    return bool(torch.isin(places.reshape(-1), others.reshape(-1)).any())
+    return bool(torch.isin(elements.reshape(-1), others.reshape(-1)).any())
 
 
 def _source(x: Any) -> Any:
@@ -188,14 +188,14 @@ def _source(x: Any) -> Any:
 
 def _places(x: Any) -> torch.Tensor | None:
     """Which elements of its source ``x`` shows; None where that can't be told."""
-    found = vars(x).get("_link")
-    if found is None:
+    link = vars(x).get("_link")
+    if link is None:
         return torch.arange(math.prod(x._spec.shape)).view(x._spec.shape)
-    places = _places(found.source)
-    if places is None or found.shows is None:
-        return places
+    elements = _places(link.source)
+    if elements is None or link.shows is None:
+        return elements
     try:
-        shown = found.shows(places)
+        shown = link.shows(elements)
     except (RuntimeError, TypeError, ValueError):  # of arguments that are DTensors
         return None
     return shown if type(shown) is torch.Tensor else None

@@ -53,10 +53,10 @@ class PartOfView(torch.Tensor):
         if any(kind is not PartOfView and kind.__torch_function__ is not _impl for kind in types):
             return func(*_plain(args), **_plain(kwargs))  # a DTensor takes plain tensors as replicated, or refuses them
         out = _impl(func, types, args, kwargs)
-        for made in _tensors(out):
+        for result in _tensors(out):
             for part in parts:
-                if type(made) is T and storage_of(made)._cdata == storage_of(part)._cdata:
-                    part_of(part._view, made)
+                if type(result) is T and storage_of(result)._cdata == storage_of(part)._cdata:
+                    part_of(part._view, result)
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -73,23 +73,23 @@ def part_of(view: Any, part: torch.Tensor) -> PartOfView:
         view: the view that moved.
         part: a plain tensor on its memory.
     """
-    made: Any = part
-    made.__class__ = PartOfView
-    made._view = view
-    return made
+    result: Any = part
+    result.__class__ = PartOfView
+    result._view = view
+    return result
 
 
 def _is_stale(view: Any) -> bool:
     """Whether the source of ``view`` was written since the view was taken, or is a view that is so."""
-    found = view.__dict__.get("_link")
-    if found is None:
+    link = view.__dict__.get("_link")
+    if link is None:
         return False
-    if found.take is None:  # it shares the memory of its source
-        return _is_stale(found.source)
-    if storage_of(found.source)._cdata != found.storage._cdata:  # the view stays on what its source left
+    if link.take is None:  # it shares the memory of its source
+        return _is_stale(link.source)
+    if storage_of(link.source)._cdata != link.storage._cdata:  # the view stays on what its source left
         return False
-    counted = found.version is not None and found.version != _impl(_version, (), (found.source,))
-    return counted or _is_stale(found.source)
+    counted = link.version is not None and link.version != _impl(_version, (), (link.source,))
+    return counted or _is_stale(link.source)
 
 
 def whole_of(part: torch.Tensor) -> tuple[Any, torch.Tensor]:

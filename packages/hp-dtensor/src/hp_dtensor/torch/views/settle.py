@@ -35,13 +35,13 @@ class Settle:
     def __call__(self, out: Any, args: Any, kwargs: Any) -> Any:
         source = args[0] if args else kwargs["input"]
         strides = source.__dict__.get("_strides") if source._spec.thin else local_strides(source)
-        known = self._known.get(strides)
-        if known is None:
-            known = self._known[strides] = self._ask(out, source, args, kwargs)
-        made, is_view, noted = known
+        answer = self._known.get(strides)
+        if answer is None:
+            answer = self._known[strides] = self._ask(out, source, args, kwargs)
+        metas, is_view, noted = answer
         if self._may_copy and is_view is not same_memory(out, source):
             if is_view:
-                return linked(out, source, self._func, args, kwargs, made)
+                return linked(out, source, self._func, args, kwargs, metas)
             spec, out = out._spec, _impl(T.clone, (), (out,), {"memory_format": torch.contiguous_format})
             out.__class__, out._spec = source.__class__, spec
         if noted is not None:
@@ -52,10 +52,10 @@ class Settle:
 
     def _ask(self, out: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool, Any]:
         """Return one device's result, whether it is a view, and the strides to note, None if there are none."""
-        made, is_view = on_one_device(self._func, source, args, kwargs)
+        metas, is_view = on_one_device(self._func, source, args, kwargs)
         specs = [x._spec for x in (out if isinstance(out, (list, tuple)) else (out,))]
         noted = [
             meta.stride() if spec.thin and meta.stride() != contiguous(spec.shape) else None
-            for spec, meta in zip(specs, made, strict=True)
+            for spec, meta in zip(specs, metas, strict=True)
         ]
-        return made, is_view, noted if any(noted) else None
+        return metas, is_view, noted if any(noted) else None

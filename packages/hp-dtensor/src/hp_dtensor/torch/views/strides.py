@@ -57,23 +57,23 @@ def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[
     """
     rest = tuple(torch.empty(x.shape, device="meta") if isinstance(x, T) else x for x in args[1:])  # view_as
     named = tuple((name, value) for name, value in kwargs.items() if name != "input")
-    given = (func, source._spec.shape, strides_of(source), source.dtype, rest, named)
+    arguments = (func, source._spec.shape, strides_of(source), source.dtype, rest, named)
     values = (*rest, *(value for _, value in named))
     flat = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
     if any(isinstance(value, T) for value in flat):
-        return _on_meta(*given)
+        return _on_meta(*arguments)
     try:
-        return _asked_once(*given, tuple(map(type, flat)))
+        return _asked_once(*arguments, tuple(map(type, flat)))
     except TypeError:  # lists and slices have no hash
-        return _on_meta(*given)
+        return _on_meta(*arguments)
 
 
 def _on_meta(func: Any, shape: Any, strides: Any, dtype: Any, rest: Any, named: Any) -> tuple[list[torch.Tensor], bool]:
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     with torch.no_grad(), without_modes():
-        made = func(meta, *rest, **dict(named))
-    made = list(made) if isinstance(made, (list, tuple)) else [made]
-    return made, all(x.untyped_storage()._cdata == meta.untyped_storage()._cdata for x in made)
+        results = func(meta, *rest, **dict(named))
+    results = list(results) if isinstance(results, (list, tuple)) else [results]
+    return results, all(x.untyped_storage()._cdata == meta.untyped_storage()._cdata for x in results)
 
 
 @functools.lru_cache(8192)
