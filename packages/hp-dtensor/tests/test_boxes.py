@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.layout.boxes import boxes, run_boxes
+from hp_dtensor.layout.boxes import boxes, range_boxes
 from hp_dtensor.layout.sharding import take
 
 CASES = [
@@ -39,7 +39,7 @@ def test_boxes_hold_what_the_rank_holds(shape, placements, mesh):
 
 def test_a_run_of_a_matrix_is_three_boxes_at_most():
     for start, stop in itertools.combinations(range(13), 2):
-        found = list(run_boxes((3, 4), start, stop))
+        found = list(range_boxes((3, 4), start, stop))
         assert len(found) <= 3
         cells = [4 * i + j for (r, c), (h, w) in found for i in range(r, r + h) for j in range(c, c + w)]
         assert cells == list(range(start, stop))

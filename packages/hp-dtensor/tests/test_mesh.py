@@ -71,9 +71,9 @@ def test_axes_that_are_not_there() -> None:
         mesh["tp", "tp"]
     with pytest.raises(RuntimeError, match="this mesh has no mesh_dim_names"):
         _abstract([0, 1])["tp"]
-    with pytest.raises(RuntimeError, match=r"get_local_rank: pass an axis, the mesh has 2: \('dp_shard', 'tp'\)"):
+    with pytest.raises(RuntimeError, match=r"get_local_rank: pass an axis; the mesh has 2: \('dp_shard', 'tp'\)"):
         mesh.get_local_rank()
-    with pytest.raises(RuntimeError, match=r"get_group: pass an axis, the mesh has 2"):
+    with pytest.raises(RuntimeError, match=r"get_group: pass an axis; the mesh has 2"):
         mesh.get_group()
 
 
@@ -163,7 +163,7 @@ def test_from_groups() -> None:
         DeviceMesh.from_group(mesh.get_all_groups(), device_type())
     with pytest.raises(ValueError, match="from_group: 1 groups for a mesh of 2 axes"):
         DeviceMesh.from_group([mesh.get_group("tp")], device_type(), mesh.mesh)
-    with pytest.raises(ValueError, match=r"from_group: axis 0 holds ranks .*, its group holds"):
+    with pytest.raises(ValueError, match=r"from_group: axis 0 has ranks .*, but its group has"):
         DeviceMesh.from_group([mesh.get_group("tp"), mesh.get_group("dp")], device_type(), mesh.mesh)
     assert groups.ranks(one.get_group()) == one.mesh.tolist()
 

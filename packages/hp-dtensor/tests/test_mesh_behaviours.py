@@ -108,7 +108,7 @@ def test_options_of_the_groups_of_an_axis() -> None:
     with pytest.raises(ValueError, match=r"pg_options=.*hours|already exists, created with"):
         DeviceMesh(device_type(), [[1], [0]], ("a", "b"), backend_override={"b": other})
     assert init_device_mesh(device_type(), (2,), backend_override={0: backend}).size() == 2
-    with pytest.raises(ValueError, match=f"has 'mpi' for axis 'a', and the groups of a mesh have .* '{backend}'"):
+    with pytest.raises(ValueError, match=f"has 'mpi' for axis 'a', but the groups of a mesh use .* '{backend}'"):
         init_device_mesh(device_type(), (2,), ("a",), backend_override={"a": "mpi"})
     for override in ({"c": backend}, {2: backend}, {"a": backend, 0: backend}):
         with pytest.raises(RuntimeError, match=r"indices from 0 to 1 or names of \('a', 'b'\), each axis once, got \["):
@@ -237,7 +237,7 @@ def test_from_groups_of_every_form() -> None:
     assert turned.get_local_rank() == 3 - turned.get_rank() and turned.group_order(0) == (3, 2, 1, 0)
     here = one.get_rank() < 2
     message = (
-        r"axis 0 holds ranks \[0, 1\], its group holds \[0, 1, 2, 3\]" if here else r"rank \d is not in DeviceMesh"
+        r"axis 0 has ranks \[0, 1\], but its group has \[0, 1, 2, 3\]" if here else r"rank \d is not in DeviceMesh"
     )
     with pytest.raises(ValueError, match=f"from_group: {message}"):
         DeviceMesh.from_group(world, device_type(), [0, 1])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, init_device_mesh
-from hp_dtensor.mesh.axes import cut, digits_of, overlap, split
+from hp_dtensor.mesh.axes import axes_overlap, axis_layouts, ranks_along, split_axis
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
 
@@ -19,7 +19,7 @@ def _abstract(shape, names) -> DeviceMesh:
     return DeviceMesh("cpu", np.arange(int(np.prod(shape))).reshape(shape), names, _init_groups=False)
 
 
-# ---- axes as digits ----
+# ---- axes as terms ----
 @pytest.mark.parametrize("shape", [(2, 3, 4), (4,), (1, 5, 1), (2, 2, 2)])
 def test_cuts_are_what_numpy_takes(shape) -> None:
     ranks = np.random.default_rng(0).permutation(int(np.prod(shape))).reshape(shape)
@@ -30,27 +30,31 @@ def test_cuts_are_what_numpy_takes(shape) -> None:
                 index = tuple(slice(None) if axis in axes else at[axis] for axis in range(len(shape)))
                 kept = sorted(axes)
                 want = np.transpose(ranks[index], [kept.index(axis) for axis in axes])
-                digits = [digits_of(shape)[axis] for axis in axes]
-                assert cut(ranks, place, digits).tolist() == want.tolist()
-                joined = tuple(digit for each in digits for digit in each)
-                assert cut(ranks, place, [joined]).tolist() == want.reshape(-1).tolist()
+                terms = [axis_layouts(shape)[axis] for axis in axes]
+                assert ranks_along(ranks, place, terms).tolist() == want.tolist()
+                joined = tuple(term for each in terms for term in each)
+                assert ranks_along(ranks, place, [joined]).tolist() == want.reshape(-1).tolist()
 
 
 def test_axes_that_overlap() -> None:
-    (a,), (b,), (c,) = digits_of((2, 3, 4))
-    assert not overlap([(a,), (c,)]) and not overlap([(c, a), (b,)])
-    assert overlap([(a, b), (b,)]) and overlap([(c,), (a, c)])
-    six_as_2_3, six_as_3_2 = digits_of((2, 3)), digits_of((3, 2))
-    assert overlap([six_as_2_3[0], six_as_3_2[1]]), "two ways of splitting one digit"
-    assert not overlap([((1, 5),), ((4, 1),)]), "an axis of one rank lies on nothing"
+    (a,), (b,), (c,) = axis_layouts((2, 3, 4))
+    assert not axes_overlap([(a,), (c,)]) and not axes_overlap([(c, a), (b,)])
+    assert axes_overlap([(a, b), (b,)]) and axes_overlap([(c,), (a, c)])
+    six_as_2_3, six_as_3_2 = axis_layouts((2, 3)), axis_layouts((3, 2))
+    assert axes_overlap([six_as_2_3[0], six_as_3_2[1]]), "two ways of splitting one term"
+    assert not axes_overlap([((1, 5),), ((4, 1),)]), "an axis of one rank lies on nothing"
 
 
 def test_split_axes() -> None:
-    assert split(((12, 1),), (2, 3, 2)) == [((2, 6),), ((3, 2),), ((2, 1),)]
-    assert split(((2, 12), (6, 1)), (4, 3)) == [((2, 12), (2, 3)), ((3, 1),)], "across what was joined"
-    assert split(((4, 1),), (1, 4, 1)) == [((1, 1),), ((4, 1),), ((1, 1),)]
-    assert split(((4, 1),), (3,)) is None and split(((4, 1),), (2,)) is None and split(((4, 1),), (2, 4)) is None
-    assert split(((2, 12), (3, 1)), (3, 2)) is None, "2 and 3 do not come apart as 3 and 2"
+    assert split_axis(((12, 1),), (2, 3, 2)) == [((2, 6),), ((3, 2),), ((2, 1),)]
+    assert split_axis(((2, 12), (6, 1)), (4, 3)) == [((2, 12), (2, 3)), ((3, 1),)], "across what was joined"
+    assert split_axis(((4, 1),), (1, 4, 1)) == [((1, 1),), ((4, 1),), ((1, 1),)]
+    assert (
+        split_axis(((4, 1),), (3,)) is None
+        and split_axis(((4, 1),), (2,)) is None
+        and split_axis(((4, 1),), (2, 4)) is None
+    )
+    assert split_axis(((2, 12), (3, 1)), (3, 2)) is None, "2 and 3 do not come apart as 3 and 2"
 
 
 # ---- slices ----
@@ -168,7 +172,7 @@ def test_split_axes_of_a_mesh() -> None:
 def test_what_split_and_join_refuse() -> None:
     mesh = _abstract((4, 6), ("a", "b"))
     for sizes in ((2, 3), (4, 2), (2,), (0, 4), (-2, -2), ()):
-        with pytest.raises(ValueError, match=r"_unflatten: sizes \(.*\) do not make axis 'a' of size 4"):
+        with pytest.raises(ValueError, match=r"_unflatten: sizes \(.*\) do not fit axis 'a' of size 4"):
             mesh._unflatten("a", sizes, tuple("xyz"[: len(sizes)]))
     with pytest.raises(ValueError, match=r"_unflatten: 1 mesh_dim_names for 2 mesh_sizes \(2, 2\)"):
         mesh._unflatten("a", (2, 2), ("x",))
@@ -186,7 +190,7 @@ def test_what_split_and_join_refuse() -> None:
         DeviceMesh._concatenate([mesh["a"], mesh["a"]])
     other = _abstract((2, 12), ("a", "b"))
     for meshes in ([mesh["a"], other["b"]], [], [_abstract((2,), None)]):
-        with pytest.raises(ValueError, match="_concatenate: meshes with names, cut from one mesh, are needed"):
+        with pytest.raises(ValueError, match="_concatenate: pass sub-meshes with names of one root mesh"):
             DeviceMesh._concatenate(meshes)
 
 

@@ -64,14 +64,14 @@ def test_boxes_are_what_ranks_have(case: Any) -> None:
     assert [boxes[-1][1] for boxes in holders.boxes if boxes] == [n for n in shape if n]
     assert holders.empty == tuple(place for place, mine in enumerate(have) if not mine)
     seen = []
-    for held, box in zip(holders.held, product(*holders.boxes), strict=True):
+    for held, box in zip(holders.positions, product(*holders.boxes), strict=True):
         elements = index[tuple(slice(*each) for each in box)].reshape(-1).tolist()
         seen += elements
         for place, mine in enumerate(have):
             assert mine.issuperset(elements) if place in held else mine.isdisjoint(elements)
     assert sorted(seen) == list(range(index.size))
     cells = np.empty([len(boxes) for boxes in holders.boxes], dtype=object)
-    cells.reshape(-1)[:] = holders.held
+    cells.reshape(-1)[:] = holders.positions
     for dim in range(len(shape)):  # no more boxes than needed
         lines = [list(line.reshape(-1)) for line in np.moveaxis(cells, dim, 0)[..., None]]
         assert all(one != other for one, other in zip(lines, lines[1:]))
@@ -81,7 +81,7 @@ def test_a_tensor_of_a_billion_elements_costs_as_little_as_a_small_one() -> None
     units = tuple(range(1, 32))  # 496 together, so that pieces end inside rows
     holders = who_holds((2**21, 496), (Shard(0), RaggedShard((0, 1), units)), (1, 31))
     held = dict.fromkeys(range(31), 0)
-    for (place,), box in zip(holders.held, product(*holders.boxes), strict=True):
+    for (place,), box in zip(holders.positions, product(*holders.boxes), strict=True):
         held[place] += math.prod(stop - start for start, stop in box)
     assert tuple(n // 2**21 for n in held.values()) == units
 
@@ -144,8 +144,8 @@ def test_a_ragged_shard_ends_inside_a_row() -> None:
 def test_partial_and_replicated_ranks_are_told_apart() -> None:
     lines = visualize_sharding(_placed(Partial("max"), R), shape=()).splitlines()
     assert lines[1:] == [
-        "dp=2: Partial('max'), each rank holds a part of the max",
-        "tp=2: Replicate(), each rank holds the same",
+        "dp=2: Partial('max'), each rank has a term of the max",
+        "tp=2: Replicate(), every rank has the same",
         "ranks",
         "--------------------",
         "max(0, 2), max(1, 3)",
@@ -192,7 +192,7 @@ def test_what_cannot_be_shown_is_an_error(tmp_path: Any, monkeypatch: pytest.Mon
         visualize_sharding(GRID("dp"))
     with pytest.raises(ValueError, match="describes ranks only; call it with the axis of each tensor dim"):
         visualize_sharding(GRID, shape=(4,))
-    with pytest.raises(ValueError, match=r"is of 1 dims, shape \(4, 4\) has 2"):
+    with pytest.raises(ValueError, match=r"has 1 dims, but shape \(4, 4\) has 2"):
         visualize_sharding(GRID("dp"), shape=(4, 4))
     with pytest.raises(ValueError, match=r"Shard\(1\): dim 1 is out of range for a tensor of shape \(4,\)"):
         visualize_sharding(_placed(Shard(1), R), shape=(4,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import local_shape
 from hp_dtensor.layout.spec import TensorSpec, named, normalize
-from hp_dtensor.mesh.axes import overlap, within
+from hp_dtensor.mesh.axes import axes_overlap, axis_within
 from hp_dtensor.mesh.submesh import axes_within
 from hp_dtensor.sharding_plan import matches, matching
 from hp_dtensor.text_table import text_table
@@ -19,7 +19,7 @@ __all__ = [
     "matching",
     "named",
     "normalize",
-    "overlap",
+    "axes_overlap",
     "text_table",
-    "within",
+    "axis_within",
 ]

@@ -1,4 +1,4 @@
-"""The text and picture of who holds which part of a tensor: `visualize_sharding`."""
+"""Text and picture of the ranks that have each part of a tensor: `visualize_sharding`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _MOST_ACROSS = 4
 def visualize_sharding(
     dtensor_or_layout: Any, *, shape: Sequence[int] | None = None, path: str | os.PathLike[str] | None = None
 ) -> str:
-    """Tells which ranks hold which part of a tensor; every rank can tell, nothing is communicated.
+    """Show which ranks have which part of a tensor, without communication.
 
-    Rows and columns are the boxes that the ranks' parts cut the tensor in, as ``start:stop``; a tensor of more dims is
-    shown two dims at a time. Ranks in one box hold the same; ranks in ``sum(...)`` hold parts of a sum.
+    Rows and columns are the boxes into which the ranks' shards divide the tensor, as ``start:stop``; a tensor of more
+    dims is shown two dims at a time. Ranks in one box have the same elements; ranks in ``sum(...)`` have terms of a
+    sum.
 
     Example:
         >>> print(visualize_sharding(Layout((2, 2), ("dp", "tp"))("dp", "tp"), shape=(5, 4)))
@@ -45,20 +46,20 @@ def visualize_sharding(
     Args:
         dtensor_or_layout: a DTensor, or a ``Layout`` of a tensor.
         shape: the global shape, for a Layout.
-        path: where to write a picture too, boxes to scale: the suffix says the format, ".svg", ".png", ".pdf".
+        path: a file for a picture with the boxes to scale; its suffix (".svg", ".png", ".pdf") is the format.
 
     Returns:
-        The text. The table is drawn by rich where it is installed, else with ``|`` and ``-``.
+        The text. The table is drawn by rich if it is installed, otherwise with ``|`` and ``-``.
 
     Raises:
-        TypeError: something that is neither, a Layout without ``shape``, or a DTensor with one.
+        TypeError: neither a DTensor nor a Layout, a Layout without ``shape``, or a DTensor with ``shape``.
         ValueError: a Layout of ranks only, or placements that don't fit the shape.
         ImportError: ``path`` without matplotlib.
     """
     layout, placements, size = _described(dtensor_or_layout, shape)
     ranks = layout.rank_list
     holders = who_holds(size, placements, layout.mesh_shape)
-    rank_texts = [_named(each, placements, layout.mesh_shape, ranks) for each in holders.held]
+    rank_texts = [_named(each, placements, layout.mesh_shape, ranks) for each in holders.positions]
     lines = [f"shape {size} on {len(ranks)} ranks"]
     axes = zip(layout.mesh_dim_names, layout.mesh_shape, placements, strict=True)
     lines += [f"{name}={n}: {_explained(placement)}" for name, n, placement in axes]
@@ -75,7 +76,7 @@ def visualize_sharding(
 
 
 def _described(value: Any, shape: Sequence[int] | None) -> tuple[Layout, tuple[Placement, ...], tuple[int, ...]]:
-    """Layout, placements and global shape of a DTensor or Layout."""
+    """Return layout, placements and global shape of a DTensor or Layout."""
     spec = getattr(value, "_spec", None)
     if isinstance(spec, TensorSpec):
         if shape is not None:
@@ -93,7 +94,7 @@ def _described(value: Any, shape: Sequence[int] | None) -> tuple[Layout, tuple[P
         )
     if layout.ndim not in (None, len(shape)):
         raise ValueError(
-            f"visualize_sharding: {layout!r} is of {layout.ndim} dims, shape {tuple(shape)} has {len(shape)}"
+            f"visualize_sharding: {layout!r} has {layout.ndim} dims, but shape {tuple(shape)} has {len(shape)}"
         )
     shape = tuple(int(size) for size in shape)
     return layout, normalize(layout.placements, shape, layout.mesh_shape), shape
@@ -101,12 +102,12 @@ def _described(value: Any, shape: Sequence[int] | None) -> tuple[Layout, tuple[P
 
 def _explained(placement: Placement) -> str:
     if isinstance(placement, Partial):
-        return f"{placement!r}, each rank holds a part of the {placement.op}"
-    return f"{placement!r}, each rank holds the same" if placement.is_replicate() else repr(placement)
+        return f"{placement!r}, each rank has a term of the {placement.op}"
+    return f"{placement!r}, every rank has the same" if placement.is_replicate() else repr(placement)
 
 
 def _named(indices: Sequence[int], placements: Sequence[Placement], mesh: Sequence[int], ranks: Sequence[int]) -> str:
-    """Ranks as text, those that hold parts of one value together in ``sum(...)``."""
+    """Return ranks as text, those that have terms of one value together in ``sum(...)``."""
     partial = [axis for axis, placement in enumerate(placements) if isinstance(placement, Partial)]
     if not partial:
         return _listed([ranks[index] for index in indices])
@@ -120,7 +121,7 @@ def _named(indices: Sequence[int], placements: Sequence[Placement], mesh: Sequen
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Ranks as text, three or more in a row as ``0-3``."""
+    """Return ranks as text, three or more consecutive ones as ``0-3``."""
     rows: list[list[int]] = []
     for rank in sorted(ranks):
         if rows and rows[-1][-1] == rank - 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hp_dtensor import DeviceMesh, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.extend import TensorSpec, axes_within, overlap
+from hp_dtensor.extend import TensorSpec, axes_overlap, axes_within
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
@@ -293,7 +293,7 @@ class DataAxes(_Grouped):
         ours, theirs = self.mesh.mesh_dim_names, inner.mesh_dim_names
         if inner_slice is not None and ours is not None and theirs is not None:
             names = tuple(theirs[axis] for axis in others)
-            if not set(ours) & set(names) and not overlap(
+            if not set(ours) & set(names) and not axes_overlap(
                 (*self.mesh._axes, *(inner_slice._axes[axis] for axis in others))
             ):
                 both = (*ours, *names)

@@ -17,7 +17,7 @@ from math import ceil
 from typing import Any
 
 from hp_dtensor import DeviceMesh
-from hp_dtensor.extend import TensorSpec, within
+from hp_dtensor.extend import TensorSpec, axis_within
 from hp_fsdp import port
 from hp_fsdp.layout import BLOCK
 from hp_fsdp.managed_params import spec_of
@@ -155,7 +155,7 @@ def _counts(spec: TensorSpec | None, mesh: DeviceMesh | None) -> bool:
     own = spec.mesh if spec is not None else mesh
     replicated = [axis for axis in range(own.ndim) if spec is None or spec.placements[axis].is_replicate()]
     first = not any((own.get_coordinate() or (0,) * own.ndim)[axis] for axis in replicated)
-    others = [axis for axis in range(mesh.ndim) if own != mesh and not within(mesh._axes[axis], own._axes)]
+    others = [axis for axis in range(mesh.ndim) if own != mesh and not axis_within(mesh._axes[axis], own._axes)]
     return first and not any((mesh.get_coordinate() or (0,) * mesh.ndim)[axis] for axis in others)
 
 
@@ -174,12 +174,12 @@ def _joint_mesh(meshes: set[DeviceMesh]) -> DeviceMesh | None:
     # Axes that were made of others, or split: the larger ones have all ranks.
     chosen: list[DeviceMesh] = []
     for mesh, axis in sorted(axes, key=lambda each: -each[0].shape[each[1]]):
-        if not within(mesh._axes[axis], [one._axes[0] for one in chosen]):
+        if not axis_within(mesh._axes[axis], [one._axes[0] for one in chosen]):
             chosen.append(mesh[mesh.mesh_dim_names[axis]])  # type: ignore[index]
     if not chosen:
         return largest
     root = largest.root
-    covered = all(within(digits, [one._axes[0] for one in chosen]) for digits in root._axes)
+    covered = all(axis_within(digits, [one._axes[0] for one in chosen]) for digits in root._axes)
     return root if covered else DeviceMesh._concatenate(chosen)
 
 

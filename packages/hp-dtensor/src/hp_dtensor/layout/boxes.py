@@ -1,4 +1,4 @@
-"""The part of a tensor that a rank holds as boxes (offsets and sizes in the whole tensor), as checkpoints name it."""
+"""A rank's shard of a tensor as boxes (offsets and sizes in the global tensor), the form that checkpoints use."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from math import prod
 from hp_dtensor.layout.placements import Placement
 from hp_dtensor.layout.sharding import cut_dim, intervals, normalize, parts, ragged_of
 
-__all__ = ["Box", "boxes", "run_boxes"]
-
-Run = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes)"""
+__all__ = ["Box", "boxes", "range_boxes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of the whole tensor and where its elements lie in the local tensor of the rank that holds it.
+    """A box of the global tensor, and the position of its elements in the local tensor.
 
     Attributes:
-        offsets: where it starts in the whole tensor.
-        sizes: how far it goes.
-        ragged: where a ``RaggedShard`` flattened dims: the local dim that they became, where in it the box's block of
-            elements starts, and the block's shape; None without one.
-        at: where the box starts in that block, or in the local tensor.
+        offsets: the box's start in the global tensor.
+        sizes: the box's length along each dim.
+        ragged: None without a ``RaggedShard``. Otherwise the local dim into which it flattens dims, the start in it of
+            the block with the box's elements, and the block's shape.
+        at: the box's start in that block, or in the local tensor.
     """
 
     offsets: tuple[int, ...]
@@ -41,7 +38,7 @@ def boxes(
 ) -> tuple[Box, ...]:
     """Return the non-empty boxes on the rank at ``coordinate``, in the order of its local elements.
 
-    A tensor without elements is one empty box on every rank, so that whoever writes a checkpoint knows of it.
+    A tensor without elements is one empty box on every rank, so that it appears in a checkpoint.
 
     Example:
         >>> [(box.offsets, box.sizes) for box in boxes((3, 4), (RaggedShard((0, 1), (5, 7)),), (2,), (1,))]
@@ -59,7 +56,7 @@ def boxes(
     placements = normalize(placements, shape, mesh_shape)
     if any(placement.is_partial() for placement in placements):
         raise ValueError(
-            f"{placements} of shape {shape} has a Partial: no rank holds elements of the value. Reduce it first:"
+            f"{placements} of shape {shape} has a Partial, so no rank has elements of the value. Reduce it first:"
             " tensor.reduce_partial()"
         )
     if not prod(shape):
@@ -78,22 +75,23 @@ def boxes(
     result: list[Box] = []
     for start, length in parts(placement, prod(flattened), mesh_shape[axis])[coordinate[axis]]:
         done = 0
-        for offsets, sizes in run_boxes(flattened, start, start + length):
-            whole_offsets = ((0,) * len(before)) + offsets + ((0,) * len(after))
-            result += _split(local_intervals, whole_offsets, before + sizes + after, (first, done, sizes))
+        for offsets, sizes in range_boxes(flattened, start, start + length):
+            padded = ((0,) * len(before)) + offsets + ((0,) * len(after))
+            result += _split(local_intervals, padded, before + sizes + after, (first, done, sizes))
             done += prod(sizes)
     return tuple(result)
 
 
-def run_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Run]:
-    """Cuts a run of the flattened elements of a box in boxes: the end of a row, whole rows, the beginning of a row.
+def range_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split a range of a box's flattened elements into boxes: the end of a row, complete rows, the start of a row.
 
-    ``list(run_boxes((3, 4), 1, 10)) == [((0, 1), (1, 3)), ((1, 0), (1, 4)), ((2, 0), (1, 2))]``
+    Each is a pair (offsets, sizes):
+    ``list(range_boxes((3, 4), 1, 10)) == [((0, 1), (1, 3)), ((1, 0), (1, 4)), ((2, 0), (1, 2))]``
 
     Args:
-        sizes: of the box.
-        start: the run's first element.
-        stop: the one after its last.
+        sizes: the box's length along each dim.
+        start: the first element of the range.
+        stop: the first element after the range.
     """
     if start >= stop:
         return
@@ -109,7 +107,7 @@ def run_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Run]:
             start += rows * row
         else:
             end = min(stop, (index + 1) * row)
-            for offsets, inner in run_boxes(sizes[1:], within, end - index * row):
+            for offsets, inner in range_boxes(sizes[1:], within, end - index * row):
                 yield (index, *offsets), (1, *inner)
             start = end
 

@@ -1,10 +1,10 @@
-"""Ranks and axes of a mesh as values: read, checked, cut.
+"""Ranks and axes of a mesh as values: parsing, checks and slicing.
 
-Note [Axes are digits]
-    The places of a root mesh are numbered row by row, and an axis is a digit of that number: ``size`` values,
-    ``stride`` places apart. A slice keeps some digits, a flattened axis is several digits, the outer first, an
-    unflattened one is a digit that was split. So every mesh that was cut from a root says which digits its axes are,
-    and the ranks follow.
+Note [Axes are strided layouts]
+    Number the positions of a root mesh in row-major order. An axis of a sub-mesh is then a layout of these numbers, as
+    in CuTe: one or more terms (size, stride), the outer first. A slice keeps the terms of some axes, a flattened axis
+    has the terms of several, and an unflattened axis is a term that was split. The ranks of every sub-mesh follow from
+    the layouts of its axes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,28 @@ import numpy as np
 
 from hp_dtensor.errors import AxisRangeError, MeshValueError, NoAxisError
 
-__all__ = ["Digits", "cut", "digits_of", "find_axis", "overlap", "read_names", "read_ranks", "split", "within"]
+__all__ = [
+    "AxisLayout",
+    "axes_overlap",
+    "axis_layouts",
+    "axis_within",
+    "find_axis",
+    "ranks_along",
+    "read_names",
+    "read_ranks",
+    "split_axis",
+]
 
-Digits = tuple[tuple[int, int], ...]
-"""The (size, stride) of each digit of one axis: Note [Axes are digits]."""
+AxisLayout = tuple[tuple[int, int], ...]
+"""The (size, stride) terms of one axis: Note [Axes are strided layouts]."""
 
 
 def read_ranks(mesh: Any) -> np.ndarray:
     """Return the ranks of a (nested) list, array or tensor as a read-only array.
 
     Raises:
-        TypeError: something that is no integer.
-        ValueError: no rank at all, or one more than once.
+        TypeError: ranks that are not integers.
+        ValueError: no ranks, or repeated ones.
     """
     array = np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh)
     if not array.size:
@@ -49,8 +59,8 @@ def read_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str
     """Check the names of axes.
 
     Raises:
-        TypeError: a single string, or something else than strings.
-        ValueError: repeated names, or a number of names that is not the number of axes.
+        TypeError: a single string, or names that are not strings.
+        ValueError: repeated names, or a different number of names than of axes.
     """
     if names is None:
         return None
@@ -70,10 +80,10 @@ def find_axis(axis: Any, names: tuple[str, ...], shape: tuple[int, ...], others:
     """Return the index of an axis that is passed by index or by name.
 
     Args:
-        axis: what was given.
-        names: of the mesh's axes.
-        shape: of the mesh.
-        others: lists further names that are known, for the error.
+        axis: an index or a name.
+        names: the names of the mesh's axes.
+        shape: the mesh's shape.
+        others: lists further valid names, for the error.
 
     Raises:
         NoAxisError: no axis of that name (near misses are listed); a KeyError and a ValueError.
@@ -94,73 +104,73 @@ def find_axis(axis: Any, names: tuple[str, ...], shape: tuple[int, ...], others:
     return axis % len(shape)
 
 
-def digits_of(shape: Sequence[int]) -> tuple[Digits, ...]:
+def axis_layouts(shape: Sequence[int]) -> tuple[AxisLayout, ...]:
     """Return the axes of a root mesh of this shape."""
     return tuple(((size, prod(shape[axis + 1 :])),) for axis, size in enumerate(shape))
 
 
-def overlap(axes: Iterable[Digits]) -> bool:
-    """Whether two axes share a digit, or were split from one digit in ways that don't fit each other."""
-    digits = sorted((digit for axis in axes for digit in axis if digit[0] > 1), key=lambda digit: digit[1])
+def axes_overlap(axes: Iterable[AxisLayout]) -> bool:
+    """Tell whether two axes share a term, or were split from one term in incompatible ways."""
+    terms = sorted((term for axis in axes for term in axis if term[0] > 1), key=lambda term: term[1])
     below = 1
-    for size, stride in digits:
+    for size, stride in terms:
         if stride % below:
             return True
         below = size * stride
     return False
 
 
-def within(axis: Digits, others: Iterable[Digits]) -> bool:
-    """Whether ``others`` hold all places of an axis of more than one.
+def axis_within(axis: AxisLayout, others: Iterable[AxisLayout]) -> bool:
+    """Tell whether ``others`` cover all positions along an axis of more than one rank.
 
     Example:
-        >>> within(((4, 2),), [((2, 4),), ((2, 2),)])      # an axis of 4 that was unflattened
+        >>> axis_within(((4, 2),), [((2, 4),), ((2, 2),)])      # an axis of 4 that was unflattened
         True
     """
-    digits = [digit for each in others for digit in each]
+    terms = [term for each in others for term in each]
     for size, stride in axis:
         while size > 1:
-            factor = next((n // (stride // s) for n, s in digits if s <= stride < n * s and stride % s == 0), 1)
+            factor = next((n // (stride // s) for n, s in terms if s <= stride < n * s and stride % s == 0), 1)
             if factor == 1:
                 return False
             size, stride = size // factor, stride * factor
     return True
 
 
-def cut(ranks: np.ndarray, position: int, axes: Sequence[Digits]) -> np.ndarray:
+def ranks_along(ranks: np.ndarray, position: int, axes: Sequence[AxisLayout]) -> np.ndarray:
     """Return the ranks along these axes through one position.
 
     Args:
-        ranks: those of the root mesh.
-        position: the number of a place in it.
-        axes: which don't overlap.
+        ranks: the ranks of the root mesh.
+        position: a position in it, row by row.
+        axes: axes that don't overlap.
 
     Returns:
-        An array with one dim an axis.
+        An array with one dim per axis.
     """
     positions = np.array([position - sum(position // stride % size * stride for axis in axes for size, stride in axis)])
-    for size, stride in (digit for axis in axes for digit in axis):
+    for size, stride in (term for axis in axes for term in axis):
         positions = (positions[:, None] + np.arange(size) * stride).reshape(-1)
     return ranks.reshape(-1)[positions].reshape([prod(size for size, _ in axis) for axis in axes])
 
 
-def split(axis: Digits, sizes: Sequence[int]) -> list[Digits] | None:
-    """One axis as several, the outer first; None where the digits that it was flattened from are not of such sizes."""
-    digits, axes = list(axis), []
+def split_axis(axis: AxisLayout, sizes: Sequence[int]) -> list[AxisLayout] | None:
+    """Split an axis into several, the outer first; return None if its terms cannot be split into these sizes."""
+    terms, axes = list(axis), []
     for remaining in reversed(sizes):
         terms: list[tuple[int, int]] = []
         while remaining > 1:
-            if not digits:
+            if not terms:
                 return None
-            size, stride = digits.pop()
+            size, stride = terms.pop()
             if remaining % size == 0:
                 terms.insert(0, (size, stride))
                 remaining //= size
             elif size % remaining == 0:
                 terms.insert(0, (remaining, stride))
-                digits.append((size // remaining, stride * remaining))
+                terms.append((size // remaining, stride * remaining))
                 remaining = 1
             else:
                 return None
         axes.insert(0, tuple(terms) or ((1, 1),))
-    return axes if all(size == 1 for size, _ in digits) else None
+    return axes if all(size == 1 for size, _ in terms) else None

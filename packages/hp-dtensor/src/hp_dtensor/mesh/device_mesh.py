@@ -1,4 +1,4 @@
-"""DeviceMesh: ranks arranged in n named axes, a process group for each line along an axis."""
+"""DeviceMesh: ranks arranged along named axes, with a process group for each line of ranks along an axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hp_dtensor import port
 from hp_dtensor.errors import MeshValueError
 from hp_dtensor.mesh import groups as mesh_groups
 from hp_dtensor.mesh import submesh
-from hp_dtensor.mesh.axes import Digits, digits_of, find_axis, read_names, read_ranks
+from hp_dtensor.mesh.axes import AxisLayout, axis_layouts, find_axis, read_names, read_ranks
 from hp_platform import get_platform
 
 __all__ = ["DeviceMesh", "get_current_mesh", "init_device_mesh"]
@@ -24,13 +24,13 @@ _active = threading.local()
 class DeviceMesh:
     """An n-d arrangement of ranks, in any order.
 
-    Meshes are values: equal and of equal hash when device type, ranks, shape and axis names are equal. A group is made
-    for each axis when the mesh is made (unless ``_init_groups=False``), and the default group where there is none;
-    groups are cached by rank set, so two meshes over the same ranks share communicators. Where torchrun has set
-    LOCAL_RANK and the process has not used an accelerator yet, that is the device that it uses from now on.
+    Meshes are values: equal, with equal hashes, if device type, ranks, shape and axis names are equal. Creating a mesh
+    creates a process group for each axis (unless ``_init_groups=False``), and the default group if there is none.
+    Groups are cached by rank set, so meshes over the same ranks share communicators. If torchrun has set LOCAL_RANK
+    and the process has not used an accelerator yet, that device becomes the current one.
 
-    A rank's place along an axis is its place in ``mesh``. Its rank inside the group of that axis follows the global
-    order, and is another where ranks do not ascend: see ``group_order``.
+    A rank's index along an axis is its index in ``mesh``. Its rank in the axis's group follows the global order, which
+    differs if the ranks do not ascend: see ``group_order``.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))   # on 4 ranks
@@ -40,17 +40,17 @@ class DeviceMesh:
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``.
         mesh: global ranks as a (nested) list or array; its shape is the mesh's shape. Ranks must be unique.
-        mesh_dim_names: one name an axis, unique; also accepted by keyword.
-        backend_override: options of the axes' groups, by an axis's name or index, or one value an axis: GroupOptions,
-            the backend's own, or ``(backend, options)``. The backend is the default group's.
+        mesh_dim_names: one unique name per axis.
+        backend_override: options of the axes' groups, by the axis's name or index, or one value per axis:
+            GroupOptions, the backend's own, or ``(backend, options)``. The backend must be the default group's.
 
     Attributes:
-        ranks: the global ranks, a numpy array that can't be written to.
+        ranks: the global ranks, a read-only numpy array.
 
     Raises:
-        TypeError: ranks that are no integers, names that are no strings.
-        ValueError: no ranks, repeated ranks, ranks that the world has not, repeated names, a number of names that is
-            not the number of axes, or another backend. Where torch has RuntimeError, it is that, too.
+        TypeError: ranks that are not integers, or names that are not strings.
+        ValueError: no ranks, repeated ranks, ranks outside the world, repeated names, a different number of names than
+            of axes, or another backend. Also a RuntimeError where torch raises that.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DeviceMesh:
         backend_override: Any = None,
         _init_groups: bool = True,
         _root: DeviceMesh | None = None,
-        _axes: tuple[Digits, ...] | None = None,
+        _axes: tuple[AxisLayout, ...] | None = None,
     ) -> None:
         ranks = read_ranks(mesh)
         self.device_type = device_type
@@ -70,7 +70,7 @@ class DeviceMesh:
         self.shape: tuple[int, ...] = tuple(ranks.shape)
         self.mesh_dim_names = names = read_names(mesh_dim_names, self.shape)
         self.root: DeviceMesh = _root if _root is not None else self
-        self._axes = _axes if _axes is not None else digits_of(self.shape)
+        self._axes = _axes if _axes is not None else axis_layouts(self.shape)
         self._flattened: dict[str, DeviceMesh] = {}
         self._key = (device_type, self.shape, tuple(ranks.reshape(-1).tolist()), names)
         self._hash = hash(self._key)
@@ -113,10 +113,10 @@ class DeviceMesh:
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self
 
-    # ---- shape and place ----
+    # ---- shape and coordinate ----
     @property
     def mesh(self) -> Any:
-        """The ranks as a tensor of the framework on the host, a new one at each call; see ``ranks``."""
+        """The ranks as a new tensor of the framework on the host; see ``ranks``."""
         return port.ranks().rank_tensor(self.ranks)
 
     @property
@@ -141,7 +141,7 @@ class DeviceMesh:
 
     def _within(self) -> dict[str, DeviceMesh]:
         """Return the flattened meshes, by name, whose axes this mesh has."""
-        mine = {digit for axis in self._axes for digit in axis}
+        mine = {term for axis in self._axes for term in axis}
         return {name: flat for name, flat in self.root._flattened.items() if mine.issuperset(flat._axes[0])}
 
     def _find(self, mesh_dim: int | str) -> tuple[DeviceMesh, int]:
@@ -173,7 +173,7 @@ class DeviceMesh:
         if mesh_dim is None:
             if self.ndim != 1:
                 raise RuntimeError(
-                    f"get_local_rank: pass an axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}"
+                    f"get_local_rank: pass an axis; the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}"
                 )
             mesh_dim = 0
         mesh, axis = self._find(mesh_dim)
@@ -205,8 +205,8 @@ class DeviceMesh:
         if mesh_dim is None:
             if self.ndim != 1:
                 raise RuntimeError(
-                    f"get_group: pass an axis, the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}; all"
-                    " groups: get_all_groups()"
+                    f"get_group: pass an axis; the mesh has {self.ndim}: {self.mesh_dim_names or self.shape}. For the"
+                    " groups of all axes, call get_all_groups()"
                 )
             mesh_dim = 0
         mesh, axis = self._find(mesh_dim)
@@ -219,10 +219,10 @@ class DeviceMesh:
     def group_order(self, mesh_dim: int | str) -> tuple[int, ...] | None:
         """Return the axis index of each rank of an axis's group, in the group's order; None if that is 0, 1, 2, ...
 
-        What a collective gathers or scatters lies in the group's order.
+        Collectives gather and scatter in the group's order.
 
         Example:
-            >>> DeviceMesh("cpu", [2, 0, 1]).group_order(0)    # the group is of ranks 0, 1, 2
+            >>> DeviceMesh("cpu", [2, 0, 1]).group_order(0)    # the group has ranks 0, 1, 2
             (1, 2, 0)
         """
         axis = self.axis(mesh_dim)
@@ -240,11 +240,11 @@ class DeviceMesh:
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the sub-mesh of the named axes that contains this rank, axes in the order of ``names``.
 
-        Names are those of this mesh, and of ``_flatten`` where it has the axes that were flattened.
+        Names are those of this mesh, and of flattened axes if it has all that they were flattened from.
 
         Raises:
-            KeyError: unknown or repeated names, or axes that share ranks, as a flattened axis and one that is in it.
-            RuntimeError: a mesh without names, or this rank is not in the mesh.
+            KeyError: unknown or repeated names, or overlapping axes, such as a flattened axis and one of its parts.
+            RuntimeError: the mesh has no names, or this rank is not in it.
         """
         requested = (names,) if isinstance(names, str) else tuple(names)
         if self.mesh_dim_names is None:
@@ -261,7 +261,7 @@ class DeviceMesh:
         return submesh.join(self, requested, located)
 
     def _derived(
-        self, ranks: Any, names: Sequence[str] | None, axes: tuple[Digits, ...], *, init_groups: bool = False
+        self, ranks: Any, names: Sequence[str] | None, axes: tuple[AxisLayout, ...], *, init_groups: bool = False
     ) -> DeviceMesh:
         return DeviceMesh(self.device_type, ranks, names, _init_groups=init_groups, _root=self.root, _axes=axes)
 
@@ -269,12 +269,12 @@ class DeviceMesh:
         """Merge all axes into one, also reachable as ``root[mesh_dim_name]`` afterwards.
 
         Args:
-            mesh_dim_name: the new axis's name; default the names joined by ``_``. A mesh of one axis of that name is
-                returned as it is.
+            mesh_dim_name: the new axis's name; default the names joined by ``_``. A mesh whose only axis has that name
+                is returned unchanged.
 
         Raises:
-            ValueError: the name is an axis of the root mesh, or that of other ranks.
-            RuntimeError: no name, and no axis names to join.
+            ValueError: the name is taken, by an axis of the root mesh or by a flattened axis over other ranks.
+            RuntimeError: neither a name nor axis names to join.
         """
         return submesh.flatten(self, mesh_dim_name)
 
@@ -286,11 +286,11 @@ class DeviceMesh:
         Args:
             dim: the axis, by index or name.
             mesh_sizes: sizes of the new axes, the outer first; their product is the axis's size.
-            mesh_dim_names: their names; needed where the mesh has names.
+            mesh_dim_names: their names; required if the mesh has names.
 
         Raises:
             ValueError: sizes or names that do not fit the axis or each other.
-            KeyError, IndexError: there is no such axis.
+            KeyError, IndexError: no such axis.
         """
         return submesh.unflatten(self, dim, tuple(mesh_sizes), mesh_dim_names)
 
@@ -311,20 +311,17 @@ class DeviceMesh:
         """Return a mesh over existing process groups: one group, or a list with one for each axis of ``mesh``.
 
         Raises:
-            ValueError: no group, a list of several without ``mesh``, or a mesh whose line is not its group's ranks.
+            ValueError: no group, several groups without ``mesh``, or an axis whose ranks are not its group's.
         """
-        groups = get_platform().groups
-        given_groups = list(group) if isinstance(group, (list, tuple)) else [group]
-        if not given_groups:
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
+        if not groups:
             raise ValueError("from_group: at least one process group is needed, got an empty list")
-        if len(given_groups) == 1 and mesh is None:
-            mesh = groups.ranks(given_groups[0])
+        if len(groups) == 1 and mesh is None:
+            mesh = get_platform().groups.ranks(groups[0])
         if mesh is None:
-            raise ValueError(
-                f"from_group: {len(given_groups)} groups need mesh=, the ranks in {len(given_groups)} axes"
-            )
+            raise ValueError(f"from_group: {len(groups)} groups need mesh=, the ranks in {len(groups)} axes")
         result = DeviceMesh(device_type, mesh, mesh_dim_names, _init_groups=False)
-        mesh_groups.adopt(result, given_groups)
+        mesh_groups.adopt(result, groups)
         return result
 
     # ---- context ----
@@ -338,14 +335,8 @@ class DeviceMesh:
         _active.stack.pop()
 
 
-def _rebuild(
-    device_type: str,
-    ranks: Any,
-    names: tuple[str, ...] | None,
-    root: DeviceMesh | None = None,
-    axes: tuple[Digits, ...] | None = None,
-) -> DeviceMesh:
-    return DeviceMesh(device_type, ranks, names, _init_groups=False, _root=root, _axes=axes)
+def _rebuild(kind: str, ranks: Any, names: Any, root: DeviceMesh | None = None, axes: Any = None) -> DeviceMesh:
+    return DeviceMesh(kind, ranks, names, _init_groups=False, _root=root, _axes=axes)
 
 
 def init_device_mesh(
@@ -357,19 +348,19 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Create a mesh over the first ranks in order: rank ``r`` is at ``numpy.unravel_index(r, mesh_shape)``.
 
-    Initialises the default process group where there is none. Ranks that the shape has no place for are outside of the
-    mesh and have no coordinate. For other ranks, or in another order, make a ``DeviceMesh`` of them.
+    Initialises the default process group if there is none. Ranks beyond the product of ``mesh_shape`` are not in the
+    mesh and have no coordinate. For other ranks, or another order, call ``DeviceMesh``.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``.
-        mesh_shape: size of each axis; the product is the world size, or less.
-        mesh_dim_names: one name an axis.
-        backend_override: options of the axes' groups, as ``DeviceMesh`` takes them.
+        mesh_shape: size of each axis; the product is at most the world size.
+        mesh_dim_names: one name per axis.
+        backend_override: options of the axes' groups, as for ``DeviceMesh``.
 
     Raises:
-        TypeError: names that are no strings.
-        ValueError: the product of ``mesh_shape`` is more than the world size, names that do not fit it, or
-            ``device_type`` has an index (each a RuntimeError, too, as torch's).
+        TypeError: names that are not strings.
+        ValueError: the product of ``mesh_shape`` exceeds the world size, names do not fit it, or ``device_type`` has
+            an index (each also a RuntimeError, as torch raises).
     """
     if not device_type.isalpha():
         kind = device_type.partition(":")[0]

@@ -1,4 +1,4 @@
-"""The process groups of a mesh: the world's start, and meshes of groups that are there already."""
+"""The process groups of a mesh: initialisation, options, and adoption of existing groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["adopt", "check_world", "note", "read_options", "start"]
 
-# By identity: each of several equal meshes has groups.
+# By identity: equal meshes have groups of their own.
 _living: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 
 
@@ -27,13 +27,13 @@ def note(mesh: DeviceMesh) -> None:
 
 @when_groups_end
 def _forget_groups() -> None:
-    """Lets meshes, which as values outlive the groups, ask for new ones at their next use."""
+    """Drop the groups of all meshes, which as values outlive them; the next use creates new ones."""
     for mesh in list(_living.values()):
         mesh._groups = mesh._rank = None
 
 
 def start() -> None:
-    """Chooses the device that torchrun gave this process, where nothing was chosen; makes the default group."""
+    """Use the device that torchrun assigned, unless the process uses one already, and create the default group."""
     platform, local = get_platform(), os.environ.get("LOCAL_RANK")
     if local is not None and platform.devices.kind != "cpu":
         used = getattr(platform.devices.device_module(), "is_initialized", None)
@@ -58,12 +58,12 @@ def read_options(override: Any, names: Sequence[str] | None, ndim: int) -> dict[
 
     Args:
         override: see ``DeviceMesh``.
-        names: of the axes.
-        ndim: how many axes there are.
+        names: the names of the axes.
+        ndim: the number of axes.
 
     Raises:
-        ValueError: an axis that there isn't, or one twice, or a number of values that is not the number of axes
-            (a RuntimeError, too); or a backend that is not the default group's.
+        ValueError: an unknown or repeated axis, or a different number of values than of axes (each also a
+            RuntimeError); or a backend other than the default group's.
     """
     if override is None:
         return {}
@@ -93,8 +93,8 @@ def _check_backend(key: Any, backend: str) -> None:
     default = get_platform().groups.backend()
     if backend.lower() != default:
         raise ValueError(
-            f"DeviceMesh: backend_override has {backend!r} for axis {key!r}, and the groups of a mesh have the default "
-            f"group's backend, {default!r}: leave it out, or start the ranks with init_process_group({backend!r})"
+            f"DeviceMesh: backend_override has {backend!r} for axis {key!r}, but the groups of a mesh use the default"
+            f" group's backend, {default!r}: leave it out, or start the ranks with init_process_group({backend!r})"
         )
 
 
@@ -110,6 +110,6 @@ def adopt(mesh: DeviceMesh, axis_groups: Sequence[Any]) -> None:
     for axis, group in enumerate(axis_groups):
         line, members = mesh._line(axis), groups.ranks(group)
         if sorted(line) != sorted(members):
-            raise ValueError(f"from_group: axis {axis} holds ranks {line}, its group holds {members}")
+            raise ValueError(f"from_group: axis {axis} has ranks {line}, but its group has {members}")
     groups.mark_created(axis_groups)
     mesh._groups = tuple(axis_groups)
