@@ -86,7 +86,7 @@ def test_modules(ranks: int) -> None:
     with pytest.raises(RuntimeError, match="up.weight"):
         other.load_state_dict(plain.state_dict())
     for again in (net, copy.deepcopy(net)):
-        with pytest.raises(RuntimeError, match="distribute_module: this Net was distributed by a call before"):
+        with pytest.raises(RuntimeError, match="distribute_module: this Net is distributed already"):
             distribute_module(again, mesh)
     half = copy.deepcopy(net).to(torch.float32)
     assert half.up.weight.dtype == torch.float32 and half.up.weight.placements == (Shard(0),)

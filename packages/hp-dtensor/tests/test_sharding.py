@@ -85,7 +85,7 @@ def test_wrong_placements_are_errors_with_numbers(placements, shape, mesh_shape,
 def test_what_does_not_fit_is_an_error_with_numbers() -> None:
     with pytest.raises(ValueError, match=r"split_factor 3 must divide the size 4 that is left of dim 0"):
         local_shape((4,), (StridedShard(0, 3),), (2,), (0,))
-    with pytest.raises(ValueError, match=r"hold 4 elements here, which must be a multiple of sum\(units\) = 3"):
+    with pytest.raises(ValueError, match=r"have 4 elements here, which must be a multiple of sum\(units\) = 3"):
         local_shape((4,), (RaggedShard((0,), (1, 2)),), (2,), (0,))
 
 

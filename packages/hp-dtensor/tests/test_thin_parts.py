@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from hp_dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from hp_dtensor.layout.strides import contiguous, is_thin, of_whole
+from hp_dtensor.layout.strides import contiguous, global_strides, is_thin
 from hp_testing import device_type, on_ranks
 
 
 def test_strides_of_the_whole() -> None:
     assert contiguous((2, 0, 4)) == (4, 4, 1) and contiguous(()) == ()
     for shape, part in (((4, 6), (2, 3)), ((5, 4, 6), (3, 4, 2)), ((4, 1, 6), (4, 1, 5))):
-        assert of_whole(contiguous(part), part, shape) == contiguous(shape)
-    assert of_whole((1, 3), (3, 2), (6, 4)) == (1, 6)  # turned
-    assert of_whole((6, 1), (2, 2), (4, 2)) == (6, 1)  # [:, 1:3] of (4, 6)
-    assert of_whole((12, 1), (2, 3), (2, 6)) == (24, 1)  # [:, 1] of (2, 4, 6)
-    assert of_whole((0, 1), (4, 3), (4, 6)) == (0, 1)  # expanded
+        assert global_strides(contiguous(part), part, shape) == contiguous(shape)
+    assert global_strides((1, 3), (3, 2), (6, 4)) == (1, 6)  # turned
+    assert global_strides((6, 1), (2, 2), (4, 2)) == (6, 1)  # [:, 1:3] of (4, 6)
+    assert global_strides((12, 1), (2, 3), (2, 6)) == (24, 1)  # [:, 1] of (2, 4, 6)
+    assert global_strides((0, 1), (4, 3), (4, 6)) == (0, 1)  # expanded
 
 
 def test_which_parts_are_thin() -> None:

@@ -184,7 +184,9 @@ def test_a_rank_outside_a_mesh_holds_nothing() -> None:
     scalar = DTensor.from_local(torch.tensor(2.0, device=device_type()), mesh, [R])
     assert scalar.redistribute(mesh_of([1]), [R]).to_local().item() == (2.0 if outside else 0.0)
     if outside:
-        with pytest.raises(ValueError, match=r"rank 1 is not in .* doesn't tell the global shape; give shape="):
+        with pytest.raises(
+            ValueError, match=r"rank 1 is not in .* the global shape cannot be inferred .*; pass shape="
+        ):
             DTensor.from_local(torch.zeros(0, 2, device=device_type()), mesh, [R])
 
 

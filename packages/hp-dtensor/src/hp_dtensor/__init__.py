@@ -1,7 +1,7 @@
 """Distributed tensors: mesh, placements, layouts, sharding rules, redistribution, DTensor.
 
-A DTensor holds this rank's part of a tensor and computes as the whole would. What needs a framework is loaded at first
-use.
+A DTensor has this rank's shard of a tensor and computes what the global tensor would. Names that need a framework are
+loaded at first use.
 """
 
 from typing import TYPE_CHECKING

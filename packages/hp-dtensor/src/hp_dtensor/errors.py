@@ -1,4 +1,4 @@
-"""Errors of two kinds at once: the kind that fits, and the kind that torch raises in the same place."""
+"""Errors that are of the fitting type and of the type that torch raises in the same situation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
 
 
 class GraphError(ValueError, RuntimeError):
-    """A tensor whose graph would be cut."""
+    """A tensor that would be detached from its graph."""
 
 
 class LocalMapError(ValueError, AssertionError):
@@ -23,15 +23,15 @@ class LocalMapError(ValueError, AssertionError):
 
 
 class NoPlacementsError(ValueError, RuntimeError):
-    """A redistribution to nowhere."""
+    """A redistribution without a target."""
 
 
 class NotLocalError(TypeError, RuntimeError):
-    """What should be a plain tensor is none."""
+    """An argument is not a plain tensor."""
 
 
 class MeshValueError(ValueError, RuntimeError):
-    """Sizes, names or ranks that make no mesh."""
+    """Sizes, names or ranks that do not form a mesh."""
 
 
 class NoAxisError(KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""What is asked of the parts and whole tensors that become DTensors; the same on every framework."""
+"""Checks of the tensors that become DTensors, and the layouts of the results; the same on every framework."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ __all__ = [
 ]
 
 _MOST_DIMS = 16
-"""Of what ranks compare."""
+"""The number of dims up to which ranks compare shapes."""
 
 
 def check_local(local: Any, dtensor: type, tensor: type) -> None:
-    """Check that ``from_local`` is handed a plain tensor.
+    """Check that ``from_local`` is passed a plain tensor.
 
     Raises:
-        NotLocalError: it is a DTensor, or no tensor.
+        NotLocalError: it is a DTensor, or not a tensor.
     """
     if isinstance(local, dtensor):
         raise NotLocalError("from_local takes a plain tensor, got a DTensor; use redistribute to change its layout")
     if not isinstance(local, tensor):
-        raise NotLocalError(f"from_local takes a plain tensor, this rank's part, got a {kind_of(local)}")
+        raise NotLocalError(f"from_local takes a plain tensor, this rank's local tensor, got a {kind_of(local)}")
 
 
 def gradient_layout(spec: TensorSpec, grad_placements: Sequence[Placement] | None) -> TensorSpec | None:
     """Return the layout in which a local tensor receives its gradient, or None if the gradient arrives in it already.
 
     Args:
-        spec: of the DTensor that the part becomes.
-        grad_placements: as the user says; None: as it comes.
+        spec: the layout of the DTensor.
+        grad_placements: the user's argument; None leaves the gradient in the layout in which it arrives.
 
     Raises:
-        ValueError: the part's gradient has another shape in that layout.
+        ValueError: the local tensor's gradient would have another shape in that layout.
     """
     if grad_placements is None:
         return None
@@ -59,8 +59,8 @@ def gradient_layout(spec: TensorSpec, grad_placements: Sequence[Placement] | Non
         if arrives != asked and not (arrives.is_replicate() and asked.is_partial("sum")):
             allowed = "Replicate() or Partial()" if arrives.is_replicate() else repr(arrives)
             raise ValueError(
-                f"{what}[{axis}] is {asked!r} for a part placed {spec.placements[axis]!r}; its gradient may be"
-                f" {allowed}"
+                f"{what}[{axis}] is {asked!r} for a local tensor placed {spec.placements[axis]!r}; its gradient may"
+                f" be {allowed}"
             )
     return None if requested == natural.placements else natural.with_placements(requested)
 
@@ -75,13 +75,13 @@ def layout_of(
     """Return the layout of a DTensor whose local tensor has shape ``local``; see ``DTensor.from_local``.
 
     Raises:
-        NotImplementedError: a part of a maximum or the like that requires gradients.
-        ValueError: placements that don't fit, or a global shape that is not known.
+        NotImplementedError: a local tensor of a partial max, min or product that requires gradients.
+        ValueError: placements that don't fit, or a global shape that cannot be inferred.
     """
     arguments = local, mesh, placements, shape if shape is None else tuple(shape), requires_grad
     try:
         return _layouts(*arguments)
-    except TypeError:  # what has no hash is no placement
+    except TypeError:  # a value without a hash is not a placement; raise its error
         return _layouts.__wrapped__(*arguments)
 
 
@@ -113,8 +113,8 @@ def _layouts(
     if shape is None:
         if mesh.get_coordinate() is None and not prod(local):
             raise ValueError(
-                f"from_local: rank {mesh.get_rank()} is not in {mesh}, and a local tensor of shape {local}"
-                " doesn't tell the global shape; give shape="
+                f"from_local: rank {mesh.get_rank()} is not in {mesh}, and the global shape cannot be inferred from a"
+                f" local tensor of shape {local}; pass shape="
             )
         sizes = list(local)
         for axis, placement in enumerate(placements):
@@ -128,10 +128,10 @@ when_groups_end(_layouts.cache_clear)
 
 
 def check_inside(mesh: DeviceMesh, what: str) -> None:
-    """Check that this rank is in the mesh, for a framework without empty parts on ranks outside.
+    """Check that this rank is in the mesh, on a framework where ranks outside cannot have empty local tensors.
 
     Raises:
-        NotImplementedError: it is not.
+        NotImplementedError: this rank is not in the mesh.
     """
     if mesh.get_coordinate() is None:
         raise NotImplementedError(
@@ -141,29 +141,29 @@ def check_inside(mesh: DeviceMesh, what: str) -> None:
 
 
 def check_part(local: tuple[int, ...], spec: TensorSpec) -> None:
-    """Compare a local part's shape with what its layout gives this rank.
+    """Check that a local tensor has the shape that its layout implies on this rank.
 
     Raises:
-        ValueError: they differ.
+        ValueError: it has another shape.
     """
     mesh = spec.mesh
     if local != spec.local_shape:
         raise ValueError(
-            f"from_local: a tensor of global shape {spec.shape} placed {spec.placements} on {mesh.shape} has"
-            f" {spec.local_shape} on rank {mesh.get_rank()} at {mesh.get_coordinate()}, got {local}"
+            f"from_local: a tensor of global shape {spec.shape} placed {spec.placements} on {mesh.shape} has local"
+            f" shape {spec.local_shape} on rank {mesh.get_rank()} at {mesh.get_coordinate()}, got {local}"
         )
 
 
 def check_ranks(
     spec: TensorSpec, dtype: Any, requires_grad: bool, agree: Callable[[Sequence[int] | None, Any], bool]
 ) -> None:
-    """Compare shapes and dtypes over all ranks, and replicated values over theirs. Communicates.
+    """Compare shapes and dtypes over all ranks, and replicated values over the axis; communicates.
 
     Args:
-        spec: the layout of the DTensor that is to be made.
-        dtype: the local part's; its text is compared.
-        requires_grad: the local part's.
-        agree: tells whether all ranks of a group have the same numbers; None stands for the local part's values.
+        spec: the layout of the future DTensor.
+        dtype: the local tensor's dtype, compared as text.
+        requires_grad: the local tensor's.
+        agree: tells whether all ranks of a group have the same numbers; None stands for the local tensor's values.
 
     Raises:
         ValueError: ranks disagree.
@@ -188,8 +188,8 @@ def refuse_cut_graph(shape: tuple[int, ...], detach: str) -> None:
     """Return the error for a tensor in a graph that `distribute_tensor` would detach.
 
     Args:
-        shape: the tensor's.
-        detach: the framework's call that leaves the graph.
+        shape: the tensor's shape.
+        detach: the framework's call that detaches, for the advice.
 
     Raises:
         GraphError: always.
@@ -204,10 +204,10 @@ def refuse_second_call(module: Any) -> None:
     """Check that `distribute_module` was not called on a module before.
 
     Raises:
-        RuntimeError: it was called on this module before, whose inputs and outputs would be converted twice.
+        RuntimeError: it was, so inputs and outputs would be converted twice.
     """
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError(
-            f"distribute_module: this {type(module).__name__} was distributed by a call before, and its inputs and"
-            " outputs would be converted a second time; call it once, with all that is to be done"
+            f"distribute_module: this {type(module).__name__} is distributed already, and its inputs and outputs would"
+            " be converted a second time; call it once, with all functions"
         )

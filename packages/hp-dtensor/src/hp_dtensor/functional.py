@@ -1,4 +1,4 @@
-"""Autograd functions of the user's own on DTensors: the operands' layouts follow from the rule that they name."""
+"""Custom autograd functions on DTensors: the operands' layouts follow from the rule that the function names."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def apply_function(function: Any, apply: Callable[..., Any], args: Sequence[Any]
 
 
 def _solve(name: str, specs: Sequence[TensorSpec], itemsizes: Sequence[int]) -> tuple[Solution, TensorSpec]:
-    """Return the operands' placements and the layout of the one result, whose shape the rule's factors give.
+    """Return the operands' placements and the layout of the one result, whose shape follows from the rule's factors.
 
     Args:
         name: the rule.
         specs: the operands' layouts.
-        itemsizes: bytes an element of each operand.
+        itemsizes: bytes per element of each operand.
     """
     if name not in RULES:
         raise ValueError(f"Unknown rule {name!r} in _op_name; expected one of {sorted(RULES)}")

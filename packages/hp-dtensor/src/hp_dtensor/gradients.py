@@ -1,11 +1,11 @@
-"""What layout a value's gradient has.
+"""The layouts of gradients.
 
 Note [Gradient layouts]
-On each mesh axis a value's placement fixes its gradient's: Shard has Shard, Partial has Replicate, and Replicate has
-Replicate, unless an operation's result *varies* over the axis (it is Shard or Partial there): then each rank computes
-only its own part of the gradient, which is Partial. So the backward of every move is a move again, between the
-gradients' placements, and no scale factor appears. Source: the transpose rules of JAX's ``shard_map`` (pvary / psum),
-applied to each operation.
+On each mesh axis the placement of a value determines that of its gradient: Shard for Shard, Replicate for Partial, and
+Replicate for Replicate, unless the result of the operation *varies* over the axis (it is Shard or Partial there). Then
+each rank computes only its term of the gradient, which is Partial. So the backward of a redistribution is again a
+redistribution, between the placements of the gradients, without a scale factor. These are the transpose rules of JAX's
+``shard_map`` (``pvary``, ``psum``), applied to each operation.
 """
 
 from __future__ import annotations

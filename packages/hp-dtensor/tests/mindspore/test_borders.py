@@ -71,7 +71,7 @@ def test_a_local_tensor_gets_its_gradient_in_parts():
     _, part = parallelize_value_and_grad(loss)(Tensor(X))
     whole = DTensor.from_local(part, mesh, [Partial()]).full_tensor()
     np.testing.assert_allclose(whole.asnumpy(), 2 * X, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"grad_placements\[0\] is Replicate\(\) for a part placed Shard\(0\)"):
+    with pytest.raises(ValueError, match=r"grad_placements\[0\] is Replicate\(\) for a local tensor placed Shard\(0\)"):
         DTensor.from_local(Tensor(X), mesh, [Shard(0)], grad_placements=[Replicate()])
 
 

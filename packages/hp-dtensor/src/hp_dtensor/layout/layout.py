@@ -1,4 +1,4 @@
-"""Layout: a tensor's place written by tensor dims, ``layout("dp", "tp")``, equal to a mesh and placements."""
+"""Layout: placements written by tensor dim, ``layout("dp", "tp")``, equal to a mesh and placements."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Layout", "as_placements"]
 
 
 class Layout:
-    """Ranks in named axes, and which axis cuts which tensor dim.
+    """Ranks along named axes, and the axes that shard each tensor dim.
 
-    ``Layout(mesh_shape, mesh_dim_names)`` describes the ranks; calling it names the axis (or axes, the outer first, or
-    ``"None"``) of each tensor dim and gives a tensor layout. It needs no process group until a tensor is made with it.
+    ``Layout(mesh_shape, mesh_dim_names)`` describes the ranks. Calling it with the axis (or axes, the outer first, or
+    ``"None"``) of each tensor dim returns the layout of a tensor. It needs no process group until a tensor uses it.
 
     Example:
         >>> layout = Layout((2, 4), ("dp", "tp"))
@@ -107,7 +107,7 @@ class Layout:
         return layout._placed(tuple(placements), ndim)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """Create the mesh of this layout's ranks; that creates its process groups, so every rank of it must ask."""
+        """Create the mesh of this layout's ranks, with its process groups: every rank of it must call this."""
         return DeviceMesh(device_type, np.array(self.rank_list).reshape(self.mesh_shape), self.mesh_dim_names)
 
     def __eq__(self, other: object) -> bool:
@@ -144,8 +144,8 @@ def as_placements(
     """Read ``(mesh, placements)`` or a Layout, the two forms that public functions accept.
 
     Raises:
-        TypeError: something that is neither.
-        ValueError: a Layout together with placements, or a Layout without tensor dims.
+        TypeError: neither a mesh nor a Layout.
+        ValueError: a Layout together with placements, or a Layout of ranks only.
     """
     if isinstance(device_mesh, Layout):
         if placements is not None:

@@ -1,4 +1,4 @@
-"""Placements: what one mesh axis does to a tensor.
+"""Placements: how a tensor is distributed along one mesh axis.
 
 A placement is a frozen value whose ``repr`` is its constructor. A tensor on an n-d mesh has one placement for each mesh
 axis, in the order of the axes.
@@ -33,13 +33,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
-    """Tensor dim ``dim`` is cut over the axis in contiguous chunks of ``ceil(size / ranks)``.
+    """Each rank of the axis has one contiguous chunk of ``ceil(size / ranks)`` indices of tensor dim ``dim``.
 
-    The last chunks may be smaller or empty.
-    Two axes that shard one dim cut it one after the other: the earlier axis is the outer one.
+    The last chunks may be smaller or empty. If two axes shard one dim, the second shards the chunks of the first.
 
     Args:
-        dim: the tensor dim; negative counts from the end and is normalised where a shape is known.
+        dim: the tensor dim; a negative one counts from the end.
     """
 
     dim: int
@@ -57,9 +56,9 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class StridedShard(Placement):
-    """Tensor dim ``dim`` is cut in ``split_factor`` equal blocks, and each block is cut over the axis.
+    """Tensor dim ``dim`` consists of ``split_factor`` equal blocks, each of which is sharded over the axis.
 
-    It is what remains of ``Shard(1)`` on a ``[split_factor, n]`` tensor when the two dims are flattened into one.
+    It is what ``Shard(1)`` of a ``[split_factor, n]`` tensor becomes when the two dims are flattened into one.
 
     Args:
         dim: the tensor dim.
@@ -75,13 +74,13 @@ class StridedShard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard(Placement):
-    """The named dims, flattened into one run of elements, are cut in contiguous pieces in proportion to ``units``.
+    """Each rank has one contiguous range of the named dims, flattened, with a length proportional to its unit.
 
-    It applies to what the other axes' placements leave, and its local tensor is 1-d where all dims are named.
+    It applies to the shards of the other axes. The local tensor is 1-d if all dims are named.
 
     Args:
         dims: the tensor dims, ascending.
-        units: one count a rank of the axis; the number of elements is a multiple of their sum.
+        units: one count per rank of the axis; the number of elements must be a multiple of their sum.
     """
 
     dims: tuple[int, ...]
@@ -93,7 +92,7 @@ class RaggedShard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Placement):
-    """Each rank of the axis holds the same values. The gradient of a replicated tensor is replicated."""
+    """Every rank of the axis has the same values. The gradient of a replicated tensor is replicated."""
 
     def is_replicate(self) -> bool:
         return True
@@ -104,22 +103,22 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Partial(Placement):
-    """The value is the reduction by ``reduce_op`` of what the ranks of the axis hold.
+    """Each rank of the axis has one term; the value is their reduction by ``reduce_op``.
 
     Args:
         reduce_op: ``"sum"`` (default), ``"avg"``, ``"min"``, ``"max"`` or ``"product"``.
         op: another name of ``reduce_op``.
 
     Raises:
-        ValueError: for another ``reduce_op``.
-        TypeError: both names are given.
+        ValueError: another ``reduce_op``.
+        TypeError: both names are passed.
     """
 
     reduce_op: str
 
     def __init__(self, reduce_op: str | None = None, *, op: str | None = None) -> None:
         if reduce_op is not None and op is not None:
-            raise TypeError(f"Partial: reduce_op={reduce_op!r} and op={op!r} are two names of one argument; give one")
+            raise TypeError(f"Partial: reduce_op={reduce_op!r} and op={op!r} are two names of one argument; pass one")
         chosen = reduce_op if reduce_op is not None else op if op is not None else "sum"
         if chosen not in PARTIAL_OPS:
             raise ValueError(f"Partial: op must be one of {', '.join(PARTIAL_OPS)}, got {chosen!r}")

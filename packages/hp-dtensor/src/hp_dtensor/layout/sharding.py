@@ -1,12 +1,12 @@
-"""Which part of a tensor a rank holds: pure arithmetic on shapes, placements and mesh coordinates.
+"""The shard of a tensor on each rank: pure arithmetic on shapes, placements and mesh coordinates.
 
-Placements act from the left mesh axis to the right one: each cuts what the axes before it leave. ``RaggedShard`` alone
-waits for all others, wherever its axis stands, because it flattens dims that they may still cut.
+Placements apply from the left mesh axis to the right one: each shards what the axes before it leave. A ``RaggedShard``
+applies after all others, whichever its axis, because it flattens dims that they may shard.
 
-Note [One run of elements]
-    A placement cuts one *run*: a tensor dim, or the named dims of a ``RaggedShard`` seen as one. With the dims
-    before and after it a tensor is ``[outer, run, inner]``; rank ``i`` holds some intervals of ``run``, and the local
-    tensor is their concatenation. All data movement in `redistribution` is written on these sizes and intervals.
+Note [One range of elements]
+    A placement shards one *range*: a tensor dim, or the named dims of a ``RaggedShard``, flattened. With the dims
+    before and after it, a tensor is ``[outer, range, inner]``. Each rank has some intervals of the range, and its local
+    tensor is their concatenation. All data movement in `redistribution` is expressed by these sizes and intervals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Interval = tuple[int, int]
 
 
 def chunk(size: int, n: int, index: int) -> Interval:
-    """Start and length of chunk ``index`` of ``n``, as by ``torch.chunk``: ``ceil(size / n)`` each, the last less.
+    """Return start and length of chunk ``index`` of ``n`` as in ``torch.chunk``: ``ceil(size / n)``, the last less.
 
     ``chunk(5, 4, 2) == (4, 1)`` and ``chunk(5, 4, 3) == (5, 0)``.
     """
@@ -53,9 +53,9 @@ def parts(placement: Placement, size: int, n: int) -> tuple[tuple[Interval, ...]
     """Return the intervals of a range of ``size`` elements on each of ``n`` ranks, in local order, without empty ones.
 
     - ``Shard``: chunk ``i``.
-    - ``StridedShard(dim, split_factor=f)``: the run is seen as ``f`` blocks of ``run / f``; rank ``i`` holds chunk
-      ``i`` of each block, one after the other: ``parts(StridedShard(0, 2), 8, 2)`` gives rank 0 elements 0, 1, 4, 5.
-    - ``RaggedShard``: contiguous pieces of ``run * units[i] / sum(units)``.
+    - ``StridedShard(dim, split_factor=f)``: chunk ``i`` of each of ``f`` blocks of ``size / f``: of
+      ``parts(StridedShard(0, 2), 8, 2)``, rank 0 has elements 0, 1, 4, 5.
+    - ``RaggedShard``: one interval of ``size * units[i] / sum(units)``.
 
     Raises:
         ValueError: if ``split_factor`` doesn't divide ``size``, or ``size`` is not a multiple of the sum of ``units``.
@@ -69,8 +69,8 @@ def _parts(placement: Placement, size: int, n: int) -> tuple[tuple[Interval, ...
         total = sum(placement.units)
         if not ragged_fits(placement, size):
             raise ValueError(
-                f"{placement!r} does not fit: the named dims hold {size} elements here, which must be a multiple of "
-                f"sum(units) = {total}. Give units that add up to the number of elements or divide it"
+                f"{placement!r} does not fit: the named dims have {size} elements here, which must be a multiple of "
+                f"sum(units) = {total}. Pass units whose sum divides the number of elements"
             )
         chunks: list[Interval] = []
         start = 0
@@ -98,7 +98,7 @@ def _parts(placement: Placement, size: int, n: int) -> tuple[tuple[Interval, ...
 
 
 def ragged_fits(placement: RaggedShard, size: int) -> bool:
-    """Whether a run of ``size`` elements can be cut in proportion to the units."""
+    """Tell whether ``size`` elements can be divided in proportion to the units."""
     total = sum(placement.units)
     return size % total == 0 if total else size == 0
 
@@ -117,12 +117,12 @@ def _merge(intervals_: Sequence[Interval]) -> list[Interval]:
 
 
 def intervals(size: int, shards: Sequence[tuple[Placement, int, int]]) -> list[Interval]:
-    """Which intervals of a dim of ``size`` a rank holds, in local order.
+    """Return the intervals of a dim on one rank, in local order.
 
     Args:
         size: the global size of the dim.
-        shards: (placement, ranks of its axis, index on it) for each axis that cuts this dim, the left mesh axis first.
-            Each cuts what the one before leaves.
+        shards: (placement, ranks of its axis, index on it) for each axis that shards this dim, the left mesh axis
+            first. Each shards what the one before leaves.
     """
     local = [(0, size)]
     for placement, n, index in shards:
@@ -150,10 +150,10 @@ def normalize(
 ) -> tuple[Placement, ...]:
     """Check placements against a tensor's and a mesh's shape; negative dims become positive.
 
-    Whether a ``split_factor`` or ``units`` divide what a rank has is checked where that rank's part is computed.
+    Whether ``split_factor`` and ``units`` divide the sizes on a rank is checked when that rank's shard is computed.
 
     Raises:
-        ValueError: for another number of placements than mesh axes, a dim out of range, ``units`` of the wrong number,
+        ValueError: a different number of placements than mesh axes, a dim out of range, a wrong number of ``units``,
             ``RaggedShard`` dims that are not consecutive, or two ``RaggedShard`` placements.
     """
     if len(placements) != len(mesh_shape):
@@ -203,7 +203,7 @@ def _dim(dim: int, placement: Placement, shape: Sequence[int]) -> int:
 
 
 def ragged_of(placements: Sequence[Placement]) -> tuple[int, RaggedShard] | None:
-    """Axis and placement of the ``RaggedShard``, where there is one."""
+    """Return axis and placement of the ``RaggedShard``, None if there is none."""
     for axis, placement in enumerate(placements):
         if isinstance(placement, RaggedShard):
             return axis, placement
@@ -213,7 +213,7 @@ def ragged_of(placements: Sequence[Placement]) -> tuple[int, RaggedShard] | None
 def local_shape(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """Shape of the local tensor of the rank at ``coordinate``.
+    """Return the shape of the local tensor of the rank at ``coordinate``.
 
     ``local_shape((5, 6), (Shard(0), Shard(1)), (2, 3), (1, 2)) == (2, 2)``
 
@@ -246,12 +246,12 @@ def local_shape(
 
 
 def run_view(placement: Placement, others: Sequence[Placement], local: Sequence[int]) -> tuple[int, int, int]:
-    """(outer, run, inner) sizes of a local shape around the run that ``placement`` cuts: Note [One run of elements].
+    """Return the (outer, range, inner) sizes of a local shape for ``placement``: Note [One range of elements].
 
     Args:
         placement: a ``Shard``, ``StridedShard`` or ``RaggedShard``.
         others: the placements of the other axes; a ``RaggedShard`` among them has flattened its dims in ``local``.
-        local: the local shape before ``placement`` acts.
+        local: the local shape before ``placement`` applies.
     """
     dims = placement.dims if isinstance(placement, RaggedShard) else (cut_dim(placement),)
     first, count = (dims[0] or 0, len(dims)) if dims else (0, 0)
@@ -296,7 +296,7 @@ def assemble(
     """Return the global numpy array whose shards are ``locals_``: the inverse of `take`.
 
     Args:
-        locals_: the local array of each mesh coordinate. Where ranks hold the same part the first one's is used.
+        locals_: the local array of each mesh coordinate. Of ranks with the same shard the first one's is used.
         placements: one for each mesh axis; no ``Partial``.
         shape: the global shape.
         mesh_shape: ranks on each mesh axis.

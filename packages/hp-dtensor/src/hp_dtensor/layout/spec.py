@@ -21,14 +21,14 @@ class TensorSpec:
 
     Attributes:
         mesh: the DeviceMesh.
-        placements: one an axis.
+        placements: one per axis.
         shape: the global shape.
-        local_shape: the shape of this rank's part.
+        local_shape: the shape of this rank's local tensor.
         replicated: every placement is ``Replicate``.
         partial: some placement is ``Partial``.
         ragged: some placement is ``RaggedShard``.
-        size: the global shape in the framework's own type, once it was asked for.
-        thin: of a dim that is cut, some rank has one index or none; see Note [Thin parts] in `strides`.
+        size: the global shape in the framework's own type, set at its first use.
+        thin: some rank has at most one index of a sharded dim; see Note [Thin shards] in `strides`.
         name: unique in this process; ``named`` finds the spec by it.
     """
 
@@ -93,7 +93,7 @@ _numbers = itertools.count()
 
 @when_groups_end
 def _forget_specs() -> None:
-    """Under a new default group this rank may have another place, so another local shape."""
+    """Drop specs whose local shape changed: under a new default group this rank may have another coordinate."""
     for key, spec in list(_specs.items()):
         coordinate = spec.mesh.get_coordinate()
         if coordinate is not None and spec.local_shape != tuple(
@@ -111,14 +111,14 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what
     """Check placements against a mesh and a number of tensor dims; negative dims count from the end.
 
     Args:
-        placements: as the user gave them.
-        mesh: the mesh; it needs one placement an axis.
+        placements: the user's argument.
+        mesh: the mesh; it needs one placement per axis.
         ndim: number of tensor dims.
         what: the caller's name, for the error.
 
     Raises:
-        TypeError: something that is no placement.
-        ValueError: wrong number of placements, or a dim out of range.
+        TypeError: something that is not a placement.
+        ValueError: a wrong number of placements, or a dim out of range.
     """
     if isinstance(placements, Placement):
         raise TypeError(

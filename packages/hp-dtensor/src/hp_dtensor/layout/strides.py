@@ -1,11 +1,11 @@
-"""Strides of a whole tensor, from those of a part.
+"""Strides of a global tensor, from those of a shard.
 
-Note [Thin parts]
-One device decides by strides whether ``reshape`` or ``contiguous`` gives a view or a copy. All ranks must decide
-alike: from then on a write reaches the source on all of them or on none, and views that moved are taken again on all
-or on none. The part of a rank shows the order of the dims in memory where it has several indices of each dim that has
-several. Where some rank has fewer, the tensor is *thin*: its strides are what its views noted, on all ranks, and those
-of a contiguous tensor where none did: results of operations count as contiguous.
+Note [Thin shards]
+On a single device strides decide whether ``reshape`` or ``contiguous`` returns a view or a copy. All ranks must decide
+alike, because a later write must reach the source on all of them or on none. A shard reveals the order of the dims in
+memory if it has at least two indices of every dim that has two. If some rank has fewer, the tensor is *thin*: its
+strides are those that its views recorded, on all ranks alike, and contiguous if none did. Results of operations count
+as contiguous.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from functools import lru_cache
 
 from hp_dtensor.layout.placements import Placement, RaggedShard, Shard, StridedShard
 
-__all__ = ["contiguous", "is_thin", "of_whole"]
+__all__ = ["contiguous", "is_thin", "global_strides"]
 
 
 @lru_cache(maxsize=4096)
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """``contiguous((2, 3, 4)) == (12, 4, 1)``, as torch counts them."""
+    """Return the strides of a contiguous tensor as torch counts them: ``contiguous((2, 3, 4)) == (12, 4, 1)``."""
     strides, step = [1] * len(shape), 1
     for dim in reversed(range(len(shape))):
         strides[dim] = step
@@ -28,15 +28,15 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def of_whole(strides: Sequence[int], part: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the whole tensor: each grows as the dims inside of it do.
+def global_strides(strides: Sequence[int], part: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of the global tensor: each grows with the dims inside it.
 
-    ``of_whole((3, 1), (2, 3), (4, 6)) == (6, 1)``
+    ``global_strides((3, 1), (2, 3), (4, 6)) == (6, 1)``
 
     Args:
-        strides: those of a part.
-        part: the part's shape.
-        shape: the whole shape; a size that is not the part's is above 1, and the part's is not 0.
+        strides: the strides of a shard.
+        part: the shard's shape.
+        shape: the global shape; a size that differs from the shard's is above 1, and the shard's is not 0.
     """
     result, global_elements, local_elements = [0] * len(shape), 1, 1
     for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
@@ -50,7 +50,7 @@ def is_thin(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: S
     """Return True if shards don't reveal the strides: ragged, or some rank has fewer than two indices of a longer dim.
 
     Args:
-        shape: the whole shape.
+        shape: the global shape.
         placements: one for each mesh axis.
         mesh_shape: ranks on each mesh axis.
     """

@@ -1,4 +1,4 @@
-"""Names on MindSpore that other packages of this repository may import, beside the public ones."""
+"""Names for MindSpore that other packages of this repository may import, in addition to the public ones."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a placement cuts the whole tensor: Note [One run of elements] in `hp_dtensor.layout.sharding`."""
+    """How a placement cuts the whole tensor: Note [One range of elements] in `hp_dtensor.layout.sharding`."""
 
     outer: int
     run: int

@@ -1,4 +1,4 @@
-"""Results of planned calls of thin DTensors, alike on all ranks: Note [Thin parts] in `hp_dtensor.layout.strides`."""
+"""Results of planned calls of thin DTensors, alike on all ranks: Note [Thin shards] in `hp_dtensor.layout.strides`."""
 
 from __future__ import annotations
 

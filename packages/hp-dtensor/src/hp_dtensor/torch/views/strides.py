@@ -1,4 +1,4 @@
-"""Strides of DTensors as wholes, alike on all ranks: Note [Thin parts] in `hp_dtensor.layout.strides`."""
+"""Strides of DTensors as wholes, alike on all ranks: Note [Thin shards] in `hp_dtensor.layout.strides`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.layout.strides import contiguous, of_whole
+from hp_dtensor.layout.strides import contiguous, global_strides
 from hp_dtensor.torch.backward.asking import without_modes
 
 __all__ = ["keep", "local_strides", "note", "on_one_device", "same_memory", "storage_of", "strides_of"]
@@ -28,7 +28,7 @@ def strides_of(x: Any) -> tuple[int, ...]:
     spec = x._spec
     if spec.thin or 0 in spec.local_shape:
         return x.__dict__.get("_strides") or contiguous(spec.shape)
-    return of_whole(local_strides(x), spec.local_shape, spec.shape)
+    return global_strides(local_strides(x), spec.local_shape, spec.shape)
 
 
 def keep(x: Any, source: Any) -> None:
