@@ -84,7 +84,7 @@ def test_what_does_not_fit_a_local_map_is_said() -> None:
     for kwargs, text in (
         (
             {"in_placements": ([R],)},
-            r"argument 0 is placed \(Shard\(0\),\), in_placements says \(Replicate\(\),\); pass red",
+            r"argument 0 is placed \(Shard\(0\),\), but in_placements has \(Replicate\(\),\); pass red",
         ),
         ({"in_placements": ([R], [R])}, r"in_placements has 2 entries for 1 positional arguments"),
         ({"in_placements": (None,)}, r"in_placements\[0\] is None, but the argument is a DTensor placed"),

@@ -103,16 +103,18 @@ def test_inputs_by_position_and_by_name() -> None:
     model.head.forward = lambda input: nn.functional.linear(input, model.head.weight)
     with pytest.raises(ValueError, match=r"'head.input' of Linear names the input 'input', the inputs passed by name"):
         model(x[:2], scale)
-    with pytest.raises(ValueError, match=r"'input' of Model has 2 layouts, there are 1 positional inputs; None is for"):
+    with pytest.raises(ValueError, match=r"'input' of Model has 2 layouts for 1 positional inputs; pass None for"):
         model(x)
-    with pytest.raises(TypeError, match="'input' is a int, a tensor is needed"):
+    with pytest.raises(TypeError, match="'input' must be a tensor, got a int"):
         model(x, 3)
     other = distribute_tensor(x, init_device_mesh(device_type(), (2,), ("x",)), [R])
-    with pytest.raises(ValueError, match="'input' is on DeviceMesh.*'x'.*, the plan's layout on DeviceMesh.*'tp'"):
+    with pytest.raises(
+        ValueError, match="'input' is on DeviceMesh.*'x'.*, but the plan's layout is on DeviceMesh.*'tp'"
+    ):
         model(other, scale)
     model = shard_module(Model(), {"forward": {"input": where}})
     assert model(x=x[:2])[0].shape == (4, 6) and model(distribute_tensor(x, mesh, [R]))[0].placements == (Shard(0),)
-    with pytest.raises(ValueError, match="'input' of Model: there is no tensor input"):
+    with pytest.raises(ValueError, match="'input' of Model: no input is a tensor"):
         model()
     pair = shard_module(nn.Identity(), {"forward": {"output": [(mesh, [Partial()])]}})
     assert pair(x).full_tensor().sum() == 2 * x.sum()
@@ -134,13 +136,13 @@ def test_what_is_refused_leaves_the_module_alone() -> None:
         ({"parameter": {"head.*": rows, "*.weight": whole}}, ValueError, r"'head.weight' is named by 'head.\*' and by"),
         ({"parameter": {"head.weight": rows, "other.weight": whole}}, ValueError, "'other.weight' is named by 'head.w"),
         ({"parameter": {"head.bias": rows, "norm.bias": layout("None", "tp")}}, ValueError, r"Shard\(1\) of a tensor"),
-        ({"parameter": {"head.weight": "tp"}}, TypeError, "'head.weight' is given str 'tp'; a layout is needed"),
+        ({"parameter": {"head.weight": "tp"}}, TypeError, "'head.weight' needs a layout, got str 'tp'"),
         ({"parameter": {"head.weight": layout}}, ValueError, "describes ranks only; call it"),
         ({"forward": {"layers.*.mpl.input": rows}}, ValueError, r"matches no submodule of Model; near: layers"),
         ({"forward": {"head": rows}}, ValueError, r"'head' in 'forward' must end with one of \['input', 'output'\]"),
         ({"forward": {"head.input": rows, "h*.input": whole}}, ValueError, "the input of 'head' is named by"),
         ({"forward": {"output": {"x": rows}}}, TypeError, "'output' is a mapping, but outputs have no names"),
-        ({"forward": {"input": [rows, 3]}}, TypeError, r"'input\[1\]' is given int 3"),
+        ({"forward": {"input": [rows, 3]}}, TypeError, r"'input\[1\]' needs a layout, got int 3"),
         (
             {"parameter": {"head.weight": rows, "norm.weight": Layout((1, 2), ("a", "b"))()}},
             ValueError,

@@ -1,6 +1,6 @@
-"""What a program communicates, and where: `CommDebugMode`.
+"""The communication of a program, by its place in the program: `CommDebugMode`.
 
-Only what goes through `hp_platform`'s collectives is seen, which is all that these packages issue.
+It records the collectives of `hp_platform`, which are all that these packages issue.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ class Collective:
     Attributes:
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``,
             ``"recv"`` or ``"barrier"``.
-        axis: the mesh axis over which it goes; the ranks as ``"ranks 0-3"`` where they are no axis of a known mesh.
+        axis: the mesh axis, or the ranks as ``"ranks 0-3"`` if they do not form an axis of a known mesh.
         bytes: size of the larger of its tensors.
-        phase: ``"backward"`` in autograd's backward, ``"forward"`` everywhere else.
-        module: name of the module whose call communicates, after the class of the module that was called first:
-            ``"Transformer.layers.0.mlp"``; in backward that of the module whose operation's gradient is at hand; of
-            `fully_shard`'s that whose parameters are gathered or whose gradients are reduced, ahead of time or behind.
-            Empty outside of modules, and for what is done for several at once, as the sum of parameters' gradients at
-            the end of backward.
-        file: the file of ``line``; empty where no frame is the user's.
-        line: the line that led to it, the innermost outside of the framework and of these packages; in backward that
-            which called backward.
+        phase: ``"backward"`` in autograd's backward, otherwise ``"forward"``.
+        module: name of the module that communicates, after the class of the outermost module:
+            ``"Transformer.layers.0.mlp"``. In backward, the module whose operation is being differentiated. For
+            `fully_shard`, the module whose parameters are gathered or whose gradients are reduced. Empty outside of
+            modules, and for work on several modules at once, such as reducing parameter gradients after backward.
+        file: the file of ``line``; empty if no frame is the user's.
+        line: the innermost line outside of the framework and of these packages; in backward, the line that called
+            backward.
         start: nanoseconds since 1970.
-        duration: nanoseconds on the host from its issue until it has been waited for, None where it never was.
+        duration: nanoseconds on the host from issue until the end of the wait for it; None if nobody waited.
     """
 
     kind: str
@@ -68,8 +67,8 @@ class Total:
     """A sum over collectives.
 
     Attributes:
-        calls: how many.
-        bytes: their sizes together.
+        calls: the number of collectives.
+        bytes: the sum of their sizes.
     """
 
     calls: int = 0
@@ -79,9 +78,9 @@ class Total:
 class CommDebugMode:
     """Context manager that records each collective: its kind, bytes, mesh axis, module, line, phase and time.
 
-    It may be entered while it is active, and again later: records are added. Others may be active beside it. Outside of
-    a ``with`` it costs nothing. On MindSpore the module of a collective in backward is known of those of `fully_shard`
-    only, and else empty.
+    It may be entered again, nested or later, and then adds to its records; several may be active at a time. It costs
+    nothing outside the ``with``. On MindSpore, the module of a collective in backward is only known for those of
+    `fully_shard`.
 
     Example:
         >>> with CommDebugMode() as comm:
@@ -91,8 +90,8 @@ class CommDebugMode:
         >>> print(comm.table())
 
     Args:
-        mesh: the mesh or meshes whose axes' names are used. Default: those of all DTensors that live; where several
-            call the same ranks differently, the names are joined by ``|``.
+        mesh: the mesh or meshes whose axis names to use. Default: those of all living DTensors; if the same ranks have
+            several names, these are joined by ``|``.
     """
 
     def __init__(self, *, mesh: DeviceMesh | Sequence[DeviceMesh] | None = None) -> None:
@@ -118,31 +117,31 @@ class CommDebugMode:
             observers.remove(self._observe)
             self._modules.stop()
 
-    # ---- what was seen ----
+    # ---- results ----
     @property
     def events(self) -> tuple[Collective, ...]:
         """All collectives, in the order in which they were issued."""
         return tuple(self._events)
 
     def get_total_counts(self) -> int:
-        """How many collectives there were."""
+        """Return the number of collectives."""
         return len(self._events)
 
     def get_comm_counts(self) -> dict[str, int]:
-        """How many collectives of each kind there were."""
+        """Return the number of collectives of each kind."""
         return dict(Counter(event.kind for event in self._events))
 
     def totals(self, *by: str) -> dict[tuple[Any, ...], Total]:
         """Sum calls and bytes over the collectives that agree in the named attributes.
 
-        ``totals("kind", "axis")`` has a total for each ``(kind, axis)``, in the order in which they were met first;
+        ``totals("kind", "axis")`` has a total for each ``(kind, axis)``, in the order of their first collective;
         ``totals()`` has one, for ``()``.
 
         Args:
             by: names of attributes of `Collective`.
 
         Raises:
-            ValueError: a name that is no attribute.
+            ValueError: an unknown attribute.
         """
         names = [field.name for field in fields(Collective)]
         unknown = [name for name in by if name not in names]
@@ -169,11 +168,11 @@ class CommDebugMode:
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the collectives as trace events for chrome://tracing or Perfetto: a process per rank, a row per axis.
 
-        Times are those of the clock on the wall, so that the files of several ranks can be loaded together. A
-        collective that nobody waited for is an instant.
+        Times are wall-clock times, so that the files of several ranks can be loaded together. A collective that nobody
+        waited for is an instant.
 
         Args:
-            path: the file, JSON.
+            path: the JSON file.
         """
         groups = get_platform().groups
         rank = groups.rank() if groups.is_initialized() else 0
@@ -197,7 +196,7 @@ class CommDebugMode:
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": trace, "displayTimeUnit": "ms"}, file)
 
-    # ---- seeing it ----
+    # ---- recording ----
     def _observe(self, kind: str, size: int, group: Any) -> Callable[[], None]:
         frame = sys._getframe(1)
         phase, module = self._modules.place(frame)
@@ -219,38 +218,38 @@ class CommDebugMode:
 
 
 class Names:
-    """Names of modules, after the class of the module that was called first.
+    """Names of modules, prefixed by the class of the outermost module.
 
     Args:
-        named: gives all modules inside one, itself among them, by name.
+        named_modules: returns a module and all modules inside it, by name.
     """
 
-    def __init__(self, named: Callable[[Any], Mapping[str, Any]]) -> None:
-        self._named = named
-        self._known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+    def __init__(self, named_modules: Callable[[Any], Mapping[str, Any]]) -> None:
+        self._named_modules = named_modules
+        self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def of(self, running: Sequence[Any]) -> str:
         """Return the name of the innermost of the running modules, listed from the innermost to the outermost."""
         if not running:
             return ""
         module, root = running[0], running[-1]
-        if module not in self._known:
-            top = self._known.get(root, type(root).__name__)
-            for name, each in reversed(list(self._named(root).items())):  # of several names the first
-                self._known[each] = f"{top}.{name}" if name else top
-        if module not in self._known:  # made in a forward, held by no module
+        if module not in self._names:
+            top = self._names.get(root, type(root).__name__)
+            for name, each in reversed(list(self._named_modules(root).items())):  # of several names keep the first
+                self._names[each] = f"{top}.{name}" if name else top
+        if module not in self._names:  # created in a forward, not a submodule
             return f"{self.of(running[1:])}.({type(module).__name__})"
-        return self._known[module]
+        return self._names[module]
 
 
 def running(frame: FrameType | None, kind: type) -> list[Any]:
     """Return the modules that are running at a frame, from the innermost to the outermost.
 
-    They are those whose ``__call__`` is on the way, which may do more than forward: fully_shard gathers there.
+    A module runs while its ``__call__`` does, which includes more than forward: fully_shard gathers there.
 
     Args:
-        frame: the frame.
-        kind: the framework's class of modules.
+        frame: the innermost frame.
+        kind: the framework's module class.
     """
     modules: list[Any] = []
     while frame is not None:

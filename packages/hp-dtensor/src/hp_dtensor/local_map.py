@@ -1,4 +1,4 @@
-"""Functions of local tensors as functions of DTensors: ``local_map`` as torch's, ``custom_shard`` in short."""
+"""Functions of local tensors as functions of DTensors: ``local_map`` as in torch, and the shorter ``custom_shard``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """Make a function that runs ``func`` on this rank's parts, with DTensors at its border.
+    """Return a function of DTensors that runs ``func`` on their local tensors.
 
     Example:
         >>> @local_map(out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)]))
@@ -34,22 +34,22 @@ def local_map(
         >>> y = product(x, w)                                  # x and w are DTensors, and so is y
 
     Args:
-        func: works on plain tensors; default: the call returns a decorator.
-        out_placements: the placements of the result, or a tuple with those of each result; None for what is no tensor.
-            A Layout may stand for placements here and below.
-        in_placements: for each positional argument (lists, tuples and dicts are flattened) the placements that it must
-            have; None for what is no DTensor. Default: any.
-        in_grad_placements: likewise, in what layout ``func`` gives the gradient of each local argument. Default: the
-            gradient of the argument itself, and a part of it (``Partial``) for what is replicated on an axis where a
-            result is cut or partial; torch's own function takes each rank's for the whole there.
+        func: a function of plain tensors; default: return a decorator.
+        out_placements: the placements of the result, or a tuple with those of each result; None for a result that is
+            not a tensor. Here and below, a Layout may be passed instead of placements.
+        in_placements: for each positional argument (lists, tuples and dicts flattened) the placements that it must
+            have; None for one that is not a DTensor. Default: any placements.
+        in_grad_placements: for each positional argument the layout of the gradient that ``func`` yields. Default: the
+            layout of the argument's gradient, and ``Partial`` on axes where the argument is replicated and a result is
+            sharded or partial (torch's own function takes each rank's gradient for the global one there).
         device_mesh: the mesh of the results; default that of the first DTensor.
-        redistribute_inputs: bring arguments to ``in_placements``; otherwise others are an error.
+        redistribute_inputs: redistribute arguments to ``in_placements``; otherwise other placements are an error.
 
     Returns:
         The function. Called without any DTensor, it is ``func``.
 
     Raises:
-        ValueError: when it is called: arguments or results that the placements don't fit.
+        ValueError: in a call: arguments or results that do not fit the placements.
     """
     if func is None:
         return functools.partial(
@@ -91,21 +91,21 @@ def custom_shard(
     in_placements: Sequence[Sequence[Placement] | None] | None = None,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """Make a function that runs ``fn`` on local tensors, with DTensors at its border.
+    """Return a function of DTensors that runs ``fn`` on their local tensors.
 
-    Unlike `local_map`, it takes a mesh first, looks at positional arguments and results themselves, not inside of
-    lists and dicts, and accepts fewer entries than arguments.
+    Unlike `local_map`, it requires a mesh, does not look inside lists and dicts, and accepts fewer entries than
+    arguments.
 
     Args:
-        fn: works on this rank's parts.
+        fn: a function of plain tensors.
         device_mesh: the mesh of the results.
-        out_placements: placements of the result, or a tuple of them with one entry a result; None for a plain result.
-            Where a result is cut or partial, a replicated argument's gradient is a sum over the ranks.
-        in_placements: placements that each positional argument must have, None for any and for what is no DTensor.
-        redistribute_inputs: bring arguments to ``in_placements``; otherwise others are an error.
+        out_placements: placements of the result, or a tuple with those of each result; None for a plain result. On axes
+            where a result is sharded or partial, the gradient of a replicated argument is summed over the ranks.
+        in_placements: placements that each positional argument must have; None for any, and for plain arguments.
+        redistribute_inputs: redistribute arguments to ``in_placements``; otherwise other placements are an error.
 
     Raises:
-        ValueError: when it is called: an argument with other placements than ``in_placements`` says.
+        ValueError: in a call: an argument has other placements than ``in_placements``.
     """
     one = bool(out_placements) and isinstance(out_placements[0], Placement)
     entries = (out_placements,) if one or out_placements is None else tuple(out_placements)
@@ -152,7 +152,7 @@ def _local(
 
 
 def _moved(what: str, value: Any, placements: Sequence[Placement] | None, redistribute: bool) -> Any:
-    """Return a DTensor in the placements that it must have, None for any.
+    """Return a DTensor with the required placements, None for any.
 
     Raises:
         LocalMapError: it has others, and ``redistribute`` is False.
@@ -162,14 +162,14 @@ def _moved(what: str, value: Any, placements: Sequence[Placement] | None, redist
         return value
     if not redistribute:
         raise LocalMapError(
-            f"{what} is placed {value._spec.placements}, in_placements says {spec.placements}; pass"
-            " redistribute_inputs=True to move it"
+            f"{what} is placed {value._spec.placements}, but in_placements has {spec.placements}; pass"
+            " redistribute_inputs=True to redistribute it"
         )
     return port.tensors().redistribute(value, spec)
 
 
 def _varied(value: Any, mesh: DeviceMesh, varies: set[int]) -> Any:
-    """Return a DTensor's local value, whose gradient is a part on the axes where a result varies."""
+    """Return a DTensor's local tensor, whose gradient is partial on the axes where a result varies."""
     spec = value._spec
     axes = tuple(axis in varies and p.is_replicate() for axis, p in enumerate(spec.placements))
     if spec.mesh == mesh and any(axes):
@@ -187,7 +187,7 @@ def _checked(index: int, entry: Any, spec: Any, name: str) -> tuple[Placement, .
 
 
 def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
-    """Return what ``func`` returned, its tensors as DTensors."""
+    """Return the results of ``func`` with tensors as DTensors."""
     values = list(_leaves(out))
     entries = out_placements if _is_several(out_placements) else (out_placements,)
     if len(entries) != len(values):
@@ -213,18 +213,18 @@ def _tensor() -> type:
     return port.tensors().DTensor.__base__
 
 
-# ---- what placements are written as ----
+# ---- placements as arguments ----
 def _placements(entry: Any) -> Any:
     return entry.placements if isinstance(entry, Layout) else entry
 
 
 def _is_several(out_placements: Any) -> bool:
-    """Tell whether there is an entry for each result: a tuple, but not of placements."""
+    """Tell whether there is an entry per result: a tuple, but not of placements."""
     return isinstance(out_placements, tuple) and not any(isinstance(each, Placement) for each in out_placements)
 
 
 def _varying(out_placements: Any) -> set[int]:
-    """Return the mesh axes on which a result is cut or partial."""
+    """Return the mesh axes on which a result is sharded or partial."""
     several = out_placements if _is_several(out_placements) else (out_placements,)
     return {axis for each in several for axis, p in enumerate(_placements(each) or ()) if not p.is_replicate()}
 

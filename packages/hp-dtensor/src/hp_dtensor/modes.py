@@ -1,4 +1,4 @@
-"""Contexts that say how DTensors meet plain tensors and local code; the same on every framework."""
+"""Contexts for DTensors next to plain tensors and in local code; the same on every framework."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _implicit: contextvars.ContextVar[bool] = contextvars.ContextVar("implicit_repli
 
 @contextlib.contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside, a plain tensor that meets DTensors in an operation counts as replicated on their mesh.
+    """Treat plain tensors in operations with DTensors as replicated on their mesh.
 
-    It must then hold the same values on every rank of the mesh. Outside, mixing the two is an error.
+    They must have the same values on every rank of the mesh. Outside of this context, mixing the two is an error.
     """
     token = _implicit.set(True)
     try:
@@ -33,9 +33,9 @@ def replicates_plain() -> bool:
 
 
 class SkipDTensorDispatch:
-    """Context: inside, DTensors are their local parts in every respect. Nests; each thread has its own.
+    """Context in which DTensors act as their local tensors in every respect. Nests; each thread has its own.
 
-    What works element by element on local parts, an optimizer's step above all, runs in it untouched.
+    Elementwise code, above all an optimizer's step, runs in it unchanged.
 
     Example:
         >>> with SkipDTensorDispatch():

@@ -1,4 +1,4 @@
-"""What a framework supplies to hp-dtensor's neutral modules; each protocol is implemented by a module of its folder."""
+"""Protocols of the primitives that a framework supplies, each implemented by a module of its folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Tensor = Any
 
 
 class Tensors(Protocol):
-    """DTensors and their local parts; ``<framework>/dtensor.py``.
+    """DTensors and their local tensors; ``<framework>/dtensor.py``.
 
     Attributes:
         DTensor: the class, whose base is the framework's class of tensors.
@@ -45,15 +45,15 @@ class Tensors(Protocol):
     DTensor: Any
 
     def wrap(self, local: Tensor, spec: TensorSpec) -> Any:
-        """Make a local part itself the DTensor."""
+        """Turn a local tensor itself into a DTensor."""
         ...
 
     def local_of(self, tensor: Tensor) -> Tensor:
-        """Return the local part as a plain tensor, in the graph; a plain tensor as it is."""
+        """Return the local tensor as a plain tensor, in the graph; return a plain tensor unchanged."""
         ...
 
     def local_view(self, tensor: Tensor) -> Tensor:
-        """Return the local part as a plain tensor outside autograd."""
+        """Return the local tensor as a plain tensor outside autograd."""
         ...
 
     def redistribute(self, x: Any, spec: TensorSpec) -> Any:
@@ -61,7 +61,7 @@ class Tensors(Protocol):
         ...
 
     def redistribute_shared(self, x: Tensor, spec: TensorSpec, src: TensorSpec | None = None) -> Any:
-        """As ``redistribute``, moved once for several readers; ``src`` is the layout of a plain tensor."""
+        """Redistribute once for several readers; ``src`` is the layout of a plain tensor."""
         ...
 
 
@@ -69,11 +69,11 @@ class Gradients(Protocol):
     """Local values in autograd's graph; ``<framework>/backward/autograd.py``."""
 
     def convert(self, x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Tensor:
-        """Return a DTensor's local value in a layout; ``vary`` marks the axes where the result of its reader varies."""
+        """Return a DTensor's local value in a layout; ``vary`` marks the axes where the reader's result varies."""
         ...
 
     def local_mode(self) -> AbstractContextManager[Any]:
-        """Make DTensors their local parts inside a context."""
+        """Return a context in which DTensors act as their local tensors."""
         ...
 
 
@@ -97,7 +97,7 @@ class Modules(Protocol):
     def distribute(
         self, module: Module, placed: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]], rest: DeviceMesh
     ) -> None:
-        """Make all parameters DTensors in place, those that ``placed`` doesn't name replicated on ``rest``."""
+        """Turn all parameters into DTensors in place, replicated on ``rest`` if ``placed`` doesn't name them."""
         ...
 
 
@@ -110,14 +110,14 @@ class Ranks(Protocol):
 
 
 class Watched(Protocol):
-    """The modules that run while a `CommDebugMode` is active."""
+    """The running modules while a `CommDebugMode` is active."""
 
     def start(self) -> None:
-        """Watch the modules that run."""
+        """Start to track the running modules."""
         ...
 
     def stop(self) -> None:
-        """Remove every hook from modules."""
+        """Stop, and remove all hooks from modules."""
         ...
 
     def place(self, frame: FrameType) -> tuple[str, str]:
@@ -126,7 +126,7 @@ class Watched(Protocol):
 
 
 class Debug(Protocol):
-    """What runs when a collective is issued; ``<framework>/debug.py``.
+    """Attribution of collectives to modules; ``<framework>/debug.py``.
 
     Attributes:
         Modules: makes a `Watched`.
@@ -137,29 +137,29 @@ class Debug(Protocol):
 
 @functools.cache
 def tensors() -> Tensors:
-    """Get the framework's DTensors."""
+    """Return the framework's `Tensors`."""
     return load_port(Tensors, "dtensor")
 
 
 @functools.cache
 def gradients() -> Gradients:
-    """Get what moves local values in autograd's graph."""
+    """Return the framework's `Gradients`."""
     return load_port(Gradients, "backward.autograd")
 
 
 @functools.cache
 def modules() -> Modules:
-    """Get what the framework does with modules."""
+    """Return the framework's `Modules`."""
     return load_port(Modules, "shard_module")
 
 
 @functools.cache
 def ranks() -> Ranks:
-    """Get what makes tensors of ranks."""
+    """Return the framework's `Ranks`."""
     return load_port(Ranks, "ranks")
 
 
 @functools.cache
 def debug() -> Debug:
-    """Get what watches modules."""
+    """Return the framework's `Debug`."""
     return load_port(Debug, "debug")

@@ -1,4 +1,4 @@
-"""shard_module: where a module's parameters, inputs and outputs lie, declared in one dictionary."""
+"""shard_module: the layouts of a module's parameters, inputs and outputs, declared in one dictionary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENDS = ("input", "output")
 
 
 def shard_module(module: Any, sharding_plan: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Distributes a module as a plan says, in place; the module's code is not changed.
+    """Distribute a module in place according to a plan, without changes to its code.
 
     Example:
         >>> layout = Layout((2, 4), ("dp", "tp"))
@@ -37,25 +37,25 @@ def shard_module(module: Any, sharding_plan: Mapping[str, Mapping[str, Any]]) ->
 
     Args:
         module: the module. Parameters that the plan does not name, and buffers, become replicated DTensors.
-        sharding_plan: two sections, each of which may be left out. A layout is a ``Layout`` of a tensor, or a pair of a
-            mesh and its placements; all are on one mesh. Names may be patterns, as of fnmatch, matched part by part:
-            ``layers.*.weight`` is of the layers, not of what is inside them.
+        sharding_plan: up to two sections. A layout is a ``Layout`` of a tensor, or a pair (mesh, placements); all
+            layouts are on one mesh. Names may be fnmatch patterns, matched between dots: ``layers.*.weight`` matches
+            weights of the layers, but not of modules inside them.
 
-            ``"parameter"``: name of a parameter -> layout. Values are those of the first rank along each axis.
+            ``"parameter"``: name of a parameter -> layout. The values are those of the first rank along each axis.
 
             ``"forward"``: ``"input"`` and ``"output"`` of the module itself, ``"<name>.input"`` and
-            ``"<name>.output"`` of a submodule. A layout is for the first input, or for the one output; a list has one
-            for each positional input or output, and None where one stays as it is; a mapping is for inputs that are
-            passed by name. A DTensor is redistributed to the layout, a plain tensor is taken as this rank's part.
+            ``"<name>.output"`` of a submodule. A layout applies to the first input, or to the only output; a list has
+            one layout for each positional input or output, None to leave it unchanged; a mapping has those of inputs
+            passed by name. A DTensor is redistributed to the layout, a plain tensor becomes this rank's local tensor.
 
     Returns:
         ``module``.
 
     Raises:
         ValueError: before anything is changed: an unknown section, a name that matches nothing (near misses are
-            listed), a parameter or a module that two names match, layouts of several meshes; in forward, another number
-            of inputs or outputs than of layouts.
-        TypeError: something that is no layout.
+            listed), a parameter or a module that two names match, layouts on several meshes; in forward, a different
+            number of inputs or outputs than of layouts.
+        TypeError: something that is not a layout.
     """
     f = port.modules()
     kind = get_platform().devices.kind
@@ -95,7 +95,7 @@ def shard_module(module: Any, sharding_plan: Mapping[str, Mapping[str, Any]]) ->
 
 # ---- names ----
 def matches(pattern: str, name: str) -> bool:
-    """Whether each dotted part of ``name`` matches the same part of ``pattern``; a module's own ``""`` is no part.
+    """Tell whether each dotted part of ``name`` matches that of ``pattern``; a module's own name ``""`` has no parts.
 
     >>> matches("model.layers.*.mlp", "model.layers.0.mlp"), matches("model.layers.*", "model.layers.0.mlp")
     (True, False)
@@ -112,14 +112,14 @@ def matching(pattern: str, names: Collection[str], what: str, module: Any, calle
     """Return the names that a name or pattern matches.
 
     Args:
-        pattern: the name or pattern; a name stands for itself alone.
+        pattern: a name, which only matches itself, or a pattern.
         names: all names.
-        what: what they are names of, for the error.
-        module: whose names they are.
-        called: the function that was called.
+        what: the kind of things named, for the error.
+        module: the module that has them, for the error.
+        called: the user's function, for the error.
 
     Raises:
-        ValueError: there is none; near misses, or the first names, are listed.
+        ValueError: no name matches; the error lists near misses, or the first names.
     """
     matched = [pattern] if pattern in names else [name for name in names if matches(pattern, name)]
     if not matched:
@@ -142,8 +142,8 @@ def _placed(value: Any, key: str, kind: str) -> Placed:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], DeviceMesh):
         return value[0], tuple(value[1])
     raise TypeError(
-        f"shard_module: {key!r} is given {type(value).__name__} {value!r}; a layout is needed: a Layout called"
-        " with the axis of each tensor dim, as layout('dp', 'None'), or (mesh, placements)"
+        f"shard_module: {key!r} needs a layout, got {type(value).__name__} {value!r}; pass a Layout called with the"
+        " axis of each tensor dim, as layout('dp', 'None'), or (mesh, placements)"
     )
 
 
@@ -157,10 +157,10 @@ class _Hook:
 
     Attributes:
         end: ``"input"`` or ``"output"``.
-        key: the plan's, for errors.
-        single: for the first input, or the one output; None where the others are used.
-        listed: one for each positional input or output.
-        named: by keyword.
+        key: the key in the plan, for errors.
+        single: the layout of the first input, or of the only output; otherwise None.
+        listed: the layout of each positional input or output.
+        named: the layouts of inputs passed by name.
     """
 
     end: str
@@ -175,13 +175,13 @@ class _Hook:
         return [placed[0] for placed in layouts if placed is not None]
 
     def inputs(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before forward."""
+        """Redistribute the inputs, as a hook before forward."""
         if self.single is not None:
             if args:
                 return (self._place(args[0], self.single), *args[1:]), kwargs
             first = next((name for name, value in kwargs.items() if isinstance(value, port.modules().Tensor)), None)
             if first is None:
-                raise ValueError(f"shard_module: {self.key!r} of {type(module).__name__}: there is no tensor input")
+                raise ValueError(f"shard_module: {self.key!r} of {type(module).__name__}: no input is a tensor")
             return args, {**kwargs, first: self._place(kwargs[first], self.single)}
         if self.listed is not None:
             return self._each(module, args), kwargs
@@ -189,13 +189,13 @@ class _Hook:
         absent = [name for name in named if name not in kwargs]
         if absent:
             raise ValueError(
-                f"shard_module: {self.key!r} of {type(module).__name__} names the input {absent[0]!r}, the inputs"
+                f"shard_module: {self.key!r} of {type(module).__name__} names the input {absent[0]!r}, but the inputs"
                 f" passed by name are {list(kwargs)}"
             )
         return args, {name: self._place(v, named[name]) if name in named else v for name, v in kwargs.items()}
 
     def outputs(self, module: Any, args: Any, output: Any) -> Any:
-        """After forward."""
+        """Redistribute the outputs, as a hook after forward."""
         if self.single is not None:
             return self._place(output, self.single)
         values = self._each(module, output if isinstance(output, (tuple, list)) else (output,))
@@ -207,9 +207,9 @@ class _Hook:
         listed = self.listed or ()
         if len(values) != len(listed):
             raise ValueError(
-                f"shard_module: {self.key!r} of {type(module).__name__} has {len(listed)} layouts, there are"
-                f" {len(values)} {'positional inputs' if self.end == 'input' else 'outputs'}; None is for those that"
-                " stay as they are"
+                f"shard_module: {self.key!r} of {type(module).__name__} has {len(listed)} layouts for"
+                f" {len(values)} {'positional inputs' if self.end == 'input' else 'outputs'}; pass None for those to"
+                " leave unchanged"
             )
         return tuple(
             value if layout is None or value is None else self._place(value, layout)
@@ -220,12 +220,12 @@ class _Hook:
         mesh, placements = placed
         f = port.tensors()
         if not isinstance(value, port.modules().Tensor):
-            raise TypeError(f"shard_module: {self.key!r} is a {type(value).__name__}, a tensor is needed")
+            raise TypeError(f"shard_module: {self.key!r} must be a tensor, got a {type(value).__name__}")
         what = f"shard_module: {self.key!r}"
         if not isinstance(value, f.DTensor):
             value = f.DTensor.from_local(value, mesh, placements)
         if value.device_mesh != mesh:
-            raise ValueError(f"{what} is on {value.device_mesh}, the plan's layout on {mesh}")
+            raise ValueError(f"{what} is on {value.device_mesh}, but the plan's layout is on {mesh}")
         target = value._spec.with_placements(normalize(placements, mesh, value.ndim, what))
         return value if value._spec is target else f.redistribute_shared(value, target)
 

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 __all__ = ["text_table"]
 
-_WIDE = 100_000  # columns are as wide as what they hold, and no line is broken
+_WIDE = 100_000  # so that rich neither truncates columns nor breaks lines
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as text, without colours: drawn by rich if it is installed, otherwise with ``|`` and ``-``.
 
     Args:
-        header: what stands above each column.
-        rows: as many texts each as the header has.
+        header: the title of each column.
+        rows: as many texts each as there are columns.
 
     Returns:
-        Lines joined by newlines, the last without one.
+        Lines joined by newlines, without one at the end.
     """
     try:
         from rich.box import SQUARE

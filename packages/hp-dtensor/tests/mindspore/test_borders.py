@@ -57,7 +57,7 @@ def test_a_local_map_and_the_layout_of_its_gradients():
     _, (dx, dw) = parallelize_value_and_grad(loss, grad_position=(0, 1))(*given)
     np.testing.assert_allclose(dx.full_tensor().asnumpy(), 2 * X * w * w, rtol=1e-5)
     np.testing.assert_allclose(dw.full_tensor().asnumpy(), (2 * X * X * w).sum(0), rtol=1e-5)
-    with pytest.raises(ValueError, match=r"argument 0 is placed \(Replicate\(\),\), in_placements says"):
+    with pytest.raises(ValueError, match=r"argument 0 is placed \(Replicate\(\),\), but in_placements has"):
         local_map(lambda a: a, [Shard(0)], ([Shard(0)],))(given[0])
 
 
