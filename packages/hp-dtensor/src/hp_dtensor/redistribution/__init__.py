@@ -1,6 +1,6 @@
-"""Redistribution as data: a plan of one-axis steps, between meshes with an exchange; pure, cached and costed.
+"""Redistribution as data: a plan of one-axis steps, with an exchange between meshes; pure, cached and priced.
 
-A framework's executor runs the steps; `simulate` runs them on numpy arrays for all ranks in one process.
+The framework's executor runs the steps; `simulate` runs them on numpy arrays for all ranks in one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cheapest of several sets of placements that operands could be moved to."""
+"""The cheapest of several sets of placements to which operands could be redistributed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["cheapest"]
 Placements = tuple[Placement, ...]
 T = TypeVar("T")
 PLANNED = 8
-"""Sets of placements that are priced by their plans; the others by an estimate only."""
+"""The number of sets of placements that are priced by their plans; an estimate selects them."""
 
 
 def cheapest(
@@ -27,18 +27,18 @@ def cheapest(
     mesh_shape: Sequence[int],
     itemsizes: Sequence[int],
 ) -> T:
-    """Return the choice that brings operands to their targets with the fewest bytes a rank; of equal ones the first.
+    """Return the choice that redistributes the operands with the fewest bytes per rank; of equal ones the first.
 
-    The price is that of the planner's own plans. A plan of three axes or more takes milliseconds to find, so those
-    `PLANNED` choices are planned that cost least if each axis changes by itself.
+    The price is that of the planner's plans. A plan over three axes takes milliseconds to find, so only the `PLANNED`
+    choices are planned that cost least if each axis changes by itself.
 
     Args:
-        choices: what to choose from; at least one.
+        choices: the choices; at least one.
         targets: for each choice, the placements of each operand.
-        sources: where each operand is.
+        sources: the present placements of each operand.
         shapes: global shape of each operand.
         mesh_shape: ranks on each mesh axis.
-        itemsizes: bytes of an element of each operand.
+        itemsizes: bytes per element of each operand.
     """
     operands = [*zip(sources, (tuple(shape) for shape in shapes), itemsizes, strict=True)]
     mesh = tuple(mesh_shape)
@@ -64,7 +64,7 @@ def cheapest(
 
 @lru_cache(maxsize=16384)
 def _axis_by_axis(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
-    """Elements that a rank moves if each axis changes once, from the left; what is no one step goes by Replicate."""
+    """Return the elements that a rank moves if the axes change in order, through Replicate if a step needs that."""
     total, state = 0, src
     for axis, target in enumerate(dst):
         if state[axis] == target:

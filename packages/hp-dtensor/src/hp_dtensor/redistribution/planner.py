@@ -1,11 +1,11 @@
 """The cheapest legal sequence of one-axis steps between two placements of a tensor.
 
 Note [Legal steps]
-    Placements act from the left mesh axis to the right one. So a cut of a dim can be undone or made only on the axis
-    whose cut of that dim is the last: no axis to its right cuts the dim, and no ``RaggedShard`` holds it. Reductions
-    are applied from the right axis to the left one; one may be done (or made) early only if it commutes with those to
-    its right, as sum and avg do. From every placement one can reach Replicate on all axes by such steps, and from
-    there every placement, so a plan always exists.
+    Placements apply from the left mesh axis to the right one. So a shard of a dim can be added or removed only on the
+    last axis that shards the dim: no axis to its right shards it, and no ``RaggedShard`` contains it. Reductions apply
+    from the right axis to the left one, so a Partial can be added or removed only if its reduction commutes with those
+    to its right, as sum and avg do. Such steps lead from any placements to Replicate on all axes, and from there to any
+    placements, so a plan always exists.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: t
     ``plan((Shard(0),), (Replicate(),), (4, 4), (2,))`` is one ``AllGather``. Axes of one rank need no steps.
 
     Args:
-        src: placements now, one for each mesh axis.
-        dst: placements wanted.
+        src: the present placements, one for each mesh axis.
+        dst: the target placements.
         shape: global shape of the tensor.
         mesh_shape: ranks on each mesh axis.
 
     Returns:
-        The steps; () where nothing has to be done.
+        The steps; () if there is nothing to do.
 
     Raises:
         ValueError: if either doesn't fit the shape or the mesh.
@@ -77,7 +77,7 @@ def _plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: 
 
 
 class _Search:
-    """The states that a tensor's placements can be in, and what lies between two of them."""
+    """The placements that a tensor can have on the way, and the steps between them."""
 
     def __init__(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -114,7 +114,7 @@ class _Search:
         """Return the placements that each axis may take on the way."""
         dims = {d for p in (*src, *dst) if (d := cut_dim(p)) is not None}
         if self.shape and sum(isinstance(p, Partial) for p in src) and len(src) > 1:
-            # A sum over two axes moves less as reduce-scatter, all-reduce of the piece, all-gather.
+            # A sum over two axes moves fewer bytes as reduce-scatter, all-reduce of the chunk, all-gather.
             dims.add(max(range(len(self.shape)), key=self.shape.__getitem__))
         shards = [Shard(d) for d in sorted(dims)] if len(src) > 1 else []
         return [
@@ -123,7 +123,7 @@ class _Search:
         ]
 
     def steps(self, state: Placements, choices: list[list[Placement]]) -> Iterator[Step]:
-        """All legal steps from ``state``; see Note [Legal steps]."""
+        """Yield all legal steps from ``state``; see Note [Legal steps]."""
         for axis, targets in enumerate(choices):
             source = state[axis]
             if not _last(source, axis, state):
@@ -139,7 +139,7 @@ class _Search:
                     yield kind(axis, state, after)
 
     def cost(self, step: Step) -> int:
-        """Elements that a rank sends (or receives, where that is more): the largest over the ranks."""
+        """Return the price of a step; see `step_cost`."""
         return step_cost(step, self.shape, self.mesh_shape)
 
     def _fits(self, state: Placements, target: Placement) -> bool:
@@ -173,7 +173,7 @@ class _Search:
 
 
 def _last(placement: Placement, axis: int, state: Placements) -> bool:
-    """Whether ``placement`` on ``axis`` can be undone or made with the other axes as they are."""
+    """Tell whether ``placement`` can be added or removed on ``axis`` next to the other axes' placements."""
     if isinstance(placement, (Shard, StridedShard)):
         dim = placement.dim
         return not any(cut_dim(p) == dim for p in state[axis + 1 :]) and not any(
@@ -213,14 +213,14 @@ def _factor(placement: Placement) -> int:
 def cost(
     src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...], itemsize: int = 4
 ) -> int:
-    """Bytes that a rank moves to turn ``src`` into ``dst``; see `step_cost`.
+    """Return the bytes that a rank moves to turn ``src`` into ``dst``; see `step_cost`.
 
     Args:
-        src: placements now.
-        dst: placements wanted.
+        src: the present placements.
+        dst: the target placements.
         shape: global shape.
         mesh_shape: ranks on each mesh axis.
-        itemsize: bytes of an element.
+        itemsize: bytes per element.
     """
     return itemsize * sum(step_cost(step, shape, mesh_shape) for step in plan(src, dst, shape, mesh_shape))
 

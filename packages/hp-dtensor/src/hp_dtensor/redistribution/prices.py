@@ -1,6 +1,6 @@
-"""The price of moving a tensor between placements: bytes that travel, of the local and padded parts.
+"""The price of a redistribution: the elements that a rank moves, padding included.
 
-The planner of redistributions adds up the price of its steps, and the rules of operations choose placements by it.
+The planner of redistributions adds up the prices of its steps, and the rules of operations choose placements by them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def step_type(source: Placement, target: Placement) -> type[Step] | None:
     if isinstance(target, Partial):
         return None
     if isinstance(source, RaggedShard) or isinstance(target, RaggedShard):
-        return AllToAll if _run_start(source) == _run_start(target) and _same_run(source, target) else None
+        return AllToAll if _first_dim(source) == _first_dim(target) and _same_range(source, target) else None
     return AllToAll
 
 
-def _run_start(placement: Placement) -> int:
+def _first_dim(placement: Placement) -> int:
     return (placement.dims or (0,))[0] if isinstance(placement, RaggedShard) else cut_dim(placement) or 0
 
 
-def _same_run(source: Placement, target: Placement) -> bool:
+def _same_range(source: Placement, target: Placement) -> bool:
     both_ragged = isinstance(source, RaggedShard) and isinstance(target, RaggedShard)
     return not both_ragged or source.dims == target.dims  # type: ignore[union-attr]
 
@@ -53,7 +53,7 @@ def _largest(size: int, shards: tuple[tuple[int, int], ...]) -> int:
 
 
 def _largest_local(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[int, ...]) -> int:
-    """Elements of the largest local tensor."""
+    """Return the number of elements of the largest local tensor."""
     shards: dict[int, tuple[tuple[int, int], ...]] = {}
     ragged = (1, 1)
     for placement, n in zip(placements, mesh_shape, strict=True):
@@ -68,11 +68,12 @@ def _largest_local(shape: tuple[int, ...], placements: Placements, mesh_shape: t
 
 
 def step_cost(step: Step, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
-    """Elements that a rank sends or receives in a step, whichever is more, for the rank where that is the most.
+    """Return the elements that a rank sends or receives in a step, whichever is more, on the busiest rank.
 
-    With n ranks on the axis, ``w`` elements without a cut on it and ``p`` in the largest piece with it: all-gather
-    ``(n - 1) p``, as uneven pieces are padded, or ``w`` where that is less; reduce-scatter ``(n - 1) p``; all-reduce
-    ``2 (n - 1) ceil(w / n)``; all-to-all ``ceil((n - 1) p / n)`` with the larger piece of the two placements.
+    With n ranks on the axis, ``w`` elements if the axis does not shard and ``p`` in the largest shard if it does:
+    all-gather ``(n - 1) p``, since uneven shards are padded, or ``w`` if that is less; reduce-scatter ``(n - 1) p``;
+    all-reduce ``2 (n - 1) ceil(w / n)``; all-to-all ``ceil((n - 1) p / n)`` with the larger shard of the two
+    placements.
     """
     n = mesh_shape[step.axis]
     if isinstance(step, LOCAL) or n == 1:

@@ -1,4 +1,4 @@
-"""The steps a redistribution is made of. Each changes the placement on one mesh axis and leaves the others."""
+"""The steps of a redistribution. Each changes the placement on one mesh axis and leaves the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Step:
     """Base of the steps.
 
     Args:
-        axis: the mesh axis on which ranks exchange.
+        axis: the mesh axis whose placement changes.
         before: the placements on all axes before the step.
         after: the placements after it; they differ from ``before`` on ``axis`` only.
     """
@@ -25,20 +25,20 @@ class Step:
 
     @property
     def source(self) -> Placement:
-        """The placement that the step undoes."""
+        """The placement before the step, on its axis."""
         return self.before[self.axis]
 
     @property
     def target(self) -> Placement:
-        """The placement that the step makes."""
+        """The placement after the step, on its axis."""
         return self.after[self.axis]
 
     @property
     def op(self) -> str:
-        """The reduction of the ``Partial`` that the step undoes or makes.
+        """The reduction of the ``Partial`` that the step removes or adds.
 
         Raises:
-            TypeError: if there is none.
+            TypeError: neither placement is partial.
         """
         for placement in (self.source, self.target):
             if isinstance(placement, Partial):
@@ -75,6 +75,6 @@ class Slice(Step):
 class ToPartial(Step):
     """Replicate to Partial: no communication.
 
-    Rank 0 of the axis keeps the value and the others hold zeros (sum) or ones (product); for avg, min and max all
-    keep it.
+    The first rank of the axis keeps the value and the others have zeros (sum) or ones (product); for avg, min and max
+    all keep it.
     """

@@ -1,11 +1,11 @@
-"""Redistribution between two meshes as data: who sends what to whom, computed alike on every rank.
+"""Redistribution between two meshes as data: which rank sends which elements to which, the same on every rank.
 
 Note [Three legs of a transfer]
     A tensor goes from one mesh to another in three legs: a plan of `hp_dtensor.redistribution.planner` on the source
-    mesh, which reduces what is partial; one exchange between the meshes, in which every rank gets each element that it
-    needs once, its own copy where it has one; a plan on the target mesh. Where ranks of the source hold the same
-    elements they take turns in sending. What is partial may be reduced to pieces, and what is to be replicated may be
-    received in pieces and gathered, where that is fewer bytes for the rank that moves the most.
+    mesh, which reduces partial axes; one exchange between the meshes, in which every rank receives each element that it
+    needs once, or copies its own; a plan on the target mesh. Source ranks with the same elements take turns in sending.
+    Partial axes may be reduced to shards, and replicated ones received as shards and gathered, if that is fewer bytes
+    for the busiest rank.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ import numpy as np
 from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.layout.sharding import Interval, cut_dim, local_shape, normalize, ragged_of
-from hp_dtensor.redistribution.pieces import Pieces, held, merged, overlap, runs_of, shared
 from hp_dtensor.redistribution.planner import explain, plan
 from hp_dtensor.redistribution.prices import step_cost
+from hp_dtensor.redistribution.ranges import (
+    Ranges,
+    common_elements,
+    count_common,
+    dim_groups,
+    joined_ranges,
+    local_ranges,
+)
 from hp_dtensor.redistribution.simulate import coordinates, neutral
 from hp_dtensor.redistribution.steps import Step
 
@@ -30,19 +37,19 @@ __all__ = ["Move", "Transfer", "explain_transfer", "plan_transfer"]
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[Interval, ...], ...]
-"""Intervals of each run of a local tensor; what lies in all of them."""
+"""Intervals of each group of dims of a local tensor; the elements in all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Elements that one rank gets from one rank.
+    """Elements that one rank sends to another.
 
     Args:
-        source: the global rank that has them.
-        destination: the global rank that gets them; the same one for its own copy.
-        taken: where they lie in the source's local tensor, seen as `Transfer.view`.
-        put: where they go in the destination's local tensor. Both are in the tensor's order.
-        sizes: how many of each run.
+        source: the global rank that sends them.
+        destination: the global rank that receives them; the same rank for a local copy.
+        taken: their positions in the source's local tensor, seen as `Transfer.view`.
+        put: their positions in the destination's local tensor. Both are in the tensor's order.
+        sizes: their number in each group of dims.
     """
 
     source: int
@@ -53,19 +60,19 @@ class Move:
 
     @property
     def elements(self) -> int:
-        """How many they are."""
+        """The number of elements."""
         return prod(self.sizes)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The way of a tensor from one mesh to another: Note [Three legs of a transfer]. Made by `plan_transfer`.
+    """A plan to move a tensor to another mesh, from `plan_transfer`: Note [Three legs of a transfer].
 
     Args:
-        source: the layout that it has.
-        sent: the layout on the same mesh in which it is sent; no ``Partial``.
-        received: the layout on the other mesh in which it arrives.
-        target: the layout that it gets.
+        source: the present layout.
+        sent: the layout on the source mesh in which the tensor is sent; no ``Partial``.
+        received: the layout on the target mesh in which it arrives.
+        target: the target layout.
         shape: the global shape.
     """
 
@@ -87,12 +94,12 @@ class Transfer:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of both meshes, ascending: all of them take part, nobody else does."""
+        """The ranks of both meshes, ascending: exactly these take part."""
         return tuple(sorted({*self.source.rank_list, *self.target.rank_list}))
 
     @property
     def sends(self) -> bool:
-        """Whether anything goes from one rank to another in the exchange."""
+        """True if the exchange moves anything between different ranks."""
         return self.elements > 0
 
     def moves_from(self, rank: int) -> tuple[Move, ...]:
@@ -107,7 +114,7 @@ class Transfer:
 
     def view(self, layout: Layout, rank: int) -> Shape:
         """Return the local tensor's sizes in `sent` or `received`, the dims that a RaggedShard flattens as one."""
-        return tuple(int(pieces[:, 1].sum()) for pieces in self._held(layout, rank))
+        return tuple(int(ranges[:, 1].sum()) for ranges in self._local_ranges(layout, rank))
 
     def fill(self, rank: int) -> int | None:
         """Return the constant that fills a rank's term of a ``Partial`` target, None if the rank receives the value."""
@@ -115,7 +122,7 @@ class Transfer:
 
     @cached_property
     def elements(self) -> int:
-        """Elements that a rank sends or receives in the exchange, whichever is more: the largest over the ranks."""
+        """The elements that the busiest rank sends or receives in the exchange, whichever is more."""
         routes, sizes = self._exchange.routes, self._exchange.elements
         apart = routes[:, 0] != routes[:, 1]
         return max(int(np.bincount(routes[apart, side], sizes[apart], 1).max()) for side in (0, 1))
@@ -143,15 +150,17 @@ class Transfer:
     def _exchange(self) -> _Exchange:
         return _exchange(self.sent, self.received, self.shape)
 
-    def _held(self, layout: Layout, rank: int) -> tuple[Pieces, ...]:
-        return held(_placed(layout), layout.mesh_shape, _coordinate(layout, rank), self.shape, self._exchange.runs)
+    def _local_ranges(self, layout: Layout, rank: int) -> tuple[Ranges, ...]:
+        return local_ranges(
+            _placed(layout), layout.mesh_shape, _coordinate(layout, rank), self.shape, self._exchange.groups
+        )
 
     def _move(self, source: int, destination: int) -> Move:
         taken, put, sizes = [], [], []
         for source_ranges, destination_ranges in zip(
-            self._held(self.sent, source), self._held(self.received, destination), strict=True
+            self._local_ranges(self.sent, source), self._local_ranges(self.received, destination), strict=True
         ):
-            common = overlap(source_ranges, destination_ranges)
+            common = common_elements(source_ranges, destination_ranges)
             taken.append(_intervals(common[:, [0, 2]]))
             put.append(_intervals(common[:, [1, 2]]))
             sizes.append(int(common[:, 2].sum()))
@@ -162,17 +171,16 @@ class Transfer:
 def plan_transfer(source: Layout, target: Layout, shape: Shape) -> Transfer:
     """Plan the transfer to a layout on another mesh that moves the fewest bytes on the busiest rank.
 
-    Depends on nothing but its arguments, so that every rank computes the same without asking. Meshes may have ranks in
-    common, or the same ranks in another order or shape.
+    It depends only on its arguments, so that every rank computes the same without communication. The meshes may share
+    ranks, or have the same ranks in another order or shape.
 
     Args:
-        source: the layout that it has, placements in it.
-        target: the wanted layout.
+        source: the present layout, with placements.
+        target: the target layout, with placements.
         shape: the global shape.
 
     Raises:
-        ValueError: a layout without placements, or placements that don't fit the shape on some rank of the mesh, this
-            one or another.
+        ValueError: a layout without placements, or placements that don't fit the shape on any rank of the mesh.
     """
     for layout in (source, target):
         _check(layout, shape)
@@ -193,10 +201,10 @@ def explain_transfer(source: Layout, target: Layout, shape: Shape, *, itemsize: 
     """Describe the way between two layouts as text, on one mesh (`explain`) or between two (`Transfer.explain`).
 
     Args:
-        source: the layout that the tensor has, as ``DTensor.sharding``.
-        target: the wanted layout.
+        source: the present layout, as ``DTensor.sharding``.
+        target: the target layout.
         shape: the global shape.
-        itemsize: bytes of an element.
+        itemsize: bytes per element.
     """
     if (source.mesh_shape, source.rank_list) == (target.mesh_shape, target.rank_list):
         names = source.mesh_dim_names
@@ -207,20 +215,20 @@ def explain_transfer(source: Layout, target: Layout, shape: Shape, *, itemsize: 
 # ---- the exchange ----
 @dataclass(frozen=True)
 class _Exchange:
-    runs: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, int], ...]
     routes: np.ndarray
     """[n, 2]: (source rank, destination rank), ascending."""
     elements: np.ndarray
-    """[n]: how many elements each takes."""
+    """[n]: the number of elements of each."""
 
 
 def _exchange(sent: Layout, received: Layout, shape: Shape) -> _Exchange:
-    runs = runs_of(shape, _placed(sent), _placed(received))
+    groups = dim_groups(shape, _placed(sent), _placed(received))
     holders = _alike(sent)
     getters = _alike(received)
     counts = _counts(
-        [held(_placed(sent), sent.mesh_shape, c, shape, runs) for c in holders],
-        [held(_placed(received), received.mesh_shape, c, shape, runs) for c in getters],
+        [local_ranges(_placed(sent), sent.mesh_shape, c, shape, groups) for c in holders],
+        [local_ranges(_placed(received), received.mesh_shape, c, shape, groups) for c in getters],
     )
     kind = {rank: i for i, (_, ranks) in enumerate(getters.items()) for rank in ranks}
     getting = np.array([r for r in received.rank_list if _fill(received, _coordinate(received, r)) is None], np.int64)
@@ -237,7 +245,7 @@ def _exchange(sent: Layout, received: Layout, shape: Shape) -> _Exchange:
             elements.append(amount[indices])
     route_array, sizes = np.concatenate(routes), np.concatenate(elements)
     order = np.lexsort((route_array[:, 1], route_array[:, 0]))
-    return _Exchange(runs, route_array[order], sizes[order])
+    return _Exchange(groups, route_array[order], sizes[order])
 
 
 def _alike(layout: Layout) -> dict[Shape, list[int]]:
@@ -249,19 +257,19 @@ def _alike(layout: Layout) -> dict[Shape, list[int]]:
     return alike
 
 
-def _counts(mine: Sequence[tuple[Pieces, ...]], theirs: Sequence[tuple[Pieces, ...]]) -> np.ndarray:
-    """[len(mine), len(theirs)]: how many elements each two have in common; the product over the runs."""
-    total = np.ones((len(mine), len(theirs)), np.int64)
-    for run in range(len(mine[0])):
-        (few, of), (others, to) = _distinct([m[run] for m in mine]), _distinct([t[run] for t in theirs])
-        total *= shared(few, others)[of][:, to]
+def _counts(first: Sequence[tuple[Ranges, ...]], second: Sequence[tuple[Ranges, ...]]) -> np.ndarray:
+    """Return the number of elements that each two have in common: the product over the groups of dims."""
+    total = np.ones((len(first), len(second)), np.int64)
+    for group in range(len(first[0])):
+        (few, of), (others, to) = _distinct([m[group] for m in first]), _distinct([t[group] for t in second])
+        total *= count_common(few, others)[of][:, to]
     return total
 
 
-def _distinct(found: Sequence[Pieces]) -> tuple[list[Pieces], list[int]]:
+def _distinct(arrays: Sequence[Ranges]) -> tuple[list[Ranges], list[int]]:
     """Return the distinct arrays, and for each input the index of its equal among them."""
     numbers: dict[bytes, int] = {}
-    of = [numbers.setdefault(pieces.tobytes(), len(numbers)) for pieces in found]
+    of = [numbers.setdefault(ranges.tobytes(), len(numbers)) for ranges in arrays]
     return [np.frombuffer(key, np.int64).reshape(-1, 2) for key in numbers], of
 
 
@@ -286,9 +294,9 @@ def _check(layout: Layout, shape: Shape) -> None:
         )
         if len(sizes) > 1:  # then each rank has units of its own, which the others don't know
             raise ValueError(
-                f"transfer: {ragged[1]!r} of a tensor of shape {shape} placed {placements} cuts {sizes} elements, not"
-                " as many on every rank, so its units are not the same everywhere; redistribute to another placement"
-                " than RaggedShard on its own mesh first, then to the other mesh"
+                f"transfer: {ragged[1]!r} of a tensor of shape {shape} placed {placements} shards {sizes} elements,"
+                " depending on the rank, so its units differ between ranks; redistribute to another placement than"
+                " RaggedShard on its own mesh first, then to the other mesh"
             )
     for coordinate in coordinates(layout.mesh_shape):
         local_shape(shape, placements, layout.mesh_shape, coordinate)
@@ -314,7 +322,7 @@ def _coordinate(layout: Layout, rank: int) -> Shape:
 
 
 def _fill(layout: Layout, coordinate: Shape) -> int | None:
-    # Reductions nest, the left axis's outermost: a rank that is not the first on several axes counts for the innermost.
+    # Reductions nest, the left axis's outermost: if a rank is not the first on several axes, the innermost counts.
     fill = None
     for placement, index in zip(_placed(layout), coordinate, strict=True):
         if isinstance(placement, Partial) and index and neutral(placement.op) is not None:
@@ -336,12 +344,12 @@ def _rows(layout: Layout, steps: Sequence[Step], shape: Shape, itemsize: int) ->
 
 
 def _numbered(ranks: Sequence[int]) -> str:
-    """``0-3`` for ranks in a row, else a list, shortened."""
+    """Return ``0-3`` for consecutive ranks, otherwise a list, shortened."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {ranks[0]}-{ranks[-1]}"
     shown = ", ".join(map(str, ranks[:8]))
     return f"ranks {shown}, ... ({len(ranks)})" if len(ranks) > 8 else f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def _intervals(pieces: Pieces) -> tuple[Interval, ...]:
-    return tuple((int(start), int(length)) for start, length in merged(pieces))
+def _intervals(ranges: Ranges) -> tuple[Interval, ...]:
+    return tuple((int(start), int(length)) for start, length in joined_ranges(ranges))
