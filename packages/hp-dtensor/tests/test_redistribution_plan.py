@@ -26,8 +26,8 @@ from hp_dtensor.redistribution import (
     planner,
     simulate,
 )
-from hp_dtensor.redistribution.prices import step_cost
 from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
+from hp_dtensor.redistribution.steps import step_cost
 
 R = Replicate()
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from hp_dtensor import port
 from hp_dtensor.layout.spec import meshes as known_meshes
 from hp_dtensor.mesh.device_mesh import DeviceMesh
-from hp_dtensor.text_table import text_table
+from hp_dtensor.visualize import text_table
 from hp_platform import get_platform
 from hp_platform.extend import observers
 

@@ -8,7 +8,7 @@ from hp_dtensor.layout.spec import TensorSpec, named, normalize
 from hp_dtensor.mesh.axes import axes_overlap, axis_within
 from hp_dtensor.mesh.submesh import axes_within
 from hp_dtensor.sharding_plan import matches, matching
-from hp_dtensor.text_table import text_table
+from hp_dtensor.visualize import text_table
 
 __all__ = [
     "TensorSpec",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from math import prod
@@ -14,9 +15,8 @@ from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import Partial, Placement
 from hp_dtensor.layout.sharding import normalize
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.text_table import text_table
 
-__all__ = ["visualize_sharding"]
+__all__ = ["text_table", "visualize_sharding"]
 
 _GRID_SIZE = (4.0, 3.2)  # inches
 _MOST_ACROSS = 4
@@ -186,3 +186,41 @@ def _draw_grid(axes: Any, grid: Grid, rank_texts: list[str], colours: dict[str, 
         else:
             which.set_ticks([])
     axes.tick_params(labelsize=7)
+
+
+# ---- tables ----
+_WIDE = 100_000  # so that rich neither truncates columns nor breaks lines
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as text, without colours: drawn by rich if it is installed, otherwise with ``|`` and ``-``.
+
+    Args:
+        header: the title of each column.
+        rows: as many texts each as there are columns.
+
+    Returns:
+        Lines joined by newlines, without one at the end.
+    """
+    try:
+        from rich.box import SQUARE
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return _plain(header, rows)
+    table = Table(box=SQUARE)
+    for each in header:
+        table.add_column(Text(each))
+    for row in rows:
+        table.add_row(*(Text(each) for each in row))
+    file = io.StringIO()
+    Console(file=file, width=_WIDE, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
+
+
+def _plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [" | ".join(each.ljust(w) for each, w in zip(row, widths, strict=True)) for row in (header, *rows)]
+    lines.insert(1, "-+-".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hp_dtensor.mindspore.api import distribute_parameter, distribute_tensor, replicate_parameters
 from hp_dtensor.mindspore.backward import autograd
-from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, local_mode
-from hp_dtensor.mindspore.backward.once import once_differentiable
+from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, local_mode, once_differentiable
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, redistribute_shared, unwrap, wrap
 from hp_dtensor.mindspore.moves.redistribute import execute, own_dtypes
 from hp_dtensor.mindspore.parameter import set_local

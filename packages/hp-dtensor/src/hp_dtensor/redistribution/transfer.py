@@ -21,7 +21,6 @@ from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.layout.sharding import Interval, cut_dim, local_shape, normalize, ragged_of
 from hp_dtensor.redistribution.planner import explain, plan
-from hp_dtensor.redistribution.prices import step_cost
 from hp_dtensor.redistribution.ranges import (
     Ranges,
     common_elements,
@@ -31,7 +30,7 @@ from hp_dtensor.redistribution.ranges import (
     local_ranges,
 )
 from hp_dtensor.redistribution.simulate import coordinates, neutral
-from hp_dtensor.redistribution.steps import Step
+from hp_dtensor.redistribution.steps import Step, step_cost
 
 __all__ = ["Move", "Transfer", "explain_transfer", "plan_transfer"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_dtensor.layout.placements import Placement
 from hp_dtensor.layout.spec import TensorSpec, normalize
-from hp_dtensor.redistribution.choice import cheapest
+from hp_dtensor.redistribution.planner import cheapest
 from hp_dtensor.rules.factors import Solution
 
 __all__ = ["check_results", "choose"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.redistribution.choice import cheapest
+from hp_dtensor.redistribution.planner import cheapest
 
 __all__ = ["LINEAR", "Dims", "FactorMap", "NoLegalPlacement", "Solution", "solve"]
 

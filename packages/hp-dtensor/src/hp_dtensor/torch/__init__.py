@@ -1,7 +1,7 @@
 """The PyTorch side of hp-dtensor."""
 
 from hp_dtensor.torch.api import from_local as _from_local
-from hp_dtensor.torch.backward.gradient_hooks import on_local_gradient as _on_local_gradient
+from hp_dtensor.torch.backward.engine import on_local_gradient as _on_local_gradient
 from hp_dtensor.torch.backward.own_functions import install as _install_own_functions
 from hp_dtensor.torch.compile.compiling import install as _install_compiling
 from hp_dtensor.torch.dtensor import install as _install_methods

@@ -22,7 +22,7 @@ from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.layout.spec import TensorSpec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.torch import random
-from hp_dtensor.torch.backward.gradient_hooks import on_local_gradient
+from hp_dtensor.torch.backward.engine import on_local_gradient
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.foreign import refuse_foreign

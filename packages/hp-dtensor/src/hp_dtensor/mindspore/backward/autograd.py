@@ -5,13 +5,18 @@ A value that several operations read as varying must be summed once, not once an
 memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward. Of a
 Parameter nothing is kept, nor outside of a recorded program: those are written where no version shows it (``assign`` in
 local mode, ``set_data``, an array of numpy's on the same memory), and are moved at each read.
+
+Note [Refused when it is used]
+MindSpore tells that operations are recorded, but not why. A gradient inside another one is recorded even if only its
+values are needed, and so is every gradient after an error in a differentiated function. Therefore a recorded backward
+pass is not refused at once: its results come from a function whose own backward raises.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindspore import Parameter, Tensor, _Function, ops
@@ -20,10 +25,9 @@ from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
 from hp_dtensor.gradients import backward_scale, grad_spec
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.mindspore.backward.once import once_differentiable
 from hp_dtensor.mindspore.moves.redistribute import execute
 
-__all__ = ["alias", "convert", "forget", "grad_enabled", "gradient_as"]
+__all__ = ["alias", "convert", "forget", "grad_enabled", "gradient_as", "once_differentiable"]
 __all__ += ["local_mode", "local_only", "move", "move_in", "recall", "remember"]
 
 _local_depth: contextvars.ContextVar[int] = contextvars.ContextVar("local_depth", default=0)
@@ -196,3 +200,35 @@ def remember(x: Any, dst: TensorSpec, how: Any, recorded: bool, value: Any) -> A
 def forget() -> None:
     """Drop the stored redistributed values: when a new gradient begins, and when memory is exchanged."""
     _memo.clear()
+
+
+# ---- backward passes without a gradient ----
+def once_differentiable(function: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:
+    """Call ``function`` on gradients so that its result can't be differentiated: trying to raises an error.
+
+    Args:
+        function: a function of the gradients that is not recorded; returns a tensor or a tuple of tensors.
+        what: says of what they are gradients, the error's subject.
+        gradients: plain tensors.
+    """
+    if _pynative_executor.requires_grad() and any(gradient._requires_grad for gradient in gradients):
+        return _Once.apply(function, what, *gradients)
+    return function(*gradients)
+
+
+class _Once(_Function):
+    """Calls a function, and has no gradient: Note [Refused when it is used]."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:  # type: ignore[override]
+        ctx.what = what
+        results = function(*gradients)  # copied: what shares memory with an argument MindSpore takes for a constant
+        return tuple(each.copy() for each in results) if isinstance(results, tuple) else results.copy()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        raise NotImplementedError(
+            f"{ctx.what()} was differentiated twice: on MindSpore its gradient is a number that has no gradient itself."
+            " Where only the gradient's values are wanted, put them in ops.stop_gradient(); a penalty on gradients"
+            " needs the plain model, or torch"
+        )

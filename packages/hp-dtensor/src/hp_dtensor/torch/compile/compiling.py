@@ -25,8 +25,8 @@ import torch
 from hp_dtensor.layout.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch import dtensor as eager
-from hp_dtensor.torch.compile import copied_view, graph
-from hp_dtensor.torch.compile.copied_view import CopiedView
+from hp_dtensor.torch.compile import graph
+from hp_dtensor.torch.compile.graph import CopiedView
 from hp_dtensor.torch.compile.overrides import Override
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops import dispatch
@@ -80,7 +80,7 @@ def _copy(local: Any, spec: Any, taken: Any) -> Any:
     return copy
 
 
-@traces_as(copied_view._torch_function)
+@traces_as(graph._torch_function_of_copies)
 def _torch_function_of_copy(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     func = func.name if isinstance(func, Override) else func
     operands: list[Any] = []

@@ -1,12 +1,18 @@
-"""What a graph of torch.compile holds of operations on DTensors, and what is asked while it is made.
+"""Operations on DTensors in a graph of torch.compile, and the queries that are answered while it is traced.
 
 See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compile.compiling`.
+
+Note [A view that moved in a graph]
+    Outside of graphs such a view follows its source (Note [A view that moved] in `moved_view`). A graph has plain local
+    tensors, of which none follows another, so there the view is of a class of its own. Writing to it is refused, and so
+    is reading it after a write that may have been to its source: a write of the same dtype to a DTensor with no more
+    elements than the source. A view that leaves the region keeps its class, and stays a copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +26,15 @@ from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replic
 from hp_dtensor.layout.spec import TensorSpec, meshes, named, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.backward import autograd
-from hp_dtensor.torch.compile.copied_view import REFUSED
-from hp_dtensor.torch.dtensor import wrap
+from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.ops import dispatch, special
 from hp_dtensor.torch.ops.missing import writes_first
 from hp_dtensor.torch.views.moved_view import VIEWS
 
 __all__ = [
+    "CopiedView",
     "HOLE",
+    "REFUSED",
     "constant",
     "enter",
     "execute",
@@ -305,3 +312,47 @@ def vary(layout: str, vary: Any, x: torch.Tensor) -> torch.Tensor:
     with _off():
         x._spec = named(layout)  # type: ignore[attr-defined]
         return autograd.convert(x, named(layout), vary)
+
+
+# ---- views that moved ----
+REFUSED = (
+    "torch.compile: a view of a DTensor along a dim that is cut had to be moved, so that inside of a compiled region it"
+    " is a copy"
+)
+
+
+def _torch_function_of_copies(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    written = [*args[:1], kwargs.get("out")] if writes_first(func) else [kwargs.get("out")]
+    if any(type(x) is CopiedView for x in _listed(written)):
+        raise RuntimeError(f"{REFUSED}: {func.__name__} would not reach what it is a view of; clone() it first")
+    copies: list[Any] = [x for x in _listed((args, kwargs)) if type(x) is CopiedView]
+    for x in copies:
+        x.__class__ = DTensor
+    try:
+        out = func(*args, **kwargs)
+    finally:
+        for x in copies:
+            x.__class__ = CopiedView
+    if func in VIEWS:
+        for x in _listed(out):
+            if type(x) is DTensor:
+                x.__class__ = CopiedView
+    return out
+
+
+class CopiedView(DTensor):
+    """A DTensor that is a copy of what it is a view of; see Note [A view that moved in a graph]."""
+
+    _taken: Any  # see `hp_dtensor.torch.compile.graph.taken`
+    __torch_function__ = classmethod(_torch_function_of_copies)  # type: ignore[assignment]
+
+
+def _listed(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _listed(each)
+    elif isinstance(value, dict):
+        yield from _listed(list(value.values()))
