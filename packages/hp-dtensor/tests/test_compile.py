@@ -204,7 +204,7 @@ def test_what_is_not_traced_is_named() -> None:
     fails(lambda x: x.amax(), "amax of a DTensor is not traced")
     fails(lambda x: x + torch.ones(4, 4, device=x.device), "a plain tensor; distribute")
     other = DeviceMesh(device_type(), [1, 0])
-    fails(lambda x: x.redistribute(other, [Shard(0)]), "to another mesh is not traced; move it outside")
+    fails(lambda x: x.redistribute(other, [Shard(0)]), "to another mesh is not traced; call it outside")
     fails(lambda x: x.redistribute(), "redistribute: pass the target")
     fails(
         lambda x: x.redistribute(placements=[Replicate()], forward_dtype=torch.float64), "cast with to\\(dtype\\) first"

@@ -109,7 +109,9 @@ def test_requires_grad_data_and_grad() -> None:
         x.data = _arange(5, 2)
     with pytest.raises(TypeError, match=r"grad of a DTensor must be a DTensor or None, got Tensor of shape \(5, 2\)"):
         x.grad = _arange(5, 2)
-    with pytest.raises(ValueError, match=r"grad is \(Shard\(0\),\) of shape \(5, 2\), the tensor needs"):
+    with pytest.raises(
+        ValueError, match=r"grad is placed \(Shard\(0\),\) and has shape \(5, 2\), but the tensor needs"
+    ):
         x.grad = other
     x.grad = other.redistribute(placements=[R])
     assert x.grad.placements == (R,)

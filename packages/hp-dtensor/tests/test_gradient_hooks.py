@@ -159,7 +159,7 @@ def test_who_watches_a_redistributed_value_too_late_is_told() -> None:
         r"backward\(inputs=\)": lambda: loss.backward(inputs=[whole]),
     }
     for name, call in calls.items():
-        with count_collectives() as counts, pytest.raises(RuntimeError, match=f"^{name}: .* passes it by"):
+        with count_collectives() as counts, pytest.raises(RuntimeError, match=f"^{name}: .* and bypasses it"):
             call()
         assert not counts
     loss.backward()

@@ -335,12 +335,12 @@ def test_the_part_of_a_view_may_be_read_and_not_written() -> None:
         lambda t: torch._foreach_mul_([t], 2.0),
     ]
     for write in writes:
-        with pytest.raises(RuntimeError, match="had to be moved, so that it is a copy, and a write to it can't reach"):
+        with pytest.raises(RuntimeError, match="had to be redistributed. It is a copy, and a write to it can't reach"):
             write(part)
     view.add_(1.0)
     close(part * 1, rand(5, 6)[1:4] + 1)
     x.mul_(2.0)
-    with pytest.raises(RuntimeError, match="was written since; call to_local.. of the view again"):
+    with pytest.raises(RuntimeError, match="was written to since; call to_local.. of the view again"):
         part * 1
     close(view.to_local() * 1, (rand(5, 6) + torch.ones_like(rand(5, 6)))[1:4] * 2)
     whole = view.full_tensor()

@@ -1,9 +1,9 @@
-"""DTensor: a MindSpore tensor that holds this rank's part and knows the whole.
+"""DTensor: a MindSpore tensor with this rank's shard of a global tensor.
 
 Note [A DTensor is its local tensor]
-The class of the local tensor is set to DTensor and the layout hangs on it. Kernels are intercepted by ``__fallback__``;
-the local operation runs with interception off, so PyNative's autograd records plain local operations and the backward
-pass runs with no dispatch at all. A Parameter stays the Parameter that it is: its class becomes one that is both.
+The class of a local tensor is set to DTensor, and its layout is an attribute. ``__fallback__`` intercepts kernels; the
+local operation runs with interception off, so PyNative's autograd records plain local operations and the backward pass
+runs without dispatch. A Parameter stays the same object: its class becomes one that is both.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _dispatch: Callable[[Any, Any, Any], Any]
 
 
 def install(parameter: type[DTensor], from_local: Any, get_item: Any, set_item: Any, dispatch: Any) -> None:
-    """Set the class and the functions that stand on this module; `hp_dtensor.mindspore` hands them over once.
+    """Set the class and functions that import this module themselves; called once, by `hp_dtensor.mindspore`.
 
     Args:
         parameter: the class of a Parameter that is a DTensor.
-        from_local: what `DTensor.from_local` does.
-        get_item: what ``x[index]`` does.
-        set_item: what ``x[index] = value`` does.
-        dispatch: runs what ``__fallback__`` intercepts.
+        from_local: the implementation of `DTensor.from_local`.
+        get_item: the implementation of ``x[index]``.
+        set_item: the implementation of ``x[index] = value``.
+        dispatch: the implementation of ``__fallback__``.
     """
     global _DParameter, _from_local, _get_item, _set_item, _dispatch
     _DParameter, _from_local, _get_item, _set_item, _dispatch = parameter, from_local, get_item, set_item, dispatch
@@ -50,11 +50,11 @@ def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
     """Turn ``local`` itself into a DTensor of layout ``spec``: set its class, add no autograd node.
 
     Args:
-        local: this rank's part, of shape ``spec.local_shape``; not used as a plain tensor afterwards.
+        local: the local tensor, of shape ``spec.local_shape``; not to be used as a plain tensor afterwards.
         spec: the layout.
     """
     if not isinstance(local, DTensor):
-        local._plain_class = type(local)  # of a Parameter a class that MindSpore makes
+        local._plain_class = type(local)  # for a Parameter, a class that MindSpore creates
     if isinstance(local, Parameter):
         local.__class__ = _DParameter
     else:
@@ -65,7 +65,7 @@ def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
 
 def unwrap(tensor: DTensor) -> Tensor:
     """Turn a DTensor back into the plain tensor (or Parameter) that its local tensor is, in place: undo `wrap`."""
-    # Parameter itself is no Tensor: MindSpore makes Parameters of a class that is both.
+    # Parameter itself is not a Tensor: MindSpore creates Parameters of a class that is both.
     tensor.__class__ = Parameter._get_base_class(Tensor) if isinstance(tensor, Parameter) else Tensor
     return tensor
 
@@ -92,8 +92,8 @@ def _reflected(name: str, function: Any) -> Any:
 class DTensor(Tensor):
     """A tensor distributed over a DeviceMesh.
 
-    ``shape`` is the global shape; operations are those of ``mindspore.Tensor`` and give what a single device would,
-    distributed.
+    ``shape`` is the global shape. It has the operations of ``mindspore.Tensor``, whose results are those of a single
+    device, distributed.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))       # on 2 workers
@@ -105,7 +105,7 @@ class DTensor(Tensor):
     _spec: TensorSpec
     _plain_class: type
 
-    # ---- making one ----
+    # ---- creation ----
     @staticmethod
     def from_local(
         local_tensor: Tensor,
@@ -119,17 +119,17 @@ class DTensor(Tensor):
         """Create a DTensor from each rank's local tensor, which gets its part of the gradient.
 
         Args:
-            local_tensor: this rank's part.
-            device_mesh: the mesh, or a ``Layout``, which stands for mesh and placements.
-            placements: one an axis; default ``Replicate()`` on all.
+            local_tensor: this rank's local tensor.
+            device_mesh: the mesh, or a ``Layout`` instead of mesh and placements.
+            placements: one per axis; default ``Replicate()`` on all.
             run_check: compare shapes and replicated values over the ranks first; communicates.
-            shape: global shape; needed where shards are uneven.
-            grad_placements: layout in which the local tensor gets its gradient, where not the one that it comes in:
-                ``Partial()`` on an axis where the part is replicated or partial gives each rank a share of it.
+            shape: global shape; required if shards are uneven.
+            grad_placements: layout in which the local tensor gets its gradient, if not the one in which it arrives:
+                with ``Partial()`` on an axis where the tensor is replicated or partial, each rank gets one term of it.
 
         Raises:
-            ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not
-                this rank's part, or (``run_check``) ranks that disagree.
+            ValueError: placements that do not fit the mesh or the tensor, a ``local_tensor`` that is not this rank's
+                shard of ``shape``, or (``run_check``) ranks that disagree.
         """
         return _from_local(
             local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
@@ -143,7 +143,7 @@ class DTensor(Tensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement an axis."""
+        """The placements, one per axis."""
         return self._spec.placements
 
     @property
@@ -155,7 +155,7 @@ class DTensor(Tensor):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
+        """Shape of the local tensor."""
         return tuple(_shape(self))
 
     def is_partial(self) -> bool:
@@ -179,13 +179,13 @@ class DTensor(Tensor):
 
         Args:
             device_mesh: the tensor's own mesh (default), or a ``Layout``.
-            placements: one an axis.
+            placements: one per axis.
             async_op: accepted; the result is ready when the call returns.
-            forward_dtype: what the value is cast to before it is sent, the dtype of the result; default the tensor's.
-            backward_dtype: what the gradient is cast to before it is sent; default the tensor's, which it is in after.
+            forward_dtype: dtype in which the value is sent, and of the result; default the tensor's.
+            backward_dtype: dtype in which the gradient is sent, before it is cast back; default the tensor's.
 
         Raises:
-            ValueError: a different mesh, placements that do not fit.
+            ValueError: a different mesh, or placements that do not fit.
         """
         mesh, target = as_placements(device_mesh, placements, self._spec.mesh, "redistribute")
         if mesh != self._spec.mesh:
@@ -208,8 +208,8 @@ class DTensor(Tensor):
         """Return the local tensor as a plain tensor; differentiable.
 
         Args:
-            grad_placements: layout of the gradient that will come back, where it is not the tensor's own: ``Partial()``
-                on an axis where the tensor is replicated and what follows differs between the ranks.
+            grad_placements: layout of the incoming gradient, if not the tensor's own: ``Partial()`` on an axis where
+                the tensor is replicated and the ranks compute different things with it.
 
         Raises:
             ValueError: a gradient layout that the tensor's own cannot have.
@@ -286,7 +286,7 @@ class DTensor(Tensor):
         if not local_only() and not self._spec.replicated:
             raise ValueError(
                 f"asnumpy: this rank has only a part of a DTensor placed {self._spec.placements}; write"
-                " full_tensor().asnumpy() for the whole, to_local().asnumpy() for the part"
+                " full_tensor().asnumpy() for the global values, to_local().asnumpy() for the local ones"
             )
         return TensorPy.asnumpy(local_view(self))
 
@@ -354,18 +354,18 @@ class DTensor(Tensor):
 
 
 def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
-    """``x`` in layout ``spec``, a new DTensor."""
+    """Return ``x`` in layout ``spec``, a new DTensor."""
     if x._spec is spec:
         return wrap(local_of(x), spec)
     return wrap(autograd.move(x, x._spec, spec), spec)
 
 
 def redistribute_shared(x: Tensor, spec: TensorSpec, src: TensorSpec | None = None) -> DTensor:
-    """As ``redistribute``, but readers one after the other get one DTensor, moved once; don't write into it.
+    """Redistribute once for consecutive readers, which get the same DTensor; don't write to it.
 
     Args:
-        x: a DTensor, or this rank's part as a plain tensor of layout ``src``.
-        spec: the wanted layout.
+        x: a DTensor, or a plain local tensor of layout ``src``.
+        spec: the target layout.
         src: the layout of a plain ``x``.
     """
     recorded = autograd.grad_enabled() and x._requires_grad

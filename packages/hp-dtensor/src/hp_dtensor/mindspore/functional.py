@@ -1,4 +1,4 @@
-"""MindSpore's functional style on DTensors: values with gradients, and autograd functions of one's own."""
+"""MindSpore's functional style on DTensors: values with gradients, and custom autograd functions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def parallelize_value_and_grad(
 
     Args:
         fn: returns a scalar loss, a DTensor or a plain tensor; with ``has_aux`` a tuple of the loss and more.
-        grad_position: which inputs to differentiate by; None: none.
+        grad_position: indices of the inputs to differentiate by; None: none.
         weights: parameters to differentiate by, such as ``cell.trainable_params()``; None: none.
-        has_aux: the gradient is that of the first result alone.
+        has_aux: differentiate only the first result.
 
     Returns:
-        A function of the arguments of ``fn``. It returns what ``fn`` does, a loss that was a DTensor as the whole plain
-        value, and the gradients as ``mindspore.value_and_grad`` arranges them. The gradient of a DTensor is a DTensor
-        of its layout.
+        A function of the arguments of ``fn``. It returns the results of ``fn``, with the loss as a plain global value,
+        and the gradients as ``mindspore.value_and_grad`` arranges them. The gradient of a DTensor is a DTensor in its
+        layout.
 
     Raises:
         ValueError: the loss is not a scalar.
@@ -47,7 +47,7 @@ def parallelize_value_and_grad(
         loss, rest = (out[0], tuple(out[1:])) if has_aux else (out, ())
         state["spec"] = None
         if isinstance(loss, DTensor):
-            if loss.size != 1:  # told below: an error raised in here would leave MindSpore recording
+            if loss.size != 1:  # raised below: an error raised here would leave MindSpore recording
                 state["shape"] = loss.shape
                 loss = loss.sum()
             keep = [p if p.is_partial("sum") else Replicate() for p in loss._spec.placements]
@@ -66,7 +66,7 @@ def parallelize_value_and_grad(
         try:
             value, grads = inner(*args, **kwargs)
         except BaseException:
-            if outermost:  # MindSpore would take all later gradients for parts of this one, and go on recording
+            if outermost:  # otherwise MindSpore treats all later gradients as part of this one, and keeps recording
                 _pynative_executor.clear_res()
             raise
         finally:
@@ -95,19 +95,19 @@ def _placed(grads: Any, args: Any, grad_position: Any, weights: Any) -> Any:
 
     def place(grad: Any, source: Any) -> Any:
         if isinstance(source, (tuple, list)):
-            if not isinstance(grad, (tuple, list)):  # of a tuple of one position MindSpore returns no tuple
+            if not isinstance(grad, (tuple, list)):  # for a tuple of one position MindSpore returns no tuple
                 return place(grad, source[0])
             return tuple(place(g, s) for g, s in zip(grad, source, strict=True))
         if not isinstance(source, DTensor) or isinstance(grad, DTensor):
             return grad
         spec = grad_spec(source._spec)
         if tuple(grad.shape) != spec.local_shape:
-            # One that took no part gets zeros of the shape that it was made with, before it was distributed.
+            # An unused Parameter gets zeros of the shape that it had before it was distributed.
             if grad.asnumpy().any():
                 raise RuntimeError(
-                    f"MindSpore made a gradient of shape {tuple(grad.shape)} for a DTensor whose part is"
-                    f" {spec.local_shape}: it took the Parameter for what it was before it was distributed; distribute"
-                    " it before a kernel reads it"
+                    f"MindSpore computed a gradient of shape {tuple(grad.shape)} for a DTensor of local shape"
+                    f" {spec.local_shape}: it used the Parameter's shape from before it was distributed; distribute it"
+                    " before a kernel reads it"
                 )
             grad = ops.zeros(spec.local_shape, grad.dtype)
         return wrap(grad, spec)
@@ -118,8 +118,8 @@ def _placed(grads: Any, args: Any, grad_position: Any, weights: Any) -> Any:
 class DFunction(_Function):
     """Base of a distributed autograd function: ``forward`` and ``backward`` see local tensors.
 
-    ``_op_name`` names the sharding rule that says in what layouts the local function is right, and what layout its
-    results have; they have the shape that the rule's factors give.
+    ``_op_name`` names the sharding rule, which determines the layouts of the operands and of the results. The results'
+    shapes follow from the rule's factors.
 
     Example:
         >>> class Scale(DFunction):

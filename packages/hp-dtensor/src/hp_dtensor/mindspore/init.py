@@ -1,4 +1,4 @@
-"""Building a Cell without memory, and filling in only the local parts."""
+"""Building a Cell without memory, and initializing only the local tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["init_empty_weights", "init_on_device", "init_parameters"]
 
 @contextlib.contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Cells built inside have parameters without values. Shard them, then ``init_parameters``.
+    """Build Cells with parameters without values. Shard them, then call ``init_parameters``.
 
     Example:
         >>> with init_empty_weights():
@@ -34,10 +34,10 @@ def init_empty_weights() -> Iterator[None]:
 
 @contextlib.contextmanager
 def init_on_device(device: Any) -> Iterator[None]:
-    """Cells built inside have their parameters on ``device``: "meta" as in `init_empty_weights`, or the process's own.
+    """Create parameters of Cells on ``device``: "meta" as in `init_empty_weights`, or the process's own device.
 
     Raises:
-        ValueError: another device; a MindSpore process has one.
+        ValueError: another device; a MindSpore process has only one.
     """
     kind, own = str(device).lower().partition(":")[0], get_platform().devices.kind
     if kind == "meta":
@@ -47,16 +47,16 @@ def init_on_device(device: Any) -> Iterator[None]:
         yield
     else:
         raise ValueError(
-            f"init_on_device({device!r}): a MindSpore process has one device, this one's is {own!r}; say {own!r}, or"
-            " 'meta' to build without memory"
+            f"init_on_device({device!r}): a MindSpore process has one device, here {own!r}; pass {own!r}, or 'meta' to"
+            " build without memory"
         )
 
 
 def init_parameters(module: nn.Cell) -> nn.Cell:
     """Give a Cell that was built by ``init_empty_weights`` its initial values, with only local tensors in memory.
 
-    The values are those that the Cell would have had, built whole with the same seed: each parameter's initializer runs
-    for the whole tensor, in the order of construction, and the local part is kept.
+    The values are those of the undistributed Cell, built with the same seed: each parameter's initializer runs for the
+    global tensor, in the order of construction, and the local tensor is kept.
 
     Args:
         module: the Cell; parameters that have values keep them.

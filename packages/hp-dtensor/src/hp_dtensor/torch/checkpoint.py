@@ -1,8 +1,8 @@
-"""What torch.distributed.checkpoint asks a tensor that it saves or loads: its chunks, and the memory of each.
+"""The methods by which torch.distributed.checkpoint saves and loads a tensor: its chunks, and the memory of each.
 
 Note [Chunks are boxes]
-    A checkpoint knows chunks: boxes of the whole tensor, by offsets and sizes. What a rank holds in any layout is a few
-    of them (a `RaggedShard` cuts rows, so up to three of a matrix), each of which is a view of the local tensor. So a
+    A checkpoint consists of chunks: boxes of the global tensor, by offsets and sizes. A rank's shard in any layout is a
+    few boxes (of a matrix up to three, because a `RaggedShard` may divide rows), each a view of the local tensor. So a
     save reads and a load writes the local tensor in place, nothing is gathered, and any layout loads from any other.
 """
 
@@ -57,7 +57,7 @@ def tensor_shard(tensor: DTensor, index: Any) -> torch.Tensor:
         index: a ``MetadataIndex`` with the box's offsets.
 
     Raises:
-        ValueError: this rank holds no box at these offsets.
+        ValueError: this rank has no box at these offsets.
     """
     local_boxes = _boxes(tensor)
     for box in local_boxes:
@@ -70,16 +70,17 @@ def tensor_shard(tensor: DTensor, index: Any) -> torch.Tensor:
 
 
 def set_(tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``Tensor.set_``, which ``async_save`` copies with: it would give a local part the global shape.
+    """Refuse ``Tensor.set_``, with which ``async_save`` copies: it would give a local tensor the global shape.
 
     Raises:
-        NotImplementedError: outside of what runs on local parts.
+        NotImplementedError: always, unless interception is off.
     """
     if torch._C._is_torch_function_enabled():
         raise NotImplementedError(
-            "set_ of a DTensor is not supported: it knows no local parts. torch.distributed.checkpoint.async_save"
-            " copies with it: copy the state yourself, StateDictOptions(cpu_offload=True) does, and save in a thread."
-            " Parametrizations (weight_norm) write with it: register them before fully_shard or distribute_tensor"
+            "set_ of a DTensor is not supported, because it takes no local tensor. torch.distributed.checkpoint"
+            ".async_save copies with it: copy the state yourself, as StateDictOptions(cpu_offload=True) does, and save"
+            " in a thread. Parametrizations (weight_norm) write with it: register them before fully_shard or"
+            " distribute_tensor"
         )
     return torch.Tensor.set_(tensor, *args, **kwargs)
 

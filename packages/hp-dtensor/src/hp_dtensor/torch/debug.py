@@ -1,11 +1,11 @@
-"""Which module of a torch program communicates.
+"""The module of a torch program that communicates.
 
 Note [Modules by sequence number]
-Autograd numbers its nodes as it makes them. A hook before and one after each forward note the number then next, so that
-a node in backward tells, by its own number, in which module's forward it was made. Nothing is added to the graph, and
-it holds on autograd's own threads, too. (Full backward hooks would put nodes of theirs around each module.)
-The hook after forward has to be the module's last, for its other hooks may communicate as well; therefore it is
-registered on the module anew when its forward begins.
+Autograd numbers its nodes in order of creation. Hooks before and after each forward record the next number, so that the
+number of a node in backward tells in which module's forward it was created. Nothing is added to the graph, and it works
+in autograd's own threads. (Full backward hooks would add nodes around each module.)
+The hook after forward must be the module's last one, because other hooks may communicate as well. Therefore it is
+registered anew each time the module's forward begins.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEVER = 2**64
 
 @dataclass
 class _Calls:
-    """The forwards of a thread: name, numbers of the nodes, the call around it, the backward that it ran in."""
+    """The forwards of a thread: names, first and last node numbers, enclosing calls, and the backwards they ran in."""
 
     names: list[str] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Calls:
 
 
 class Modules:
-    """See Note [Modules by sequence number]."""
+    """The running modules: Note [Modules by sequence number]."""
 
     def __init__(self) -> None:
         self._names = Names(lambda root: dict(root.named_modules()))
@@ -80,7 +80,7 @@ class Modules:
         self._global = register_module_forward_pre_hook(self._begin)
 
     def stop(self) -> None:
-        """Remove all hooks; forwards that still run are over for this."""
+        """Remove all hooks, and end the forwards that still run."""
         self._global.remove()
         for handle in self._hooks.values():
             handle.remove()
@@ -103,7 +103,7 @@ class Modules:
             calls.end(module)
 
     def place(self, frame: FrameType) -> tuple[str, str]:
-        """Phase and module of the program at this frame."""
+        """Return phase and module of the program at this frame."""
         task, attributed = _graph_task(), attributed_modules()
         if attributed:
             return "forward" if task == -1 else "backward", self._names.of(attributed)
@@ -112,7 +112,7 @@ class Modules:
         calls = self._calls.get(threading.get_ident())
         if calls is not None and calls.stack:
             top = calls.stack[-1][0]
-            if calls.tasks[top] == task:  # a forward that is done again, for this very backward
+            if calls.tasks[top] == task:  # a forward that is recomputed for this backward
                 return "backward", calls.names[top]
         node = _node()
         names = [each.of(node._sequence_nr()) for each in self._calls.values()] if node is not None else []

@@ -1,10 +1,9 @@
-"""DTensor: a torch.Tensor that holds this rank's part and knows the whole.
+"""DTensor: a torch.Tensor with this rank's shard of a global tensor.
 
 Note [A DTensor is its local tensor]
-The class of the local result is set to DTensor and the layout hangs on it. Functions are intercepted by
-``__torch_function__``; the local operation runs with interception off, so autograd records plain local operations and
-backward runs with no dispatch at all. With interception off a DTensor is its local tensor in every respect, ``shape``
-too.
+The class of a local tensor is set to DTensor, and its layout is an attribute. ``__torch_function__`` intercepts
+functions; the local operation runs with interception off, so autograd records plain local operations and backward runs
+without dispatch. With interception off, a DTensor is its local tensor in every respect, including ``shape``.
 """
 
 from __future__ import annotations
@@ -56,24 +55,13 @@ _on_local_gradient: Callable[[DTensor, Callable[[Any], Any]], Any]
 
 
 def install(from_local: Any, relayout: Any, on_local_gradient: Any) -> None:
-    """Set the functions that stand on this module; `hp_dtensor.torch` hands them over once.
-
-    Args:
-        from_local: what `DTensor.from_local` does.
-        relayout: what `DTensor.redistribute` does.
-        on_local_gradient: makes a hook of local gradients out of one of DTensors.
-    """
+    """Set the functions behind methods that import this module themselves; called once, by `hp_dtensor.torch`."""
     global _from_local, _relayout, _on_local_gradient
     _from_local, _relayout, _on_local_gradient = from_local, relayout, on_local_gradient
 
 
 def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:
-    """Turn ``local`` itself into a DTensor of layout ``spec``: set its class, add no autograd node.
-
-    Args:
-        local: this rank's part, of shape ``spec.local_shape``; not used as a plain tensor afterwards.
-        spec: the layout.
-    """
+    """Turn ``local`` itself, of shape ``spec.local_shape``, into a DTensor: set its class, add no autograd node."""
     local.__class__ = DTensor
     local._spec = spec  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
@@ -87,8 +75,8 @@ def local_view(tensor: torch.Tensor) -> torch.Tensor:
 class DTensor(torch.Tensor):
     """A tensor distributed over a DeviceMesh.
 
-    ``shape`` is the global shape; operations are those of ``torch.Tensor`` and give what a single device would,
-    distributed.
+    ``shape`` is the global shape. It has the operations of ``torch.Tensor``, whose results are those of a single
+    device, distributed.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))       # on 2 ranks
@@ -100,11 +88,11 @@ class DTensor(torch.Tensor):
     _spec: TensorSpec
     _strides: tuple[int, ...]
     is_nested = False
-    # A graph is traced for the sizes and strides of local parts, and reads those of the whole when it runs: static.
+    # A graph is traced for local sizes and strides, and reads the global ones when it runs; both are static.
     _dynamo_static_indices = set(range(64))
     __create_write_items__, __create_chunk_list__, __get_tensor_shard__ = write_items, chunk_list, tensor_shard
 
-    # ---- making one ----
+    # ---- creation ----
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
@@ -119,20 +107,19 @@ class DTensor(torch.Tensor):
         """Create a DTensor from each rank's local tensor, which gets its part of the gradient.
 
         Args:
-            local_tensor: this rank's part.
-            device_mesh: the mesh, or a ``Layout``, which stands for mesh and placements.
-            placements: one an axis; default ``Replicate()`` on all.
+            local_tensor: this rank's local tensor.
+            device_mesh: the mesh, or a ``Layout`` instead of mesh and placements.
+            placements: one per axis; default ``Replicate()`` on all.
             run_check: compare shapes (and replicated values) over the ranks first; communicates.
-            shape: global shape; needed where shards are uneven (without it, every rank is taken to hold as much as this
-                one).
+            shape: global shape; required if shards are uneven. Default: all shards have this rank's size.
             stride: accepted for torch's signature; strides follow from the local tensor.
-            grad_placements: layout in which the local tensor gets its gradient, where not the one that it comes in:
-                ``Partial()`` on an axis where the part is replicated or partial gives each rank a share of it.
+            grad_placements: layout in which the local tensor gets its gradient, if not the one in which it arrives:
+                with ``Partial()`` on an axis where the tensor is replicated or partial, each rank gets one term of it.
 
         Raises:
-            ValueError: placements that do not fit the mesh or the tensor, a ``shape`` of which ``local_tensor`` is not
-                this rank's part, or (``run_check``) ranks that disagree.
-            NotImplementedError: parts of a max, min or product that require gradients.
+            ValueError: placements that do not fit the mesh or the tensor, a ``local_tensor`` that is not this rank's
+                shard of ``shape``, or (``run_check``) ranks that disagree.
+            NotImplementedError: local tensors of a partial max, min or product that require gradients.
         """
         return _from_local(
             local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
@@ -146,7 +133,7 @@ class DTensor(torch.Tensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement an axis."""
+        """The placements, one per axis."""
         return self._spec.placements
 
     @property
@@ -156,7 +143,7 @@ class DTensor(torch.Tensor):
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's part."""
+        """Shape of the local tensor."""
         return _impl(_shape, (), (self,))
 
     def is_partial(self) -> bool:
@@ -178,20 +165,20 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Return the same value in another layout, on this mesh or another; differentiable.
 
-        To another mesh it is collective over the ranks of both: a rank outside the tensor's mesh passes its empty part,
-        of the same dtype and ``requires_grad``, and runs backward as well.
+        To another mesh it is collective over the ranks of both: a rank outside the tensor's mesh passes an empty local
+        tensor of the same dtype and ``requires_grad``, and runs backward as well.
 
         Args:
             device_mesh: a mesh of the same kind of device, or a ``Layout``; default the tensor's own.
-            placements: one an axis.
-            async_op: on a device with streams, run beside what follows until the result is used; elsewhere (CPU) the
-                result is ready when the call returns.
-            forward_dtype: what the value is cast to before it is sent, the dtype of the result; default the tensor's.
-            backward_dtype: what the gradient is cast to before it is sent; default the tensor's, which it is in after.
+            placements: one per axis.
+            async_op: on a device with streams, run concurrently until the result is used; on CPU the result is ready
+                when the call returns.
+            forward_dtype: dtype in which the value is sent, and of the result; default the tensor's.
+            backward_dtype: dtype in which the gradient is sent, before it is cast back; default the tensor's.
 
         Raises:
-            ValueError: placements that do not fit, or a mesh of another kind of device; on every rank, before anything
-                is sent.
+            ValueError: placements that do not fit, or a mesh of another kind of device; on every rank, before any
+                communication.
             NotImplementedError: a dtype together with another mesh.
         """
         return _relayout(self, device_mesh, placements, async_op, forward_dtype, backward_dtype)
@@ -199,7 +186,7 @@ class DTensor(torch.Tensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the global value as a plain tensor on every rank; differentiable."""
         spec = self._spec
-        if spec.replicated:  # the whole tensor is on the memory of this one
+        if spec.replicated:  # the result shares this tensor's memory
             hand_out(self)
         replicated = redistribute(self, spec.with_placements([Replicate()] * spec.mesh.ndim))
         return replicated.to_local(grad_placements=grad_placements)
@@ -208,8 +195,8 @@ class DTensor(torch.Tensor):
         """Return the local tensor as a plain tensor; differentiable.
 
         Args:
-            grad_placements: layout of the gradient that will come back, where it is not the tensor's own: ``Partial()``
-                on an axis where the tensor is replicated and what follows differs between the ranks.
+            grad_placements: layout of the incoming gradient, if not the tensor's own: ``Partial()`` on an axis where
+                the tensor is replicated and the ranks compute different things with it.
         """
         spec = self._spec
         self._reads = HANDED_OUT
@@ -218,7 +205,7 @@ class DTensor(torch.Tensor):
         converted = autograd.convert(self, spec, varying(spec, grad_placements))
         return _impl(autograd.AsView.apply, (), (converted,))
 
-    # ---- metadata: global, or the local tensor's where interception is off ----
+    # ---- metadata: global, or the local tensor's if interception is off ----
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         is_global = _enabled() and not _compiler._is_compiling_flag
@@ -288,9 +275,9 @@ class DTensor(torch.Tensor):
         if type(grad) is torch.Tensor and _enabled():
             if self._spec.partial and grad.requires_grad:
                 raise RuntimeError(
-                    f"grad of a DTensor placed {self._spec.placements} after backward(create_graph=True): each rank's"
-                    " part would take its gradient for the whole one; use"
-                    " torch.autograd.grad(..., create_graph=True), or reduce_partial() before it requires gradients"
+                    f"grad of a DTensor placed {self._spec.placements} after backward(create_graph=True): the gradient"
+                    " of each rank's term would be taken for the global one; use torch.autograd.grad(...,"
+                    " create_graph=True), or reduce_partial() before it requires gradients"
                 )
             wrap(grad, autograd.grad_spec(self._spec))
         return grad
@@ -307,8 +294,8 @@ class DTensor(torch.Tensor):
                 )
             if value._spec is not autograd.grad_spec(self._spec):
                 raise ValueError(
-                    f"grad is {value._spec.placements} of shape {tuple(value._spec.shape)}, the tensor needs"
-                    f" {autograd.grad_spec(self._spec)}"
+                    f"grad is placed {value._spec.placements} and has shape {tuple(value._spec.shape)}, but the tensor"
+                    f" needs {autograd.grad_spec(self._spec)}"
                 )
         _impl(_set_grad, (), (self, value))
 
@@ -328,14 +315,14 @@ class DTensor(torch.Tensor):
         if isinstance(value, DTensor) and _enabled():
             self._spec = value._spec
             keep(self, value)
-        autograd.retire_shadows(self)  # they are on the old memory
+        autograd.retire_shadows(self)  # they share the old memory
         hand_out(self)
         _impl(_set_data, (), (self, value))
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
         autograd.refuse_late(self, "register_hook")
-        autograd.retire_shadows(self)  # their gradients would pass the hook by
-        _impl(_grad_fn, (), (self,))  # torch dies where it first makes this for a view whose base was written
+        autograd.retire_shadows(self)  # their gradients would bypass the hook
+        _impl(_grad_fn, (), (self,))  # of a view whose base was written to, torch crashes if register_hook creates it
         return _impl(T.register_hook, (), (self, _on_local_gradient(self, hook)))
 
     # ---- copies, pickles, text ----
@@ -377,7 +364,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
-    """``x`` in layout ``spec``, a new DTensor; remembers what it came from, so that its gradient moves once."""
+    """Return ``x`` in layout ``spec``, a new DTensor that knows its source, so that its gradient moves only once."""
     if x._spec is spec:
         view = wrap(_impl(T.view_as, (), (x, x)), spec)
         keep(view, x)
@@ -389,11 +376,11 @@ def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
 
 
 def redistribute_shared(x: torch.Tensor, spec: TensorSpec, src: TensorSpec | None = None) -> DTensor:
-    """As ``redistribute``, but readers one after the other get one DTensor, moved once; don't write into it.
+    """Redistribute once for consecutive readers, which get the same DTensor; don't write to it.
 
     Args:
-        x: a DTensor, or this rank's part as a plain tensor of layout ``src``.
-        spec: the wanted layout.
+        x: a DTensor, or a plain local tensor of layout ``src``.
+        spec: the target layout.
         src: the layout of a plain ``x``.
     """
     stored = recall_shared(x, spec, src)

@@ -1,4 +1,4 @@
-"""Values with gradients in the functional style, and autograd functions of one's own."""
+"""Values with gradients in the functional style, and custom autograd functions."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def parallelize_value_and_grad(
 
     Args:
         fn: returns a scalar loss, a DTensor or a plain tensor; with ``has_aux`` a tuple of the loss and more.
-        grad_position: which inputs to differentiate by; None: none.
+        grad_position: indices of the inputs to differentiate by; None: none.
         weights: parameters to differentiate by, such as ``module.parameters()``; None: none.
-        has_aux: the gradient is that of the first result alone.
+        has_aux: differentiate only the first result.
 
     Returns:
-        A function of the arguments of ``fn``. It returns what ``fn`` does, a loss that was a DTensor as the whole plain
-        value, detached, and the gradients: those of the inputs, those of the weights, or a pair of the two. One input
-        (an int, not a tuple) or one weight (a tensor, not a list) has one gradient, others a tuple. The gradient of a
-        DTensor is a DTensor of its layout; of what ``fn`` does not use it is zeros. ``.grad`` is left alone.
+        A function of the arguments of ``fn``. It returns the results of ``fn``, with the loss as a plain global value,
+        detached, and the gradients: those of the inputs, those of the weights, or a pair of the two. One input (an int,
+        not a tuple) or one weight (a tensor, not a list) has one gradient, several have a tuple. The gradient of a
+        DTensor is a DTensor in its layout; that of an unused input is zero. ``.grad`` is not changed.
 
     Raises:
         ValueError: the loss is not a scalar.
@@ -69,8 +69,8 @@ def parallelize_value_and_grad(
 class DFunction(torch.autograd.Function):
     """Base of a distributed autograd function: ``forward`` and ``backward`` see local tensors.
 
-    ``_op_name`` names the sharding rule that says in what layouts the local function is right, and what layout its
-    result has; it has the shape that the rule's factors give.
+    ``_op_name`` names the sharding rule, which determines the layouts of the operands and of the result. The result's
+    shape follows from the rule's factors.
 
     Example:
         >>> class Scale(DFunction):

@@ -1,4 +1,4 @@
-"""Building a module without memory, and filling in only the local parts."""
+"""Building a module without memory, and initializing only the local tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["init_empty_weights", "init_on_device", "init_parameters"]
 
 @contextlib.contextmanager
 def init_on_device(device: torch.device | str) -> Iterator[None]:
-    """Modules built inside have their parameters and buffers on ``device``."""
+    """Create the parameters and buffers of modules built inside on ``device``."""
     with torch.device(device):
         yield
 
 
 @contextlib.contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Modules built inside are on meta: shapes without memory. Shard them, then ``init_parameters``.
+    """Build modules on meta, without memory. Shard them, then call ``init_parameters``.
 
     Example:
         >>> with init_empty_weights():
@@ -38,20 +38,19 @@ def init_empty_weights() -> Iterator[None]:
 def init_parameters(module: torch.nn.Module, *, device: torch.device | str | None = None) -> torch.nn.Module:
     """Give a module that was built on meta memory for its local tensors, and its initial values.
 
-    The values are those that the module would have had, built whole with the same seed: every submodule's
-    ``reset_parameters`` runs in the order of construction (inner modules first), then a ``transformers`` model's own
-    ``init_weights``; random numbers are drawn for the whole tensor, see Note [One stream for all layouts].
+    The values are those of the undistributed module, built with the same seed: every submodule's ``reset_parameters``
+    runs in the order of construction (inner modules first), then a ``transformers`` model's own ``init_weights``;
+    random numbers are drawn for the global tensor, see Note [One stream for all layouts].
 
-    A parameter that several modules hold gets the values of the first.
+    A parameter that several modules share gets the values of the first.
 
     Args:
-        module: the module; parameters that hold memory already are initialised again with the rest.
-        device: where to put plain meta parameters; default the device type of the DTensors, else the accelerator or
-            CPU.
+        module: the module; parameters that have memory already are initialized again with the rest.
+        device: the device of plain meta parameters; default the device type of the DTensors, otherwise the accelerator
+            or CPU.
 
     Raises:
-        RuntimeError: a submodule holds parameters on meta but has no ``reset_parameters``, and no parent initialises
-            it.
+        RuntimeError: a submodule has parameters on meta but no ``reset_parameters``, and no parent initializes it.
     """
     _check_initializers(module)
     target = torch.device(device) if device is not None else _device_of(module)
@@ -87,13 +86,13 @@ def give_memory(parameter: torch.Tensor, local: torch.Tensor) -> None:
 
     Args:
         parameter: a leaf, plain or a DTensor.
-        local: of its local shape and its dtype; its memory is the parameter's afterwards.
+        local: a tensor of its local shape and dtype, whose memory the parameter takes.
     """
     trains = parameter.requires_grad
     with torch._C.DisableTorchFunctionSubclass():
         hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         torch._C._swap_tensor_impl(parameter, local.detach().requires_grad_(trains))
-        # they went with the other memory
+        # the swap exchanged them, too
         parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, accumulated  # type: ignore[attr-defined]
     for name in OWN - {"_spec", "_meets_plain", "_outside_graphs"} | {"_is_hf_initialized"}:
         vars(parameter).pop(name, None)

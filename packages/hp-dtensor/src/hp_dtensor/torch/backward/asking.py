@@ -1,15 +1,15 @@
-"""Who asks for a tensor's shape during backward: the user's code, or what sees local operations.
+"""Callers that need a tensor's local shape during backward, unlike the user's code.
 
-Note [What a checkpoint compares]
-torch's checkpoints without reentrance note the shape of each tensor that an operation saves, and compare it with the
-shape of the tensor that is saved when the operation runs again. The first is noted inside of the local operation, the
-second is read during backward, where a DTensor that needs no gradient, and so was saved as it is, would tell its global
-shape. What is saved from outside of a local operation, for a checkpoint within the checkpoint or for a user's function,
-is saved with interception off as well: Note [Functions of the user's own] in `hp_dtensor.torch.backward.own_functions`.
+Note [Shapes in checkpoints]
+torch's non-reentrant checkpoints record the shape of each tensor that an operation saves, and compare it with the shape
+of the tensor that the recomputed operation saves. The first is recorded inside the local operation. The second is read
+during backward, where a DTensor that requires no gradient, and so was saved as it is, would report its global shape.
+Tensors saved outside of a local operation, for a nested checkpoint or a user's function, are saved with interception
+off as well: Note [Custom autograd functions] in `hp_dtensor.torch.backward.own_functions`.
 
-Note [What a mode is handed]
-``__torch_dispatch__`` of a mode is handed local operations. Forward, interception is off around them; backward, it is
-on, and a tensor that was saved as a DTensor is handed over as one: to the mode it has to be its local part.
+Note [Shapes in dispatch modes]
+``__torch_dispatch__`` of a mode sees local operations. In forward, interception is off around them. In backward it is
+on, and a tensor that was saved as a DTensor arrives as one; the mode must see its local shape.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["in_a_mode", "local_asked", "without_modes"]
 
 _modes: Any = torch.utils._python_dispatch
 _NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
-"""What notes shapes: Note [What a checkpoint compares]."""
+"""The code that records shapes: Note [Shapes in checkpoints]."""
 
 
 def local_asked(frame: Any) -> bool:
-    """Whether what asks, during backward, wants the shape of the local part.
+    """Tell whether a caller during backward needs the local shape.
 
     Args:
-        frame: the caller's.
+        frame: the caller's frame.
     """
     return frame.f_code is _NOTED or (_modes.is_in_torch_dispatch_mode() and in_a_mode(frame))
 
 
 def in_a_mode(frame: Any) -> bool:
-    """Whether a frame is one of ``__torch_dispatch__`` or was called from there."""
+    """Tell whether a frame is ``__torch_dispatch__`` or was called from there."""
     while frame is not None:
         if frame.f_code.co_name == "__torch_dispatch__":
             return True

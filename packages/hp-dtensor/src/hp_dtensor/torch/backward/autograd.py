@@ -1,15 +1,16 @@
-"""Moving values between placements with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
+"""Local values of DTensors as operations read them, and partial gradients of leaves.
 
 Note [Partial gradients of leaves]
 A leaf parameter that is replicated on an axis but used where the result varies (a norm's weight under sequence
-parallel) has a partial gradient there. Summing each as it comes would cost one small collective a parameter, and an
-autograd node a use. Such uses read a *shadow* instead: a second leaf on the same memory, made once for each set of
-axes, that collects the partial gradient. The shadows' gradients are summed together, one collective for each set of
-axes, and added to ``.grad`` when backward ends, or when ``reduce_partial_grads`` is called earlier for some parameters.
+parallelism) has a partial gradient there. Reducing each gradient on arrival would cost one small collective per
+parameter and an autograd node per use. Such uses read a *shadow* instead: a second leaf on the same memory, created
+once for each set of axes, that collects the partial gradient. The shadows' gradients are reduced together, one
+collective for each set of axes, and added to ``.grad`` when backward ends, or when ``reduce_partial_grads`` is called
+earlier for some parameters.
 
-A leaf that has a hook is read as it is from then on. What its shadows collect for a forward before that goes through
-the engine to the leaf, and so to its hooks, as one whole gradient. A leaf of which one backward brings both, a gradient
-by shadows and one of its own, would call its hook twice, each time with a part: that is refused.
+A leaf with a hook is read directly from then on. Gradients that its shadows collect for an earlier forward go through
+the engine to the leaf, and so to its hooks, as one global gradient. If one backward brought a leaf both a gradient by
+its shadows and one of its own, the hook would be called twice, each time with part of the gradient: that is refused.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 
 waiting: dict[int, Callable[[], None]] = {}
-"""What ends each pending redistribution: Note [A pending DTensor] in `hp_dtensor.torch.moves.pending`."""
+"""The function that ends each pending redistribution: Note [A pending DTensor] in `hp_dtensor.torch.moves.pending`."""
 arriving: dict[Any, Callable[[], None]] = {}
-"""What brings gradients that are on their way, before a scaler, ``zero_grad`` or a user reads or sets one."""
+"""The functions that wait for gradients in flight, before a scaler, ``zero_grad`` or a user reads or sets one."""
 _pending: dict[int, tuple[Any, tuple[bool, ...], torch.Tensor, int]] = {}
 """By the shadow's id: the leaf, the axes, the shadow, and the backward that it collected in."""
 _tasks: list[int | None] = [None]
@@ -98,14 +99,14 @@ def local_mode() -> Any:
 
 
 def _drop_stale() -> None:
-    """Forgets what a backward that failed left behind; outside backward nothing else waits."""
+    """Drop what a failed backward left behind; outside of backward nothing else is pending."""
     for _, _, stale, _ in _pending.values():
         stale.grad = None
     _pending.clear()
 
 
 def watched(x: Any) -> bool:
-    """Whether somebody has asked for the gradient of ``x`` as backward brings it."""
+    """Tell whether ``x`` has hooks, or retains its gradient."""
     return bool(_impl(_hooks, (), (x,)) or _impl(_accumulate_hooks, (), (x,)) or _impl(_retains, (), (x,)))
 
 
@@ -141,11 +142,11 @@ def through_hooks(leaf: Any, own: Any, grad: torch.Tensor) -> torch.Tensor:
 
     Args:
         leaf: a leaf.
-        own: what came to the leaf itself, and through its hooks; None where nothing did.
-        grad: the whole gradient.
+        own: the gradient that arrived at the leaf itself, through its hooks; None if none did.
+        grad: the global gradient.
 
     Raises:
-        RuntimeError: something did.
+        RuntimeError: the leaf has hooks, and a gradient arrived at it.
     """
     for hook in (_impl(_hooks, (), (leaf,)) or {}).values():
         if own is not None:
@@ -163,10 +164,10 @@ def retire_shadows(leaf: Any) -> None:
 
 
 def give_node(leaf: Any) -> None:
-    """Somebody takes the graph node of ``leaf``: from now on its whole gradient comes there.
+    """Make later gradients of ``leaf`` arrive at its graph node, because a user asked for the node.
 
     Raises:
-        RuntimeError: the graph of an earlier forward brings gradients of ``leaf`` past that node.
+        RuntimeError: the graph of an earlier forward has gradients of ``leaf`` that bypass that node.
     """
     retire_shadows(leaf)
     leaf._node_taken = True
@@ -185,16 +186,16 @@ def note_call(leaf: Any) -> None:
 
 
 def refuse_late(x: Any, what: str) -> None:
-    """Refuses to watch the gradient of a value that an operation has read past it: see ``convert``.
+    """Check that no operation's gradient bypasses ``x`` before somebody watches it; see ``convert``.
 
     Raises:
-        RuntimeError: an operation has.
+        RuntimeError: some operation's gradient does.
     """
     if "_passed_by" in getattr(x, "__dict__", ()):
         raise RuntimeError(
             f"{what}: a DTensor of shape {x._spec.shape} placed {x._spec.placements} is the result of a redistribution,"
-            " and an operation has read it since; that operation's gradient goes to what was redistributed and passes"
-            " it by. Call retain_grad() or register_hook() on it before it is first used"
+            " and an operation has read it since; that operation's gradient goes to the source of the redistribution"
+            " and bypasses it. Call retain_grad() or register_hook() on it before its first use"
         )
 
 
@@ -211,16 +212,16 @@ def reduce_partial_grads(
 ) -> None:
     """Sum the partial gradients that ``parameters`` (default: all that have some) collected; add them to ``.grad``.
 
-    One all-reduce for each set of axes and dtype. Collective: every rank of those axes calls it at the same point.
-    Runs by itself when backward ends.
+    There is one all-reduce for each set of axes and dtype. Collective: every rank of those axes must call it at the
+    same point. The end of backward calls it.
 
     Args:
-        parameters: leaf parameters, in the same order on all ranks; those without a waiting gradient are passed over.
-        averaged: by mesh, the axes over which the caller averages ``.grad`` next: parts stay parts there, times the
-            number of ranks, so that their mean is the sum.
+        parameters: leaf parameters, in the same order on all ranks; those without a partial gradient are skipped.
+        averaged: by mesh, the axes over which the caller averages ``.grad`` next. There the terms are not summed, but
+            multiplied by the number of ranks, so that their mean is the sum.
 
     Raises:
-        RuntimeError: a hook was called with a part of its leaf's gradient; before anything is sent.
+        RuntimeError: a hook was called with only part of its leaf's gradient; before any communication.
     """
     if parameters is None:
         _tasks[-1] = None
@@ -274,7 +275,7 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
     Args:
         x: a DTensor.
         dst: the layout to read it in.
-        vary: by axis, True where the operation's result varies; None where nowhere.
+        vary: by axis, True if the operation's result varies; None if it varies nowhere.
     """
     src = x._spec
     if not (_grad_enabled() and _impl(_requires_grad, (), (x,))):

@@ -1,9 +1,9 @@
 """Backward from DTensors: ``DTensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``.
 
 Note [The engine runs with interception on]
-The engine runs the user's code: what a checkpoint computes again, hooks, functions with a backward of their own. All of
-it has to see DTensors as it did in forward, so the engine is called directly and not through torch's functions, which
-would be intercepted again.
+The engine runs the user's code: recomputed checkpoints, hooks, custom autograd functions. All of it must see DTensors
+as it did in forward, so the engine is called directly and not through torch's functions, which would be intercepted
+again.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _GRAD = (
 def backward_of(
     self: DTensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """``DTensor.backward``, as torch's.
+    """Run backward as ``torch.Tensor.backward`` does.
 
     Args:
-        self: where backward starts. A sum over ranks is started from on each of them.
-        gradient: of its shape, a DTensor or this rank's part; None (default) where it has one element.
+        self: the root. Backward of a partial sum starts from each rank's term.
+        gradient: the root's gradient, a DTensor or its local tensor; optional if the root has one element.
         retain_graph: keep the graph for another backward; default ``create_graph``.
         create_graph: record backward, for gradients of gradients.
-        inputs: collect the gradients of these alone; default every leaf.
+        inputs: collect only the gradients of these; default every leaf.
 
     Raises:
-        RuntimeError: no gradient is given and there are more elements than one, or its shape is another.
+        RuntimeError: no gradient for a root of several elements, or a gradient of another shape.
     """
     if inputs is not None or self._spec.partial or torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
@@ -68,7 +68,7 @@ def backward_of(
 
 
 def backward(func: Any, args: Any, kwargs: Any) -> None:
-    """``torch.autograd.backward`` with a DTensor among the tensors or the inputs."""
+    """Run ``torch.autograd.backward`` with a DTensor among the tensors or the inputs."""
     bound = {**dict(zip(_BACKWARD, args, strict=False)), **kwargs}
     gradients = bound.get("grad_tensors")
     roots, ready = _roots(bound["tensors"], bound.get("grad_variables") if gradients is None else gradients)
@@ -94,7 +94,7 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """``torch.autograd.grad`` with a DTensor among the outputs or the inputs; gradients by DTensors are DTensors."""
+    """Run ``torch.autograd.grad`` with a DTensor among outputs or inputs; the gradient of a DTensor is a DTensor."""
     bound = {**dict(zip(_GRAD, args, strict=False)), **kwargs}
     outputs, gradients = bound["outputs"], bound.get("grad_outputs")
     if bound.get("is_grads_batched"):
@@ -144,12 +144,12 @@ def _gradient(index: int, x: Any, own: Any, parts: Sequence[Any], unused: bool, 
         return own
     spec, parts = autograd.grad_spec(x._spec), tuple(placement.is_partial() for placement in x._spec.placements)
     gradient = autograd.of_parts(own, spec, parts)
-    # autograd lets nobody write to a view out of a function
+    # autograd forbids writes to a view that a function returned
     return wrap(gradient.view_as(own) if gradient is own else gradient.clone(), spec)
 
 
 def _one_by_one(func: Any, outputs: Any, inputs: Any, gradients: Any, bound: dict[str, Any]) -> tuple[Any, ...]:
-    """``is_grads_batched``: a backward for each gradient; torch's vmap would take the exchanges for local ones."""
+    """Run a backward for each gradient of a batch; torch's vmap would treat collectives as local operations."""
     outputs = _listed(outputs)
     gradients = [None] * len(outputs) if gradients is None else _listed(gradients)
     sizes = {gradient.shape[0] for gradient in gradients if gradient is not None and gradient.dim()}
@@ -172,11 +172,11 @@ def _roots(tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ..
     """Return the roots of backward and their local gradients; averages are reduced first, which scales the gradient.
 
     Raises:
-        RuntimeError: a transform of ``torch.func`` runs, or a gradient is missing or has not the shape of its tensor.
+        RuntimeError: a transform of ``torch.func`` is active, or a gradient is missing or of another shape.
     """
     if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         raise RuntimeError(
-            "backward of a DTensor inside of a transform of torch.func is not supported: transforms don't see DTensors."
+            "backward of a DTensor inside a transform of torch.func is not supported: transforms don't see DTensors."
             " Call torch.autograd.grad outside of it"
         )
     tensors = _listed(tensors)
@@ -234,7 +234,7 @@ def _leaves(inputs: Any) -> list[Any]:
     """Return the inputs as a list, with the edge of a leaf DTensor replaced by the DTensor, which may have shadows.
 
     Raises:
-        RuntimeError: an input says of itself (``_outside_graphs``) that graphs hold something else in its place.
+        RuntimeError: an input is not part of graphs, which have another tensor in its place (``_outside_graphs``).
     """
     values: Iterable[Any] = inputs.values() if isinstance(inputs, dict) else _listed(inputs)
     leaves = [_leaf_of(x) if isinstance(x, GradientEdge) else x for x in values]
@@ -255,9 +255,9 @@ def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[
     """Return the hook for the local gradient that calls ``hook`` with the DTensor.
 
     Args:
-        tensor: the tensor to register it on. A leaf's gradient comes in the layout that the leaf has by then, another
-            tensor's in the one that it has now.
-        hook: takes the gradient of ``tensor``, and returns None or another in its place.
+        tensor: the tensor on which to register it. A leaf's gradient has the layout that the leaf has in backward,
+            another tensor's that of now.
+        hook: a function of the gradient that returns None or its replacement.
     """
     leaf, owner, now = _impl(_is_leaf, (), (tensor,)), weakref.ref(tensor), tensor._spec
 

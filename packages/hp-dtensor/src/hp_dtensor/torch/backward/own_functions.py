@@ -1,17 +1,17 @@
-"""``autograd.Function``s of the user's own, and checkpoints, that are given DTensors.
+"""Custom ``autograd.Function``s and checkpoints with DTensors as arguments.
 
-Note [Functions of the user's own]
-``Function.apply`` asks no class: its ``forward`` gets DTensors as they are, but its node belongs to the local part, so
-``backward`` would be handed local gradients, and what it saved from its results as plain tensors. A reduction of them
-would be that of a part, without a word. So ``apply`` is replaced, as what wraps for transforms is (Note [Transforms ask
-no class] in `hp_dtensor.torch.backward.transforms`): where a DTensor is among its arguments, a subclass of it is
-applied in its place. Its ``backward`` gets gradients as DTensors and gives local parts back to autograd; its ``ctx``
-remembers the layouts of what it saves. Forward and backward run with interception on, the engine's part of ``apply``
-with interception off: hooks of saved tensors get local parts, as they do of operations.
+Note [Custom autograd functions]
+``Function.apply`` is not intercepted: its ``forward`` gets DTensors, but its node belongs to the local tensor, so
+``backward`` would get local gradients, and saved results as plain tensors. A reduction over them would silently be
+local. So ``apply`` is replaced, as are the functions that wrap for transforms (Note [Transforms are not intercepted] in
+`hp_dtensor.torch.backward.transforms`): if an argument is a DTensor, a subclass of the function is applied instead. Its
+``backward`` gets gradients as DTensors and returns local ones to autograd; its ``ctx`` stores the layouts of saved
+tensors. Forward and backward run with interception on, the engine's part of ``apply`` with interception off, so hooks
+of saved tensors get local tensors, as they do from operations.
 
-Note [What a checkpoint gives back]
-torch's checkpoints without reentrance save their arguments for the recomputation, and hooks of saved tensors, those of
-another checkpoint around it too, give back plain tensors. The layouts are kept beside them.
+Note [Arguments of checkpoints]
+torch's non-reentrant checkpoints save their arguments for the recomputation, and hooks of saved tensors, such as those
+of a checkpoint around it, return plain tensors. The layouts are stored beside them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _running: list[_Call] = []
 
 
 class _Call:
-    """The layouts of one call: of its arguments and of its results, None where they are no DTensors."""
+    """The layouts of one call's arguments and results, None for those that are not DTensors."""
 
     def __init__(self) -> None:
-        self.given: Specs = []
+        self.arguments: Specs = []
         self.results: Specs = []
 
 
@@ -61,12 +61,12 @@ def _laid_out(value: Any, spec: TensorSpec | None) -> Any:
     """Return a value as the DTensor that it was."""
     if spec is None or not isinstance(value, T) or isinstance(value, DTensor):
         return value
-    with torch.enable_grad():  # off in backward, where what requires gradients goes on to
+    with torch.enable_grad():  # it is off in backward, but the view must require gradients if the value does
         return wrap(_impl(T.view_as, (), (value, value)), spec)
 
 
 class _Context:
-    """``ctx`` of a user's function: DTensors that it saved are DTensors when it reads them."""
+    """The ``ctx`` of a custom function: saved DTensors are DTensors when it reads them."""
 
     def save_for_backward(self, *tensors: Any) -> None:
         self._saved: Specs = [_spec(tensor) for tensor in tensors]
@@ -83,7 +83,7 @@ def _all_laid_out(values: Sequence[Any], specs: Sequence[TensorSpec | None]) -> 
 
 # ---- applying ----
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """``autograd.Function.apply``: with DTensors among the arguments, see Note [Functions of the user's own]."""
+    """Replace ``autograd.Function.apply`` if an argument is a DTensor: Note [Custom autograd functions]."""
     if _enabled() and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
         local = _compiler._is_compiling_flag or cls.__module__.startswith("torch._functorch")  # compiled graphs
         if not local:
@@ -119,7 +119,7 @@ def _refuse_parts(cls: Any, verb: str, x: DTensor) -> None:
     if any(p.is_partial() and not p.is_partial("sum") for p in x._spec.placements):
         raise NotImplementedError(
             f"{cls.__name__}: an autograd.Function {verb} a DTensor of shape {tuple(x.shape)} placed {x.placements},"
-            " whose parts have no gradient of the whole: reduce_partial() it first"
+            " for whose terms no gradient is defined: reduce_partial() it first"
         )
 
 
@@ -130,7 +130,7 @@ def _subclass(cls: Any) -> Any:
     @functools.wraps(cls.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         call, operands = _running[-1], args[1:] if combined else args
-        call.given = [_spec(value) for value in operands]
+        call.arguments = [_spec(value) for value in operands]
         if combined:
             args[0]._call = call
         with _on():
@@ -167,12 +167,12 @@ def _check_result(cls: Any, value: Any) -> None:
 
 # ---- gradients ----
 def _backward(cls: Any, backward: Any) -> Callable[..., Any]:
-    """``backward`` between local parts: of the results' gradients, and of the arguments'."""
+    """Return ``backward`` as a function of local gradients, with DTensors inside."""
     once = getattr(backward, "__code__", None) is _ONCE
     plain = backward.__wrapped__ if once else backward
 
     def of_parts(ctx: Any, *grads: Any) -> Any:
-        arguments, results = ctx._call.given, ctx._call.results
+        arguments, results = ctx._call.arguments, ctx._call.results
         if getattr(cls, "boxed_grads_call", False):
             [grads] = grads
         global_grads = [_whole(grad, spec) for grad, spec in zip(grads, results, strict=True)]
@@ -226,7 +226,7 @@ def _keep_layouts(frame: Any) -> None:
     """Make the arguments that checkpoints save come back as DTensors.
 
     Args:
-        frame: torch's class of what one checkpoint holds.
+        frame: torch's class for the state of one checkpoint.
     """
     save, load = frame.save_inputs, frame.get_inputs
 
@@ -247,5 +247,5 @@ def install() -> None:
     """Install the replacements; called once, when hp_dtensor's torch side is imported."""
     _Function.apply = classmethod(functools.wraps(_apply)(apply))
     frame = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
-    if hasattr(frame, "save_inputs") and hasattr(frame, "get_inputs"):  # older ones apply a Function of theirs
+    if hasattr(frame, "save_inputs") and hasattr(frame, "get_inputs"):  # older versions of torch apply a Function
         _keep_layouts(frame)

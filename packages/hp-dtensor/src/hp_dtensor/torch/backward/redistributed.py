@@ -1,10 +1,10 @@
 """Redistribution in autograd's graph, with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
 
 Note [Gradients of gradients]
-Parts of a sum all get the sum's gradient. That is a replicated value which each rank reads for a part of its own, so
-where it has a gradient itself, that is partial: the move of a gradient to a Partial varies (``read_in_parts``). Where
-the gradient of a Partial becomes one value again, on its way to a value that is not or in the user's hands, it is the
-other way round: its own gradient is one value, and goes back in parts (``of_parts``).
+Every term of a partial sum gets the gradient of the sum: a replicated value that each rank reads for a term of its own.
+In double backward its gradient is therefore partial: the redistribution of a gradient to a Partial is marked varying
+(``read_in_parts``). Conversely, when the gradient of a Partial becomes one replicated value again, for a value that is
+not partial or for the user, its own gradient is replicated, and goes back as terms (``of_parts``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 
 
 class _Redistribute(torch.autograd.Function):
-    """Moves a local tensor from one layout to another; ``value`` is the moved value where it is known already."""
+    """Redistribution of a local tensor from one layout to another; ``value`` is the result if it exists already."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, src: TensorSpec, dst: TensorSpec, vary: Any, value: Any) -> torch.Tensor:
@@ -34,7 +34,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.source = weakref.ref(x)
         if value is not None:
             return value.detach()
-        # detached: a view of a buffer could not be written, one of x would hold x, which holds it (`kept`)
+        # detached: a view of a buffer could not be written to, and a view of x, on which it is stored, would be a cycle
         return x.detach() if src is dst else execute(x, src, dst).detach()
 
     @staticmethod
@@ -48,7 +48,7 @@ _transforming = torch._C._are_functorch_transforms_active
 
 
 def redistributed(*args: Any) -> torch.Tensor:
-    """``_Redistribute.apply``, without torch's look at each argument for a transform that has ended."""
+    """Apply ``_Redistribute``, without torch's check of each argument for a transform that has ended."""
     return (_Redistribute.apply if _transforming() else _apply)(*args)
 
 
@@ -83,7 +83,7 @@ def read_in_parts(grad: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 class AsView(torch.autograd.Function):
-    """A value as a view that autograd lets nobody write to: its memory is that of a value in another graph."""
+    """A view that autograd protects from writes, because its memory belongs to a value in another graph."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ class AsView(torch.autograd.Function):
 
 
 class GradientMoved(torch.autograd.Function):
-    """A local value as it is, whose gradient is moved from one layout to another."""
+    """The identity, whose gradient is redistributed from one layout to another."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, arrives: TensorSpec, leaves: TensorSpec) -> torch.Tensor:
@@ -113,7 +113,7 @@ def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> t
     Args:
         grad: the local gradient.
         spec: its layout, replicated on the axes of the sum.
-        parts: by axis, True where it is the gradient of parts; see Note [Gradients of gradients].
+        parts: by axis, True if it is the gradient of terms of a sum; see Note [Gradients of gradients].
     """
     if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
         return grad

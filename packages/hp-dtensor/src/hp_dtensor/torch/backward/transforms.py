@@ -1,10 +1,9 @@
 """Transforms of torch.func and forward-mode differentiation: refused for DTensors, by name.
 
-Note [Transforms ask no class]
-``torch.func.grad``, ``vjp``, ``vmap`` and their kin wrap their arguments in C++, past ``__torch_function__`` and every
-method of a tensor's class: inside of the transform a DTensor would be a plain tensor of the local shape, and the result
-would be wrong without a word. The two or three functions of ``torch._functorch`` that wrap are the one thing of torch's
-that is replaced here, each by one that looks at the class first.
+Note [Transforms are not intercepted]
+``torch.func.grad``, ``vjp``, ``vmap`` and so on wrap their arguments in C++, bypassing ``__torch_function__`` and the
+methods of a tensor's class. Inside the transform a DTensor would be a plain tensor of the local shape, and the result
+silently wrong. So the functions of ``torch._functorch`` that wrap are replaced by ones that check the class first.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _FORWARD = "_make_dual _unpack_dual"
 
 
 def refuse(transform: str, x: DTensor) -> NoReturn:
-    """Says that a transform can't take a DTensor.
+    """Refuse a DTensor as an argument of a transform.
 
     Args:
         transform: its name.
@@ -48,7 +47,7 @@ def refuse(transform: str, x: DTensor) -> NoReturn:
 
 
 def is_wrapped(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a tensor that a transform wrapped."""
+    """Tell whether a transform wrapped ``x``."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
 
 
@@ -63,7 +62,7 @@ def _watched(wrapping: Callable[..., Any], transform: str) -> Callable[..., Any]
 
 
 def watch() -> None:
-    """Make the transforms refuse DTensors; see Note [Transforms ask no class]. Called once."""
+    """Make the transforms refuse DTensors; see Note [Transforms are not intercepted]. Called once."""
     for module, functions in _WRAPPING.items():
         for name, transform in functions.items():
             if hasattr(module, name):

@@ -1,18 +1,18 @@
-"""torch.compile: what Dynamo traces in place of the functions that work on DTensors.
+"""torch.compile: the functions that Dynamo traces in place of those that work on DTensors.
 
 Note [Compiled regions run on local tensors]
-    Dynamo follows a tensor subclass through its ``__torch_function__``. The functions here stand in for ours while it
-    traces (``_torchdynamo_inline`` names them, at no cost to the eager path). Layouts are constants there, guarded by
-    their names, so a call is planned once, at trace time, on stand-ins on the meta device. What stays in the graph are
-    the local operations, which the compiler behind Dynamo sees through, and ``hp_dtensor::redistribute``, one operator
-    for any change of layout, which runs the program that runs outside of a graph. Its arguments are the texts of two
-    layouts, not numbers: compiled graphs are cached on disk, and a number means something else in the next process.
+    Dynamo traces a tensor subclass through its ``__torch_function__``. The functions here replace ours while it traces
+    (``_torchdynamo_inline`` names them, at no cost to eager mode). Layouts are constants there, guarded by their names,
+    so a call is planned once, at trace time, on meta tensors. The graph contains the local operations, which the
+    compiler behind Dynamo optimizes, and ``hp_dtensor::redistribute``, one operator for any change of layout, which
+    runs the same code as outside of a graph. Its arguments are the names of two layouts as text, not numbers: compiled
+    graphs are cached on disk, and a number means something else in the next process.
 
-    Handlers of single functions work on DTensors, which a graph does not have. Those that are a plan, or a question to
+    Handlers of single functions work on DTensors, which a graph does not have. Those that are a plan, or a query of
     the local tensor, are traced; the others raise.
 
-    torch's first run of a compiled graph looks for aliases in a mode that refuses subclasses which are no parameters,
-    so a region with DTensors turns that check off (``torch._functorch.config.check_custom_op_aliasing``).
+    torch's first run of a compiled graph looks for aliases in a mode that refuses tensor subclasses that are not
+    parameters, so a region with DTensors turns that check off (``torch._functorch.config.check_custom_op_aliasing``).
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _answer(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if bound.get("p", 0.5) == 0.0 or not bound.get("training", True):
             return x
         raise NotImplementedError(
-            "torch.compile: dropout of a DTensor is not traced; call it on the local part (to_local), or outside of the"
-            " compiled region"
+            "torch.compile: dropout of a DTensor is not traced; call it on the local tensor (to_local), or outside of"
+            " the compiled region"
         )
     with _off():
         out = func(*args, **kwargs)
@@ -165,7 +165,7 @@ def _redistribute_shared(x: Any, spec: Any, src: Any = None) -> Any:
 
 
 def texts(placements: Any) -> Any:
-    """Placements as constants, each its kind and arguments; traced."""
+    """Encode placements as constants, each as its kind and arguments; traced."""
     return tuple([_text(placement) for placement in placements])
 
 
@@ -199,10 +199,10 @@ def _redistribute_method(
             " or redistribute outside of the compiled region"
         )
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-        raise NotImplementedError("torch.compile: redistribute to a Layout is not traced; give its placements")
+        raise NotImplementedError("torch.compile: redistribute to a Layout is not traced; pass its placements")
     if device_mesh is not None and device_mesh._key != self._spec.mesh._key:
         raise NotImplementedError(
-            "torch.compile: redistribution to another mesh is not traced; move it outside of the compiled region"
+            "torch.compile: redistribution to another mesh is not traced; call it outside of the compiled region"
         )
     if placements is None:
         raise NotImplementedError("torch.compile: redistribute: pass the target, placements=; [Replicate()] gathers")
@@ -237,7 +237,7 @@ def _from_local(
     if run_check or device_mesh is None or placements is None or grad_placements is not None:
         raise NotImplementedError(
             "torch.compile: from_local is traced with a mesh and placements, without run_check and grad_placements;"
-            " give the first two, and call it with the others outside of the compiled region"
+            " pass the first two, and call it with the others outside of the compiled region"
         )
     local = tuple([int(size) for size in local_tensor.shape])
     global_shape = None if shape is None else tuple(shape)
@@ -266,7 +266,7 @@ def _requires_grad(self: Any) -> Any:
 
 
 def install() -> None:
-    """Leads Dynamo to the getters here; called once, when hp_dtensor's torch side is imported."""
+    """Make Dynamo trace the getters of this module; called once, when hp_dtensor's torch side is imported."""
     getters = {"shape": _shape, "ndim": _ndim, "dtype": _dtype, "device": _device, "requires_grad": _requires_grad}
     for name, stand_in in getters.items():
         traces_as(getattr(DTensor, name).fget)(stand_in)

@@ -63,12 +63,12 @@ class _Call:
     """A planned call in a graph.
 
     Attributes:
-        compute: gives the results' local parts.
+        compute: returns the local tensors of the results.
         args, kwargs: the arguments, with a hole for each tensor.
         operands: the layouts of the tensors.
         results: the layouts of the results.
-        single: there is one result, and it is no list.
-    copied: the results are views on one device, and copies here.
+        single: there is one result, not in a list.
+        copied: the results would be views on a single device, but are copies here.
     """
 
     compute: Callable[[Any, Any], Any]
@@ -92,7 +92,7 @@ def constant(function: Any) -> Any:
 # ---- at trace time ----
 @constant
 def enter() -> None:
-    """Lets the functions of the next section stand in a graph. Not at import: nobody may compile in this process."""
+    """Allow the functions of the next section in a graph; not at import, because the process may never compile."""
     import torch._dynamo
     import torch._functorch.config
 
@@ -103,7 +103,7 @@ def enter() -> None:
 
 @constant
 def question(func: Any) -> str:
-    """How ``func`` is traced: a kind of metadata, ``"local"``, ``"same"``, ``"dropout"``, or ``"plan"``."""
+    """Return how ``func`` is traced: a kind of metadata, ``"local"``, ``"same"``, ``"dropout"``, or ``"plan"``."""
     if type(func) is str:  # an override's name
         func = getattr(T, func)
     kinds = {T.size: "size", T.dim: "dim", T.ndimension: "dim", T.numel: "numel", T.nelement: "numel", T.__len__: "len"}
@@ -112,7 +112,7 @@ def question(func: Any) -> str:
     if isinstance(func, torch._ops.HigherOrderOperator):
         raise NotImplementedError(
             f"torch.compile: {func} with DTensors among its arguments is not traced; checkpoint modules that take and"
-            " give plain tensors (use_local_output=True), or checkpoint what is compiled"
+            " return plain tensors (use_local_output=True), or checkpoint the compiled module"
         )
     if func in (F.dropout, torch.dropout):
         return "dropout"
@@ -123,8 +123,8 @@ def question(func: Any) -> str:
     if handler in traced:
         return traced[handler]
     raise NotImplementedError(
-        f"torch.compile: {_shown(func)} of a DTensor is not traced; call it on the local part (to_local), or outside of"
-        " the compiled region (torch.compiler.disable)"
+        f"torch.compile: {_shown(func)} of a DTensor is not traced; call it on the local tensor (to_local), or outside"
+        " of the compiled region (torch.compiler.disable)"
     )
 
 
@@ -134,7 +134,7 @@ def _shown(func: Any) -> str:
 
 @constant
 def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes: Any) -> str:
-    """Plans a call; the name of it among ``_calls``. The layout of a plain tensor is None."""
+    """Plan a call and return its name among ``_calls``. The layout of a plain tensor is None."""
     func = getattr(T, func) if type(func) is str else func  # an override's name
     kwargs = dict(zip(names, values, strict=True))
     spec = next(named(layout) for layout in layouts if layout is not None)
@@ -184,22 +184,22 @@ def shape_of(layout: str) -> Any:
 
 @constant
 def taken(name: str, dtype: Any) -> Any:
-    """When a planned call gave a view that moved, and of how many elements; None where it gave something else."""
+    """Return when a planned call took a view that moved, with its source's size and dtype; None for other calls."""
     call = _calls[name]
     return (len(_written), math.prod(call.operands[0].shape), dtype) if call.copied else None
 
 
 @constant
 def check_copy(func: Any, first: bool, taken: Any) -> bool:
-    """Refuses a call on a view that moved; whether its results are views of that.
+    """Check a call on a view that moved, and return whether its results are views of that view.
 
     Args:
-        func: what is called.
+        func: the function.
         first: the view is its first argument.
         taken: see `taken`.
 
     Raises:
-        NotImplementedError: it would write the view, or would read it after a write that may have been to its source.
+        NotImplementedError: it would write to the view, or read it after a write that may have been to its source.
     """
     func = getattr(T, func) if type(func) is str else func
     if first and writes_first(func):
@@ -210,22 +210,22 @@ def check_copy(func: Any, first: bool, taken: Any) -> bool:
     since, numel, dtype = taken
     if any(count <= numel and kind == dtype for count, kind in _written[since:]):
         raise NotImplementedError(
-            f"{REFUSED}, and a DTensor that may be what it is a view of was written in place since: {_shown(func)}"
-            " would read the old value. Take the view after the write, or clone() it before"
+            f"{REFUSED}, and a DTensor that may be its source was written in place since: {_shown(func)} would read the"
+            " old value. Take the view after the write, or clone() it before"
         )
     return first and func in VIEWS
 
 
 @constant
 def refuse_moved(func: Any) -> None:
-    """Refuses a view that moved outside of the region.
+    """Refuse a view that moved outside of the region.
 
     Raises:
         NotImplementedError: always.
     """
     raise NotImplementedError(
-        f"torch.compile: {_shown(func)} of a DTensor that is a view of another one and had to be moved: it follows its"
-        " source, which a graph can't; clone() it before the compiled region"
+        f"torch.compile: {_shown(func)} of a DTensor that is a view of another one and had to be redistributed: it"
+        " follows its source, which is impossible in a graph; clone() it before the compiled region"
     )
 
 
@@ -237,7 +237,7 @@ def results(name: str) -> tuple[TensorSpec, ...]:
 
 @constant
 def is_single(name: str) -> bool:
-    """Whether a planned call has one result."""
+    """Tell whether a planned call has one result."""
     return _calls[name].single
 
 
@@ -316,8 +316,8 @@ def vary(layout: str, vary: Any, x: torch.Tensor) -> torch.Tensor:
 
 # ---- views that moved ----
 REFUSED = (
-    "torch.compile: a view of a DTensor along a dim that is cut had to be moved, so that inside of a compiled region it"
-    " is a copy"
+    "torch.compile: a view of a DTensor along a sharded dim had to be redistributed, so inside a compiled region it is"
+    " a copy"
 )
 
 
@@ -325,7 +325,7 @@ def _torch_function_of_copies(cls: Any, func: Any, types: Any, args: Any = (), k
     kwargs = kwargs or {}
     written = [*args[:1], kwargs.get("out")] if writes_first(func) else [kwargs.get("out")]
     if any(type(x) is CopiedView for x in _listed(written)):
-        raise RuntimeError(f"{REFUSED}: {func.__name__} would not reach what it is a view of; clone() it first")
+        raise RuntimeError(f"{REFUSED}: {func.__name__} would not reach its source; clone() it first")
     copies: list[Any] = [x for x in _listed((args, kwargs)) if type(x) is CopiedView]
     for x in copies:
         x.__class__ = DTensor
@@ -342,7 +342,7 @@ def _torch_function_of_copies(cls: Any, func: Any, types: Any, args: Any = (), k
 
 
 class CopiedView(DTensor):
-    """A DTensor that is a copy of what it is a view of; see Note [A view that moved in a graph]."""
+    """A view that is a copy of its source's elements; see Note [A view that moved in a graph]."""
 
     _taken: Any  # see `hp_dtensor.torch.compile.graph.taken`
     __torch_function__ = classmethod(_torch_function_of_copies)  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""What of DTensor torch.compile has to find as it is in torch.Tensor.
+"""Methods of DTensor that torch.compile must take for those of torch.Tensor.
 
-While Dynamo compiles, it reads sizes and strides of the tensors that go into a graph: these are the local tensor's, so
-what a DTensor says of itself depends on ``compiler._is_compiling_flag``.
+While Dynamo compiles, it reads the sizes and strides of a graph's inputs. These must be the local ones, so the metadata
+of a DTensor depends on ``compiler._is_compiling_flag``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Override", "compiler", "overrides"]
 
 
 class _Tracing:
-    """For a torch that keeps no such flag while Dynamo compiles."""
+    """The flag for versions of torch that don't have it."""
 
     @property
     def _is_compiling_flag(self) -> bool:
@@ -28,14 +28,14 @@ compiler: Any = torch.compiler if hasattr(torch.compiler, "_compile_session_cont
 
 
 class Override:
-    """A method that stands in for one of ``torch.Tensor``, and equals it.
+    """A method that replaces one of ``torch.Tensor``, and equals it.
 
-    Dynamo refuses to call a method that a tensor subclass overrides, and hands torch's own to ``__torch_function__``.
+    Dynamo refuses to call a method that a tensor subclass overrides, and passes torch's own to ``__torch_function__``.
     Outside of a graph the override is called, without the cost of an interception.
 
     Args:
         base: torch.Tensor's method.
-        function: what is called.
+        function: the override.
     """
 
     def __init__(self, base: Any, function: Callable[..., Any]) -> None:

@@ -1,16 +1,16 @@
-"""Moved values that are kept for the next operation that reads them so.
+"""Redistributed values, stored for the next operation that reads them.
 
 Note [One sum for q, k and v]
-A value that several operations read as varying must be summed once, not once an operation, and one that they read
-gathered is gathered once. What it became hangs on the value itself, found by layout and version, until its backward. A
-node does not hold its result, and what a value became is no view of it, so this is no cycle that nobody would collect.
-A leaf is held by its node: of leaves nothing is kept. What readers share as a DTensor (the inputs of parallel modules)
-holds what it came from: of those, the last four are kept.
+The gradient of a value that several operations read as varying must be reduced once, not once per operation, and a
+value that several operations read gathered is gathered once. The result is stored on the value itself, by layout and
+version, until its backward. This is not a reference cycle: a node does not hold its result, and the stored value is not
+a view. A leaf is held by its node, so nothing is stored for leaves. A DTensor that readers share (an input of parallel
+modules) holds its source; the last four of those are stored.
 
-Only of a value inside a graph is anything kept: autograd itself takes such a value to be what it was where its version
-counter says so. Leaves, and values without gradients, are written past their counters (``data``, ``to_local().data``,
-an array of numpy's on the same memory), which nothing shows: they are moved at each read. So is a value whose memory
-was handed out by ``data`` or ``to_local``.
+Values are stored only for tensors inside a graph, for which autograd itself relies on the version counter. Leaves, and
+tensors without gradients, may be written without a change of the counter (``data``, ``to_local().data``, a numpy array
+on the same memory), so they are redistributed at each read, and so is a tensor whose memory ``data`` or ``to_local``
+exposed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _NONE: Any = MappingProxyType({})
 HANDED_OUT: Any = MappingProxyType({"handed out": None})
-"""Stands for what is kept of a value that may be written where its version counter does not show it."""
+"""Marks a tensor that may be written without a change of its version counter: nothing is stored for it."""
 _shared: list[tuple[Any, ...]] = []
 _MOST_SHARED = 4
 
@@ -39,9 +39,9 @@ def recall(x: Any, dst: TensorSpec, vary: Any) -> Any:
     """Return what ``remember`` stored for ``x``, or None if there is nothing or ``x`` was written to since.
 
     Args:
-        x: a DTensor, recorded.
-        dst: the layout to read it in.
-        vary: the axes where the result of the reading operation varies.
+        x: a DTensor inside a graph.
+        dst: the layout in which to read it.
+        vary: the axes on which the result of the reading operation varies.
     """
     entry = x.__dict__.get("_reads", _NONE).get((dst, vary))
     if entry is None:
@@ -82,17 +82,17 @@ def remember_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None, va
 
 
 def drop(x: Any) -> None:
-    """Lets go of what is kept of ``x``, whose backward has come, and of what is shared."""
+    """Drop the values stored for ``x``, whose backward has begun, and all shared ones."""
     _shared.clear()
     if x is not None and x.__dict__.get("_reads") is not HANDED_OUT:
         x.__dict__.pop("_reads", None)
 
 
 def hand_out(x: Any) -> None:
-    """From now on nothing is kept of ``x``, which may be written where its version counter does not show it."""
+    """Store nothing for ``x`` from now on: it may be written without a change of its version counter."""
     x.__dict__["_reads"] = HANDED_OUT
 
 
 def _is_recorded(x: Any) -> bool:
-    """Whether ``x`` is a value inside a graph that is being recorded."""
+    """Tell whether ``x`` is inside a graph that is being recorded."""
     return torch.is_grad_enabled() and _impl(_requires_grad, (), (x,)) and not _impl(_is_leaf, (), (x,))

@@ -1,14 +1,14 @@
-"""Views that had to be moved: they show what their source holds, and what is written to them reaches it.
+"""Views that had to be redistributed: they show the values of their source, and writes to them reach it.
 
 Note [A view that moved]
-A view along a cut dim can't share the memory of its source: what a rank shows of it came from other ranks. Such a
-result is of a class of its own, which knows its source and where it lies there. Whatever reads it, an operation or a
-method, comes by that class: where the source was written since, the view is taken again, in place and in the graph, as
-autograd does for a view on one device; what an operation wrote to it is written to the source. A view of such a view
-shares its memory as a rule, and goes by it. Dispatch looks for DTensor itself, so all other tensors pay nothing.
+A view along a sharded dim can't share the memory of its source if its elements come from other ranks. Such a result is
+of a class of its own, which knows its source and its position there. Every operation and method goes through that
+class: if the source was written to since, the view is taken again, in place and in the graph, as autograd does for a
+view on a single device; a write to the view is written to the source. A view of such a view usually shares its memory,
+and follows it. Dispatch checks for DTensor itself, so all other tensors pay nothing.
 
-Where no version tells whether the source was written (its memory was handed out, or it is an inference tensor), the
-view is taken again at each read, past its own version counter: so did whoever wrote.
+If no version counter tells whether the source was written to (its memory was exposed, or it is an inference tensor),
+the view is taken again at each read, without a change of its own version counter, just as the write was.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _data = T.data.__get__  # type: ignore[attr-defined]
 WHOLE = frozenset(functions_of("view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as"))
 """Views of all elements in their order."""
 MAY_COPY = frozenset(functions_of("reshape flatten ravel reshape_as contiguous"))
-"""Functions that give a view of all elements in their order, or a copy, as strides allow."""
+"""Functions that return a view of all elements in their order if strides allow it, otherwise a copy."""
 _ALONG = {
     func: names.split()
     for names, funcs in (
@@ -55,7 +55,7 @@ _ALONG = {
     )
     for func in functions_of(funcs)
 }
-"""Views that are an index along one dim, or several that follow each other, with their arguments."""
+"""Views that are an index along one dim, or several consecutive ones, with the names of their arguments."""
 VIEWS = frozenset(
     [
         *WHOLE,
@@ -68,27 +68,27 @@ VIEWS = frozenset(
         *(getattr(T, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")),
     ]
 )
-"""Functions that give views of one tensor on one device."""
+"""Functions that return views of one tensor on a single device."""
 _SEVERAL = frozenset(functions_of("broadcast_tensors atleast_1d atleast_2d atleast_3d"))
-"""Functions that give views of several, each by one of ``VIEWS``."""
+"""Functions that return views of several tensors, each by one of ``VIEWS``."""
 _LISTS = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_"))
 _RESHAPING = frozenset(getattr(T, f"{name}_") for name in "t transpose swapaxes swapdims squeeze unsqueeze".split())
 
 
 @dataclass(slots=True)
 class _Link:
-    """Where a view lies in its source.
+    """The relation of a view to its source.
 
     Attributes:
-        source: a DTensor; a view that moved where the view is one of that.
-        take: gives the view anew; None where it shares the memory of the source.
+        source: a DTensor, which may be a view that moved itself.
+        take: takes the view again; None if it shares the memory of the source.
         put: writes the view to the source.
-        version: the source's when the view was taken; None where none is counted.
-        recorded: the view was taken with gradients on.
-        storage: the source's when the view was taken. Where ``source.data = other`` has replaced it, the view stays on
-            the old one, as on one device.
+        version: the source's version when the view was taken; None if it has no version counter.
+        recorded: the view was taken with gradients enabled.
+        storage: the source's storage when the view was taken. After ``source.data = other`` the view stays on the old
+            one, as on a single device.
         spec: the source's layout when the view was taken.
-        shows: which elements of the source the view shows, as ``take`` does; None where those are all, in their order.
+        shows: returns the elements of the source that the view shows, as ``take`` does; None for all, in their order.
     """
 
     source: Any
@@ -102,7 +102,7 @@ class _Link:
 
 
 class MovedView(DTensor):
-    """A DTensor that is a view of another one, and holds a copy. See Note [A view that moved]."""
+    """A DTensor that is a view of another one, but a copy in memory. See Note [A view that moved]."""
 
     @property  # type: ignore[override]
     def _spec(self) -> Any:
@@ -121,7 +121,7 @@ class MovedView(DTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         del vars(self)["_link"]
-        self.__class__ = DTensor  # type: ignore[assignment]  # it is a view of nothing any more
+        self.__class__ = DTensor  # type: ignore[assignment]  # it is no longer a view
         self.data = value
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -129,7 +129,7 @@ class MovedView(DTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         full = super().full_tensor(grad_placements=grad_placements)
-        return full.clone() if self._spec.replicated else full  # what is written to it would not reach the source
+        return full.clone() if self._spec.replicated else full  # a write to it would not reach the source
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with _as_dtensors([self]):
@@ -156,20 +156,20 @@ class MovedView(DTensor):
         with _as_dtensors(views):
             out = func(*args, **kwargs)
         for view, then in zip(views, before, strict=True):
-            counted = then is not None and func not in _LISTS  # torch_npu's kernels for lists count no write
+            counted = then is not None and func not in _LISTS  # torch_npu's kernels for lists don't count writes
             if then != _counted(view) if counted else _writes(func, view, args, kwargs):
                 _pass_on(view)
         return _views_of_views(func, args, kwargs, out, views) if func in VIEWS else out
 
 
-# ---- making one ----
+# ---- creation ----
 def link(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Make the results of a view that moved follow their source.
 
     Args:
-        out: what ``func`` gave: a DTensor or several.
+        out: the result of ``func``: a DTensor or several.
         func: one of ``VIEWS``.
-        args: its positional arguments, the source the first unless it is named ``input``.
+        args: its positional arguments, beginning with the source unless that is passed as ``input``.
         kwargs: its keyword arguments.
     """
     source = args[0] if args else kwargs["input"]
@@ -180,7 +180,7 @@ def link(out: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def linked(out: Any, source: Any, func: Any, args: Any, kwargs: Any, metas: Sequence[torch.Tensor]) -> Any:
-    """As ``link``, where one device gives the views ``metas``, which are on meta."""
+    """Make results follow their source as ``link`` does; ``metas`` are a single device's views, on meta."""
     several = isinstance(out, (list, tuple))
     views = [_linked(x, source, func, args, kwargs, n if several else None, out) for n, x in enumerate(_listed(out))]
     for view, meta in zip(views, metas, strict=True):
@@ -191,7 +191,7 @@ def linked(out: Any, source: Any, func: Any, args: Any, kwargs: Any, metas: Sequ
 def _linked(x: Any, source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out: Any) -> Any:
     spec = x._spec
     if _impl(_requires_grad, (), (x,)) and func not in _EXPANDING:
-        # memory of its own: autograd lets nobody write to one of several views, nor to a view out of a function
+        # its own memory: autograd forbids writes to one of several views, and to a view that a function returned
         x = _impl(T.clone, (), (x,))
     take, put = _ways(source, func, args, kwargs, which, out)
     x.__class__ = MovedView
@@ -206,7 +206,7 @@ _EXPANDING = frozenset(functions_of("expand expand_as broadcast_to"))
 
 
 def shares(x: Any, source: Any, shows: Callable[[Any], Any] | None = None) -> Any:
-    """``x``, which shares the memory of the view ``source``, as one that goes by it."""
+    """Make ``x``, which shares the memory of the view ``source``, follow it."""
     x.__class__ = MovedView
     x.__dict__["_link"] = _Link(source, None, lambda source, _: None, None, torch.is_grad_enabled(), None, None, shows)
     return x
@@ -221,7 +221,7 @@ def _views_of_views(func: Any, args: Any, kwargs: Any, out: Any, views: list[Any
     memory = storage_of(source)._cdata
     for n, x in enumerate(_listed(out)):
         which = n if isinstance(out, (list, tuple)) else None
-        if type(x) is DTensor:  # not moved: of a copy on one rank alone, all ranks go by the source in the same steps
+        if type(x) is DTensor:  # not moved; even if it is a copy on one rank only, all ranks take the same steps
             if storage_of(x)._cdata == memory:
                 shares(x, source, _taking(func, args, kwargs, which))
             else:
@@ -230,13 +230,13 @@ def _views_of_views(func: Any, args: Any, kwargs: Any, out: Any, views: list[Any
 
 
 def _picks(func: Any, args: Any) -> bool:
-    """Whether ``func`` is an index with tensors in it, which gives a copy."""
+    """Tell whether ``func`` is indexing by tensors, which returns a copy."""
     return func is T.__getitem__ and any(True for _ in tensors_of(args[1:], {}))
 
 
-# ---- where a view lies ----
+# ---- a view's position ----
 def _ways(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out: Any) -> tuple[Any, Any]:
-    """How the view is taken again, and how it is written to the source."""
+    """Return the functions that take the view again and that write it to the source."""
     index = _index(source, func, args, kwargs, which, out)
     if index is not None:
         return lambda source: source[index], lambda source, view: source.__setitem__(index, view)
@@ -249,8 +249,8 @@ def _ways(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out
         positions = take(torch.arange(shape.numel(), device=source.device).view(shape))
         if func in _EXPANDING and positions.unique().numel() != positions.numel():
             raise RuntimeError(
-                f"unsupported operation: {func.__name__} gave a view of shape {tuple(view.shape)} that shows an element"
-                f" of the DTensor of shape {tuple(shape)} several times; clone() it before it is written"
+                f"unsupported operation: {func.__name__} returned a view of shape {tuple(view.shape)} that has elements"
+                f" of the DTensor of shape {tuple(shape)} several times; clone() it before writing to it"
             )
         with implicit_replication():
             source[torch.unravel_index(positions, shape)] = view
@@ -307,9 +307,9 @@ def _follow(view: Any) -> None:
     if source._spec is not link.spec:
         raise RuntimeError(
             f"a DTensor of shape {tuple(view.__dict__['_spec'].shape)} is a view of one of shape"
-            f" {tuple(link.spec.shape)}, whose shape or layout was changed in place since: it is"
-            f" {source._spec.placements} of shape {tuple(source._spec.shape)} now; take the view again, or clone() it"
-            " before"
+            f" {tuple(link.spec.shape)}, whose shape or layout was changed in place since: it is now placed"
+            f" {source._spec.placements} and has shape {tuple(source._spec.shape)}; take the view again, or clone() it"
+            " before the change"
         )
     version = _counted(source)
     seen = version != link.version
@@ -330,14 +330,14 @@ def _follow(view: Any) -> None:
 
 
 def _is_handed_out(x: Any) -> bool:
-    """Whether the memory of ``x``, or of what it is a view of, was handed out."""
+    """Tell whether the memory of ``x``, or of the tensor of which it is a view, was exposed."""
     base = _impl(_base, (), (x,))
     of_base = base is not None and base.__dict__.get("_reads") is HANDED_OUT
     return of_base or x.__dict__.get("_reads") is HANDED_OUT
 
 
 def _may_write(view: Any) -> Any:
-    """Where ``view`` may be written: an inference tensor in inference mode alone."""
+    """Return a context in which ``view`` may be written: an inference tensor only in inference mode."""
     inference = _impl(T.is_inference, (), (view,)) and not torch.is_inference_mode_enabled()
     return torch.inference_mode() if inference else contextlib.nullcontext()
 
@@ -361,7 +361,7 @@ def _counted(x: Any) -> int | None:
 
 
 def _writes(func: Any, view: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``func`` writes to ``view``, by its name: of an inference tensor nothing else tells."""
+    """Tell by the name of ``func`` whether it writes to ``view``; an inference tensor has no version counter."""
     name = getattr(func, "__name__", "")
     first = args if name.startswith("_fused") else args[:1]  # fused steps write several lists
     return any(x is view for x in _views((first, kwargs.get("out")))) and (writes_first(func) or "out" in kwargs)
@@ -369,7 +369,7 @@ def _writes(func: Any, view: Any, args: Any, kwargs: Any) -> bool:
 
 @contextlib.contextmanager
 def _as_dtensors(views: Sequence[Any]) -> Iterator[None]:
-    """Inside, the views are DTensors like any other."""
+    """Treat the views as ordinary DTensors inside the context."""
     for view in views:
         view.__class__ = DTensor
     try:

@@ -1,14 +1,14 @@
-"""Writes to memory that is read elsewhere in the same operation, or shown twice: refused, on all ranks or on none.
+"""Writes to memory that the same operation reads elsewhere, or that has duplicates: refused on all ranks or none.
 
 Note [What overlaps]
-torch refuses a write by the memory of the tensors at hand: ``x[1:].add_(x[:-1])``, ``x.expand(3, 4).add_(1)``. Of a
-DTensor, a rank with one row of ``x``, or with none, would decide otherwise than its neighbours. So the decision is made
-on what all ranks know. Views that share memory cut the same dim of it, so they overlap where they do at one index of
-the cut dims. Views that had to be moved are followed to what they are views of.
+torch refuses a write by the memory of its operands: ``x[1:].add_(x[:-1])``, ``x.expand(3, 4).add_(1)``. With DTensors,
+a rank with one row of ``x``, or none, would decide differently from the others. So the decision uses only what all
+ranks know. Views that share memory shard the same dim of it, so they overlap if they do at one index of the sharded
+dims. Views that had to be redistributed are followed to their sources.
 
-Where every rank has two indices of each cut dim or more (``TensorSpec.thin`` is False), torch decides alike on all of
-them, and writes of tensors in one layout go unchecked; so do those of ``RaggedShard``, which no view keeps that shows a
-part of its source, or another order.
+If every rank has at least two indices of each sharded dim (``TensorSpec.thin`` is False), torch decides alike on all
+ranks, and writes of tensors in one layout are not checked here. Neither are those of ``RaggedShard``, which no view
+keeps that has only a part of its source, or another order.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["apart", "refuse_overlaps", "refuse_overlaps_of_call"]
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _NOTES = frozenset(("_link", "_strides"))
-"""A view that moved has the one; strides that are not those of a contiguous tensor are the other."""
+"""Attributes of views that moved, and of tensors with recorded strides that are not contiguous."""
 
 
 def refuse_overlaps_of_call(func: Any, args: Any, kwargs: Any) -> None:
-    """``refuse_overlaps`` of a call, where the function writes by its name or has ``out=``.
+    """Call ``refuse_overlaps`` for a call that writes, by the function's name or to ``out=``.
 
     Args:
-        func: the torch function; one of lists of tensors writes each of the first list, and reads those of the others.
-        args: its positional arguments, what is written the first.
+        func: the torch function; a function of lists writes the tensors of the first list, and reads those of others.
+        args: its positional arguments, beginning with the one that is written.
         kwargs: its keyword arguments.
 
     Raises:
@@ -64,11 +64,11 @@ def refuse_overlaps_of_call(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def apart(written: Any, read: Sequence[Any]) -> bool:
-    """Tell quickly that there is nothing to refuse; False where that has to be looked into.
+    """Return True if there is certainly nothing to refuse; it is quick.
 
     Args:
-        written: what an operation writes, a thin DTensor.
-        read: what it reads besides.
+        written: the tensor that an operation writes, a thin DTensor.
+        read: the other tensors that it reads.
     """
     if type(written) is not DTensor or not written._spec.thin or not _NOTES.isdisjoint(vars(written)):
         return False
@@ -79,16 +79,16 @@ def apart(written: Any, read: Sequence[Any]) -> bool:
 
 
 def refuse_overlaps(name: str, written: Any, read: tuple[Any, ...]) -> None:
-    """Refuses a write that torch leaves undefined, or refuses on one device.
+    """Refuse a write that torch leaves undefined, or refuses on a single device.
 
     Args:
-        name: the operation's.
-        written: what it writes.
-        read: what it reads besides; only DTensors matter.
+        name: the operation's name.
+        written: the tensor that it writes.
+        read: the other tensors that it reads; only DTensors matter.
 
     Raises:
-        RuntimeError: ``written`` shows an element of memory several times, or a part of what ``read`` shows, or in
-            another order; the same on all ranks, before anything is sent.
+        RuntimeError: ``written`` has an element of memory several times, or shares some elements with ``read``, or
+            all in another order; the same on all ranks, before any communication.
     """
     read = tuple(other for other in read if isinstance(other, DTensor))
     if not isinstance(written, DTensor) or not any(map(_may_share, (written, *read))):
@@ -97,20 +97,19 @@ def refuse_overlaps(name: str, written: Any, read: tuple[Any, ...]) -> None:
         strides = strides_of(written)
         if any(size > 1 and not stride for size, stride in zip(written._spec.shape, strides, strict=True)):
             raise RuntimeError(
-                f"unsupported operation: {name} writes to a DTensor of shape {tuple(written._spec.shape)} that shows an"
-                " element of memory several times; clone() it first"
+                f"unsupported operation: {name} writes to a DTensor of shape {tuple(written._spec.shape)} that has"
+                " several elements at one memory location; clone() it first"
             )
     for other in read:
         if other._spec.shape and other is not written and _overlap(written, other):
             raise RuntimeError(
                 f"unsupported operation: {name} writes to a DTensor of shape {tuple(written._spec.shape)} and reads one"
-                f" of shape {tuple(other._spec.shape)} that shows some of the same elements, not each at its own place;"
-                " clone() it first"
+                f" of shape {tuple(other._spec.shape)} that partly overlaps it in memory; clone() it first"
             )
 
 
 def _refuse_crossing(name: str, written: Any, lists: list[Any]) -> None:
-    """Elements of lists that are written one after the other: a view that moved would show the next one what was."""
+    """Refuse lists whose elements overlap: they are written in turn, and a view that moved would show old values."""
     for index, x in enumerate(written):
         for others in (written, *lists):
             for position, other in enumerate(others):
@@ -133,7 +132,7 @@ def _tensors(values: Any) -> Iterator[Any]:
 
 
 def _may_share(x: Any) -> bool:
-    """Whether ``x`` may show memory of another tensor: a view does, and of an inference tensor nobody knows."""
+    """Tell whether ``x`` may share memory with another tensor: a view does, an inference tensor might."""
     return _impl(T._is_view, (), (x,)) or _impl(T.is_inference, (), (x,)) or "_link" in vars(x)
 
 
@@ -142,21 +141,21 @@ def _memory(x: Any) -> int:
 
 
 def _overlap(a: Any, b: Any) -> bool:
-    """Whether two DTensors share elements of memory, and not all of them in the same order."""
+    """Tell whether two DTensors share memory, but not all elements in the same order."""
     if _memory(a) != _memory(b):
         moved = "_link" in vars(a) or "_link" in vars(b)
         return moved and _overlap_in_source(a, b)
     if _geometry(a) == _geometry(b):
         return False
-    return bool(torch.isin(_at_one_cut(a), _at_one_cut(b)).any())
+    return bool(torch.isin(_at_first_index(a), _at_first_index(b)).any())
 
 
 def _geometry(x: Any) -> tuple[Any, ...]:
     return x._spec.shape, x._spec.placements, _impl(T.stride, (), (x,)), _impl(T.storage_offset, (), (x,))
 
 
-def _at_one_cut(x: Any) -> torch.Tensor:
-    """Places in memory of the elements of ``x`` whose index is 0 in each dim that is cut."""
+def _at_first_index(x: Any) -> torch.Tensor:
+    """Return the memory positions of the elements of ``x`` with index 0 in each sharded dim."""
     spec = x._spec
     sharded = {dim for p in spec.placements for dim in (getattr(p, "dims", None) or (getattr(p, "dim", None),))}
     positions = torch.tensor([_impl(T.storage_offset, (), (x,))])
@@ -173,7 +172,7 @@ def _overlap_in_source(a: Any, b: Any, alike: bool = False) -> bool:
         return False
     elements, others = _places(a), _places(b)
     if _geometry(source) != _geometry(other) or elements is None or others is None:
-        return True  # views of one memory, of which it is not followed further where they lie in each other
+        return True  # they share memory, but their positions in it are not known
     if torch.equal(elements, others):
         return alike
     return bool(torch.isin(elements.reshape(-1), others.reshape(-1)).any())
@@ -187,7 +186,7 @@ def _source(x: Any) -> Any:
 
 
 def _places(x: Any) -> torch.Tensor | None:
-    """Which elements of its source ``x`` shows; None where that can't be told."""
+    """Return the indices of the elements of its source that ``x`` shows; None if they are not known."""
     link = vars(x).get("_link")
     if link is None:
         return torch.arange(math.prod(x._spec.shape)).view(x._spec.shape)
@@ -196,6 +195,6 @@ def _places(x: Any) -> torch.Tensor | None:
         return elements
     try:
         shown = link.shows(elements)
-    except (RuntimeError, TypeError, ValueError):  # of arguments that are DTensors
+    except (RuntimeError, TypeError, ValueError):  # some arguments are DTensors
         return None
     return shown if type(shown) is torch.Tensor else None

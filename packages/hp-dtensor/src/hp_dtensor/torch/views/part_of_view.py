@@ -1,10 +1,10 @@
-"""Local parts of views that had to be moved: they may be read, while the source is as it was.
+"""Local tensors of views that had to be redistributed: they may be read while the source is unchanged.
 
-Note [The part of a view that moved]
-``to_local()`` gives the memory of a DTensor. That of a view that moved (Note [A view that moved] in `moved_view`) is
-a copy. What is computed on parts may differ between ranks, so nothing may be communicated there: a write can't be sent
-to the source, and what the source became can't be fetched. Such a part is of a class of its own, which refuses the one
-and the other, on each rank by itself. A DTensor that is made of it again is a view of the source.
+Note [The local tensor of a view that moved]
+``to_local()`` exposes the memory of a DTensor, but for a view that moved (Note [A view that moved] in `moved_view`)
+that memory is a copy. Ranks may compute different things with local tensors, so nothing may be communicated there: a
+write cannot be sent to the source, and the source's new values cannot be fetched. Such a local tensor is of a class of
+its own, which refuses both, on each rank by itself. A DTensor created from it is again a view of the source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ASKING = frozenset("__get__ __hash__ __len__ size dim numel stride is_contiguou
 
 
 class PartOfView(torch.Tensor):
-    """This rank's part of a view that moved."""
+    """The local tensor of a view that moved."""
 
     _view: Any
 
@@ -40,18 +40,20 @@ class PartOfView(torch.Tensor):
         for part in _parts([written, kwargs.get("out")]):
             if func is not T.requires_grad_:
                 raise RuntimeError(
-                    f"{name}: {_shown(part)}, so that it is a copy, and a write to it can't reach the DTensor that the"
-                    " view is of; write to the view itself, before to_local(), or clone() the part"
+                    f"{name}: {_shown(part)}. It is a copy, and a write to it can't reach the DTensor of which it is a"
+                    " view; write to the view itself, before to_local(), or clone() the local tensor"
                 )
         parts = list(_parts([args, kwargs]))
         for part in parts:
             if name not in _ASKING and _is_stale(part._view):
                 raise RuntimeError(
-                    f"{name}: {_shown(part)}, and the DTensor that the view is of was written since; call to_local() of"
-                    " the view again, or clone() the part before the write"
+                    f"{name}: {_shown(part)}, and the DTensor of which it is a view was written to since; call"
+                    " to_local() of the view again, or clone() the local tensor before the write"
                 )
         if any(kind is not PartOfView and kind.__torch_function__ is not _impl for kind in types):
-            return func(*_plain(args), **_plain(kwargs))  # a DTensor takes plain tensors as replicated, or refuses them
+            return func(
+                *_plain(args), **_plain(kwargs)
+            )  # a DTensor treats plain tensors as replicated, or refuses them
         out = _impl(func, types, args, kwargs)
         for result in _tensors(out):
             for part in parts:
@@ -80,13 +82,13 @@ def part_of(view: Any, part: torch.Tensor) -> PartOfView:
 
 
 def _is_stale(view: Any) -> bool:
-    """Whether the source of ``view`` was written since the view was taken, or is a view that is so."""
+    """Tell whether the source of ``view`` is stale itself, or was written to since the view was taken."""
     link = view.__dict__.get("_link")
     if link is None:
         return False
     if link.take is None:  # it shares the memory of its source
         return _is_stale(link.source)
-    if storage_of(link.source)._cdata != link.storage._cdata:  # the view stays on what its source left
+    if storage_of(link.source)._cdata != link.storage._cdata:  # the view stays on the old storage
         return False
     counted = link.version is not None and link.version != _impl(_version, (), (link.source,))
     return counted or _is_stale(link.source)
@@ -98,7 +100,7 @@ def whole_of(part: torch.Tensor) -> tuple[Any, torch.Tensor]:
 
 
 def _shown(part: Any) -> str:
-    return f"a part of shape {tuple(_impl(T.size, (), (part,)))} is of a view that had to be moved"
+    return f"the local tensor of shape {tuple(_impl(T.size, (), (part,)))} is of a view that had to be redistributed"
 
 
 def _plain(value: Any) -> Any:

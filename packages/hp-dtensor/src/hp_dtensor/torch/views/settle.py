@@ -1,4 +1,4 @@
-"""Results of planned calls of thin DTensors, alike on all ranks: Note [Thin shards] in `hp_dtensor.layout.strides`."""
+"""Results of planned calls on thin DTensors, the same on all ranks: Note [Thin shards] in `layout.strides`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = torch.Tensor
 
 
 class Settle:
-    """Makes what a planned call gave of a thin DTensor a view on all ranks or a copy on all, and notes its strides.
+    """Decision whether a planned call on a thin DTensor returns a view or a copy, the same on all ranks.
 
-    What that is depends on the strides of the operand alone: it is asked once for each, as a plan is.
+    It also records the result's strides. The decision depends only on the operand's strides, and is cached by them.
 
     Args:
-        func: a function that gives views, or may; its layouts and its other arguments are those of one plan.
-        may_copy: it gives a copy where strides don't allow a view.
+        func: a function that returns views, or may; its layouts and other arguments are those of one plan.
+        may_copy: the function returns a copy if strides don't allow a view.
     """
 
     __slots__ = ("_func", "_known", "_may_copy")
@@ -46,7 +46,7 @@ class Settle:
             out.__class__, out._spec = source.__class__, spec
         if noted is not None:
             for x, strides in zip(out if isinstance(out, (list, tuple)) else (out,), noted, strict=True):
-                if x is not source:  # `contiguous` may give its operand
+                if x is not source:  # `contiguous` may return its operand
                     x._strides = strides
         return out
 

@@ -1,4 +1,4 @@
-"""Strides of DTensors as wholes, alike on all ranks: Note [Thin shards] in `hp_dtensor.layout.strides`."""
+"""Global strides of DTensors, the same on all ranks: Note [Thin shards] in `hp_dtensor.layout.strides`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["keep", "local_strides", "note", "on_one_device", "same_memory", "sto
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
-"""Whether two tensors, or parts of DTensors, lie in one storage."""
+"""Tells whether two tensors, or the local tensors of DTensors, share a storage."""
 
 
 def local_strides(x: Any) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def keep(x: Any, source: Any) -> None:
 def note(x: Any, strides: tuple[int, ...]) -> None:
     """Record the strides of ``x``, whose shards may not reveal them."""
     x.__dict__.pop("_strides", None)
-    spec = x.__dict__["_spec"]  # of a view that moved, without taking it again
+    spec = x.__dict__["_spec"]  # the attribute of a view that moved would take the view again
     if spec.thin and strides != contiguous(spec.shape):
         x._strides = strides
 
@@ -50,9 +50,9 @@ def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[
     """Return the results of ``func`` on one device, as tensors without memory, and whether they are views.
 
     Args:
-        func: a function that gives views, or may.
+        func: a function that returns views, or may.
         source: its first operand.
-        args: its positional arguments, the source the first unless it is named ``input``.
+        args: its positional arguments, beginning with the source unless that is passed as ``input``.
         kwargs: its keyword arguments.
     """
     rest = tuple(torch.empty(x.shape, device="meta") if isinstance(x, T) else x for x in args[1:])  # view_as
@@ -80,7 +80,7 @@ def _on_meta(func: Any, shape: Any, strides: Any, dtype: Any, rest: Any, named: 
 def _asked_once(
     func: Any, shape: Any, strides: Any, dtype: Any, rest: Any, named: Any, kinds: Any
 ) -> tuple[list[torch.Tensor], bool]:
-    """``_on_meta``; torch's meta functions take longer than a plan. ``kinds``: ``True`` and ``1`` are one key."""
+    """Cache ``_on_meta``, which takes longer than a plan. ``kinds`` distinguishes equal keys such as ``True`` and 1."""
     return _on_meta(func, shape, strides, dtype, rest, named)
 
 
