@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import local_shape
-from hp_dtensor.layout.spec import TensorSpec, named, normalize
+from hp_dtensor.layout.spec import TensorSpec, normalize, spec_named
 from hp_dtensor.mesh.axes import axes_overlap, axis_within
 from hp_dtensor.mesh.submesh import axes_within
 from hp_dtensor.sharding_plan import matches, matching
@@ -17,7 +17,7 @@ __all__ = [
     "local_shape",
     "matches",
     "matching",
-    "named",
+    "spec_named",
     "normalize",
     "axes_overlap",
     "text_table",

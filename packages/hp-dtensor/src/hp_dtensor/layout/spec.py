@@ -13,7 +13,7 @@ from hp_dtensor.layout.strides import is_thin
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_platform.extend import when_groups_end
 
-__all__ = ["TensorSpec", "meshes", "named", "normalize"]
+__all__ = ["TensorSpec", "meshes", "spec_named", "normalize"]
 
 
 class TensorSpec:
@@ -29,7 +29,7 @@ class TensorSpec:
         ragged: some placement is ``RaggedShard``.
         size: the global shape in the framework's own type, set at its first use.
         thin: some rank has at most one index of a sharded dim; see Note [Thin shards] in `strides`.
-        name: unique in this process; ``named`` finds the spec by it.
+        name: unique in this process; ``spec_named`` finds the spec by it.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ def _forget_specs() -> None:
             _specs.pop(key, None)
 
 
-def named(name: str) -> TensorSpec:
+def spec_named(name: str) -> TensorSpec:
     """Return the living spec of this name."""
     return next(spec for spec in list(_specs.values()) if spec.name == name)
 

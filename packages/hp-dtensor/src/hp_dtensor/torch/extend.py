@@ -5,8 +5,8 @@ from __future__ import annotations
 from hp_dtensor.torch.api import become, distribute_parameter, replicate_parameters
 from hp_dtensor.torch.backward.autograd import arriving, grad_spec, reduce_partial_grads
 from hp_dtensor.torch.backward.engine import backward
-from hp_dtensor.torch.compile.compiling import texts, traces_as
-from hp_dtensor.torch.compile.graph import constant, mesh_of, placements_of
+from hp_dtensor.torch.compile.compiling import encode_placements, traces_as
+from hp_dtensor.torch.compile.graph import constant, decode_placements, mesh_of
 from hp_dtensor.torch.dtensor import DTensor, local_view, redistribute, redistribute_shared, wrap
 from hp_dtensor.torch.foreign import refuse_foreign
 from hp_dtensor.torch.init import give_memory
@@ -27,14 +27,14 @@ __all__ = [
     "grad_spec",
     "local_view",
     "mesh_of",
-    "placements_of",
+    "decode_placements",
     "redistribute",
     "redistribute_shared",
     "reduce_partial_grads",
     "refuse_foreign",
     "replicate_parameters",
     "sharded_loss",
-    "texts",
+    "encode_placements",
     "traces_as",
     "wrap",
 ]

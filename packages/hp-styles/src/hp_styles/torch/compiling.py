@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from hp_dtensor import DTensor
-from hp_dtensor.extend import TensorSpec, named
+from hp_dtensor.extend import TensorSpec, spec_named
 from hp_dtensor.torch.extend import (
     constant,
+    decode_placements,
+    encode_placements,
     mesh_of,
-    placements_of,
     redistribute,
     redistribute_shared,
-    texts,
     traces_as,
 )
 from hp_styles import checks as widths
@@ -33,16 +33,16 @@ def _is_tensor(value: Any) -> bool:
 
 @constant
 def _spec(mesh: Any, layout: Any, local: tuple[int, ...], features: Any) -> TensorSpec:
-    return inputs._spec(mesh_of(mesh), placements_of(layout), local, features)
+    return inputs._spec(mesh_of(mesh), decode_placements(layout), local, features)
 
 
 @constant
 def _wanted(have: str, mesh: Any, desired: Any) -> TensorSpec:
-    return inputs._wanted(named(have), mesh_of(mesh), placements_of(desired))
+    return inputs._wanted(spec_named(have), mesh_of(mesh), decode_placements(desired))
 
 
 def _texts(layout: Any) -> Any:
-    return texts(layout if isinstance(layout, tuple) else (layout,))
+    return encode_placements(layout if isinstance(layout, tuple) else (layout,))
 
 
 @traces_as(inputs._to_dtensor)

@@ -32,7 +32,7 @@ from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops import dispatch
 from hp_dtensor.torch.views.moved_view import MovedView
 
-__all__ = ["install", "texts", "traces_as"]
+__all__ = ["install", "encode_placements", "traces_as"]
 
 T = torch.Tensor
 _off: Any = torch._C.DisableTorchFunctionSubclass
@@ -164,12 +164,12 @@ def _redistribute_shared(x: Any, spec: Any, src: Any = None) -> Any:
     return _wrap(graph.move("shared", spec.name if src is None else src.name, spec.name, x), spec)
 
 
-def texts(placements: Any) -> Any:
+def encode_placements(placements: Any) -> Any:
     """Encode placements as constants, each as its kind and arguments; traced."""
-    return tuple([_text(placement) for placement in placements])
+    return tuple([_encode(placement) for placement in placements])
 
 
-def _text(placement: Any) -> Any:
+def _encode(placement: Any) -> Any:
     if isinstance(placement, Replicate):
         return "Replicate", ()
     if isinstance(placement, Partial):
@@ -206,7 +206,7 @@ def _redistribute_method(
         )
     if placements is None:
         raise NotImplementedError("torch.compile: redistribute: pass the target, placements=; [Replicate()] gathers")
-    return _redistribute(self, graph.placed(self._spec.name, texts(placements)))
+    return _redistribute(self, graph.placed(self._spec.name, encode_placements(placements)))
 
 
 @traces_as(DTensor.full_tensor)
@@ -219,7 +219,7 @@ def _to_local(self: Any, *, grad_placements: Any = None) -> Any:
     if grad_placements is None:
         return _local(self)
     graph.enter()
-    vary = graph.shows_varying(self._spec.name, texts(grad_placements))
+    vary = graph.shows_varying(self._spec.name, encode_placements(grad_placements))
     return _local(self) if vary is None else graph.vary(self._spec.name, vary, _local(self))
 
 
@@ -241,7 +241,9 @@ def _from_local(
         )
     local = tuple([int(size) for size in local_tensor.shape])
     global_shape = None if shape is None else tuple(shape)
-    spec = graph.laid_out(device_mesh._key, texts(placements), local, global_shape, local_tensor.requires_grad)
+    spec = graph.laid_out(
+        device_mesh._key, encode_placements(placements), local, global_shape, local_tensor.requires_grad
+    )
     return _wrap(local_tensor.view_as(local_tensor), spec)
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from hp_dtensor.from_local import layout_of
 from hp_dtensor.gradients import varying
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.layout.spec import TensorSpec, meshes, named, normalize
+from hp_dtensor.layout.spec import TensorSpec, meshes, normalize, spec_named
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.dtensor import DTensor, wrap
@@ -43,7 +43,7 @@ __all__ = [
     "mesh_of",
     "move",
     "placed",
-    "placements_of",
+    "decode_placements",
     "planned",
     "question",
     "replicated",
@@ -137,7 +137,7 @@ def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes:
     """Plan a call and return its name among ``_calls``. The layout of a plain tensor is None."""
     func = getattr(T, func) if type(func) is str else func  # an override's name
     kwargs = dict(zip(names, values, strict=True))
-    spec = next(named(layout) for layout in layouts if layout is not None)
+    spec = next(spec_named(layout) for layout in layouts if layout is not None)
     specs = []
     for layout in layouts:
         if layout is None:
@@ -145,7 +145,7 @@ def planned(func: Any, args: Any, names: Any, values: Any, layouts: Any, dtypes:
                 f"torch.compile: {_shown(func)} of a DTensor placed {spec.placements} and a plain tensor; distribute"
                 " the plain tensor (DTensor.from_local)"
             )
-        specs.append(named(layout))
+        specs.append(spec_named(layout))
     with torch.no_grad():
         stand_ins = [
             wrap(torch.empty(spec.local_shape, dtype=dtype, device="meta"), spec)
@@ -179,7 +179,7 @@ def note_write(func: Any, name: str, dtype: Any) -> None:
 @constant
 def shape_of(layout: str) -> Any:
     """Return the global shape as constants: Dynamo treats numbers that it reads from a layout itself as dynamic."""
-    return tuple(named(layout).shape)
+    return tuple(spec_named(layout).shape)
 
 
 @constant
@@ -244,31 +244,31 @@ def is_single(name: str) -> bool:
 _PLACEMENTS = {kind.__name__: kind for kind in (Shard, StridedShard, RaggedShard, Replicate, Partial)}
 
 
-def placements_of(encoded: Any) -> tuple[Placement, ...]:
-    """Return the placements from the constants that ``texts`` made of them."""
+def decode_placements(encoded: Any) -> tuple[Placement, ...]:
+    """Return the placements from the constants that ``encode_placements`` made of them."""
     return tuple([_PLACEMENTS[kind](*args) for kind, args in encoded])
 
 
 @constant
 def placed(layout: str, encoded: Any) -> TensorSpec:
     """Return ``layout`` with other placements, each encoded as its kind and arguments."""
-    spec = named(layout)
-    placements = normalize(placements_of(encoded), spec.mesh, len(spec.shape), "redistribute")
+    spec = spec_named(layout)
+    placements = normalize(decode_placements(encoded), spec.mesh, len(spec.shape), "redistribute")
     return spec.with_placements(placements)
 
 
 @constant
 def replicated(layout: str) -> TensorSpec:
     """Return ``layout``, replicated on every axis."""
-    spec = named(layout)
+    spec = spec_named(layout)
     return spec.with_placements([Replicate()] * spec.mesh.ndim)
 
 
 @constant
 def shows_varying(layout: str, encoded: Any) -> Any:
     """Return the axes on which a local tensor varies where it is taken with these ``grad_placements``."""
-    placements = placements_of(encoded)
-    return varying(named(layout), placements)
+    placements = decode_placements(encoded)
+    return varying(spec_named(layout), placements)
 
 
 def mesh_of(key: Any) -> DeviceMesh:
@@ -281,7 +281,7 @@ def mesh_of(key: Any) -> DeviceMesh:
 @constant
 def laid_out(mesh: Any, encoded: Any, local: Any, shape: Any, watched: bool) -> TensorSpec:
     """Return the layout of ``DTensor.from_local``."""
-    return layout_of(local, mesh_of(mesh), placements_of(encoded), shape, watched)
+    return layout_of(local, mesh_of(mesh), decode_placements(encoded), shape, watched)
 
 
 # ---- in the graph ----
@@ -297,7 +297,7 @@ def execute(name: str, *operands: torch.Tensor) -> Any:
 
 def move(name: str, source: str, target: str, x: torch.Tensor) -> torch.Tensor:
     """Redistribute; ``name`` tells of which kind."""
-    src, dst = named(source), named(target)
+    src, dst = spec_named(source), spec_named(target)
     with _off():
         if src is dst:
             return x.view_as(x)
@@ -310,8 +310,8 @@ def move(name: str, source: str, target: str, x: torch.Tensor) -> torch.Tensor:
 def vary(layout: str, vary: Any, x: torch.Tensor) -> torch.Tensor:
     """Return a local tensor that varies on these axes from here on."""
     with _off():
-        x._spec = named(layout)  # type: ignore[attr-defined]
-        return autograd.convert(x, named(layout), vary)
+        x._spec = spec_named(layout)  # type: ignore[attr-defined]
+        return autograd.convert(x, spec_named(layout), vary)
 
 
 # ---- views that moved ----
