@@ -1,7 +1,7 @@
-"""Refuses what takes a DTensor for its part: ``ms.jit``, graph mode, ``Tensor(x)``.
+"""Refusal of code that would treat a DTensor as its local tensor: ``ms.jit``, graph mode, ``Tensor(x)``.
 
-A compiled graph takes a DTensor for the plain tensor of its part: it would compute on this rank's part and return that.
-It is not intercepted, so what goes into a graph is looked through before one is made or run.
+A compiled graph treats a DTensor as a plain local tensor: it would compute on this rank's shard and return the result.
+Graphs are not intercepted, so their inputs are searched for DTensors before a graph is compiled or run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hp_dtensor.mindspore.dtensor import DTensor
 __all__ = ["install"]
 
 _DEEPEST = 4
-"""Of containers, closures and bound methods, how many inside one another are looked through."""
+"""The depth to which nested containers, closures and bound methods are searched."""
 
 
 def _reached(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Tensors that a compiled function reaches: its arguments, what it closes over, Cells' parameters; with a text."""
+    """Yield the tensors among arguments, closures and Cells' parameters, each with a description of its origin."""
     if isinstance(value, Tensor):
         yield "", value
     elif depth > _DEEPEST:
@@ -60,10 +60,10 @@ def _reached(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse(what: str, *values: Any) -> None:
-    """Refuse to compile what reaches a DTensor, or a parameter that stands gathered in a Cell for a while.
+    """Refuse to compile code that reaches a DTensor, or a parameter that is only temporarily gathered in a Cell.
 
     Raises:
-        NotImplementedError: there is one.
+        NotImplementedError: it reaches one.
     """
     if local_only():
         return
@@ -92,17 +92,17 @@ def _refuse_copy(input_data: Any = None, *args: Any, **kwargs: Any) -> None:
     if isinstance(input_data, DTensor) and not local_only() and not input_data._spec.replicated:
         raise ValueError(
             f"mindspore.Tensor(x) of a DTensor of shape {input_data._spec.shape} placed {input_data._spec.placements}"
-            " would have only this rank's part; write x.full_tensor() for the whole, x.to_local() for the part"
+            " would have only this rank's part; write x.full_tensor() for the global tensor, x.to_local() for the part"
         )
 
 
 def _refuse_bprop(self: nn.Cell, *args: Any, **kwargs: Any) -> None:
-    """Refuse a Cell with a ``bprop`` of its own on DTensors.
+    """Refuse a Cell with its own ``bprop`` on DTensors.
 
     Raises:
-        NotImplementedError: the method would be given each rank's part.
+        NotImplementedError: the method would get each rank's local tensor.
     """
-    if local_only() or type(self).__module__.startswith("mindspore."):  # recomputation, which differentiates anew
+    if local_only() or type(self).__module__.startswith("mindspore."):  # MindSpore's recomputation differentiates again
         return
     dtensors = [value for value in (*args, *kwargs.values(), *self.get_parameters()) if isinstance(value, DTensor)]
     if dtensors:

@@ -1,7 +1,7 @@
-"""Which Cell of a MindSpore program communicates.
+"""The Cell of a MindSpore program that communicates.
 
-Cells have no hook for all of them, and autograd doesn't tell which Cell recorded an operation: in backward the Cell is
-known only where what communicates tells it (`attribute_to`).
+There is no global hook for Cells, and autograd does not tell which Cell recorded an operation. In backward the Cell is
+known only if the communicating code names it (`communicate_for`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["Modules"]
 
 
 class Modules:
-    """The Cells that run, read from the frames."""
+    """The running Cells, read from the frames."""
 
     def __init__(self) -> None:
         self._names = Names(named_modules)
 
     def start(self) -> None:
-        """Nothing is hung on Cells."""
+        """Do nothing: Cells have no hooks."""
 
     def stop(self) -> None:
-        """Nothing was hung on Cells."""
+        """Do nothing: Cells have no hooks."""
 
     def place(self, frame: FrameType) -> tuple[str, str]:
-        """Phase and Cell of the program at this frame."""
+        """Return phase and Cell of the program at this frame."""
         attributed = attributed_modules()
         if _pynative_executor.get_current_autodiff_engine_id() != -1:
             return "backward", self._names.of(attributed)

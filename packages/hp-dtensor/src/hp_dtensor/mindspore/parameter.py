@@ -1,10 +1,10 @@
-"""Distributed Parameters, and what a Parameter holds, exchanged in place.
+"""Distributed Parameters, and the exchange of a Parameter's data in place.
 
 Note [The shape that a Parameter remembers]
-MindSpore keeps, with a Parameter that a kernel has read, the shape that it had then, and several kernels (``Gather``,
-``Stack``, ``CumSum``) make their gradient of the shape that is kept. Data of another shape leave it as it was: values
-and gradients are then wrong, and memory is written beyond its end. Only another dtype makes MindSpore forget it, so
-the Parameter is given one in between, on no elements.
+MindSpore remembers the shape that a Parameter had when a kernel first read it, and several kernels (``Gather``,
+``Stack``, ``CumSum``) create their gradient in that shape. Setting data of another shape does not change it: values and
+gradients are then wrong, and memory is written beyond its end. Only a change of dtype makes MindSpore forget the shape,
+so the Parameter gets another dtype in between, without elements.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def set_local(parameter: Parameter, local: Tensor) -> None:
     """Set ``local`` as the data of a Parameter; see Note [The shape that a Parameter remembers].
 
     Args:
-        parameter: plain, or a DTensor, whose layout is left as it is.
+        parameter: a plain Parameter, or a DTensor, whose layout stays the same.
         local: a plain tensor of any shape, of the Parameter's dtype.
     """
     if TensorPy.shape.__get__(parameter) != TensorPy.shape.__get__(local):
@@ -38,22 +38,22 @@ def set_local(parameter: Parameter, local: Tensor) -> None:
 
 
 class DParameter(DTensor, Parameter):
-    """A Parameter whose data is this rank's part of a distributed tensor."""
+    """A Parameter whose data is this rank's shard of a distributed tensor."""
 
-    # Of these a Parameter has its own; Tensor's would come first.
+    # Tensor's methods of these names would come first.
     _offload = Parameter._offload
     _remove_hook = Parameter._remove_hook
 
     @property
     def data(self) -> Any:
-        """The Parameter itself; in local mode as MindSpore has it."""
+        """The Parameter itself; in local mode MindSpore's own ``data``."""
         return TensorPy.data.__get__(self) if local_only() else self
 
     def init_data(self, layout: Any = None, set_sliced: bool = False) -> Any:
         """Return this parameter if it has values; a Cell asks before it runs or is saved.
 
         Raises:
-            RuntimeError: it has none: it was made by ``init_empty_weights``.
+            RuntimeError: it has none, because it was built in ``init_empty_weights``.
         """
         if self.has_init:
             raise RuntimeError(
@@ -66,7 +66,7 @@ class DParameter(DTensor, Parameter):
         """Answer what ``mindspore.save_checkpoint`` asks of a Cell's parameters before it copies them.
 
         Raises:
-            NotImplementedError: this rank has only a part, which would be saved as if it were the whole.
+            NotImplementedError: this rank has only a shard, which would be saved as if it were the global tensor.
         """
         if local_only() or self._spec.replicated:
             return TensorPy.offload_file_path(self)
@@ -81,10 +81,10 @@ class DParameter(DTensor, Parameter):
     def set_data(self, data: Any, slice_shape: bool = False) -> Any:
         """Copy the values of a DTensor of the same global shape, or this rank's shard of a plain global tensor.
 
-        A plain tensor must be the same on all ranks, as what they load from one file is; nothing is communicated.
+        A plain tensor must be the same on all ranks, as it is if they load one file; there is no communication.
 
         Raises:
-            ValueError: another shape.
+            ValueError: a tensor of another shape.
         """
         if local_only():
             return super().set_data(data, slice_shape)
@@ -92,8 +92,8 @@ class DParameter(DTensor, Parameter):
         if tuple(getattr(data, "shape", ())) != spec.shape or not isinstance(data, Tensor):
             raise ValueError(
                 f"set_data of parameter {self.name!r}, a DTensor of shape {spec.shape}, got"
-                f" {type(data).__name__} of shape {tuple(getattr(data, 'shape', ()))}; give a DTensor or a whole tensor"
-                " of that shape"
+                f" {type(data).__name__} of shape {tuple(getattr(data, 'shape', ()))}; pass a DTensor or a global"
+                " tensor of that shape"
             )
         if isinstance(data, DTensor):
             local = local_view(data if data._spec is spec else redistribute(data, spec))
@@ -104,7 +104,7 @@ class DParameter(DTensor, Parameter):
         return self
 
     def assign_value(self, value: Any) -> Any:
-        """As `set_data`: ``Cell.load_state_dict`` calls it with whole values."""
+        """Set data as `set_data` does: ``Cell.load_state_dict`` calls this with global values."""
         return super().assign_value(value) if local_only() else self.set_data(value)
 
     def clone(self, init: Any = "same") -> Any:
@@ -112,7 +112,7 @@ class DParameter(DTensor, Parameter):
         spec = self._spec
         plain = unwrap(self)
         try:
-            # MindSpore's initializers refuse a shape without elements, which a rank's part may have.
+            # MindSpore's initializers refuse a shape without elements, which a shard may have.
             copy = plain.clone("same" if 0 in plain.shape else init)  # type: ignore[attr-defined]
         finally:
             wrap(plain, spec)

@@ -1,4 +1,4 @@
-"""register_sharding: a user's sharding rule for a kernel."""
+"""register_sharding: a user's own sharding rule for a kernel."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
     Example:
         >>> @register_sharding("Lgamma")
         ... def _(x):
-        ...     kept = [Replicate(), *(Shard(dim) for dim in range(len(x.shape)))]
-        ...     return [([placement], [placement]) for placement in kept]
+        ...     placements = [Replicate(), *(Shard(dim) for dim in range(len(x.shape)))]
+        ...     return [([placement], [placement]) for placement in placements]
 
     As on PyTorch, the function is called once for each combination of layouts and arguments, with the kernel's
-    arguments, a ``TensorSpec`` in place of a tensor and ``float`` in place of a float. It returns what is right on one
-    axis of the mesh, as pairs: placements of the results, and placements of the arguments, None for what is no tensor.
-    The results' shapes are those that the kernel gives for zeros of the whole shapes, which it is asked for once.
+    arguments, a ``TensorSpec`` instead of a tensor and ``float`` instead of a float. It returns the placements that are
+    right on one axis of the mesh, as pairs: placements of the results, and placements of the arguments, None for one
+    that is not a tensor. The results' shapes are found once, by running the kernel on zeros of the global shapes.
 
     Args:
-        op: the kernel's name, as the error that there is no rule says it, a primitive or its class, or a list of these.
+        op: the kernel's name as in the error "no sharding rule", a primitive or its class, or a list of these.
 
     Returns:
         A decorator that returns the function unchanged.

@@ -1,4 +1,4 @@
-"""What `shard_module` does to a Cell's parameters; the plan is read in `hp_dtensor.sharding_plan`."""
+"""The part of `shard_module` that changes a Cell; `hp_dtensor.sharding_plan` reads the plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Tensor", "distribute", "named_modules", "named_parameters"]
 
 
 def named_modules(module: nn.Cell) -> dict[str, nn.Cell]:
-    """All Cells inside, the Cell itself among them, each under every name that it has."""
+    """List all Cells inside, the Cell itself among them, each under every name that it has."""
 
     def walk(cell: nn.Cell, prefix: str) -> Iterator[tuple[str, nn.Cell]]:
         yield prefix, cell
@@ -26,7 +26,7 @@ def named_modules(module: nn.Cell) -> dict[str, nn.Cell]:
 
 
 def named_parameters(module: nn.Cell) -> dict[str, Parameter]:
-    """All parameters, each under every name that it has in the tree of Cells."""
+    """List all parameters, each under every name that it has in the tree of Cells."""
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, cell in named_modules(module).items()

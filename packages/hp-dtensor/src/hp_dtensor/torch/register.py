@@ -1,4 +1,4 @@
-"""register_sharding: a user's sharding rule for an operation of theirs."""
+"""register_sharding: a user's own sharding rule for an operation."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
         ... def softcap(x: torch.Tensor, cap: float) -> torch.Tensor: ...
         >>> @register_sharding(softcap)
         ... def _(x, cap):
-        ...     kept = [Replicate(), *(Shard(dim) for dim in range(len(x.shape)))]
-        ...     return [([placement], [placement, None]) for placement in kept]
+        ...     placements = [Replicate(), *(Shard(dim) for dim in range(len(x.shape)))]
+        ...     return [([placement], [placement, None]) for placement in placements]
 
-    The function is called once for each combination of layouts and arguments, with the operation's arguments. In place
-    of a tensor stands its ``TensorSpec`` (``shape``, ``placements``, ``mesh``), and in place of a float the type
-    ``float``: what is planned serves every float. It returns what is right on one axis of the mesh, whatever the others
-    do, as pairs: placements of the results, and placements of the arguments, None for what is no tensor. On each axis
-    the operands are moved to the pair that moves the fewest bytes, the first of equal ones. The operation then runs on
-    local tensors, so gradients come from its own backward; a replicated operand's gradient is summed where the results
-    are sharded.
+    The function is called once for each combination of layouts and arguments, with the operation's arguments, a
+    ``TensorSpec`` (``shape``, ``placements``, ``mesh``) instead of a tensor, and the type ``float`` instead of a float,
+    because the plan serves every float. It returns the placements that are right on one axis of the mesh, whatever the
+    other axes do, as pairs: placements of the results, and placements of the arguments, None for one that is not a
+    tensor. On each axis the operands are redistributed to the pair that moves the fewest bytes, the first of equal
+    ones. The operation then runs on local tensors, so its own backward computes the gradients; the gradient of a
+    replicated operand is summed if the results are sharded.
 
     Args:
-        op: what is called with DTensors: an operation of ``torch.library`` (the custom op, ``torch.ops.mine.softcap``,
-            or an overload of it), a function of torch, or a list of these. A custom op needs its ``register_fake``,
-            from which the results' shapes come.
+        op: an operation of ``torch.library`` (the custom op, ``torch.ops.mine.softcap``, or an overload of it), a
+            function of torch, or a list of these. A custom op needs its ``register_fake``, from which the results'
+            shapes follow.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -55,8 +55,8 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
     When the operation is called:
 
     Raises:
-        TypeError, ValueError: the function returned something that are no such pairs, or of which none fits.
-        RuntimeError: the operation's local result has not the shape that the rule says.
+        TypeError, ValueError: the function did not return such pairs, or none of them fits.
+        RuntimeError: the operation's local result does not have the shape that the rule implies.
     """
     ops = [form for each in (op if isinstance(op, list) else [op]) for form in _forms(each)]
 
@@ -119,7 +119,7 @@ def _checked(call: Call) -> Any:
     func, layouts = call.func, call.results
 
     def local(value: Any) -> Any:
-        # Plain, since what an operation saves for its backward comes back to it as the object that it was.
+        # Plain, because an operation's backward gets the very objects that it saved.
         return [local(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
 
     def run(*args: Any, **kwargs: Any) -> Any:

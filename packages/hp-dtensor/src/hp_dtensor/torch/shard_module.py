@@ -1,4 +1,4 @@
-"""What `shard_module` does to a torch module's parameters; the plan is read in `hp_dtensor.sharding_plan`."""
+"""The part of `shard_module` that changes a torch module; `hp_dtensor.sharding_plan` reads the plan."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Tensor = torch.Tensor
 
 
 def named_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """All modules inside, the module itself among them, each under every name that it has."""
+    """List all modules inside, the module itself among them, each under every name that it has."""
     return dict(module.named_modules(remove_duplicate=False))
 
 
 def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """All parameters, each under every name that it has."""
+    """List all parameters, each under every name that it has."""
     return dict(module.named_parameters(remove_duplicate=False))
 
 
@@ -42,4 +42,4 @@ def distribute(
         mesh, placements = by_id.get(id(parameter), (rest, (Replicate(),) * rest.ndim))
         distribute_parameter(parameter, mesh, placements)
     for child in module.modules():
-        replicate_parameters(child, rest)  # the buffers that are left
+        replicate_parameters(child, rest)  # only buffers are still plain

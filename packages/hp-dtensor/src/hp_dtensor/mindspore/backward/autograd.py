@@ -1,10 +1,10 @@
-"""Moving values between placements with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
+"""Redistribution in autograd's graph, with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
 
 Note [One sum for q, k and v]
-A value that several operations read as varying must be summed once, not once an operation. The moved value is kept in a
-memo of four entries, found by the identity and version of the tensor it came from, and forgotten in backward. Of a
-Parameter nothing is kept, nor outside of a recorded program: those are written where no version shows it (``assign`` in
-local mode, ``set_data``, an array of numpy's on the same memory), and are moved at each read.
+The gradient of a value that several operations read as varying must be reduced once, not once per operation. The
+redistributed value is stored in a memo of four entries, by the identity and version of its source, until backward.
+Nothing is stored for a Parameter, or while nothing is recorded: those may be written without a change of their version
+(``assign`` in local mode, ``set_data``, a numpy array on the same memory), and are redistributed at each read.
 
 Note [Refused when it is used]
 MindSpore tells that operations are recorded, but not why. A gradient inside another one is recorded even if only its
@@ -37,7 +37,7 @@ _MEMO_SIZE = 4
 
 @contextlib.contextmanager
 def local_mode() -> Iterator[None]:
-    """Inside, DTensors are their local parts in every respect, shape too, and results are plain tensors. Nests."""
+    """Treat DTensors as their local tensors in every respect, shape included; results are plain tensors. Nests."""
     token = _local_depth.set(_local_depth.get() + 1)
     try:
         with NoFallbackGuard():
@@ -47,7 +47,7 @@ def local_mode() -> Iterator[None]:
 
 
 def local_only() -> bool:
-    """Tell whether DTensors are their local parts here."""
+    """Tell whether DTensors act as their local tensors here."""
     return _local_depth.get() > 0
 
 
@@ -66,7 +66,7 @@ def grad_enabled() -> bool:
 
 
 class _Redistribute(_Function):
-    """Moves a local tensor from one layout to another."""
+    """Redistribution of a local tensor from one layout to another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> Tensor:  # type: ignore[override]
@@ -91,7 +91,7 @@ class _Redistribute(_Function):
 
 
 class _InDtypes(_Function):
-    """A move whose value and whose gradient are sent in dtypes of their own."""
+    """A redistribution whose value and gradient are sent in dtypes of their own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backward: Any) -> Tensor:  # type: ignore[override]
@@ -114,7 +114,7 @@ class _InDtypes(_Function):
 
 
 class _GradientAs(_Function):
-    """A value as it is, whose gradient is moved to another layout."""
+    """The identity, whose gradient is redistributed to another layout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, arrives: TensorSpec, leaves: TensorSpec) -> Tensor:  # type: ignore[override]
@@ -154,7 +154,7 @@ def move(local: Tensor, src: TensorSpec, dst: TensorSpec, vary: tuple[bool, ...]
 
 
 def move_in(local: Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backward: Any) -> Tensor:
-    """As ``move``, the value and its gradient sent in dtypes of their own; None is the tensor's."""
+    """Redistribute with the value and its gradient sent in dtypes of their own; None is the tensor's."""
     if grad_enabled() and local._requires_grad:
         return _InDtypes.apply(alias(local), src, dst, forward, backward)
     with local_mode():
@@ -166,8 +166,8 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> Te
 
     Args:
         x: a DTensor.
-        dst: the layout to read it in.
-        vary: by axis, True where the operation's result varies; None where nowhere.
+        dst: the layout in which to read it.
+        vary: by axis, True if the operation's result varies; None if it varies nowhere.
     """
     src = x._spec
     recorded = grad_enabled() and x._requires_grad
@@ -204,11 +204,11 @@ def forget() -> None:
 
 # ---- backward passes without a gradient ----
 def once_differentiable(function: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:
-    """Call ``function`` on gradients so that its result can't be differentiated: trying to raises an error.
+    """Call ``function`` on gradients so that differentiating its result raises an error.
 
     Args:
         function: a function of the gradients that is not recorded; returns a tensor or a tuple of tensors.
-        what: says of what they are gradients, the error's subject.
+        what: describes the differentiated value, for the error.
         gradients: plain tensors.
     """
     if _pynative_executor.requires_grad() and any(gradient._requires_grad for gradient in gradients):
@@ -217,18 +217,18 @@ def once_differentiable(function: Callable[..., Any], what: Callable[[], str], *
 
 
 class _Once(_Function):
-    """Calls a function, and has no gradient: Note [Refused when it is used]."""
+    """A function without a gradient: Note [Refused when it is used]."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:  # type: ignore[override]
         ctx.what = what
-        results = function(*gradients)  # copied: what shares memory with an argument MindSpore takes for a constant
+        results = function(*gradients)  # copied: MindSpore treats a result on an argument's memory as a constant
         return tuple(each.copy() for each in results) if isinstance(results, tuple) else results.copy()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
         raise NotImplementedError(
             f"{ctx.what()} was differentiated twice: on MindSpore its gradient is a number that has no gradient itself."
-            " Where only the gradient's values are wanted, put them in ops.stop_gradient(); a penalty on gradients"
-            " needs the plain model, or torch"
+            " If you need only the gradient's values, pass them to ops.stop_gradient(); a penalty on gradients needs"
+            " the plain model, or torch"
         )
