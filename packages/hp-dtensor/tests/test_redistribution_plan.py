@@ -260,7 +260,7 @@ def test_explain_names_axis_change_and_bytes() -> None:
     assert text.splitlines() == [
         "AllToAll  dp (2 ranks)  Shard(0) -> Shard(1)     16 bytes",
         "Slice     tp (2 ranks)  Replicate() -> Shard(0)  0 bytes",
-        "total 16 bytes a rank",
+        "total 16 bytes per rank",
     ]
     assert explain((R,), (R,), (4,), (2,)) == "nothing to do"
 

@@ -237,7 +237,7 @@ def test_explain_tells_each_leg_with_its_bytes() -> None:
     assert explain_transfer(source, target, (8, 8)).splitlines() == [
         "ReduceScatter  tp (2 ranks)             Partial() -> Shard(1)                64 bytes",
         "Transfer       ranks 0-3 to ranks 4, 5  (Shard(0), Shard(1)) -> (Shard(1),)  128 bytes",
-        "total 192 bytes a rank",
+        "total 192 bytes per rank",
     ]
     renamed = Layout((2, 2), ("a", "b"))._placed((R, R), None)
     assert "AllReduce" in explain_transfer(source, renamed, (8, 8)) and "Transfer" not in explain_transfer(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import local_shape
 from hp_dtensor.layout.spec import TensorSpec, normalize, spec_named
-from hp_dtensor.mesh.axes import axes_overlap, axis_within
-from hp_dtensor.mesh.submesh import axes_within
+from hp_dtensor.mesh.axes import axes_overlap, axes_within, axis_within
 from hp_dtensor.sharding_plan import matches, matching
 from hp_dtensor.visualize import text_table
 

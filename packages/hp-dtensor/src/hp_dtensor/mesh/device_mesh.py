@@ -11,8 +11,8 @@ import numpy as np
 
 from hp_dtensor import port
 from hp_dtensor.errors import MeshValueError
+from hp_dtensor.mesh import axes as mesh_axes
 from hp_dtensor.mesh import groups as mesh_groups
-from hp_dtensor.mesh import submesh
 from hp_dtensor.mesh.axes import AxisLayout, axis_layouts, find_axis, read_names, read_ranks
 from hp_platform import get_platform
 
@@ -258,7 +258,7 @@ class DeviceMesh:
         located = [self._find(name) for name in requested]
         if len(located) == 1 and located[0][0] is not self:
             return located[0][0]
-        return submesh.join(self, requested, located)
+        return mesh_axes.join(self, requested, located)
 
     def _derived(
         self, ranks: Any, names: Sequence[str] | None, axes: tuple[AxisLayout, ...], *, init_groups: bool = False
@@ -276,7 +276,7 @@ class DeviceMesh:
             ValueError: the name is taken, by an axis of the root mesh or by a flattened axis over other ranks.
             RuntimeError: neither a name nor axis names to join.
         """
-        return submesh.flatten(self, mesh_dim_name)
+        return mesh_axes.flatten(self, mesh_dim_name)
 
     def _unflatten(
         self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str] | None = None
@@ -292,7 +292,7 @@ class DeviceMesh:
             ValueError: sizes or names that do not fit the axis or each other.
             KeyError, IndexError: no such axis.
         """
-        return submesh.unflatten(self, dim, tuple(mesh_sizes), mesh_dim_names)
+        return mesh_axes.unflatten(self, dim, tuple(mesh_sizes), mesh_dim_names)
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -302,7 +302,7 @@ class DeviceMesh:
             ValueError: no meshes, meshes of different roots or without names.
             KeyError: axes that share ranks.
         """
-        return submesh.concatenate(list(device_mesh_list))
+        return mesh_axes.concatenate(list(device_mesh_list))
 
     @staticmethod
     def from_group(

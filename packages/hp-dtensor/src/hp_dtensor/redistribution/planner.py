@@ -250,7 +250,7 @@ def explain(
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = ["  ".join((*(text.ljust(w) for text, w in zip(row[:3], widths, strict=True)), row[3])) for row in rows]
-    return "\n".join((*lines, f"total {cost(src, dst, shape, mesh_shape, itemsize)} bytes a rank"))
+    return "\n".join((*lines, f"total {cost(src, dst, shape, mesh_shape, itemsize)} bytes per rank"))
 
 
 # ---- choosing among targets ----

@@ -143,7 +143,7 @@ class Transfer:
             "  ".join((*(text.ljust(w) for text, w in zip(texts, widths, strict=True)), f"{size} bytes"))
             for *texts, size in rows
         ]
-        return "\n".join((*lines, f"total {sum(row[3] for row in rows)} bytes a rank"))
+        return "\n".join((*lines, f"total {sum(row[3] for row in rows)} bytes per rank"))
 
     @cached_property
     def _exchange(self) -> _Exchange:
