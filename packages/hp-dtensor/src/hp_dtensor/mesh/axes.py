@@ -164,24 +164,24 @@ def ranks_along(ranks: np.ndarray, position: int, axes: Sequence[AxisLayout]) ->
 
 def split_axis(axis: AxisLayout, sizes: Sequence[int]) -> list[AxisLayout] | None:
     """Split an axis into several, the outer first; return None if its terms cannot be split into these sizes."""
-    terms, axes = list(axis), []
+    rest, axes = list(axis), []
     for remaining in reversed(sizes):
         terms: list[tuple[int, int]] = []
         while remaining > 1:
-            if not terms:
+            if not rest:
                 return None
-            size, stride = terms.pop()
+            size, stride = rest.pop()
             if remaining % size == 0:
                 terms.insert(0, (size, stride))
                 remaining //= size
             elif size % remaining == 0:
                 terms.insert(0, (remaining, stride))
-                terms.append((size // remaining, stride * remaining))
+                rest.append((size // remaining, stride * remaining))
                 remaining = 1
             else:
                 return None
         axes.insert(0, tuple(terms) or ((1, 1),))
-    return axes if all(size == 1 for size, _ in terms) else None
+    return axes if all(size == 1 for size, _ in rest) else None
 
 
 # ---- sub-meshes ----

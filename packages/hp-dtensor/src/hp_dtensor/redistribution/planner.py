@@ -23,6 +23,9 @@ from hp_dtensor.redistribution.steps import LOCAL, Step, step_cost, step_type
 __all__ = ["cheapest", "cost", "explain", "plan"]
 
 Placements = tuple[Placement, ...]
+T = TypeVar("T")
+PLANNED = 8
+"""The number of sets of placements that are priced by their plans; an estimate selects them."""
 
 
 def plan(src: Placements, dst: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[Step, ...]:
@@ -254,12 +257,6 @@ def explain(
 
 
 # ---- choosing among targets ----
-Placements = tuple[Placement, ...]
-T = TypeVar("T")
-PLANNED = 8
-"""The number of sets of placements that are priced by their plans; an estimate selects them."""
-
-
 def cheapest(
     choices: Sequence[T],
     targets: Sequence[Sequence[Placements]],
