@@ -226,7 +226,7 @@ def test_a_layout_of_ranks_only_is_an_error() -> None:
 
 def test_units_that_other_ranks_cannot_know_are_an_error() -> None:
     source = _layout((2, 2), range(4), Shard(0), RaggedShard((0, 1), (1, 1)))
-    with pytest.raises(ValueError, match=re.escape("cuts [6, 12] elements, not as many on every rank")):
+    with pytest.raises(ValueError, match=re.escape("shards [6, 12] elements, depending on the rank")):
         plan_transfer(source, _layout((1,), (4,), R), (3, 6))
 
 
