@@ -71,7 +71,7 @@ def _kind() -> str:
 
 
 def _check(local: Tensor, spec: TensorSpec) -> None:
-    """Compares shapes and dtypes over all ranks, and replicated values over theirs. Communicates."""
+    """Compare shapes and dtypes over all ranks, and replicated values over the axis; communicates."""
     collectives = get_platform().collectives
 
     def agree(numbers: Sequence[int] | None, group: Any) -> bool:
@@ -91,7 +91,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """A whole tensor, cut over a mesh.
+    """Distribute a global tensor over a mesh.
 
     Args:
         tensor: the whole tensor, of the same shape on every rank; it is not changed. Of a Parameter a new Parameter
@@ -124,7 +124,7 @@ def distribute_tensor(
 
 
 def _local(tensor: Tensor, spec: TensorSpec, src_data_rank: int | None) -> Tensor:
-    """This rank's part of a whole tensor, in memory of its own."""
+    """Return this rank's shard of a global tensor, in its own memory."""
     mesh = spec.mesh
     whole = local_view(tensor).copy()
     if src_data_rank is not None and mesh.get_coordinate() is not None:
@@ -180,7 +180,7 @@ def distribute_module(
     input_fn: Callable[[nn.Cell, Any, DeviceMesh], Any] | None = None,
     output_fn: Callable[[nn.Cell, Any, DeviceMesh], Any] | None = None,
 ) -> nn.Cell:
-    """Turns a Cell's parameters into DTensors, in place.
+    """Turn a Cell's parameters into DTensors, in place.
 
     Args:
         module: the Cell; parameters that ``partition_fn`` leaves plain become replicated.
@@ -208,7 +208,7 @@ def distribute_module(
 
 
 def replicate_parameters(module: nn.Cell, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
-    """Makes the plain parameters that the Cell itself holds replicated DTensors."""
+    """Turn the plain parameters of the Cell itself, not of its children, into replicated DTensors."""
     for parameter in module._params.values():
         if parameter is not None and not isinstance(parameter, DTensor):
             distribute_parameter(parameter, mesh, [Replicate()] * mesh.ndim, src_data_rank=src_data_rank)
@@ -239,24 +239,24 @@ def _make(
 
 
 def zeros(*size: Any, dtype: Any = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
-    """A DTensor of zeros; ``size`` is the global shape, ``placements`` default replicated."""
+    """Return a DTensor of zeros; ``size`` is the global shape, ``placements`` default to replicated."""
     return _make("zeros", size, dtype, device_mesh, placements, ops.zeros)
 
 
 def ones(*size: Any, dtype: Any = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
-    """A DTensor of ones."""
+    """Return a DTensor of ones."""
     return _make("ones", size, dtype, device_mesh, placements, ops.ones)
 
 
 def empty(*size: Any, dtype: Any = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
-    """A DTensor of memory as it is."""
+    """Return a DTensor of uninitialized memory."""
     return _make("empty", size, dtype, device_mesh, placements, lambda shape, dtype: mint.empty(shape, dtype=dtype))
 
 
 def full(
     size: Any, fill_value: float, *, dtype: Any = None, device_mesh: Any = None, placements: Any = None
 ) -> DTensor:
-    """A DTensor filled with ``fill_value``."""
+    """Return a DTensor filled with ``fill_value``."""
     return _make(
         "full", (size,), dtype, device_mesh, placements, lambda shape, dtype: ops.full(shape, fill_value, dtype=dtype)
     )
@@ -268,5 +268,5 @@ def rand(*size: Any, dtype: Any = None, device_mesh: Any = None, placements: Any
 
 
 def randn(*size: Any, dtype: Any = None, device_mesh: Any = None, placements: Any = None) -> DTensor:
-    """Standard normal: the part of what ``ops.randn`` draws on a single device; the ranks' seeds must agree."""
+    """Return this rank's shard of what ``ops.randn`` draws on a single device; the ranks' seeds must agree."""
     return _make("randn", size, dtype, device_mesh, placements, lambda s, d: ops.randn(*s, dtype=d), drawn=True)

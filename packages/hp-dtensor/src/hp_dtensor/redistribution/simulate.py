@@ -26,7 +26,7 @@ def coordinates(mesh_shape: Sequence[int]) -> Iterator[Coordinate]:
 def simulate(
     steps: Sequence[Step], locals_: Mapping[Coordinate, np.ndarray], shape: Sequence[int], mesh_shape: Sequence[int]
 ) -> dict[Coordinate, np.ndarray]:
-    """What each rank holds after the steps.
+    """Return the local array of each rank after the steps.
 
     Args:
         steps: from `plan`.
@@ -62,7 +62,7 @@ def simulate(
 
 
 def reduce_arrays(arrays: Sequence[Any], op: str) -> Any:
-    """The reduction of equal-shaped arrays by a ``Partial`` op; integers keep their type, avg rounds down for them."""
+    """Reduce arrays of equal shape by a ``Partial`` op; integers keep their type, and avg rounds down for them."""
     import numpy as np
 
     stacked = np.stack(arrays)
@@ -75,14 +75,14 @@ def reduce_arrays(arrays: Sequence[Any], op: str) -> Any:
 
 
 def neutral(op: str) -> int | None:
-    """What other ranks than the first hold when a replicated value becomes ``Partial(op)``; None: the value."""
+    """Return the constant on ranks other than the first after Replicate to ``Partial(op)``; None: the value itself."""
     return {"sum": 0, "product": 1}.get(op)
 
 
 def _undo(
     step: Step, arrays: list[Any], group: list[Coordinate], shape: Sequence[int], mesh_shape: Sequence[int]
 ) -> Any:
-    """The value without the step's source placement, local to the other axes."""
+    """Return the value without the step's source placement, local to the other axes."""
     import numpy as np
 
     if isinstance(step.source, Replicate):
@@ -105,7 +105,7 @@ def _undo(
 def _make(
     step: Step, whole: Any, group: list[Coordinate], shape: Sequence[int], mesh_shape: Sequence[int]
 ) -> list[Any]:
-    """What each rank of the group holds of ``whole`` under the step's target placement."""
+    """Return the shard of ``whole`` on each rank of the group under the step's target placement."""
     import numpy as np
 
     if isinstance(step.target, Replicate):

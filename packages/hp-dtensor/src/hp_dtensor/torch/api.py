@@ -72,14 +72,14 @@ def from_local(
 
 
 def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The part of a rank outside the mesh: empty (a scalar's is zero), of the tensor's dtype, in its graph."""
+    """Return the local tensor of a rank outside the mesh: empty (zero for a scalar), in the tensor's graph."""
     if not spec.shape:
         return tensor.reshape(()).clone().zero_()
     return tensor.reshape(-1)[:0].reshape(spec.local_shape)
 
 
 def _check(local: torch.Tensor, spec: TensorSpec) -> None:
-    """Compares shapes and dtypes over all ranks, and replicated values over theirs. Communicates."""
+    """Compare shapes and dtypes over all ranks, and replicated values over the axis; communicates."""
     collectives = get_platform().collectives
 
     def agree(numbers: Sequence[int] | None, group: Any) -> bool:
@@ -99,7 +99,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """A whole tensor, cut over a mesh.
+    """Distribute a global tensor over a mesh.
 
     Args:
         tensor: the whole tensor, of the same shape on every rank; it is not changed, and the result shares no memory
@@ -156,7 +156,7 @@ def distribute_module(
     input_fn: Callable[[torch.nn.Module, Any, DeviceMesh], Any] | None = None,
     output_fn: Callable[[torch.nn.Module, Any, DeviceMesh], Any] | None = None,
 ) -> torch.nn.Module:
-    """Turns a module's parameters and buffers into DTensors, in place.
+    """Turn a module's parameters and buffers into DTensors, in place.
 
     Args:
         module: the module; parameters that ``partition_fn`` leaves plain become replicated.
@@ -185,7 +185,7 @@ def distribute_module(
 
 
 def _keep_identity(module: torch.nn.Module, before: Mapping[str, torch.nn.Parameter | None]) -> None:
-    """Puts parameters back that a ``partition_fn`` replaced by DTensors, as those DTensors, for optimizers and ties.
+    """Restore parameters that a ``partition_fn`` replaced by DTensors, as those DTensors, for optimizers and ties.
 
     One that somebody else holds stays: they made it to be the module's.
     """
@@ -211,7 +211,7 @@ def _keep_identity(module: torch.nn.Module, before: Mapping[str, torch.nn.Parame
 
 
 def become(parameter: torch.nn.Parameter, made: DTensor) -> None:
-    """Makes a parameter, the same object as before, the DTensor ``made``: optimizers and lists that hold it see that.
+    """Turn a parameter, which stays the same object for optimizers and lists, into the DTensor ``made``.
 
     Args:
         parameter: a leaf, plain or a DTensor of another layout.
@@ -235,7 +235,7 @@ def distribute_parameter(
     *,
     src_data_rank: int | None = 0,
 ) -> None:
-    """Makes a parameter, the same object as before, a DTensor, and its gradient with it.
+    """Turn a parameter, which stays the same object, into a DTensor, and its gradient with it.
 
     Modules that share it go on sharing it, and an optimizer that has it goes on training it.
 
@@ -256,7 +256,7 @@ def distribute_parameter(
 def replicate_parameters(
     module: torch.nn.Module, mesh: DeviceMesh, *, buffers: bool = True, src_data_rank: int | None = 0
 ) -> None:
-    """Makes the plain parameters (and buffers) that ``module`` itself holds replicated DTensors."""
+    """Turn the plain parameters (and buffers) of ``module`` itself into replicated DTensors."""
     replicated = [Replicate()] * mesh.ndim
     for parameter in module._parameters.values():
         if parameter is not None and not isinstance(parameter, DTensor):
@@ -296,7 +296,7 @@ def zeros(
     device_mesh: Any = None,
     placements: Any = None,
 ) -> DTensor:
-    """A DTensor of zeros; ``size`` is the global shape, ``placements`` default replicated."""
+    """Return a DTensor of zeros; ``size`` is the global shape, ``placements`` default to replicated."""
     return _make("zeros", size, dtype, device_mesh, placements, requires_grad, torch.zeros)
 
 
@@ -307,7 +307,7 @@ def ones(
     device_mesh: Any = None,
     placements: Any = None,
 ) -> DTensor:
-    """A DTensor of ones."""
+    """Return a DTensor of ones."""
     return _make("ones", size, dtype, device_mesh, placements, requires_grad, torch.ones)
 
 
@@ -318,7 +318,7 @@ def empty(
     device_mesh: Any = None,
     placements: Any = None,
 ) -> DTensor:
-    """A DTensor of memory as it is."""
+    """Return a DTensor of uninitialized memory."""
     return _make("empty", size, dtype, device_mesh, placements, requires_grad, torch.empty)
 
 
@@ -331,7 +331,7 @@ def full(
     device_mesh: Any = None,
     placements: Any = None,
 ) -> DTensor:
-    """A DTensor filled with ``fill_value``."""
+    """Return a DTensor filled with ``fill_value``."""
     return _make(
         "full",
         (size,),
@@ -363,7 +363,7 @@ def randn(
     device_mesh: Any = None,
     placements: Any = None,
 ) -> DTensor:
-    """Standard normal: the part of what ``torch.randn`` draws on a single device."""
+    """Return this rank's shard of what ``torch.randn`` draws on a single device."""
     return _make(
         "randn", size, dtype, device_mesh, placements, requires_grad, lambda whole: whole.normal_(), drawn=True
     )

@@ -33,7 +33,7 @@ def _join(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _take(whole: Tensor, dim: int, held: Sequence[Interval]) -> Tensor:
-    """The intervals ``held`` of ``dim``, one after the other."""
+    """Concatenate the intervals ``held`` of ``dim``."""
     if not held:
         return mint.narrow(whole, dim, 0, 0)
     return _join([mint.narrow(whole, dim, start, length) for start, length in held], dim)
@@ -96,7 +96,7 @@ def to_partial(op: str, place: Place) -> Run:
 
 
 def all_gather(cut: Cut, place: Place, group: Any) -> Run:
-    """A shard to Replicate; uneven pieces are padded to the longest."""
+    """Gather a shard; uneven shards are padded to the longest."""
     send = get_platform().collectives.all_gather
     after, n = place.after, place.n
     if not prod(after):
@@ -182,7 +182,7 @@ def _same_run(source: Cut, target: Cut, place: Place, group: Any) -> Run:
 
 
 def _crossed(source: Cut, target: Cut, place: Place, group: Any, *, source_first: bool) -> Run:
-    """The placements cut different dims."""
+    """Exchange between placements that shard different dims."""
     me, after = place.me, place.after
     left, right = (source, target) if source_first else (target, source)
     middle = left.inner // (right.run * right.inner)

@@ -39,7 +39,7 @@ def own_dtypes() -> Iterator[None]:
 
 
 def execute(local: Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> Tensor:
-    """This rank's part under ``spec_to`` of the tensor whose part under ``spec_from`` is ``local``. No autograd.
+    """Redistribute the local tensor ``local`` from layout ``spec_from`` to ``spec_to``, without autograd.
 
     Args:
         local: this rank's part, a plain tensor; not changed.

@@ -40,7 +40,7 @@ _TELLS = frozenset({"typeof", "DType"})  # these make no tensor
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs what ``__fallback__`` intercepted."""
+    """Run the kernel that ``__fallback__`` intercepted."""
     if len(args) == 3 and isinstance(args[0], Primitive) and isinstance(args[1], str):
         prim, name, values = args
 
@@ -52,7 +52,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _attributes(prim: Primitive) -> tuple[tuple[str, Any], ...]:
-    """What a primitive was made with, as far as a plan may depend on it."""
+    """Return the constructor arguments of a primitive, as far as a plan may depend on them."""
     kept = ((k, tuple(v) if isinstance(v, list) else v) for k, v in prim.attrs.items())
     return tuple(sorted((k, v) for k, v in kept if isinstance(v, (bool, int, float, str, tuple))))
 
@@ -60,7 +60,7 @@ def _attributes(prim: Primitive) -> tuple[tuple[str, Any], ...]:
 def run_kernel(
     name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attributes: tuple[tuple[str, Any], ...] = ()
 ) -> Any:
-    """Runs a kernel on DTensors by its plan.
+    """Run a kernel on DTensors by its plan.
 
     Args:
         name: the kernel's name, as in the table of `hp_dtensor.mindspore.ops.functions`.
@@ -176,7 +176,7 @@ def _make(call: Call) -> Plan:
 
 
 def forget_plans() -> None:
-    """Drops all plans: where a kernel gets another rule."""
+    """Drop all plans, after the rule of a kernel changed."""
     _PLANS.clear()
 
 

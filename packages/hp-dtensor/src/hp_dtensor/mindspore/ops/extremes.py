@@ -26,7 +26,7 @@ EXTREMES = {"ReduceMax": "max", "ReduceMin": "min"}
 
 
 def extreme(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor | None:
-    """The extreme along dims of which some are cut; equal extremes share its gradient, as on one device.
+    """Reduce to the extreme along dims of which some are sharded; equal extremes share its gradient, as on one device.
 
     Args:
         name: the kernel's name.

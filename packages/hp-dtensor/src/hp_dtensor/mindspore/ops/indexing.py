@@ -27,7 +27,7 @@ __all__ = ["get_item", "set_item"]
 
 
 def _expanded(index: Any, ndim: int) -> list[Any]:
-    """The index with ``...`` written out, one entry a dim and one for each None."""
+    """Return the index with ``...`` expanded, with one entry per dim and one for each None."""
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(item is not None and item is not Ellipsis for item in items)
     if used > ndim:
@@ -175,7 +175,7 @@ def _value_spec(spec: TensorSpec, items: list[Any], value: DTensor) -> TensorSpe
 
 
 def _write_parts(x: DTensor, index: Any, value: Any) -> DTensor:
-    """Writes by positions: which element of the value belongs at each place of ``x``, cut as ``x`` is."""
+    """Write by positions: find the element of the value for each position of ``x``, sharded as ``x`` is."""
     spec, mesh = x._spec, x._spec.mesh
     coordinate = mesh.get_coordinate()
     where = np.full(spec.shape, -1, np.int64)

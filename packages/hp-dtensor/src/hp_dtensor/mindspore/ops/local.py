@@ -83,7 +83,7 @@ def pad_arguments(call: Call) -> dict[str, Any]:
 
 # ---- views ----
 def view(call: Call) -> Any:
-    """The same view with the local sizes of its result."""
+    """Return the same view with the local sizes of its result."""
     size = call.results[0].local_shape
     return lambda args, kwargs: TensorPy.reshape(args[0], size)
 
@@ -101,7 +101,7 @@ def bias_add(call: Call) -> Any:
 
 
 def slice_(call: Call) -> Any:
-    """The same cut with the local sizes; dims that are cut are whole."""
+    """Return the same slice with the local sizes; sharded dims are not sliced."""
     run, begin, size = call.run, tuple(call.bound["begin"]), call.results[0].local_shape
     return lambda args, kwargs: run([args[0], begin, size], {})
 
@@ -204,7 +204,7 @@ def _adds_bias(call: Call) -> bool:
 
 
 def _linear(call: Call) -> Any:
-    """The contracted dim sharded: the bias is added on the first rank of those axes alone."""
+    """Compute a linear map whose contracted dim is sharded: only the first rank of those axes adds the bias."""
     if len(call.targets) < 3:
         return None
     if _adds_bias(call):

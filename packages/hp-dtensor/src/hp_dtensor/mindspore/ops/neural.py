@@ -20,7 +20,7 @@ _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
 # ---- shapes ----
 def _asked(call: Call) -> list[Any]:
-    """The kernel's own answer for one image of zeros: its sizes depend on strides, pads and modes of many kinds."""
+    """Return the kernel's result for one image of zeros, because its sizes depend on strides, padding and modes."""
     first = call.tensors[0]._spec.shape  # type: ignore[union-attr]
     given = iter(call.tensors)
 
@@ -47,7 +47,7 @@ def _loss_shape(call: Call) -> list[Any]:
 
 # ---- local functions ----
 def _sum_by_count(call: Call) -> Any:
-    """A mean as this rank's sum by the count of all elements: a part of the whole's mean.
+    """Compute a mean as this rank's sum divided by the global count: a term of the global mean.
 
     On one rank, too: MindSpore's gradient of a mean of ``BCEWithLogitsLoss`` has the size of the first one's operands.
     """
@@ -63,7 +63,7 @@ def _sum_by_count(call: Call) -> Any:
 
 
 def _share_of_mean(call: Call) -> Any:
-    """The mean of this rank's part times its share of all elements (of the rows, where the target has a row's only)."""
+    """Return this rank's mean times its share of all elements (of all rows, if the target has one entry per row)."""
     here, there = call.targets[1].local_shape, call.targets[1].shape
     if call.attributes.get("reduction", "mean") != "mean" or here == there:
         return None

@@ -94,7 +94,7 @@ class Plan:
     name: str
 
     def run(self, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the call on operands whose layouts are those that the plan was made for."""
+        """Run the call on operands with the layouts for which the plan was made."""
         if self.in_place:
             before_write(args[0], self.name)
         values, named = list(args), kwargs
@@ -130,7 +130,7 @@ class Plan:
 
 
 def _collect(call: Call, binding: Binding) -> None:
-    """Finds the operands of a call."""
+    """Find the operands of a call."""
 
     def add(path: tuple[Any, ...], value: Any) -> None:
         if isinstance(value, DTensor):

@@ -29,7 +29,7 @@ def same(call: Call) -> list[Shape]:
 
 
 def broadcast_shapes(*shapes: Shape) -> Shape:
-    """The shape that these broadcast to.
+    """Return the shape to which these broadcast.
 
     Raises:
         ValueError: they don't.
@@ -114,7 +114,7 @@ def flatten(call: Call) -> list[Shape]:
 
 
 def rows(call: Call) -> list[Shape]:
-    """The old ``Flatten``: all dims but the first."""
+    """Return the shape of the legacy ``Flatten``: all dims but the first."""
     return [(call.shape[0], math.prod(call.shape[1:]))]
 
 
@@ -176,7 +176,7 @@ def chunked(call: Call) -> list[Shape]:
 
 
 def sections(call: Call) -> list[Shape]:
-    """The old ``Split``: equal sections."""
+    """Return the shapes of the legacy ``Split``: equal sections."""
     (dim,) = dims_argument(call.bound["dim"], len(call.shape))
     count = int(call.bound["sections"])
     return pieces(call.shape, dim, [call.shape[dim] // count] * count)
@@ -237,6 +237,6 @@ def padded(call: Call) -> list[Shape]:
 
 
 def pad_pairs(call: Call) -> list[tuple[int, int]]:
-    """What is added before and after each dim, from the last on."""
+    """Return the padding before and after each dim, starting with the last."""
     sizes = ints(call.bound["paddings"])
     return list(zip(sizes[::2], sizes[1::2], strict=True))

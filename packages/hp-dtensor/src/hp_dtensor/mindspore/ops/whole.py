@@ -35,7 +35,7 @@ WRITING = frozenset({"IndexAdd"})
 
 
 def replicated(value: Any, mesh: Any) -> Any:
-    """The plain tensors of a nest as DTensors that are replicated on ``mesh``."""
+    """Wrap the plain tensors of a nest as DTensors that are replicated on ``mesh``."""
     if isinstance(value, (list, tuple)):
         return type(value)(replicated(item, mesh) for item in value)
     if not isinstance(value, Tensor):

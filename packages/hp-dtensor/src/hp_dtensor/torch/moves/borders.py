@@ -34,7 +34,7 @@ class _InDtypes(torch.autograd.Function):
 
 
 def gradient_as(local: torch.Tensor, spec: TensorSpec, gradient: TensorSpec) -> torch.Tensor:
-    """A local part of layout ``spec``, whose gradient leaves in the layout ``gradient``."""
+    """Return a local tensor of layout ``spec`` whose gradient leaves in the layout ``gradient``."""
     return autograd.GradientMoved.apply(local, grad_spec(spec), gradient)
 
 

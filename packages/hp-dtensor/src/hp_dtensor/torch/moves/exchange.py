@@ -78,7 +78,7 @@ def to_partial(op: str, place: Place) -> Run:
 
 
 def all_gather(cut: Cut, place: Place, group: Any) -> Run:
-    """A shard to Replicate."""
+    """Gather a shard."""
     collectives = get_platform().collectives
     send, send_uneven = collectives.all_gather, collectives.all_to_all
     after, n = place.after, place.n
@@ -123,7 +123,7 @@ def all_gather(cut: Cut, place: Place, group: Any) -> Run:
 
 
 def _join(pieces: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
-    """The whole tensor of each rank's piece."""
+    """Join each rank's shard to the global tensor."""
     found: list[tuple[int, torch.Tensor]] = []
     for piece, held, length in zip(pieces, cut.held, cut.lengths, strict=True):
         offset = 0
@@ -209,7 +209,7 @@ def _nested_all_to_all(source: int, target: int, place: Place, group: Any) -> Ru
     sizes_of_others = [0 if peer == me else piece for peer in range(n)]
 
     def keeping_own(local: torch.Tensor) -> torch.Tensor:
-        """The pieces of others are on their way while this rank's own is copied to where it belongs."""
+        """Copy this rank's own chunk to its place while those of others are in flight."""
         pieces = local.as_strided(packed, strides)
         out = local.new_empty(received)
         if me in (0, n - 1):
@@ -238,7 +238,7 @@ def _nested_all_to_all(source: int, target: int, place: Place, group: Any) -> Ru
 
 
 def _stack(elements: int, rows: int, n: int) -> tuple[int, int, int]:
-    """The shape of ``n`` pieces of so many rows, one after the other."""
+    """Return the shape of ``n`` consecutive shards of so many rows."""
     return n, rows, elements // (n * rows)
 
 
@@ -292,7 +292,7 @@ def _each_piece(
 
 
 def _crossed_all_to_all(source: Cut, target: Cut, place: Place, group: Any, *, source_first: bool) -> Run:
-    """The placements cut different dims, at least one of them unevenly."""
+    """Exchange between placements that shard different dims, at least one of them unevenly."""
     send = get_platform().collectives.all_to_all
     me, after = place.me, place.after
     left, right = (source, target) if source_first else (target, source)

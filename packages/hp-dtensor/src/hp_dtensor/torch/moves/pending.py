@@ -62,7 +62,7 @@ def possible(x: DTensor) -> bool:
 
 
 def aside(x: DTensor, run: Callable[[], DTensor]) -> DTensor:
-    """What ``run`` makes of ``x``, issued on a side stream.
+    """Run ``run`` on ``x`` on a side stream.
 
     Args:
         x: what ``run`` reads.
@@ -94,7 +94,7 @@ def aside(x: DTensor, run: Callable[[], DTensor]) -> DTensor:
 
 
 def finish(x: torch.Tensor) -> None:
-    """Makes the current stream wait for ``x``, where it is pending."""
+    """Make the current stream wait for ``x`` if it is pending."""
     if type(x) is not PendingDTensor:
         return
     x.__class__ = DTensor  # type: ignore[assignment]
@@ -105,7 +105,7 @@ def finish(x: torch.Tensor) -> None:
 
 
 def _keep(x: torch.Tensor, stream: Any) -> None:
-    """Keeps the memory of ``x``, should it be freed, until what is queued on ``stream`` has used it."""
+    """Keep the memory of ``x``, even if it is freed, until the work queued on ``stream`` has used it."""
     _impl(torch.Tensor.record_stream, (), (x, stream))
 
 

@@ -34,7 +34,7 @@ _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 
 def execute(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> torch.Tensor:
-    """This rank's part under ``spec_to`` of the tensor whose part under ``spec_from`` is ``local``. No autograd.
+    """Redistribute the local tensor ``local`` from layout ``spec_from`` to ``spec_to``, without autograd.
 
     Args:
         local: this rank's part; not changed. A DTensor is taken as the local tensor that it is.
@@ -130,7 +130,7 @@ def _prepare(spec_from: TensorSpec, spec_to: TensorSpec) -> tuple[Run, ...]:
 
 
 def _runner(step: Step, place: Place, group: Any, *, owned: bool) -> Run:
-    """The function that does a step. ``owned``: its argument may be overwritten."""
+    """Return the function that executes a step. ``owned``: its argument may be overwritten."""
     if isinstance(step, Slice):
         return exchange.slice_(step.target, place)
     if place.n == 1:  # only a RaggedShard is undone or made on an axis of one rank

@@ -108,7 +108,7 @@ def _ranks_averaged(spec: TensorSpec) -> int:
 
 
 def execute_transfer(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
-    """This rank's part under ``dst`` of the tensor whose part under ``src`` is ``local``. No autograd.
+    """Redistribute the local tensor ``local`` from layout ``src`` to ``dst`` on another mesh, without autograd.
 
     Collective over the ranks of both meshes; others return an empty part and do nothing.
 
@@ -155,7 +155,7 @@ class _Program:
         self.fill = way.fill(me) if gets else None
 
     def exchange(self, local: torch.Tensor) -> torch.Tensor:
-        """What this rank holds in the layout received."""
+        """Return this rank's shard in the received layout."""
         out = as_movable(self._exchange)(local)
         return out if self.fill is None else out.fill_(self.fill)
 
@@ -194,7 +194,7 @@ when_groups_end(_program.cache_clear)
 
 # ---- copies ----
 def _read(whole: torch.Tensor, move: Move) -> torch.Tensor:
-    """The elements of a move, of shape ``move.sizes``; a view where they are one box."""
+    """Return the elements of a move, of shape ``move.sizes``; a view if they are one box."""
     if _boxes(move.taken) == 1:
         return _narrow(whole, [runs[0] for runs in move.taken])
     if _boxes(move.taken) > _MAX_BOXES:
@@ -238,7 +238,7 @@ def _narrow(tensor: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tenso
 
 
 def _grid(box: Box, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Indices of all elements, a tensor for each run that broadcasts with the others."""
+    """Return the indices of all elements, one tensor per group of dims, which broadcast with each other."""
     found = []
     for run, runs in enumerate(box):
         index = torch.cat([torch.arange(start, start + length, device=device) for start, length in runs])

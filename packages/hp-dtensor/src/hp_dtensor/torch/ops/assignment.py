@@ -114,7 +114,7 @@ def _is_mask(item: Any) -> bool:
 
 
 def _plain(item: Any) -> Any:
-    """An index without DTensors."""
+    """Return an index without DTensors."""
     if isinstance(item, DTensor):
         item = local_view(item.full_tensor())
         return item if item.dim() or item.dtype is torch.bool else int(item)
@@ -126,13 +126,13 @@ def _is_cut(placement: Placement) -> bool:
 
 
 def _cut_alone(spec: TensorSpec) -> TensorSpec:
-    """A layout with the cuts of another one, and its shape."""
+    """Return a layout with the shards of another one, and its shape."""
     return spec.with_placements([p if _is_cut(p) else Replicate() for p in spec.placements])
 
 
 # ---- the value, as it is written ----
 def _written(value: Any, spec: TensorSpec, kept: Items = (), ndim: int = 0) -> Any:
-    """The local part of ``value`` that goes into a tensor of layout ``spec``; a number as it is.
+    """Return the local tensor of ``value`` that goes into a tensor of layout ``spec``; return a number unchanged.
 
     Args:
         value: a number or a DTensor.
@@ -212,7 +212,7 @@ def _overlaps(place: Any, value: Any) -> bool:
 
 
 def _own_part(spec: TensorSpec, items: Items, touched: set[Any], value: Any, ndim: int) -> tuple[Items, Any]:
-    """The index into this rank's part, and what of the value goes there; of a dim that it has nothing of, none."""
+    """Return the index into the local tensor and the part of the value for it; None for a dim without any index."""
     made: list[Any] = []
     dim, place = 0, 0
     pending: list[int] = []  # dims of x[index] to the right of each int that becomes a slice
@@ -245,7 +245,7 @@ def _own_part(spec: TensorSpec, items: Items, touched: set[Any], value: Any, ndi
 
 
 def _overlap(begin: int, end: int, step: int, start: int, size: int) -> tuple[slice, int, int]:
-    """What of a slice lies in a run: the slice of the run, the first of the slice's elements there, and how many."""
+    """Return the local slice of a slice of a sharded dim, its first element's number, and the number of elements."""
     count = len(range(begin, end, step))
     first = min(max(0, -((begin - start) // step)), count)
     after = min(max(first, -((begin - start - size) // step)), count)
@@ -274,7 +274,7 @@ def _scatter(x: DTensor, items: Items, value: Any) -> None:
 
 # ---- what an index takes ----
 def _expanded(items: Items, ndim: int) -> Items:
-    """The index with ``...`` and what is left out written out."""
+    """Return the index with ``...`` and omitted dims expanded."""
     missing = (slice(None),) * (ndim - sum(item is not None and item is not Ellipsis for item in items))
     dots = [place for place, item in enumerate(items) if item is Ellipsis]
     return (*items[: dots[0]], *missing, *items[dots[0] + 1 :]) if dots else (*items, *missing)

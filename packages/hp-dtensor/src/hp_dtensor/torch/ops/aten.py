@@ -37,7 +37,7 @@ def name_of(operator: Any) -> str:
 
 
 def call(operator: Any, known: Callable[[Any], bool]) -> Callable[..., Any] | None:
-    """What does the same as an operator of aten and is intercepted by name; None where torch has nothing.
+    """Return the intercepted function that is equivalent to an operator of aten; None if torch has none.
 
     Args:
         operator: the operator.
@@ -57,7 +57,7 @@ def call(operator: Any, known: Callable[[Any], bool]) -> Callable[..., Any] | No
 
 
 def _self_first(args: Any, kwargs: Any) -> Any:
-    """What a schema calls ``self`` goes by its place: Python's functions call it ``input``."""
+    """Pass the argument that a schema calls ``self`` by position: Python's functions call it ``input``."""
     return (kwargs.pop("self"), *args) if "self" in kwargs else args
 
 

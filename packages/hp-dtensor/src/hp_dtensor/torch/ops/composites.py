@@ -86,7 +86,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: Any = None,
 ) -> Any:
-    """The options cut the work in pieces: of the whole, which these are not."""
+    """Compute the loss without the options that chunk the work, which apply to global sizes."""
     if linear_weight.dim() != 2:
         given = {"linear_bias": linear_bias, "weight": weight, "reduction": reduction, "ignore_index": ignore_index}
         given["label_smoothing"] = label_smoothing
@@ -194,7 +194,7 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def interpolate(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result's shape depends on floats, so its plan does."""
+    """Interpolate; the result's shape depends on floats, and so does the plan."""
     bound = inspect.signature(func).bind(*args, **kwargs).arguments
     size, scale = bound.get("size"), bound.get("scale_factor")
     if any(tensors_of((size, scale), {})):
@@ -348,7 +348,7 @@ def _in_place(function: Callable[..., Any]) -> Handler:
 
 
 def special() -> dict[Any, Handler]:
-    """The handlers, by function."""
+    """Return the handlers, by function."""
     table: dict[Any, Handler] = {}
     composites = [
         *(addmm, addmv, addr, baddbmm, addbmm, vdot, inner, sum_to_size, linear_cross_entropy, cosine_similarity),

@@ -130,7 +130,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def _key_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """The key of a call; None where a plain tensor is among the arguments."""
+    """Return the key of a call; None if an argument is a plain tensor."""
     try:
         key = _key(func, args, kwargs)
         hash(key)
@@ -142,7 +142,7 @@ def _key_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
 
 
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Runs ``func`` on DTensors: special functions by their handler, others by their plan."""
+    """Run ``func`` on DTensors: special functions by their handler, others by their plan."""
     if _compiler._is_compiling_flag or _is_local(func, kwargs):
         return _impl(func, types, args, kwargs or {})
     if aten.is_operator(func) and func not in _SPECIAL and func not in BINDINGS:
@@ -248,7 +248,7 @@ def _writes_plain(func: Any, first: Any) -> bool:
 
 
 def write_into_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """A function that writes into its first operand, a plain tensor: what it writes is gathered.
+    """Run a function that writes into a plain tensor, its first operand, with gathered values.
 
     The plain tensor goes on being one, taken as replicated, and its gradient reaches the DTensors. A number goes into
     any: ``torch.nn.utils.clip_grad_norm_`` scales all gradients by one, of plain parameters too.
@@ -272,7 +272,7 @@ def write_into_plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def plan_of(key: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """A new plan, kept under ``key``."""
+    """Make a plan and store it under ``key``."""
     plan = _make(func, args, kwargs)
     _keep(key, plan)
     return plan
@@ -308,7 +308,7 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def mesh_of(func: Any, args: Any, kwargs: Any) -> DeviceMesh:
-    """The mesh of the operands of a call.
+    """Return the mesh of the operands of a call.
 
     Raises:
         ValueError: they are on several.
@@ -323,7 +323,7 @@ def mesh_of(func: Any, args: Any, kwargs: Any) -> DeviceMesh:
 
 
 def planned(func: Any, args: Any, kwargs: Any, floats: Any = None) -> Any:
-    """Runs ``func`` by its plan, passing over its special handler.
+    """Run ``func`` by its plan, bypassing its special handler.
 
     Args:
         func: the torch function.
@@ -338,7 +338,7 @@ def planned(func: Any, args: Any, kwargs: Any, floats: Any = None) -> Any:
 
 
 def plan_for(func: Any, args: Any, kwargs: Any) -> Any:
-    """The plan of a call on DTensors alone, without running it."""
+    """Return the plan of a call with only DTensors, without running it."""
     return _found(_key(func, args, kwargs), func, args, kwargs)
 
 

@@ -32,7 +32,7 @@ _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 
 
 def with_the_others(call: Call, rule: str, view: bool, compute: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What this rank runs to be in a graph like that of the others; None where ``compute`` is.
+    """Return a function that puts this rank into a graph like that of the others; None if ``compute`` is None.
 
     Args:
         call: the call, planned.
@@ -76,7 +76,7 @@ def _on_stand_ins(call: Call, compute: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _filled(spec: Any) -> tuple[int, ...]:
-    """This rank's shape, with one element in place of none of a dim that has some; a run has no dims of its own."""
+    """Return the local shape, with one element instead of none in dims that are not globally empty."""
     if any(isinstance(placement, RaggedShard) for placement in spec.placements):
         return spec.local_shape
     return tuple(1 if size and not local else local for size, local in zip(spec.shape, spec.local_shape, strict=True))

@@ -17,7 +17,7 @@ __all__ = ["fill", "solve"]
 
 
 def solve(call: Call, shapes: list[tuple[int, ...]]) -> Solution:
-    """The written operand stays as it is; a value that is a DTensor is read whole.
+    """Keep the written operand's placements; a value that is a DTensor is replicated.
 
     Raises:
         NoLegalPlacement: a sum on one axis is a product on another.
@@ -39,7 +39,7 @@ def solve(call: Call, shapes: list[tuple[int, ...]]) -> Solution:
 
 
 def fill(call: Call) -> Any:
-    """The value on the first rank of a sum or a product, zeros or ones on its others; the value elsewhere."""
+    """Return this rank's fill value; in a partial sum or product only the first rank gets it, the others 0 or 1."""
     placements, coordinate = call.results[0].placements, call.results[0].mesh.get_coordinate()
     combined = [a for a, p in enumerate(placements) if p.is_partial("sum") or p.is_partial("product")]
     if coordinate is None or not any(coordinate[axis] for axis in combined):

@@ -70,7 +70,7 @@ def _method(base: Any) -> Override:
 
 
 def _writing(base: Any) -> Override:
-    """An elementwise function that writes its tensor: of operands in one layout, none partial, it needs no plan."""
+    """Wrap an elementwise function that writes its tensor: operands in one layout, none partial, need no plan."""
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = self._spec
@@ -92,7 +92,7 @@ def _writing(base: Any) -> Override:
 
 
 def install() -> None:
-    """Puts them on DTensor; called once, when hp_dtensor's torch side is imported."""
+    """Set them on DTensor; called once, when hp_dtensor's torch side is imported."""
     operators = {"__add__": T.add, "__sub__": T.sub, "__mul__": T.mul, "__truediv__": T.div, "__matmul__": T.matmul}
     for name, func in operators.items():
         setattr(DTensor, name, _operator(name, func))

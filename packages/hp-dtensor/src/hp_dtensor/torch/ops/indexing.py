@@ -45,7 +45,7 @@ def get_item(func: Any, args: Any, gathered: Any) -> Any:
 
 
 def without_tensors(item: Any) -> Any:
-    """An item of an index, the bounds of a slice as ints."""
+    """Return an item of an index with the bounds of a slice as ints."""
     if isinstance(item, slice):
         return slice(*(int(bound) if isinstance(bound, T) else bound for bound in (item.start, item.stop, item.step)))
     return item

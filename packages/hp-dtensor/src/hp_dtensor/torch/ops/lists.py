@@ -24,7 +24,7 @@ T = torch.Tensor
 
 
 def each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a function that works element by element.
+    """Run a function that works element by element.
 
     Raises:
         ValueError: a fused step of tensors that do not lie alike.
@@ -55,7 +55,7 @@ def each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unlike(lists: Sequence[Any]) -> str | None:
-    """The first element that does not lie alike in all lists, in words; None where all do."""
+    """Describe the first element whose layout differs between the lists; None if there is none."""
     first = lists[0] if lists else ()
     for index, tensor in enumerate(first):
         spec = getattr(tensor, "_spec", None)
@@ -83,7 +83,7 @@ def _place(tensor: Any) -> str:
 
 # ---- one by one ----
 def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a function of lists as the function of one tensor, for each element.
+    """Run a function of lists as the function of one tensor, for each element.
 
     Raises:
         NotImplementedError: torch has no such function of one tensor.
@@ -109,7 +109,7 @@ def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _single(func: Any) -> Callable[..., Any]:
-    """The function of one tensor."""
+    """Return the corresponding function of one tensor."""
     name = func.__name__.removeprefix(_PREFIX)
     found = _OTHERS.get(name) or getattr(T if name.endswith("_") else torch, name, None)
     if found is None:

@@ -126,7 +126,7 @@ def trailing(count: int) -> Any:
 
 
 def _expanded(call: Call) -> list[Any]:
-    """The index with ``...`` written out."""
+    """Return the index with ``...`` expanded."""
     index = call.args[1]
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(item is not None and item is not Ellipsis for item in items)
@@ -165,7 +165,7 @@ def index(call: Call) -> Any:
 
 # ---- views ----
 def view(call: Call) -> Any:
-    """The same view with the local sizes of its result."""
+    """Return the same view with the local sizes of its result."""
     size = call.results[0].local_shape
     if call.func.__name__ == "ravel":  # it copies where reshape would not: a row of every other element
         return T.ravel, ()
@@ -200,7 +200,7 @@ def mean(call: Call) -> Any:
 
 
 def biased(call: Call) -> Any:
-    """A linear map or a convolution with the contracted dim sharded: the bias is added on the first rank alone."""
+    """Return a linear map or convolution whose contracted dim is sharded: only the first rank adds the bias."""
     if len(call.targets) < 3:
         return None
     coordinate = call.results[0].mesh.get_coordinate()
@@ -240,7 +240,7 @@ class _Counted(torch.autograd.Function):
 
 
 def unwrapped(kernel: Any) -> Any:
-    """What a function of one operand and ``inplace`` calls, where it does not write."""
+    """Return the function that a function with ``inplace`` calls if it does not write."""
 
     def local(call: Call) -> Any:
         return None if any((*call.args[1:], *call.kwargs.values())) or not call.args else (kernel, ())

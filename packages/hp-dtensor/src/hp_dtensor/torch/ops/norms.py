@@ -65,7 +65,7 @@ def of_each(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
 
 
 def vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """The norm of all elements without gradients is a reduction; of others the normed dims are gathered first."""
+    """Compute the norm of all elements as a reduction if no gradient is needed; otherwise gather the normed dims."""
     bound = {
         "ord": 2,
         "dim": None,

@@ -207,7 +207,7 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _row(placement: Placement, dim: int) -> Placement:
-    """The placement of a value without the class dim."""
+    """Return the placement of a value without the class dim."""
     if not isinstance(placement, Shard) or placement.dim == dim:
         return Replicate()
     return Shard(placement.dim - (placement.dim > dim))
@@ -246,7 +246,7 @@ def _unfit(logits: Any, target: Any, bound: dict[str, Any]) -> str | None:
 
 
 def _read(value: T, spec: TensorSpec, placements: tuple[Placement, ...], name: str) -> T:
-    """The local part of a target or weight in the placements that the logits give it."""
+    """Return the local tensor of a target or weight in the placements that follow from the logits."""
     if isinstance(value, DTensor):
         if value._spec.mesh != spec.mesh:
             raise ValueError(f"cross_entropy: the logits are on {spec.mesh}, the {name} on {value._spec.mesh}")
@@ -260,5 +260,5 @@ def _read(value: T, spec: TensorSpec, placements: tuple[Placement, ...], name: s
 
 
 def special() -> dict[Any, Callable[[Any, Any, Any], Any]]:
-    """The handlers, by function."""
+    """Return the handlers, by function."""
     return {F.cross_entropy: _cross_entropy}

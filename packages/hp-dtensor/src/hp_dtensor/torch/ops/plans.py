@@ -116,7 +116,7 @@ class Plan:
         self.plain = False
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Runs the call on operands whose layouts are those that the plan was made for."""
+        """Run the call on operands with the layouts for which the plan was made."""
         out = self.compute(args, kwargs)
         spec = self.spec
         if spec is not None:
@@ -131,7 +131,7 @@ class Plan:
         return out
 
     def compute(self, args: Any, kwargs: Any) -> Any:
-        """The results' local parts, as the framework gives them."""
+        """Return the local tensors of the results, as the framework returns them."""
         if self.fixes:
             args, kwargs = self._moved(args, kwargs)
         if self.tail is not None:
@@ -169,7 +169,7 @@ class _CheckedPlan(Plan):
 
 
 def _collect(call: Call, binding: Binding) -> None:
-    """Finds the operands of a call."""
+    """Find the operands of a call."""
     if binding.signature is not None:
         names = [name for name, _ in binding.signature]
         if len(call.args) > len(names):
@@ -213,7 +213,7 @@ def _collect(call: Call, binding: Binding) -> None:
 
 
 def _on_meta(call: Call, binding: Binding) -> Any:
-    """The results' shapes: the function itself on meta tensors, so that its own argument checks come first."""
+    """Return the results' shapes by running the function on meta tensors, so that its argument checks come first."""
 
     def change(value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -227,7 +227,7 @@ def _on_meta(call: Call, binding: Binding) -> Any:
 
 
 def nothing(results: list[TensorSpec], made: Any) -> Callable[..., Any]:
-    """What runs on a rank outside the mesh: results without elements, in the graph of the operands.
+    """Return the function for a rank outside the mesh: results without elements, in the graph of the operands.
 
     Args:
         results: each result's layout.
@@ -252,7 +252,7 @@ def nothing(results: list[TensorSpec], made: Any) -> Callable[..., Any]:
 
 
 def _callable(func: Any, local: Any) -> Callable[..., Any]:
-    """What runs on the local tensors, as one function of the call's arguments."""
+    """Return the local operation as one function of the call's arguments."""
     if not isinstance(local, tuple):
         return local or func
     function, tail = local
@@ -262,7 +262,7 @@ def _callable(func: Any, local: Any) -> Callable[..., Any]:
 
 
 def _finish(plan: Plan, func: Any, specs: Iterable[TensorSpec]) -> None:
-    """Sets how the results of ``func`` become the views or copies that one device gives.
+    """Set how the results of ``func`` become the views or copies that a single device returns.
 
     Args:
         plan: of a call that writes nothing.

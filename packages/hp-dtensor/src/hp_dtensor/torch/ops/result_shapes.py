@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 def broadcast(call: Call) -> Shape | None:
-    """The shape that all operands broadcast to."""
+    """Return the shape to which all operands broadcast."""
     made: list[int] = []
     for spec in call.specs:
         shape = spec.shape
@@ -33,7 +33,7 @@ def broadcast(call: Call) -> Shape | None:
 
 
 def reduced(call: Call) -> Shape | None:
-    """The operand's shape without the dims ``dim``, or with ones there."""
+    """Return the operand's shape without the dims ``dim``, or with size one there."""
     shape, dim, keepdim = call.specs[0].shape, call.bound["dim"], call.bound["keepdim"]
     if type(keepdim) is not bool or not (dim is None or type(dim) is int or type(dim) in (tuple, list)):
         return None
@@ -49,7 +49,7 @@ def reduced(call: Call) -> Shape | None:
 
 
 def linear(call: Call) -> Shape | None:
-    """The input's shape with as many features as the weight has rows."""
+    """Return the input's shape with one feature per row of the weight."""
     shape, weight, *bias = (spec.shape for spec in call.specs)
     if not shape or len(weight) != 2 or shape[-1] != weight[1] or any(each != weight[:1] for each in bias):
         return None

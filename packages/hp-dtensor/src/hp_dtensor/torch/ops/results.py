@@ -20,7 +20,7 @@ _FACTORIES = {torch.arange, torch.eye, torch.full, torch.linspace, torch.logspac
 
 
 def write_out(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs ``func`` with ``out=``, a DTensor or a tuple of them.
+    """Run ``func`` with ``out=``, a DTensor or a tuple of them.
 
     Raises:
         RuntimeError: the results require gradients, or have another shape or a dtype that ``out`` can't hold, or

@@ -142,7 +142,7 @@ def _smaller(input: Any, other: Any) -> Any:
 
 
 def _elementwise(complete: Any) -> Handler:
-    """The larger or the smaller of two."""
+    """Return the larger or the smaller of two."""
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         watched = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(args, kwargs))
@@ -221,7 +221,7 @@ def _reshaping(base: Any) -> Handler:
 
 
 def _reshape_nothing(x: Any, shape: tuple[int, ...]) -> None:
-    """Gives a part without elements another shape of the same dims, by views: ``as_strided_`` has no gradient of none.
+    """Change the shape of an empty local tensor by views: the gradient of ``as_strided_`` fails without elements.
 
     Args:
         x: whose part has the dims of ``shape`` in another order, those of size 1 apart.
@@ -275,7 +275,7 @@ def _item(self: Any, index: Any) -> Any:
 
 
 def install() -> None:
-    """Puts the handlers in place; called once, when hp_dtensor's torch side is imported."""
+    """Register the handlers; called once, when hp_dtensor's torch side is imported."""
     table = dispatch._SPECIAL
     getters = """is_leaf grad_fn is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_mps is_xla is_xpu is_npu
         is_nested _version output_nr retains_grad names layout itemsize nbytes is_ipu is_maia is_vulkan is_mtia

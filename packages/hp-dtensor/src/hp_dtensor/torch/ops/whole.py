@@ -57,7 +57,7 @@ _REFUSED = {
 
 
 def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
-    """Runs ``func`` on the operands' whole values, gathered on every rank; results are replicated.
+    """Run ``func`` on the operands' global values, gathered on every rank; results are replicated.
 
     An operand that is written to gets its part of what was written, and is returned where ``func`` returns it.
 
@@ -103,7 +103,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
 
 
 def _state(whole: T, untold: bool) -> Any:
-    """What tells whether a tensor was written to: its version, or its value."""
+    """Return what changes when a tensor is written to: its version, or its value."""
     if untold:
         return whole.detach().clone()
     return whole._version
@@ -114,7 +114,7 @@ def _replicated(value: T, mesh: Any) -> DTensor:
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
-    """A random function: the ranks' generators are compared once."""
+    """Run a random function, after comparing the ranks' generators once."""
     some = next(t for t in tensors_of(args, kwargs) if isinstance(t, DTensor))
     random.compare_generators(dispatch.mesh_of(func, args, kwargs), some.device)
     return on_whole(func, args, kwargs)
@@ -135,13 +135,13 @@ def _refuse(why: str) -> Any:
 
 
 def operators_of(names: str) -> list[Any]:
-    """The operators of ``torch.ops.aten`` of these names, each with its overloads."""
+    """Return the operators of ``torch.ops.aten`` of these names, each with its overloads."""
     packets = [getattr(torch.ops.aten, name) for name in names.split() if hasattr(torch.ops.aten, name)]
     return [each for packet in packets for each in (packet, *(getattr(packet, o) for o in packet.overloads()))]
 
 
 def special() -> dict[Any, Any]:
-    """The handlers, by function."""
+    """Return the handlers, by function."""
     table: dict[Any, Any] = {}
     for why, names in ((why, names) for names, why in _REFUSED.items()):
         table.update(dict.fromkeys(functions_of(names), _refuse(why)))
