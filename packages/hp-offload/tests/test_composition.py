@@ -11,7 +11,15 @@ import torch
 
 from hp_dtensor import DTensor, init_device_mesh
 from hp_fsdp import fully_shard
-from hp_offload import CheckpointPolicy, checkpoint_exclude_wrapper, checkpoint_wrapper, swap_wrapper
+from hp_offload import (
+    CheckpointPolicy,
+    SwapManager,
+    checkpoint_exclude_wrapper,
+    checkpoint_wrapper,
+    fit_memory,
+    swap_wrapper,
+    trace_saved,
+)
 from hp_platform import get_platform
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
@@ -99,3 +107,37 @@ def test_tensor_parallel_blocks(change: str, local: bool) -> None:
             model(batch(step=step)).backward()
         compare(models[1], models[0], bits=True)
         compare(models[1], single, bits=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("parallel", ["fsdp", "tp"])
+def test_a_budget_for_sharded_models(parallel: str) -> None:
+    """fit_memory plans in the first step; gradients have the bits of the same model without it."""
+    pytest.importorskip("scipy", reason="fit_memory needs scipy, in hp-offload's extra plan")
+    single = net(4, dropout=0.0).to(device_type())
+    mesh = init_device_mesh(device_type(), (2,))
+    models: list[Net] = [copy.deepcopy(single), copy.deepcopy(single)]
+    rank = get_platform().groups.rank()
+    rows = slice(2 * rank, 2 * rank + 2) if parallel == "fsdp" else slice(None)
+    for model in models:
+        for block in model.blocks:
+            if parallel == "fsdp":
+                fully_shard(block)
+            else:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, mesh, plan)
+        if parallel == "fsdp":
+            fully_shard(model)
+    total = sum(each.bytes for each in trace_saved(models[0], (batch(rows),)))
+    assert total > 0 and all(parameter.grad is None for parameter in models[0].parameters())
+    fit_memory(models[1], int(0.75 * total), bandwidth=1e15)
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            model(batch(rows, step)).backward()
+        compare(models[1], models[0], bits=True)
+    assert SwapManager().host_bytes > 0
+    too_little = fit_memory(copy.deepcopy(single), 1)
+    expected = "below the least" if rank == 0 else "rank 0 has no plan within a budget of 1 bytes"
+    with pytest.raises(ValueError, match=expected):
+        too_little(batch())

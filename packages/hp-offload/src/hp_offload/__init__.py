@@ -12,6 +12,7 @@ from hp_offload.api import (
     swap_tensor_wrapper,
     swap_wrapper,
 )
+from hp_offload.applying import apply_memory_plan, fit_memory, trace_saved
 from hp_offload.manager import SwapManager
 from hp_offload.planning import plan_memory
 from hp_offload.policies import CheckpointPolicy
@@ -22,11 +23,14 @@ __all__ = [
     "MemoryPlan",
     "Saved",
     "SwapManager",
+    "apply_memory_plan",
     "checkpoint",
     "checkpoint_exclude_wrapper",
     "checkpoint_wrapper",
+    "fit_memory",
     "plan_memory",
     "swap",
     "swap_tensor_wrapper",
     "swap_wrapper",
+    "trace_saved",
 ]

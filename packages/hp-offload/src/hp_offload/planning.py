@@ -282,7 +282,7 @@ def _equal(blocks: Blocks) -> list[list[int]]:
     for number, block in enumerate(blocks.index):
         by_block[block].append(number)
     for members in by_block:
-        members.sort(key=lambda number: blocks.saved[number].site.partition(blocks.names[blocks.index[number]])[2])
+        members.sort(key=lambda number: blocks.saved[number].site.removeprefix(blocks.names[blocks.index[number]]))
 
     def kind(block: int):
         name = blocks.names[block]

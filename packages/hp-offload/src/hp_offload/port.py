@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from hp_offload.saved import MemoryPlan, Saved
 from hp_platform.extend import load_port
 
 Tensor = Any
@@ -114,6 +115,28 @@ class Port(Protocol):
 
     def run_excluded(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, save_output: bool) -> Any:
         """Run a module's forward inside of a checkpoint as if it were outside."""
+        ...
+
+    def trace(
+        self, model: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., Tensor] | None
+    ) -> list[Saved]:
+        """Run one step of a model, and list what it saves."""
+        ...
+
+    def before_first_step(self, model: Module, action: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Call an action once, with the arguments of the model's first call with gradients, before that call."""
+        ...
+
+    def rank(self) -> int:
+        """Return this process's rank, 0 where there is no process group."""
+        ...
+
+    def share(self, codes: list[int]) -> list[int]:
+        """Return rank 0's codes on every rank; their number is the same everywhere."""
+        ...
+
+    def apply(self, model: Module, plan: MemoryPlan) -> None:
+        """Let the blocks of a model follow a plan."""
         ...
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -81,11 +80,11 @@ class MemoryPlan:
 def block_of(site: str) -> str:
     """Return the block of a site: its path to the first number; what no numbered module holds is a block of its own.
 
-    >>> block_of("model.layers.3.mlp.act#0"), block_of("head#1"), block_of("#0")
+    >>> block_of("model.layers.3.experts.0#0"), block_of("head#1"), block_of("#0")
     ('model.layers.3', 'head', '')
     """
-    numbered = re.match(r"(.*?\.\d+)(?=[.#]|$)|(\d+)(?=[.#]|$)", site)
-    return numbered.group(0) if numbered else site.partition("#")[0]
+    path = site.partition("#")[0].split(".")
+    return ".".join(path[: next((place + 1 for place, name in enumerate(path) if name.isdigit()), len(path))])
 
 
 def near(name: str, names: Iterable[str]) -> str:

@@ -15,7 +15,20 @@ from mindspore import Tensor, nn
 from hp_offload.manager import Entry, GroupRun, SwapManager
 from hp_offload.policies import CheckpointPolicy, checked_swap_answer
 
-__all__ = ["checkpoint", "is_module", "is_tensor", "run_excluded", "swap", "swap_tensor", "wrap"]
+__all__ = [
+    "apply",
+    "before_first_step",
+    "checkpoint",
+    "is_module",
+    "is_tensor",
+    "rank",
+    "run_excluded",
+    "share",
+    "swap",
+    "swap_tensor",
+    "trace",
+    "wrap",
+]
 
 Function = Callable[..., Any]
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -130,6 +143,37 @@ def run_excluded(forward: Function, args: Any, kwargs: Any, *, save_output: bool
         "checkpoint_exclude_wrapper is not supported on MindSpore, whose recompute runs all of a function again:"
         " checkpoint the functions before and after the cell."
     )
+
+
+def trace(model: Any, args: Any, kwargs: Any, loss: Any) -> Any:
+    """Refuse: MindSpore has no clock of operations."""
+    raise NotImplementedError(
+        "trace_saved (fit_memory calls it) is not supported on MindSpore, which does not say what each operation"
+        " takes. plan_memory plans what is listed by hand."
+    )
+
+
+def apply(model: Any, plan: Any) -> None:
+    """Refuse: MindSpore's recompute keeps nothing of what it runs again."""
+    raise NotImplementedError(
+        "apply_memory_plan is not supported on MindSpore, whose recompute runs all of a function again: use"
+        " checkpoint_wrapper and swap_wrapper on its cells."
+    )
+
+
+def before_first_step(model: Any, action: Any) -> None:
+    """Refuse, as `trace`."""
+    trace(model, (), {}, None)
+
+
+def rank() -> int:
+    """Return 0: no plan is shared here."""
+    return 0
+
+
+def share(codes: list[int]) -> list[int]:
+    """Return the codes: no plan is shared here."""
+    return codes
 
 
 def is_module(value: Any) -> bool:

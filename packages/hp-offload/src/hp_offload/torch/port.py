@@ -15,14 +15,30 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from hp_offload.torch.packed import Packed, unpack
+from hp_offload.torch.planned import apply
 from hp_offload.torch.region import Passes, run_region
 from hp_offload.torch.scope import Scope, run_excluded, running, tag
 from hp_offload.torch.selection import Selection
 from hp_offload.torch.sites import module_of
 from hp_offload.torch.swapping import SwapRun, name_of, swapping
+from hp_offload.torch.tracing import trace
+from hp_platform import get_platform
 from hp_platform.torch.heavy import mark
 
-__all__ = ["checkpoint", "is_module", "is_tensor", "run_excluded", "swap", "swap_tensor", "wrap"]
+__all__ = [
+    "apply",
+    "before_first_step",
+    "checkpoint",
+    "is_module",
+    "is_tensor",
+    "rank",
+    "run_excluded",
+    "share",
+    "swap",
+    "swap_tensor",
+    "trace",
+    "wrap",
+]
 
 T = torch.Tensor
 Function = Callable[..., Any]
@@ -140,6 +156,45 @@ def swap_tensor(tensor: T, group: str, group_swap: bool) -> T:
     """Return the tensor, such that what backward saves of it goes to the host."""
     tag(tensor, SwapRun(group, group_swap))
     return tensor
+
+
+def before_first_step(model: nn.Module, action: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
+    """Call an action before the model's first call with gradients.
+
+    A hook would run inside of that call, where what shards the model has gathered its parameters already.
+    """
+    own: Any = type(model)
+    begun = False
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        if torch.is_grad_enabled() and not begun:
+            begun = True
+            if type(self) is waiting:
+                self.__class__ = own
+            action(args, kwargs)
+            return self(*args, **kwargs)
+        return own.__call__(self, *args, **kwargs)
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    waiting = type(own.__name__, (own,), {"__call__": call, **names})
+    model.__class__ = waiting
+
+
+def rank() -> int:
+    """Return this process's rank, 0 where there is no process group."""
+    groups = get_platform().groups
+    return groups.rank() if groups.is_initialized() else 0
+
+
+def share(codes: list[int]) -> list[int]:
+    """Return rank 0's codes on every rank."""
+    platform = get_platform()
+    if not platform.groups.is_initialized() or platform.groups.size() == 1:
+        return codes
+    tensor = torch.tensor(codes, dtype=torch.int32, device=platform.devices.current_device())
+    platform.collectives.broadcast(tensor, group_src=0, group=platform.groups.new_group(range(platform.groups.size())))
+    return tensor.tolist()
 
 
 def is_module(value: Any) -> bool:

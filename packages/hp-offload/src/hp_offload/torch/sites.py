@@ -18,7 +18,7 @@ from hp_offload.policies import KEEPS, CheckpointPolicy
 from hp_offload.torch.packed import Packed, plain_torch
 from hp_platform.frames import frame
 
-__all__ = ["Computed", "Group", "Key", "Ordinals", "SitePasses", "module_of", "show"]
+__all__ = ["Computed", "Group", "KeptOutput", "Key", "Ordinals", "SitePasses", "module_of", "show"]
 
 T = torch.Tensor
 Key = tuple["str | None", int]
@@ -73,7 +73,7 @@ class Ordinals:
         return site, self._counts[site] - 1
 
 
-class _KeptOutput:
+class KeptOutput:
     """An output on the device."""
 
     def __init__(self, tensor: T) -> None:
@@ -139,7 +139,7 @@ class SitePasses:
         elif answer in KEEPS:
             with plain_torch():
                 swapped = answer is CheckpointPolicy.MUST_SWAP
-                self._kept[position] = self._group.out(out) if swapped else _KeptOutput(out)
+                self._kept[position] = self._group.out(out) if swapped else KeptOutput(out)
 
     def hand_back(self, position: int, key: Key, compute: Callable[[], T]) -> T:
         """Return the output that was kept for this operation, or compute it where none was.

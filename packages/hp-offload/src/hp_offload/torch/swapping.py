@@ -23,7 +23,7 @@ from hp_offload.policies import CheckpointPolicy, checked_swap_answer
 from hp_offload.torch.packed import Kept, Packed, changed, plain_torch, unpack, version_of
 from hp_offload.torch.sites import module_of
 
-__all__ = ["SwapRun", "name_of", "swapping"]
+__all__ = ["SwapRun", "name_of", "stays", "swapping"]
 
 T = torch.Tensor
 _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -59,6 +59,21 @@ class _Swapped:
         storage, offset = self.entry.bring()
         new = torch.empty(0, dtype=self.dtype, device=storage.device)
         return new.set_(storage, offset // self.dtype.itemsize + self.offset, self.size, self.stride)  # type: ignore
+
+
+class _KeptIn(Kept):
+    """A tensor that stays, of a group others of which may be on the host."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, tensor: T, run: GroupRun) -> None:
+        super().__init__(tensor)
+        self.run = run
+
+    def load(self) -> T:
+        """Return the tensor, unless it was written to."""
+        self.run.begin_backward()
+        return super().load()
 
 
 class _Wrapped:
@@ -116,13 +131,26 @@ class SwapRun:
             if type(tensor).__torch_dispatch__ is not _native and is_traceable_wrapper_subclass(tensor):  # type: ignore
                 names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
                 return _Wrapped(tensor, {name: self.out(getattr(tensor, name)) for name in names}, context)
-            if _stays(tensor):
+            if stays(tensor):
                 return Kept(tensor)
-            if self._run is None:
-                self._run = SwapManager().begin(self._name, self._fused)
-                self._run.protected.update(_addresses(self._stays()))
-            entry = self._run.add(tensor.untyped_storage())
+            entry = self.open().add(tensor.untyped_storage())
             return Kept(tensor) if entry is None else _Swapped(tensor, entry)
+
+    def open(self) -> GroupRun:
+        """Begin the group, if it has not begun."""
+        if self._run is None:
+            self._run = SwapManager().begin(self._name, self._fused)
+            self._run.protected.update(_addresses(self._stays()))
+        return self._run
+
+    def kept(self, tensor: T) -> Packed:
+        """Return what stands for a tensor that stays; its use in backward begins the group's."""
+        return Kept(tensor) if self._run is None else _KeptIn(tensor, self._run)
+
+    def begin_backward(self) -> None:
+        """Begin the group's backward, if there is a group."""
+        if self._run is not None:
+            self._run.begin_backward()
 
     def finish(self) -> None:
         """End the run of the function."""
@@ -131,7 +159,7 @@ class SwapRun:
 
     def pack(self, tensor: T) -> Packed:
         """Put a tensor that is saved where the policy says."""
-        if self._policy_fn is not None and not _stays(tensor):
+        if self._policy_fn is not None and not stays(tensor):
             with plain_torch():
                 answer = self._policy_fn(tensor.detach())
                 asked = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
@@ -141,7 +169,7 @@ class SwapRun:
         return packed if isinstance(packed, Kept) else _Once(packed)
 
 
-def _stays(tensor: T) -> bool:
+def stays(tensor: T) -> bool:
     """Tell a parameter, another leaf or a view of one, and what has no memory of its own, from what can be moved."""
     base = tensor._base if tensor._base is not None else tensor
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):

@@ -1,0 +1,149 @@
+"""Blocks that follow a plan of memory.
+
+Note [How a block follows its plan]
+    A block is a region (`hp_offload.torch.region`). Of what it saves, some stays in the graph, some is swapped, and the
+    rest has slots that a second run fills. In its first call the sites are named as the trace named them; from then on
+    what is saved as number n is treated as in the first call. Outputs of heavy operations that the plan keeps or swaps
+    are handed back in the second run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hp_offload.policies import CheckpointPolicy
+from hp_offload.saved import MemoryPlan, block_of, near
+from hp_offload.torch.packed import Kept, Packed, plain_torch
+from hp_offload.torch.region import run_region
+from hp_offload.torch.sites import KeptOutput, Key, SitePasses
+from hp_offload.torch.swapping import SwapRun, stays
+from hp_offload.torch.walking import Sites, blocks_of, walking
+from hp_platform.torch.heavy import mark
+
+__all__ = ["apply"]
+
+T = torch.Tensor
+KEEP, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE
+
+
+def apply(model: nn.Module, plan: MemoryPlan) -> None:
+    """Let the blocks of a model follow a plan."""
+    blocks = blocks_of(model)
+    by_block: dict[str, dict[str, CheckpointPolicy]] = {}
+    for site, policy in plan.policies.items():
+        block = block_of(site)
+        if block in blocks:
+            by_block.setdefault(block, {})[site] = policy
+        elif policy is not KEEP:
+            raise ValueError(
+                f"apply_memory_plan: {site!r} is to be {'swapped' if policy is SWAP else 'computed again'}, and"
+                f" the model has no block {block!r}{near(block, blocks)}. A block is a module whose name ends with"
+                " its first number."
+            )
+    swaps = SWAP in plan.policies.values()
+    for name, policies in by_block.items():
+        if swaps or set(policies.values()) != {KEEP}:
+            block = blocks[name]
+            mark(block)
+            planned = _Planned(name, policies, block, swaps)
+            block.forward = functools.partial(planned.run, block.forward)  # type: ignore[method-assign]
+
+
+class _Planned:
+    """A block and its part of a plan."""
+
+    def __init__(self, name: str, policies: Mapping[str, CheckpointPolicy], module: nn.Module, swaps: bool) -> None:
+        self.name, self.policies, self.swaps = name, policies, swaps
+        self._module = module
+        self.table: list[CheckpointPolicy] | None = None
+        """What becomes of what is saved as number n; None before the first call."""
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        passes = _PlannedPasses(self)
+        if self.table is not None:
+            return run_region(forward, args, kwargs, name=self.name, passes=passes)
+        sites = passes.sites = Sites(self.name, (args, kwargs))
+        with walking(self._module, sites, self.name):
+            result = run_region(forward, args, kwargs, name=self.name, passes=passes)
+        passes.sites = None
+        missing = [site for site in self.policies if site not in passes.seen]
+        if missing:
+            raise ValueError(
+                f"apply_memory_plan: the block {self.name!r} saves no {missing[0]!r}{near(missing[0], passes.seen)};"
+                " trace the model as it is now, with inputs like these."
+            )
+        self.table = passes.chosen
+        return result
+
+
+class _PlannedPasses(SitePasses):
+    """One run of a planned block."""
+
+    def __init__(self, planned: _Planned) -> None:
+        self._swap = SwapRun(planned.name)
+        super().__init__(planned.name, {}, self._swap)
+        self._planned = planned
+        self.sites: Sites | None = None
+        self.seen: dict[str, CheckpointPolicy] = {}
+        self.chosen: list[CheckpointPolicy] = []
+        # Outputs of heavy operations, by address: position, memory, layout, version.
+        self._outputs: dict[int, tuple[int, StorageWeakRef, tuple[Any, ...], int]] = {}
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        if self._planned.swaps:
+            self._swap.open()
+        with super().first():
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        self._swap.begin_backward()
+        with super().again():
+            yield
+
+    def keep(self, key: Key, out: T) -> None:
+        """Note an output; it is kept where it is saved."""
+        position = len(self._reached)
+        super().keep(key, out)
+        with plain_torch():
+            if not stays(out):
+                storage = out.untyped_storage()
+                layout = out.dtype, out.shape, out.stride(), out.storage_offset()
+                self._outputs[storage.data_ptr()] = position, StorageWeakRef(storage), layout, out._version
+
+    def pack(self, index: int, tensor: T) -> Packed | None:
+        """Keep, swap or compute again."""
+        policy = self._policy(index, tensor)
+        if policy is RECOMPUTE:
+            return None
+        if policy is KEEP and stays(tensor):
+            return Kept(tensor)
+        output = self._outputs.get(tensor.untyped_storage().data_ptr())
+        if output is not None and not output[1].expired() and output[0] not in self._kept:
+            position, _, layout, version = output
+            if tensor.dtype is layout[0] and tensor._version == version:
+                alias = tensor.detach().as_strided(*layout[1:])
+                self._kept[position] = self._group.out(alias) if policy is SWAP else KeptOutput(alias)
+        return self._swap.pack(tensor) if policy is SWAP else self._swap.kept(tensor)
+
+    def _policy(self, index: int, tensor: T) -> CheckpointPolicy:
+        if self.sites is None:
+            table = self._planned.table or self.chosen
+            return table[index] if index < len(table) else KEEP
+        policy = KEEP
+        site, _ = self.sites.site(tensor)
+        if site is not None:
+            policy = self.seen[site] = self._planned.policies.get(site, KEEP)
+        self.chosen.append(policy)
+        return policy

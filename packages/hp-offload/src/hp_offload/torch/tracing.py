@@ -1,0 +1,179 @@
+"""One step of a model, and what it saves for backward: bytes, and the seconds of what makes and uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hp_offload.saved import Saved, block_of
+from hp_offload.torch.packed import plain_torch
+from hp_offload.torch.surroundings import random_state, set_random_state
+from hp_offload.torch.walking import Sites, address_of, blocks_of, walking
+from hp_platform import get_platform
+
+__all__ = ["trace"]
+
+T = torch.Tensor
+
+
+class _Clock(TorchDispatchMode):
+    """Adds up the seconds that operations take, and notes when and in which block a storage was computed."""
+
+    def __init__(self, sites: Sites) -> None:
+        super().__init__()
+        self._sites = sites
+        self._devices = get_platform().devices
+        self.now = 0.0
+        self.made: dict[int, tuple[float, str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begin = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self._devices.synchronize()
+        self.now += time.perf_counter() - begin
+        given = {address_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, T)}
+        block = block_of(self._sites.path[-1])
+        for each in tree_leaves(out):
+            if isinstance(each, T) and address_of(each) not in given:
+                self.made[address_of(each)] = self.now, block
+        return out
+
+
+@dataclass
+class _Storage:
+    """A storage that is saved."""
+
+    site: str
+    bytes: int
+    made: float
+    inside: bool
+    """It was computed in the block that saves it, and no other block saves it."""
+    needed: float = 0.0
+    aliases: list[str] = field(default_factory=list)
+
+
+class _Packed:
+    """A saved tensor in the traced step."""
+
+    def __init__(self, tensor: T, storage: _Storage | None, clock: _Clock) -> None:
+        self._tensor, self._storage, self._clock = tensor.detach(), storage, clock
+
+    def load(self) -> T:
+        if self._storage is not None:
+            self._storage.needed = max(self._storage.needed, self._clock.now)
+        return self._tensor
+
+
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[..., T] | None
+) -> list[Saved]:
+    """Run one step, and list what it saves in the order of saving."""
+    sites = Sites("")
+    clock = _Clock(sites)
+    storages: dict[int, _Storage] = {}
+    held = {address_of(each) for each in (*model.parameters(), *model.buffers())}
+    held |= {address_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, T)}
+    blocks = blocks_of(model)
+    begins: dict[str, float] = {}
+    per_block: dict[str, Sites] = {}
+
+    def pack(tensor: T) -> _Packed:
+        with plain_torch():
+            block = block_of(sites.path[-1])
+            own = per_block.setdefault(block, Sites(block))
+            own.path = sites.path
+            site, new = own.site(tensor)
+            address = address_of(tensor)
+            if site is None or address in held:
+                return _Packed(tensor, None, clock)
+            known = storages.get(address)
+            if known is None:
+                made, where = clock.made.get(address, (0.0, ""))
+                inside = block in blocks and where == block
+                known = storages[address] = _Storage(site, tensor.untyped_storage().nbytes(), made, inside)
+            elif new:
+                known.aliases.append(site)
+                known.inside = False
+            return _Packed(tensor, known, clock)
+
+    def begin(name: str, given: Any) -> None:
+        per_block[name] = Sites(name, given)
+        if name in begins:
+            raise NotImplementedError(
+                f"trace_saved: the block {name!r} runs twice in a step, which no plan can tell apart."
+            )
+        begins[name] = clock.now
+
+    handles = []
+    for name, block in blocks.items():
+        hook = functools.partial(lambda name, _, args, kwargs: begin(name, (args, kwargs)), name)
+        handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        with _unchanged(model), torch.enable_grad():
+            with saved_tensors_hooks(pack, _Packed.load), clock, walking(model, sites, ""):
+                total = _total(model(*args, **kwargs), loss)
+            with clock:
+                total.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _listed(storages, begins, clock.now)
+
+
+def _listed(storages: Mapping[int, _Storage], begins: Mapping[str, float], end: float) -> list[Saved]:
+    saved: list[Saved] = []
+    last = dict(begins)
+    for each in sorted(storages.values(), key=lambda each: each.made):
+        block = block_of(each.site)
+        cost = each.made - last[block] if each.inside else math.inf
+        if each.inside:
+            last[block] = each.made
+        needed = max(each.needed or end, each.made)
+        saved.append(Saved(each.site, each.bytes, each.made, needed, max(cost, 0.0), swappable=each.inside))
+        saved += [Saved(alias, 0, each.made, needed, math.inf, False, each.site) for alias in each.aliases]
+    return saved
+
+
+def _total(output: Any, loss: Callable[..., T] | None) -> T:
+    """Return what the step differentiates."""
+    if loss is not None:
+        return loss(output)
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), T):
+        return output["loss"]
+    found = [each for each in tree_leaves(output) if isinstance(each, T) and each.requires_grad]
+    if not found:
+        raise ValueError(
+            "trace_saved: no tensor of the model's output requires gradients; pass loss=, a function of the output that"
+            " returns what the step differentiates."
+        )
+    return sum(each.sum() for each in found)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Leave gradients, buffers and random numbers as they were."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = random_state()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        set_random_state(random)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
