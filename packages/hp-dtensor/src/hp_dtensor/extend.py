@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_dtensor.layout.boxes import Box, boxes
 from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import local_shape
 from hp_dtensor.layout.spec import TensorSpec, normalize, spec_named
@@ -10,8 +11,10 @@ from hp_dtensor.sharding_plan import matches, matching
 from hp_dtensor.visualize import text_table
 
 __all__ = [
+    "Box",
     "TensorSpec",
     "axes_within",
+    "boxes",
     "kind_of",
     "local_shape",
     "matches",

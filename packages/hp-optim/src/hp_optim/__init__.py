@@ -1,0 +1,37 @@
+"""Optimizers that know how their parameters are sharded: AdamW, Muon, learning-rate schedules.
+
+Rules, owners and schedules are framework-neutral; what touches tensors is in the framework's folder.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hp_optim.chained import ChainedOptimizer
+from hp_optim.head_wise import HEAD_WISE_PATTERNS
+from hp_optim.lr_schedulers import LRScheduler, LRSchedulersContainer, get_hyper_lr_scheduler
+from hp_optim.newton_schulz import NS_VARIANTS
+from hp_optim.rules import MatrixRule
+from hp_optim.schedules import Schedule
+from hp_optim.splitting import get_hyper_optimizer
+from hp_platform.extend import lazy_exports
+
+if TYPE_CHECKING:
+    from hp_optim.torch.adamw import AdamW
+    from hp_optim.torch.muon import Muon
+
+__all__ = [
+    "HEAD_WISE_PATTERNS",
+    "NS_VARIANTS",
+    "AdamW",
+    "ChainedOptimizer",
+    "LRScheduler",
+    "LRSchedulersContainer",
+    "MatrixRule",
+    "Muon",
+    "Schedule",
+    "get_hyper_lr_scheduler",
+    "get_hyper_optimizer",
+]
+
+__getattr__, __dir__ = lazy_exports(__name__, {"AdamW": "adamw", "Muon": "muon"})

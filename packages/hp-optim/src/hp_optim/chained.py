@@ -1,0 +1,198 @@
+"""ChainedOptimizer: several optimizers of one model as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hp_optim.port import port
+
+__all__ = ["ChainedOptimizer"]
+
+State = dict[str, Any]
+
+
+class ChainedOptimizer:
+    """Optimizers that have a model's parameters among them, with one step and one state by the parameters' names.
+
+    Example:
+        >>> optimizer = ChainedOptimizer(model, {"muon": Muon(matrices), "adamw": AdamW(others)})
+        >>> loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    Args:
+        model: whose parameters the optimizers have; a frozen one may be in none.
+        optimizers: by a name, which is in the state of their groups.
+        flatten: states are one dictionary of names such as ``"state.layer.weight.exp_avg"``, as checkpoints want it.
+
+    Attributes:
+        optimizers: by name.
+        iteration: number of steps; saved and loaded with the state.
+
+    Raises:
+        ValueError: no optimizer, a parameter that is not the model's, that two optimizers have, or that is trained and
+            none has.
+    """
+
+    def __init__(self, model: Any, optimizers: Mapping[str, Any], flatten: bool = False) -> None:
+        self.optimizers = dict(optimizers)
+        self.flatten = flatten
+        self.iteration = 0
+        if not self.optimizers:
+            raise ValueError("ChainedOptimizer: no optimizers; pass at least one, by a name")
+        named = port().named_parameters(model)
+        names = {id(parameter): name for name, parameter in named}
+        owners: dict[int, str] = {}
+        self._names: dict[str, list[list[str]]] = {}
+        for key, optimizer in self.optimizers.items():
+            groups = []
+            for group in port().groups(optimizer):
+                for number, parameter in enumerate(group["params"]):
+                    if id(parameter) not in names:
+                        raise ValueError(
+                            f"ChainedOptimizer: parameter {number} of a group of {key!r}, of shape"
+                            f" {tuple(parameter.shape)}, is not the model's. Make the optimizers of the model as it is"
+                            " now: what replaces parameters (to_empty, an adapter) comes before"
+                        )
+                    other = owners.setdefault(id(parameter), key)
+                    if other != key:
+                        raise ValueError(
+                            f"ChainedOptimizer: {names[id(parameter)]!r} is in {other!r} and in {key!r}; give it to one"
+                        )
+                groups.append([names[id(parameter)] for parameter in group["params"]])
+            self._names[key] = groups
+        left = [name for name, each in named if id(each) not in owners and port().trains(each)]
+        if left:
+            raise ValueError(
+                f"ChainedOptimizer: {len(left)} of {len(named)} parameters are trained and in no optimizer"
+                f" ({', '.join(left[:5])}). Give them to one, or freeze them"
+            )
+
+    @property
+    def param_groups(self) -> list[State]:
+        """The groups of all optimizers, their own dictionaries."""
+        return [group for optimizer in self.optimizers.values() for group in port().groups(optimizer)]
+
+    def step(self, gradients: Mapping[str, Any] | None = None) -> None:
+        """Update all parameters.
+
+        Args:
+            gradients: by the parameters' names, where they are not the parameters' own (MindSpore).
+        """
+        for key, optimizer in self.optimizers.items():
+            own = None if gradients is None else [gradients.get(name) for each in self._names[key] for name in each]
+            port().step(optimizer, own)
+        self.iteration += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients.
+
+        Args:
+            set_to_none: or set them to zero.
+        """
+        for optimizer in self.optimizers.values():
+            port().zero_grad(optimizer, set_to_none)
+
+    def state_dict(self) -> State:
+        """Return the states by the parameters' names, and the hyperparameters of the groups.
+
+        Returns:
+            ``{"state": {name: {key: value}}, "param_groups": [{..., "params": names, "optimizer": key}],
+            "iteration": number}``; with ``flatten`` one dictionary, in which each parameter has its group's
+            hyperparameters. Tensors are the optimizers' own.
+        """
+        states: dict[str, State] = {}
+        groups: list[State] = []
+        for key, optimizer in self.optimizers.items():
+            names = self._names[key]
+            states.update(zip((name for each in names for name in each), map(dict, port().states(optimizer))))
+            for group, own in zip(port().groups(optimizer), names):
+                groups.append({**_hyperparameters(group), "params": list(own), "optimizer": key})
+        if not self.flatten:
+            return {"state": states, "param_groups": groups, "iteration": self.iteration}
+        flat: State = {f"state.{name}.{key}": value for name, own in states.items() for key, value in own.items()}
+        for group in groups:
+            for name in group["params"]:
+                flat |= {f"param_groups.{name}.{k}": value for k, value in group.items() if k != "params"}
+        return {**flat, "iteration": self.iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load states by the parameters' names, nested or flat.
+
+        Parameters may be in other groups than they were saved in, if all of a group were saved with the same
+        hyperparameters, and with another optimizer of the same class.
+
+        Args:
+            state_dict: what `state_dict` gave.
+
+        Raises:
+            ValueError: parameters without a state, states without a parameter, groups that were divided otherwise.
+        """
+        names = [name for each in self._names.values() for group in each for name in group]
+        states, saved = _unflattened(state_dict, names) if "state" not in state_dict else _nested(state_dict)
+        missing, unknown = [n for n in names if n not in saved], [n for n in saved if n not in set(names)]
+        if missing or unknown:
+            raise ValueError(
+                f"ChainedOptimizer.load_state_dict: {len(missing)} parameters are missing in the state"
+                f" ({', '.join(missing[:5])}), {len(unknown)} in it are not the optimizers' ({', '.join(unknown[:5])})"
+            )
+        for key, optimizer in self.optimizers.items():
+            groups = [_shared(own, saved) for own in self._names[key]]
+            listed = [states.get(name, {}) for own in self._names[key] for name in own]
+            port().load(optimizer, listed, groups)
+        self.iteration = int(state_dict.get("iteration", 0))
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> State:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _nested(state_dict: Mapping[str, Any]) -> tuple[dict[str, State], dict[str, State]]:
+    """Return the states, and the hyperparameters of each parameter."""
+    hyper: dict[str, State] = {}
+    for group in state_dict["param_groups"]:
+        values = {key: value for key, value in _hyperparameters(group).items() if key != "optimizer"}
+        hyper |= dict.fromkeys(group["params"], values)
+    return dict(state_dict["state"]), hyper
+
+
+def _unflattened(state_dict: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, State], dict[str, State]]:
+    """Return the same of a flat dictionary."""
+    states: dict[str, State] = {}
+    hyper: dict[str, State] = {}
+    for entry, value in state_dict.items():
+        kind, _, rest = entry.partition(".")
+        if kind not in ("state", "param_groups"):
+            continue
+        name = next(_prefixes(rest, names), rest.rpartition(".")[0])
+        key = rest[len(name) + 1 :]
+        if kind == "state":
+            states.setdefault(name, {})[key] = value
+        elif key != "optimizer":
+            hyper.setdefault(name, {})[key] = value
+        else:
+            hyper.setdefault(name, {})
+    return states, hyper
+
+
+def _prefixes(entry: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield the beginnings of a dotted name that are names of parameters, the longest first."""
+    known = set(names)
+    while "." in entry:
+        entry = entry.rpartition(".")[0]
+        if entry in known:
+            yield entry
+
+
+def _shared(names: Sequence[str], hyper: Mapping[str, State]) -> State:
+    """Return the hyperparameters that the parameters of a group were saved with."""
+    for name in names[1:]:
+        if hyper[name] is not hyper[names[0]] and not _equal(hyper[name], hyper[names[0]]):
+            raise ValueError(
+                f"ChainedOptimizer.load_state_dict: {name!r} was saved with {hyper[name]}, {names[0]!r} of its group"
+                f" with {hyper[names[0]]}. Group the parameters as they were saved"
+            )
+    return hyper[names[0]] if names else {}
+
+
+def _equal(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(bool(one[key] == other[key]) for key in one)

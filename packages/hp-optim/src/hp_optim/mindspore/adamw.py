@@ -1,0 +1,66 @@
+"""AdamW for MindSpore: its own, on this rank's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mindspore import Tensor
+from mindspore.experimental import optim
+
+from hp_dtensor import SkipDTensorDispatch
+from hp_dtensor.mindspore.extend import local_view
+from hp_optim.mindspore.muon import unnamed
+from hp_optim.options import check_number
+
+__all__ = ["AdamW"]
+
+
+class AdamW(optim.AdamW):
+    """``mindspore.experimental.optim.AdamW`` for plain Parameters and DTensors of any layout.
+
+    Call it with the gradients of ``parameters``, in their order: ``optimizer(gradients)``. States are sharded as the
+    parameters are, and no step communicates.
+
+    Args:
+        params: Parameters, pairs of a name and a Parameter, or groups of either.
+        lr: the learning rate.
+        betas: of the averages of gradients and of their squares.
+        eps: added to the denominator.
+        weight_decay: decoupled.
+        amsgrad: divide by the largest average so far.
+        maximize: ascend.
+
+    Raises:
+        ValueError: a number out of its range, an empty group, a parameter in two groups.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        maximize: bool = False,
+    ) -> None:
+        listed = unnamed(params)
+        for number, group in enumerate(listed):
+            if not group["params"]:
+                raise ValueError(f"AdamW: group {number} has no parameters; leave it out")
+            check_number("AdamW", "lr", group.get("lr", lr))
+            check_number("AdamW", "weight_decay", group.get("weight_decay", weight_decay))
+        with SkipDTensorDispatch():
+            super().__init__(listed, float(lr), betas, eps, float(weight_decay), amsgrad=amsgrad, maximize=maximize)
+
+    def construct(self, gradients: Sequence[Tensor]) -> Any:
+        """Update the parameters.
+
+        Args:
+            gradients: of ``parameters``, in their order; DTensors of their layouts, or this rank's parts.
+        """
+        if len(gradients) != len(self.parameters):
+            raise ValueError(f"AdamW: got {len(gradients)} gradients for {len(self.parameters)} parameters")
+        with SkipDTensorDispatch():
+            return super().construct(tuple(local_view(each) for each in gradients))

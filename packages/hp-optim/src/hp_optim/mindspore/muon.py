@@ -1,0 +1,177 @@
+"""Muon for MindSpore: momentum on the shards, whole matrices at their owners."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, ops
+from mindspore.experimental.optim.optimizer import Optimizer
+
+from hp_dtensor import SkipDTensorDispatch
+from hp_dtensor.mindspore.extend import DTensor, local_mode, local_view, set_local
+from hp_optim.head_wise import head_wise_rules
+from hp_optim.mindspore.exchange import Exchanger
+from hp_optim.mindspore.newton_schulz import compute_dtype, orthogonalize, scalar
+from hp_optim.newton_schulz import Orthogonalization
+from hp_optim.options import broken_gradient, check_number
+from hp_optim.ownership import Placed, assign
+from hp_optim.rules import MatrixRule, rule_of, split
+from hp_optim.world import own_rank, world_of
+from hp_platform import get_platform
+
+__all__ = ["Muon", "unnamed"]
+
+
+class Muon(Optimizer):
+    """See `hp_optim.Muon` on PyTorch, whose arguments these are; names are those of the Parameters.
+
+    Call it with the gradients of ``parameters``, in their order: ``optimizer(gradients)``.
+
+    Raises:
+        ValueError: a number out of its range, an unknown variant, a parameter that is no matrix or that a rule does not
+            fit, an empty group, a parameter in two groups.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        weight_decay: float = 0.1,
+        matched_adamw_rms: float = 0.2,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_variant: str = "asym5",
+        ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | None = None,
+        ns_epsilon: float = 1e-10,
+        head_wise: bool = False,
+        head_dim: int | None = None,
+        head_wise_patterns: Sequence[str] | None = None,
+        *,
+        rules: Sequence[MatrixRule] = (),
+    ) -> None:
+        rules = (*rules, *head_wise_rules(head_wise, head_dim, head_wise_patterns))
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "matched_adamw_rms": matched_adamw_rms,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_variant": ns_variant,
+            "ns_coefficients": ns_coefficients,
+            "ns_epsilon": ns_epsilon,
+        }
+        listed = unnamed(params)
+        for number, group in enumerate(listed):
+            if not group["params"]:
+                raise ValueError(f"Muon: group {number} has no parameters; leave it out")
+            for name in ("lr", "weight_decay"):
+                check_number("Muon", name, group.get(name, defaults[name]))
+            check_number("Muon", "momentum", group.get("momentum", momentum), below=1.0)
+        with SkipDTensorDispatch():
+            super().__init__(listed, defaults)
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        placed: list[Placed] = []
+        for parameter, group in zip(self.parameters, groups):
+            settings = Orthogonalization.of(
+                group["ns_variant"],
+                group["ns_coefficients"],
+                group["ns_steps"],
+                group["ns_epsilon"],
+                group["matched_adamw_rms"],
+            )
+            placed.append(_placed(parameter, rules, settings))
+        self._placed, self._groups = placed, groups
+        self.momentum_buffer = ParameterTuple(
+            Parameter(ops.zeros_like(local_view(each)), name=f"momentum_buffer.{each.name}", requires_grad=False)
+            for each in self.parameters
+        )
+        self._exchangers: list[tuple[list[int], Exchanger]] | None = None
+
+    def construct(self, gradients: Sequence[Tensor]) -> bool:
+        """Update the parameters; all ranks of their meshes call it.
+
+        Args:
+            gradients: of ``parameters``, in their order; DTensors of their layouts, or this rank's parts.
+
+        Returns:
+            Whether they were updated: False where a gradient is not finite on some rank.
+        """
+        if len(gradients) != len(self.parameters):
+            raise ValueError(f"Muon: got {len(gradients)} gradients for {len(self.parameters)} parameters")
+        locals_ = [local_view(each) for each in gradients]
+        with local_mode():
+            if self._exchangers is None:
+                self._exchangers = self._planned()
+            done = [self._step(numbers, exchanger, locals_) for numbers, exchanger in self._exchangers]
+        return all(done)
+
+    def _planned(self) -> list[tuple[list[int], Exchanger]]:
+        """Choose owners, for the parameters of each dtype."""
+        sorted_: dict[Any, list[int]] = {}
+        for number, parameter in enumerate(self.parameters):
+            sorted_.setdefault(parameter.dtype, []).append(number)
+        world = world_of({p._spec.mesh for p in self.parameters if isinstance(p, DTensor)})
+        rank, made = own_rank(), []
+        for dtype, numbers in sorted_.items():
+            plan = assign([self._placed[number] for number in numbers], world or [rank])
+            shapes = [tuple(self.momentum_buffer[number].shape) for number in numbers]
+            made.append((numbers, Exchanger(plan, rank, shapes, dtype)))
+        return made
+
+    def _step(self, numbers: Sequence[int], exchanger: Exchanger, gradients: Sequence[Tensor]) -> bool:
+        momenta, updates = [], []
+        for at in numbers:
+            group, gradient = self._groups[at], gradients[at]
+            factor = scalar(group["momentum"], gradient)
+            momenta.append(self.momentum_buffer[at] * factor + gradient)
+            updates.append(momenta[-1] * factor + gradient if group["nesterov"] else momenta[-1])
+        broken = np.array([not bool(ops.isfinite(gradients[at]).all()) for at in numbers])
+        batches, broken = exchanger.to_owners(updates, broken)
+        if broken.any():
+            names = [self._placed[at].name for at, flag in zip(numbers, broken) if flag]
+            warnings.warn(broken_gradient("Muon", names), RuntimeWarning, stacklevel=4)
+            return False
+        kind, results = get_platform().devices.kind, []
+        for batch, plan in zip(batches, exchanger.exchange.batches):
+            settings: Any = plan.settings
+            matrices = batch.astype(compute_dtype(batch.dtype, kind))
+            made = orthogonalize(matrices, settings.coefficients, settings.epsilon)
+            results.append((made * scalar(settings.scale(plan.rows, plan.columns), made)).astype(batch.dtype))
+        for at, momentum, update in zip(numbers, momenta, exchanger.to_holders(results)):
+            group, parameter = self._groups[at], self.parameters[at]
+            lr = float(group["lr"].asnumpy())
+            own = local_view(parameter)
+            set_local(self.momentum_buffer[at], momentum)
+            set_local(parameter, own * scalar(1 - lr * group["weight_decay"], own) - update * scalar(lr, own))
+        return True
+
+
+def unnamed(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return groups of Parameters: of Parameters, pairs of a name and a Parameter, or groups of either.
+
+    Args:
+        params: an optimizer's argument.
+    """
+    listed = list(params)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    return [
+        {**group, "params": [each[1] if isinstance(each, tuple) else each for each in group["params"]]}
+        for group in groups
+    ]
+
+
+def _placed(parameter: Any, rules: Sequence[MatrixRule], settings: Orthogonalization) -> Placed:
+    name, spec = parameter.name, parameter._spec if isinstance(parameter, DTensor) else None
+    shape = tuple(parameter.shape) if spec is None else tuple(spec.shape)
+    matrices = split(shape, rule_of(name, rules), name)
+    if spec is None:
+        return Placed(name, shape, matrices, (own_rank(),), (), (), settings)
+    if spec.partial:
+        raise ValueError(f"Muon: parameter {name!r} is placed {spec.placements}: reduce it before it is trained")
+    ranks = tuple(spec.mesh.ranks.reshape(-1).tolist())
+    return Placed(name, shape, matrices, ranks, tuple(spec.mesh.shape), spec.placements, settings)

@@ -1,0 +1,112 @@
+"""Optimizers of MindSpore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from hp_dtensor import SkipDTensorDispatch
+from hp_dtensor.mindspore.extend import local_view, set_local
+from hp_optim.mindspore.adamw import AdamW
+from hp_optim.mindspore.muon import Muon
+
+State = dict[str, Any]
+_NOT_SAVED = ("params", "max_exp_avg_sq")
+
+
+def named_parameters(model: nn.Cell) -> list[tuple[str, Parameter]]:
+    """List the parameters with their names, each once."""
+    named: dict[int, tuple[str, Parameter]] = {}
+    for name, parameter in model.parameters_and_names():
+        named.setdefault(id(parameter), (name, parameter))
+    return list(named.values())
+
+
+def trains(parameter: Parameter) -> bool:
+    """Tell whether a parameter gets gradients."""
+    return parameter.requires_grad
+
+
+def make(kind: str, groups: list[State], options: Mapping[str, Any]) -> Any:
+    """Make an optimizer of groups whose params are pairs of a name and a parameter."""
+    return {"adamw": AdamW, "muon": Muon}[kind](groups, **options)
+
+
+def groups(optimizer: Any) -> list[State]:
+    """List the groups, the optimizer's own dictionaries."""
+    return optimizer.param_groups
+
+
+def get_lr(group: State) -> float:
+    """Return a group's learning rate."""
+    return float(group["lr"].asnumpy()) if isinstance(group["lr"], Tensor) else float(group["lr"])
+
+
+def set_lr(group: State, value: float) -> None:
+    """Set a group's learning rate; one that is a tensor is written."""
+    if isinstance(group["lr"], Tensor):
+        ops.assign(group["lr"], Tensor(value, group["lr"].dtype))
+    else:
+        group["lr"] = value
+
+
+def step(optimizer: Any, gradients: Sequence[Any] | None) -> None:
+    """Update the parameters with these gradients.
+
+    Raises:
+        TypeError: there are none.
+        ValueError: one is missing.
+    """
+    if gradients is None:
+        raise TypeError(
+            "ChainedOptimizer.step: on MindSpore parameters have no gradients of their own; pass them by the names of"
+            " the parameters"
+        )
+    missing = [each.name for each, gradient in zip(optimizer.parameters, gradients) if gradient is None]
+    if missing:
+        raise ValueError(f"ChainedOptimizer.step: no gradients for {', '.join(missing[:5])}")
+    optimizer(tuple(gradients))
+
+
+def zero_grad(optimizer: Any, set_to_none: bool) -> None:
+    """Do nothing: gradients are returned, not accumulated."""
+
+
+def states(optimizer: Any) -> list[State]:
+    """List the state of each parameter, in the order of the groups; what all share is in each."""
+    shared = {key: value for key, value in vars(optimizer).get("_params", {}).items() if key == "state_step"}
+    listed = []
+    for number in range(len(optimizer.parameters)):
+        own = {key: slots[number] for key, slots in _slots(optimizer).items()}
+        listed.append({**own, **shared})
+    return listed
+
+
+def load(optimizer: Any, states: Sequence[State], groups: Sequence[State]) -> None:
+    """Load the state of each parameter and the hyperparameters of each group."""
+    slots = _slots(optimizer)
+    for number, state in enumerate(states):
+        for key, value in state.items():
+            if key in slots:
+                set_local(slots[key][number], local_view(value).copy())
+            elif number == 0:
+                with SkipDTensorDispatch():
+                    ops.assign(getattr(optimizer, key), value)
+    for own, values in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in values.items():
+            if key == "lr":
+                set_lr(own, get_lr({"lr": value}))
+            elif key not in _NOT_SAVED:
+                own[key] = value
+
+
+def _slots(optimizer: Any) -> dict[str, ParameterTuple]:
+    """Return the states that each parameter has, by their names."""
+    count = len(optimizer.parameters)
+    return {
+        key: kept
+        for key, kept in vars(optimizer).items()
+        if isinstance(kept, ParameterTuple) and len(kept) == count and kept[0] is not optimizer.parameters[0]
+    }

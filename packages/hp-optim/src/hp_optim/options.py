@@ -1,0 +1,70 @@
+"""Checks of optimizers' options and parameters, in the same words for every framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["broken_gradient", "check_number", "different_parameters", "parameter_names", "sparse_gradient"]
+
+
+def check_number(caller: str, name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
+    """Raise for a hyperparameter that is out of its range; one that is a tensor is not looked at.
+
+    Args:
+        caller: the optimizer, for the error.
+        name: of the hyperparameter.
+        value: it must be at least ``low`` and less than ``below``.
+        low: the smallest value.
+        below: the first value that is too large.
+
+    Raises:
+        ValueError: the number is out of range, or not a number.
+    """
+    if isinstance(value, (int, float)) and not low <= value < below:
+        end = f" and less than {below:g}" if below < math.inf else ""
+        raise ValueError(f"{caller}: {name} must be at least {low:g}{end}, got {value!r}")
+
+
+def parameter_names(group: Mapping[str, Any], number: int) -> list[str]:
+    """Return the names of a group's parameters, or which of the group they are.
+
+    Args:
+        group: a parameter group.
+        number: of the group.
+    """
+    names: Sequence[str] | None = group.get("param_names")
+    return list(names) if names else [f"params[{at}] of group {number}" for at in range(len(group["params"]))]
+
+
+def sparse_gradient(caller: str, name: str) -> RuntimeError:
+    """Return the error for a gradient that is not dense."""
+    return RuntimeError(
+        f"{caller}: the gradient of {name!r} is sparse, and {caller} updates every element. Make the embedding with"
+        " sparse=False, or give it to torch.optim.SparseAdam"
+    )
+
+
+def broken_gradient(caller: str, names: Sequence[str]) -> str:
+    """Return the warning for gradients that are not finite."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{caller}: the gradients of {', '.join(map(repr, names[:3]))}{more} have values that are infinite or not a"
+        " number, so all ranks skipped this step: weights and states are as they were"
+    )
+
+
+def different_parameters(caller: str, own: str, others: Sequence[int]) -> ValueError:
+    """Return the error for ranks whose optimizers have different parameters.
+
+    Args:
+        caller: the optimizer.
+        own: the first parameter that differs, as this rank has it.
+        others: the ranks that have another there.
+    """
+    return ValueError(
+        f"{caller}: ranks have different parameters or settings, and would wait for each other or mix them up. First"
+        f" difference, here: {own}; ranks {', '.join(map(str, others[:8]))} have something else there. Build the"
+        " same model and the same optimizer on all ranks"
+    )

@@ -1,0 +1,69 @@
+"""Primitives that a framework supplies to hp-optim: its optimizers, and what they keep.
+
+`Model`, `Optimizer` and `Parameter` are the framework's own; a group is a dictionary of hyperparameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hp_platform.extend import load_port
+
+__all__ = ["Port", "port"]
+
+Model = Any
+Optimizer = Any
+Parameter = Any
+State = dict[str, Any]
+
+
+class Port(Protocol):
+    """Optimizers of a framework; `<framework>/port.py`."""
+
+    def named_parameters(self, model: Model) -> list[tuple[str, Parameter]]:
+        """List the parameters with their names, each once."""
+        ...
+
+    def trains(self, parameter: Parameter) -> bool:
+        """Tell whether a parameter gets gradients."""
+        ...
+
+    def make(self, kind: str, groups: list[State], options: Mapping[str, Any]) -> Optimizer:
+        """Make an optimizer, "adamw" or "muon", of groups whose params are pairs of a name and a parameter."""
+        ...
+
+    def groups(self, optimizer: Optimizer) -> list[State]:
+        """List the groups with their ``params``, the optimizer's own dictionaries."""
+        ...
+
+    def get_lr(self, group: State) -> float:
+        """Return a group's learning rate."""
+        ...
+
+    def set_lr(self, group: State, value: float) -> None:
+        """Set a group's learning rate; one that is a tensor is written."""
+        ...
+
+    def step(self, optimizer: Optimizer, gradients: Sequence[Any] | None) -> None:
+        """Update the parameters, with gradients in their order where these are not the parameters' own."""
+        ...
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Drop the gradients."""
+        ...
+
+    def states(self, optimizer: Optimizer) -> list[State]:
+        """List the state of each parameter, in the order of the groups."""
+        ...
+
+    def load(self, optimizer: Optimizer, states: Sequence[State], groups: Sequence[State]) -> None:
+        """Load the state of each parameter and the hyperparameters of each group."""
+        ...
+
+
+@functools.cache
+def port() -> Port:
+    """Get what the framework in use supplies."""
+    return load_port(Port)

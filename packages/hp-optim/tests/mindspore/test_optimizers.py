@@ -1,0 +1,188 @@
+"""Muon, AdamW, chains and schedules on MindSpore: formulas in float64, the same values for any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn
+
+from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor.mindspore.dtensor import local_view
+from hp_optim import NS_VARIANTS, AdamW, MatrixRule, Muon, get_hyper_lr_scheduler, get_hyper_optimizer
+from hp_platform import count_collectives
+from hp_testing import device_type, on_ranks
+
+R = Replicate()
+SHAPES = {"up": (12, 5), "down": (5, 12), "square": (6, 6), "experts": (4, 3, 8), "heads": (8, 6)}
+RULES = [MatrixRule("heads", "(h o) i", {"o": 4})]
+
+
+class Net(nn.Cell):
+    def __init__(self, dtype: Any = np.float64) -> None:
+        super().__init__()
+        rng = np.random.default_rng(0)
+        for name, shape in SHAPES.items():
+            setattr(self, name, Parameter(Tensor(rng.normal(size=shape).astype(dtype)), name=name))
+        self.bias = Parameter(Tensor(rng.normal(size=7).astype(dtype)), name="bias")
+
+
+def gradient(step: int, name: str, shape: tuple[int, ...], dtype: Any = np.float64) -> np.ndarray:
+    return np.random.default_rng([step, *name.encode()]).normal(size=shape).astype(dtype)
+
+
+def orthogonal(matrix: np.ndarray) -> np.ndarray:
+    """Newton-Schulz as papers write it."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / (np.linalg.norm(x) + 1e-10)
+    for a, b, c in NS_VARIANTS["asym5"]:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def formula(name: str, weight: np.ndarray, steps: int, lr: float, decay: float) -> np.ndarray:
+    buffer = np.zeros_like(weight)
+    rows = 4 if name == "heads" else weight.shape[-2]
+    for step in range(steps):
+        g = gradient(step, name, weight.shape)
+        buffer = 0.95 * buffer + g
+        update = (0.95 * buffer + g).reshape(-1, rows, weight.shape[-1])
+        scale = 0.2 * max(rows, weight.shape[-1]) ** 0.5
+        made = np.stack([scale * orthogonal(each) for each in update]).reshape(weight.shape)
+        weight = weight * (1 - lr * decay) - lr * made
+    return weight
+
+
+def matrices(net: nn.Cell) -> list[tuple[str, Parameter]]:
+    return [(name, getattr(net, name)) for name in SHAPES]
+
+
+def near_float32(value: float) -> float:
+    """What MindSpore keeps of a learning rate."""
+    return float(np.float32(value))
+
+
+def test_ten_steps_equal_the_formula():
+    net = Net()
+    start = {name: parameter.asnumpy().copy() for name, parameter in matrices(net)}
+    optimizer = Muon(matrices(net), lr=0.02, weight_decay=0.1, rules=RULES)
+    for step in range(10):
+        assert optimizer([Tensor(gradient(step, name, SHAPES[name])) for name in SHAPES])
+    for name, parameter in matrices(net):
+        truth = formula(name, start[name], 10, near_float32(0.02), 0.1)
+        np.testing.assert_allclose(parameter.asnumpy(), truth, rtol=0, atol=1e-12)
+
+
+def rows(mesh: Any, name: str) -> list[Any]:
+    return [Shard(0)]
+
+
+def last_dim(mesh: Any, name: str) -> list[Any]:
+    return [Shard(len(SHAPES[name]) - 1)]
+
+
+def ragged(mesh: Any, name: str) -> list[Any]:
+    size = int(np.prod(SHAPES[name]))
+    first = size // 3
+    units = [first, size - first] + [0] * (mesh.size() - 2)
+    return [RaggedShard(tuple(range(len(SHAPES[name]))), tuple(units))]
+
+
+def replicated(mesh: Any, name: str) -> list[Any]:
+    return [R]
+
+
+def trained(lay: Callable[..., list[Any]] | None, ranks: int, dtype: Any) -> dict[str, np.ndarray]:
+    net = Net(dtype)
+    mesh = init_device_mesh(device_type(), (ranks,), mesh_dim_names=("dp",)) if lay else None
+    if lay:
+        for name, parameter in matrices(net):
+            made = distribute_tensor(parameter, mesh, lay(mesh, name))
+            setattr(net, name, made if isinstance(made, Parameter) else Parameter(made, name=name))
+    optimizer = Muon(matrices(net), rules=RULES)
+    for step in range(5):
+        gradients = []
+        for name, shape in SHAPES.items():
+            whole = Tensor(gradient(step, name, shape, dtype))
+            gradients.append(distribute_tensor(whole, mesh, lay(mesh, name)) if lay else whole)
+        with count_collectives() as counts:
+            assert optimizer(gradients)
+        assert sum(counts.values()) == (2 if lay else 0), counts
+    return {
+        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).asnumpy()
+        for name, parameter in matrices(net)
+    }
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("lay", [rows, last_dim, ragged, replicated])
+def test_values_do_not_depend_on_the_layout(lay: Callable[..., list[Any]], ranks: int):
+    truth, made = trained(None, ranks, np.float64), trained(lay, ranks, np.float64)
+    for name in truth:
+        np.testing.assert_allclose(made[name], truth[name], rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_a_broken_gradient_on_one_rank_stops_all():
+    net = Net(np.float32)
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+    up = distribute_tensor(net.up, mesh, [Shard(0)])
+    net.up = up if isinstance(up, Parameter) else Parameter(up, name="up")
+    optimizer = Muon([net.up])
+    before = local_view(net.up).asnumpy().copy()
+    bad = gradient(0, "up", SHAPES["up"], np.float32)
+    bad[-1, -1] = np.nan
+    with pytest.warns(RuntimeWarning, match="Muon: the gradients of 'up' have values that are infinite"):
+        assert not optimizer([distribute_tensor(Tensor(bad), mesh, [Shard(0)])])
+    np.testing.assert_array_equal(local_view(net.up).asnumpy(), before)
+
+
+def test_a_chain_with_schedules_and_states_by_name():
+    def made() -> tuple[Any, Any, Any]:
+        net = Net(np.float32)
+        optimizer = get_hyper_optimizer(net, list(SHAPES), ["bias"], {"lr": 0.02}, {"lr": 0.01})
+        return net, optimizer, get_hyper_lr_scheduler(optimizer, 8, decay_style="linear", lr=1.0, lr_min=0.0)
+
+    def go(net: Any, optimizer: Any, schedule: Any, first: int, last: int) -> None:
+        named = dict(net.parameters_and_names())
+        for step in range(first, last):
+            optimizer.step({name: Tensor(gradient(step, name, p.shape, np.float32)) for name, p in named.items()})
+            schedule.step()
+
+    one, other = made(), made()
+    assert isinstance(one[1].optimizers["muon"], Muon) and isinstance(one[1].optimizers["adamw"], AdamW)
+    go(*one, 0, 3)
+    saved = {
+        "state": {
+            name: {key: Tensor(value.asnumpy()) for key, value in state.items()}
+            for name, state in one[1].state_dict()["state"].items()
+        },
+        **{key: value for key, value in one[1].state_dict().items() if key != "state"},
+    }
+    for (_, mine), (_, theirs) in zip(other[0].parameters_and_names(), one[0].parameters_and_names()):
+        mine.set_data(Tensor(theirs.asnumpy()))
+    other[1].load_state_dict(saved)
+    other[2].load_state_dict(one[2].state_dict())
+    go(*one, 3, 6), go(*other, 3, 6)
+    for (name, mine), (_, theirs) in zip(other[0].parameters_and_names(), one[0].parameters_and_names()):
+        np.testing.assert_array_equal(mine.asnumpy(), theirs.asnumpy(), err_msg=name)
+    assert other[1].iteration == 6
+
+
+def test_what_is_refused():
+    net = Net(np.float32)
+    with pytest.raises(ValueError, match=r"parameter 'bias' of shape \(7,\) has 1 dims"):
+        Muon([net.bias])
+    with pytest.raises(ValueError, match=r"Muon: lr must be at least 0, got -1"):
+        Muon([net.up], lr=-1.0)
+    with pytest.raises(ValueError, match=r"AdamW: group 1 has no parameters"):
+        AdamW([{"params": [net.up]}, {"params": []}])
+    with pytest.raises(ValueError, match=r"Muon: got 0 gradients for 1 parameters"):
+        Muon([net.up])([])
+    with pytest.raises(TypeError, match=r"on MindSpore parameters have no gradients of their own"):
+        get_hyper_optimizer(net, list(SHAPES), ["bias"]).step()
+    with pytest.raises(ValueError, match=r"no gradients for up"):
+        get_hyper_optimizer(net, list(SHAPES), ["bias"]).step({})

@@ -1,0 +1,139 @@
+"""AdamW's bits for any layout; states of Muon and AdamW that are saved on four ranks and loaded on fewer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hp_dtensor import DeviceMesh, DTensor
+from hp_fsdp import StateDictOptions, fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
+from hp_optim import AdamW, ChainedOptimizer, get_hyper_optimizer
+from hp_platform import count_collectives
+from hp_testing import device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from optim_layouts import both, give, hsdp, lay_plain, mesh_of, ragged, ragged_groups, slices, tensor_parallel
+from optim_models import Net, net
+
+pytestmark = pytest.mark.framework("torch")
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=False)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [each for each in named if each[1].dim() > 1]},
+        {"params": [each for each in named if each[1].dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def trained(lay: Callable[[Net], None], dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
+    model = net(dtype).to(device_type())
+    lay(model)
+    optimizer = AdamW(groups(model), lr=0.02, **options)
+    for step in range(10):
+        give(model, step, dtype, ("last.weight",) if step == 4 else ())
+        with count_collectives() as counts:
+            optimizer.step()
+        assert not dict(counts)
+    return whole(model)
+
+
+def check(lay: Callable[[Net], None]) -> None:
+    torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        truth, made = trained(lay_plain, dtype), trained(lay, dtype)
+        for name in truth:
+            assert torch.equal(truth[name], made[name]), (name, dtype)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("lay", [ragged, ragged_groups, slices, tensor_parallel])
+def test_bits_do_not_depend_on_the_layout(lay: Callable[[Net], None]):
+    check(lay)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("lay", [hsdp, both])
+def test_bits_do_not_depend_on_two_axes(lay: Callable[[Net], None]):
+    check(lay)
+
+
+@on_ranks(2)
+def test_a_group_of_fully_shard_is_one_run():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))).to(device_type())
+    fully_shard(model, mesh_of(2))
+    optimizer = AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(4, 16, device=device_type())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(optimizer._blocks) == 1 and len(optimizer._blocks[0].runs.sizes) == 1
+
+
+def hyper(model: nn.Module) -> ChainedOptimizer:
+    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
+    return get_hyper_optimizer(model, matrices, ["*.bias"], {"lr": 0.03}, {"lr": 0.01})
+
+
+def steps(model: nn.Module, optimizer: ChainedOptimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        give(model, step, torch.float32)
+        optimizer.step()
+
+
+def save(path: Path) -> None:
+    torch.set_num_threads(1)
+    model = net(torch.float32)
+    fully_shard(model, mesh_of(4))
+    optimizer = hyper(model)
+    steps(model, optimizer, 0, 5)
+    keys = sorted(optimizer.state_dict()["state"])
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, keys)
+    assert everyone == [keys] * 4 and len(keys) == 10
+    state = get_optimizer_state_dict(model, optimizer.optimizers.values(), options=FULL)
+    weights = whole(model)
+    if dist.get_rank() == 0:
+        torch.save({"model": weights, "optimizer": state}, path / "state.pt")
+
+
+def whole_on_one(model: nn.Module) -> dict[str, torch.Tensor]:
+    return whole(model)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("ranks_after", [1, 3])
+def test_a_run_goes_on_on_fewer_ranks(tmp_path: Path, ranks_after: int):
+    """Five steps on four ranks, five more on three or one: the bits of ten steps in one process."""
+    save(tmp_path)
+    dist.barrier()
+    if dist.get_rank() < ranks_after:
+        saved = torch.load(tmp_path / "state.pt")
+        model, truth = net(torch.float32), net(torch.float32)
+        reference = hyper(truth)
+        steps(truth, reference, 0, 10)
+        model.load_state_dict(saved["model"])
+        if ranks_after > 1:
+            fully_shard(model, DeviceMesh(device_type(), list(range(ranks_after)), mesh_dim_names=("dp",)))
+        optimizer = hyper(model)
+        set_optimizer_state_dict(model, optimizer.optimizers.values(), saved["optimizer"], options=FULL)
+        steps(model, optimizer, 5, 10)
+        for name, parameter in whole(model).items():
+            assert torch.equal(parameter, truth.get_parameter(name).detach()), name
+    dist.barrier()

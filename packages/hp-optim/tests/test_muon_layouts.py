@@ -1,0 +1,151 @@
+"""Muon on ranks: the same bits for any layout and number of ranks, two collectives, and what ranks must agree on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hp_dtensor import DTensor
+from hp_fsdp import fully_shard
+from hp_optim import Muon
+from hp_platform import count_collectives
+from hp_testing import device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from optim_layouts import (
+    both,
+    crossed,
+    expert_parallel,
+    give,
+    hsdp,
+    lay_plain,
+    mesh_of,
+    only_some,
+    ragged,
+    ragged_groups,
+    slices,
+    tensor_parallel,
+)
+from optim_models import Net, net
+
+pytestmark = pytest.mark.framework("torch")
+STEPS = 10
+HEADS = {"head_wise": True, "head_dim": 4, "head_wise_patterns": ["qkv.weight"]}
+
+
+def matrices(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.dim() > 1]
+
+
+def trained(lay: Callable[[Net], None], dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    model = net(dtype).to(device_type())
+    lay(model)
+    optimizer = Muon(matrices(model), **options)
+    for step in range(STEPS):
+        give(model, step, dtype, ("last.weight",) if step == 4 else ())
+        with count_collectives() as counts:
+            optimizer.step()
+        if step:  # the first one also compares the ranks
+            assert sum(counts.values()) == (0 if lay is lay_plain else 2), counts
+    return {
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        for name, parameter in matrices(model)
+    }
+
+
+def check(lay: Callable[[Net], None], options: dict[str, Any]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        truth, made = trained(lay_plain, dtype, **options), trained(lay, dtype, **options)
+        for name in truth:
+            assert torch.equal(truth[name], made[name]), (name, dtype, (truth[name] - made[name]).abs().max())
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("lay", [ragged, ragged_groups, slices, tensor_parallel, expert_parallel])
+def test_bits_do_not_depend_on_the_layout(lay: Callable[[Net], None]):
+    check(lay, {})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("lay", [ragged, hsdp, both, only_some, crossed])
+def test_bits_do_not_depend_on_two_axes(lay: Callable[[Net], None]):
+    check(lay, HEADS)
+
+
+@on_ranks(2)
+def test_a_gradient_on_one_rank_only():
+    """Experts without tokens: their rank takes part, with zeros, and their momentum still moves."""
+    model, truth = net(), net()
+    expert_parallel(model)
+    ours, theirs = Muon(matrices(model)), Muon(matrices(truth))
+    for step in range(3):
+        for each in (model, truth):
+            give(each, step, torch.float64)
+        up: Any = model.experts.up
+        rank = torch.distributed.get_rank()
+        if step == 1:
+            truth.experts.up.grad[2:] = 0  # type: ignore[index]
+            if rank == 1:
+                up.grad = None
+        ours.step(), theirs.step()
+    for name, parameter in matrices(model):
+        assert torch.equal(parameter.full_tensor(), truth.get_parameter(name).detach()), name
+
+
+@on_ranks(2)
+def test_a_broken_gradient_on_one_rank_stops_all():
+    model = net(torch.float32)
+    ragged(model)
+    optimizer = Muon(matrices(model))
+    give(model, 0, torch.float32)
+    optimizer.step()
+    before = {name: parameter.to_local().clone() for name, parameter in matrices(model)}
+    give(model, 1, torch.float32)
+    last = [parameter.grad for name, parameter in matrices(model) if name == "out.weight"][0].to_local()
+    if torch.distributed.get_rank() == 1:
+        assert last.numel()
+        last[-1] = float("nan")
+    with pytest.warns(RuntimeWarning, match=r"Muon: the gradients of 'out.weight' have values that are infinite"):
+        optimizer.step()
+    for name, parameter in matrices(model):
+        assert torch.equal(parameter.to_local(), before[name])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["fewer", "settings"])
+def test_ranks_with_different_parameters(what: str):
+    model = net(torch.float32)
+    expert_parallel(model)
+    first = torch.distributed.get_rank() == 0
+    listed = matrices(model)
+    options = {"ns_steps": 4} if what == "settings" and first else {}
+    optimizer = Muon(listed[:-2] if what == "fewer" and first else listed, **options)
+    give(model, 0, torch.float32)
+    expected = {
+        "fewer": "no more parameters" if first else r"'last.weight' of shape \(3, 8\)",
+        "settings": r"'first.weight' of shape \(8, 6\)",
+    }
+    with pytest.raises(ValueError, match=f"ranks have different parameters or settings.*{expected[what]}"):
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("count", [2, 20])
+def test_two_collectives_for_any_number_of_matrices(count: int):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(count)))
+    fully_shard(model, mesh_of(2))
+    optimizer = Muon(model.named_parameters())
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        with count_collectives() as counts:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert dict(counts) == {"all_to_all": 2}
