@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hp_offload.policies import CheckpointPolicy
 
-__all__ = ["MemoryPlan", "Saved", "block_of", "near", "size"]
+__all__ = ["MemoryPlan", "Saved", "block_of", "near", "parse_size", "size"]
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,22 @@ def size(number: float) -> str:
     >>> size(131_072), size(3 * 2**30)
     ('128 KiB', '3 GiB')
     """
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= factor:
-            return f"{number / factor:.4g} {unit}"
+    for unit in ("GiB", "MiB", "KiB"):
+        if number >= _UNITS[unit]:
+            return f"{number / _UNITS[unit]:.4g} {unit}"
     return f"{number:.0f} B"
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text says, the inverse of `size`.
+
+    >>> parse_size("20GiB"), parse_size("1.5 MB")
+    (21474836480, 1500000)
+
+    Raises:
+        ValueError: it is not a number above 0 and a unit.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)\s*", text)
+    if found is None or not float(found[1]):
+        raise ValueError(f'got {text!r}, expected a number and a unit ({", ".join(_UNITS)}), such as "20GiB"')
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -14,6 +14,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.sections import (
     DataSection,
     FsdpSection,
+    MemorySection,
     MeshSection,
     ModelSection,
     OptimizerSection,
@@ -27,6 +28,7 @@ __all__ = [
     "DataSection",
     "Diagnostic",
     "FsdpSection",
+    "MemorySection",
     "MeshSection",
     "ModelSection",
     "ModuleDifference",

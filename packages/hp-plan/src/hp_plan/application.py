@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 import hp_dtensor
 import hp_fsdp
+import hp_offload
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
 from hp_plan.diagnostics import PlanError
+from hp_plan.memory import check_memory, memory_left
 from hp_plan.outline import matches
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
@@ -54,9 +56,11 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     platform, own = get_platform(), models()
     ranks = mesh.size() if mesh is not None else platform.groups.size()
     outline = own.outline(model)
-    diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_fsdp(plan), *check_model(plan, outline)]
+    diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_fsdp(plan), *check_memory(plan)]
+    diagnostics += check_model(plan, outline)
     if diagnostics:
         raise PlanError(diagnostics)
+    activations = None if plan.memory.budget is None else memory_left(plan, outline)
     axes = plan.mesh.axes
     if mesh is None:
         mesh = init_device_mesh(platform.devices.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -68,6 +72,8 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if "dp_shard" in axes:
         _shard_groups(model, plan, mesh["dp_replicate", "dp_shard"] if "dp_replicate" in axes else mesh["dp_shard"])
     own.adapt_library_methods(model, tensor_parallel="tp" in axes)
+    if activations is not None:
+        hp_offload.fit_memory(model, activations, bandwidth=plan.memory.bandwidth)
     return model
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from hp_plan.checks import check_model, check_plan, check_platform
 from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.memory import BYTES, training_bytes
 from hp_plan.outline import ModelOutline
 from hp_plan.plan import ParallelPlan, read_plan, read_toml
 from hp_plan.port import build, models
@@ -120,9 +121,6 @@ def _without(plan: ParallelPlan, overrides: set[str]) -> ParallelPlan:
     return ParallelPlan.from_dict({**tables, "model": {**tables["model"], "overrides": overrides_left}})
 
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
 def least_memory(plan: ParallelPlan, model: ModelOutline) -> int:
     """Estimate the bytes that weights, gradients and optimizer states take on a rank; activations come on top.
 
@@ -133,12 +131,7 @@ def least_memory(plan: ParallelPlan, model: ModelOutline) -> int:
         plan: says the dtype, the mesh and the optimizer.
         model: the number of elements of its parameters.
     """
-    if plan.optimizer.name == "adamw":
-        states = 2
-    else:
-        states = 1 if plan.optimizer.momentum else 0
-    shard = (model.elements + model.trained * (1 + states)) // (plan.mesh.world_size // plan.mesh.dp_replicate)
-    return max(model.elements, shard) * _BYTES[plan.run.dtype]
+    return max(model.elements * BYTES[plan.run.dtype], training_bytes(plan, model))
 
 
 def memory_shortage(plan: ParallelPlan, model: ModelOutline, ranks: int) -> str | None:

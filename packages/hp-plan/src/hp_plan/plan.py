@@ -13,6 +13,7 @@ from hp_plan.schema import read_section
 from hp_plan.sections import (
     DataSection,
     FsdpSection,
+    MemorySection,
     MeshSection,
     ModelSection,
     OptimizerSection,
@@ -29,6 +30,7 @@ SECTIONS: dict[str, type] = {
     "schedule": ScheduleSection,
     "data": DataSection,
     "run": RunSection,
+    "memory": MemorySection,
 }
 AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
@@ -53,6 +55,7 @@ class ParallelPlan:
         schedule: its learning rate over time.
         data: the training text.
         run: length, seed, dtype.
+        memory: a rank's budget.
 
     Raises:
         PlanError: a value has the wrong type or is out of range; it has all diagnostics.
@@ -66,6 +69,7 @@ class ParallelPlan:
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     data: DataSection = field(default_factory=DataSection)
     run: RunSection = field(default_factory=RunSection)
+    memory: MemorySection = field(default_factory=MemorySection)
 
     def __post_init__(self) -> None:
         diagnostics: list[Diagnostic] = []

@@ -182,6 +182,21 @@ class RunSection:
     platform: Literal["torch", "mindspore"] | None = None
 
 
+@dataclass(frozen=True)
+class MemorySection:
+    """A rank's memory, and what it is made to fit.
+
+    Attributes:
+        budget: of a rank for its shard of weights, gradients and optimizer states, and for what backward needs of each
+            block, such as `"20GiB"`; what of the latter does not fit is swapped or computed again, by a plan that the
+            first step makes (`hp_offload.fit_memory`). None keeps everything.
+        bandwidth: between device and host, bytes a second in each direction; 0 swaps nothing.
+    """
+
+    budget: str | None = None
+    bandwidth: float = _at_least(0.0, 25e9)
+
+
 def schedule_factor(section: ScheduleSection, step: int, steps: int) -> float:
     """Return the factor of the learning rate at step `step` (from 0) of `steps`.
 

@@ -15,6 +15,7 @@ from hp_dtensor import DTensor
 from hp_fsdp import clip_grad_norm_
 from hp_plan.application import apply
 from hp_plan.plan import ParallelPlan, data_parallel_rows
+from hp_plan.sections import MemorySection
 from hp_plan.torch.build import build_model, build_optimizer, build_schedule
 from hp_plan.torch.float64 import Float64
 from hp_plan.torch.models import forward_loss
@@ -237,4 +238,6 @@ def _tokens(plan: ParallelPlan, model: nn.Module, step: int) -> torch.Tensor:
 
 def _in_float64(plan: ParallelPlan) -> ParallelPlan:
     fsdp = dataclasses.replace(plan.fsdp, param_dtype=None, reduce_dtype=None)
-    return dataclasses.replace(plan, fsdp=fsdp, run=dataclasses.replace(plan.run, dtype="float64"))
+    run = dataclasses.replace(plan.run, dtype="float64")
+    # A budget is for the plan's own dtype; what it changes has the same bits, whatever it is.
+    return dataclasses.replace(plan, fsdp=fsdp, run=run, memory=MemorySection())

@@ -1,0 +1,7 @@
+"""Names that other packages of this repository may import, beside the public ones."""
+
+from __future__ import annotations
+
+from hp_offload.saved import parse_size, size
+
+__all__ = ["parse_size", "size"]

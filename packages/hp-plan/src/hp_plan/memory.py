@@ -1,0 +1,57 @@
+"""A rank's memory: the bytes that training takes beside its activations, and the budget that a plan has for both."""
+
+from __future__ import annotations
+
+from hp_offload.extend import parse_size, size
+from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.outline import ModelOutline
+from hp_plan.plan import ParallelPlan
+from hp_platform import get_platform
+
+__all__ = ["BYTES", "check_memory", "memory_left", "training_bytes"]
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def training_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
+    """Estimate the bytes of a rank's shard of weights, gradients and optimizer states.
+
+    Args:
+        plan: says the dtype, the mesh and the optimizer.
+        model: the number of elements of its parameters.
+    """
+    if plan.optimizer.name == "adamw":
+        states = 2
+    else:
+        states = 1 if plan.optimizer.momentum else 0
+    shard = (model.elements + model.trained * (1 + states)) // (plan.mesh.world_size // plan.mesh.dp_replicate)
+    return shard * BYTES[plan.run.dtype]
+
+
+def check_memory(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that the budget is a number of bytes, and that the framework in use can keep to one."""
+    if plan.memory.budget is None:
+        return []
+    try:
+        parse_size(plan.memory.budget)
+    except ValueError as error:
+        return [Diagnostic("memory.budget", str(error), 'write for example budget = "20GiB"')]
+    if get_platform().name != "torch":
+        message = "got a budget, which this version does not support on MindSpore"
+        return [Diagnostic("memory.budget", message, "leave [memory] out; hp_offload.checkpoint_wrapper saves memory")]
+    return []
+
+
+def memory_left(plan: ParallelPlan, outline: ModelOutline) -> int:
+    """Return the bytes of the budget that weights, gradients and optimizer states leave on a rank.
+
+    Raises:
+        PlanError: they leave nothing.
+    """
+    budget, own = parse_size(str(plan.memory.budget)), training_bytes(plan, outline)
+    if own < budget:
+        return budget - own
+    message = (
+        f"got {plan.memory.budget}, and weights, gradients and optimizer states take {size(own)} of it on each rank"
+    )
+    raise PlanError([Diagnostic("memory.budget", message, "raise the budget, or mesh.dp_shard or mesh.tp")])

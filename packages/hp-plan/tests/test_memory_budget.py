@@ -1,0 +1,74 @@
+"""[memory] of a plan: a model that nobody changed keeps to a budget, with the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("scipy", reason="a budget needs scipy, which hp-plan depends on")
+
+from hp_offload import SwapManager, trace_saved
+from hp_plan import MemorySection, ParallelPlan, PlanError, apply, build_model, lint
+from hp_plan.memory import training_bytes
+from hp_plan.port import models
+from hp_testing import device_type, on_ranks
+
+pytestmark = pytest.mark.framework("torch")
+
+SMALL = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MESHES = {"fsdp": {"mesh": {"dp_shard": 2}, "fsdp": {"groups": ["model.layers.*"]}}, "tp": {"mesh": {"tp": 2}}}
+
+
+def llama(**sections) -> ParallelPlan:
+    return ParallelPlan.from_dict({"model": {"config": "LlamaConfig", "overrides": SMALL}, **sections})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_unmodified_model_keeps_to_its_budget(mesh) -> None:
+    plan = llama(**MESHES[mesh])
+    tokens = torch.arange(16, device=device_type()).view(2, 8)
+    plain = apply(build_model(plan, device=device_type()), plan)
+    saved = trace_saved(plain, (), {"input_ids": tokens, "labels": tokens})
+    movable = sum(each.bytes for each in saved if each.swappable)
+    assert movable > 0.5 * sum(each.bytes for each in saved), "attention, products and activations of the layers"
+    activations = sum(each.bytes for each in saved) - movable // 2
+    static = training_bytes(plan, models().outline(build_model(plan, device="meta")))
+    budget = llama(**MESHES[mesh], memory={"budget": f"{activations + static} B", "bandwidth": 1e15})
+    model = apply(build_model(budget, device=device_type()), budget)
+    for _ in range(3):
+        losses = []
+        for each in (plain, model):
+            each.zero_grad()
+            loss = each(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            losses.append(loss)
+        assert torch.equal(*losses)
+        gradients = dict(plain.named_parameters())
+        for name, parameter in model.named_parameters():
+            got, expected = (getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in (parameter, gradients[name]))
+            assert torch.equal(got, expected), name
+    assert SwapManager().host_bytes > 0
+
+
+def test_budgets_of_plans(tmp_path):
+    assert llama(memory={"budget": "20GiB"}).memory == MemorySection(budget="20GiB", bandwidth=25e9)
+    (path := tmp_path / "plan.toml").write_text(llama(memory={"budget": "20 gigs"}).to_toml())
+    found = [each for each in lint(path) if each.key == "memory.budget"]
+    assert len(found) == 1 and "got '20 gigs', expected a number and a unit (GiB, MiB" in found[0].message
+
+
+@on_ranks(1)
+def test_a_budget_for_the_weights_alone_is_refused() -> None:
+    plan = llama(memory={"budget": "1KiB"})
+    with pytest.raises(
+        PlanError, match=r"got 1KiB, and weights, gradients and optimizer states take .* of it on each rank"
+    ):
+        apply(build_model(plan), plan)
