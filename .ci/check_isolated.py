@@ -22,7 +22,7 @@ INSTALL_COMMAND = "pip install"
 
 
 def unresolved(module, names) -> dict[str, Exception]:
-    """The names that can't be had from the module, each with the error that says why."""
+    """List the names that can't be imported from the module, each with the error that says why."""
     errors: dict[str, Exception] = {}
     for name in names:
         try:
@@ -33,7 +33,7 @@ def unresolved(module, names) -> dict[str, Exception]:
 
 
 def left_out(package: str) -> list[str]:
-    """The files of the package's sources that its wheel has not."""
+    """List the files of the package's sources that its wheel lacks."""
     source = Path("packages", package, "src")
     files = {
         path.as_posix()
@@ -44,7 +44,7 @@ def left_out(package: str) -> list[str]:
 
 
 def check_metadata(package: str) -> None:
-    """Raises SystemExit where the wheel has no licence, or takes any later version of another package of ours."""
+    """Raise SystemExit if the wheel has no licence, or takes any later version of another package of ours."""
     licences = [path for path in importlib.metadata.files(package) or () if path.name == "LICENSE"]
     if not licences or licences[0].read_text() != Path("LICENSE").read_text():
         raise SystemExit(f"{package}: the wheel has not this repository's LICENSE")
@@ -59,14 +59,14 @@ def check_metadata(package: str) -> None:
 
 
 def refuse_frameworks(what: str) -> None:
-    """Raises SystemExit where something has imported a framework."""
+    """Raise SystemExit if something has imported a framework."""
     imported = [name for name in ("torch", "mindspore") if name in sys.modules]
     if imported:
         raise SystemExit(f"{what} imported {', '.join(imported)}")
 
 
 def check(package: str, mode: str) -> str:
-    """Returns a line that says what holds; raises SystemExit with what does not."""
+    """Return a line that says what holds; raise SystemExit with what does not."""
     if missing := left_out(package):
         raise SystemExit(f"{package}: the wheel lacks {missing}")
     check_metadata(package)

@@ -98,7 +98,7 @@ class Results:
     seconds: Counter[str]
 
     def count(self, outcome: str, feature: Feature | None = None) -> int:
-        """The number of tests with an outcome, of a feature or of all."""
+        """Count the tests with an outcome, of a feature or of all."""
         return sum(
             count
             for (test, had), count in self.outcomes.items()
@@ -107,7 +107,7 @@ class Results:
 
 
 def read_features(text: str) -> list[Feature]:
-    """Reads features.toml.
+    """Read features.toml.
 
     Raises:
         DeclarationError: a reason for what is neither a backend nor a framework.
@@ -123,7 +123,7 @@ def read_features(text: str) -> list[Feature]:
 
 
 def read_results(text: str) -> Results:
-    """Reads what `pytest --junitxml` wrote."""
+    """Read what `pytest --junitxml` wrote."""
     outcomes: Counter[tuple[str, str]] = Counter()
     skipped: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
@@ -184,7 +184,7 @@ def cells_of(feature: Feature, results: Mapping[str, Results]) -> dict[str, str]
 
 
 def _untested(reason: str | None, siblings: Mapping[str, str]) -> str:
-    """The cell of a backend without results."""
+    """Return the cell of a backend without results."""
     if reason:
         return f"not supported: {reason}"
     failing = [name for name, cell in siblings.items() if cell == FAILING]
@@ -196,7 +196,7 @@ def _untested(reason: str | None, siblings: Mapping[str, str]) -> str:
 
 
 def make_page(features: list[Feature], results: Mapping[str, Results], budgets: Mapping[str, list[int]]) -> str:
-    """The page's text.
+    """Return the page's text.
 
     Args:
         features: the rows.
@@ -244,7 +244,7 @@ def _seconds(results: Mapping[str, Results], budgets: Mapping[str, list[int]]) -
 
 
 def over_budget(results: Mapping[str, Results], budgets: Mapping[str, list[int]]) -> list[str]:
-    """A line for each package and backend whose tests took longer than they should."""
+    """Return a line for each package and backend whose tests took longer than their budget."""
     return [
         f"{package} on {backend}: {results[backend].seconds[package]:.0f} s, the budget is {most} s"
         for package, budget in budgets.items()
@@ -262,13 +262,13 @@ def _run(backend: str, results: Results) -> str:
 
 
 def failing_rows(page: str) -> list[str]:
-    """The features of a page, as "package: feature", of which a test failed."""
+    """List the features of a page, as "package: feature", of which a test failed."""
     rows = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| ")]
     return [f"{row[0].removeprefix('| ')}: {row[1]}" for row in rows if any(FAILING in cell for cell in row[2:])]
 
 
 def main() -> int:
-    """Writes the page, or tells what is wrong and returns 1."""
+    """Write the page, or report what is wrong and return 1."""
     parser = argparse.ArgumentParser(description="Write docs/backends.md from the results of test runs.")
     parser.add_argument("results", type=Path, nargs="?", default=ROOT / ".nox/results", help="folder of <backend>.xml")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/backends.md")
