@@ -17,10 +17,11 @@ from hp_offload import (
     checkpoint_exclude_wrapper,
     checkpoint_wrapper,
     fit_memory,
+    keep_collectives_policy,
     swap_wrapper,
     trace_saved,
 )
-from hp_platform import get_platform
+from hp_platform import count_collectives, get_platform
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
 
@@ -141,3 +142,26 @@ def test_a_budget_for_sharded_models(parallel: str) -> None:
     expected = "below the least" if rank == 0 else "rank 0 has no plan within a budget of 1 bytes"
     with pytest.raises(ValueError, match=expected):
         too_little(batch())
+
+
+@on_ranks(2)
+def test_collectives_that_are_kept_do_not_run_again() -> None:
+    single = net(3, dropout=0.0).to(device_type())
+    mesh = init_device_mesh(device_type(), (2,))
+    counts, models = [], []
+    policies = (None, "full", keep_collectives_policy)
+    for policy in policies:
+        model = copy.deepcopy(single)
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            if policy is not None:
+                checkpoint_wrapper(block, policy, early_stop=False)
+        for step in range(3):
+            model.zero_grad()
+            with count_collectives() as counted:
+                model(batch(step=step)).backward()
+        counts.append(counted.total())
+        models.append(model)
+    assert counts[0] == counts[2] < counts[1], "in forward and backward; once more where all is computed again; kept"
+    compare(models[1], models[0], bits=True)
+    compare(models[2], models[0], bits=True)

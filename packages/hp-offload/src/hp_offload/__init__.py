@@ -15,7 +15,7 @@ from hp_offload.api import (
 from hp_offload.applying import apply_memory_plan, fit_memory, trace_saved
 from hp_offload.manager import SwapManager
 from hp_offload.planning import plan_memory
-from hp_offload.policies import CheckpointPolicy
+from hp_offload.policies import CheckpointPolicy, keep_collectives_policy
 from hp_offload.saved import MemoryPlan, Saved
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "checkpoint_exclude_wrapper",
     "checkpoint_wrapper",
     "fit_memory",
+    "keep_collectives_policy",
     "plan_memory",
     "swap",
     "swap_tensor_wrapper",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-__all__ = ["KEEPS", "CheckpointPolicy", "checked_answer", "checked_swap_answer"]
+__all__ = ["KEEPS", "CheckpointPolicy", "checked_answer", "checked_swap_answer", "keep_collectives_policy"]
 
 
 class CheckpointPolicy(IntEnum):
@@ -69,3 +69,12 @@ def checked_swap_answer(answer: Any, asked: str) -> CheckpointPolicy:
         f"policy_fn returned {answer!r} for {asked}; of a swap it returns CheckpointPolicy.MUST_SAVE (the tensor stays)"
         " or MUST_SWAP (it goes to the host)."
     )
+
+
+def keep_collectives_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what collectives computed, and compute all else again: a `policy_fn` of `checkpoint`.
+
+    A second run then communicates nothing: exchanges of DTensors and torch's functional collectives are handed back.
+    """
+    collective = str(op).startswith(("c10d.", "_c10d_functional.", "c10d_functional."))
+    return CheckpointPolicy.MUST_SAVE if collective else CheckpointPolicy.PREFER_RECOMPUTE

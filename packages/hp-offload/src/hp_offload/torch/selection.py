@@ -29,6 +29,7 @@ from hp_offload.policies import KEEPS, CheckpointPolicy, checked_answer
 from hp_offload.torch.region import Passes
 from hp_offload.torch.sites import Computed, Group, Key, Ordinals, SitePasses
 from hp_platform.frames import frame
+from hp_platform.torch.heavy import EXCHANGE
 
 __all__ = ["Selection"]
 
@@ -77,7 +78,7 @@ class Selection:
 
     def _ask(self, op: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         answer = checked_answer(self._policy_fn(_Context(op_output=out), op, *args, **kwargs), f"{op}")
-        return CheckpointPolicy.MUST_RECOMPUTE if answer in KEEPS and _never_kept(op) else answer
+        return answer
 
     def ask_once(self, op: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         """Ask about stand-ins; about the tensors themselves if the policy needs their values."""
@@ -127,8 +128,13 @@ def _never_kept(op: Any) -> bool:
     """See Note [What is never kept]."""
     if not isinstance(op, torch._ops.OpOverload):
         return False
-    random = torch.Tag.nondeterministic_seeded in op.tags
-    return random or op._schema.is_mutable or op._schema.name.split("::")[-1].startswith(("empty", "new_empty"))
+    random, name = torch.Tag.nondeterministic_seeded in op.tags, op._schema.name
+    return (
+        random
+        or name.startswith("c10d::")
+        or op._schema.is_mutable
+        or name.split("::")[-1].startswith(("empty", "new_empty"))
+    )
 
 
 def _stand_in(tensor: T) -> T:
@@ -144,7 +150,7 @@ class _Torch:
 
     def _policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
         answer = self._ask(op, getattr(ctx, "op_output", None), args, kwargs)
-        return TorchPolicy.MUST_SAVE if answer in KEEPS else TorchPolicy.MUST_RECOMPUTE
+        return TorchPolicy.MUST_SAVE if answer in KEEPS and not _never_kept(op) else TorchPolicy.MUST_RECOMPUTE
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
@@ -198,7 +204,10 @@ class _Recording(_Torch):
     def _record(self, op: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         answer = self._selection.ask_once(op, out, args, kwargs)
         if answer in KEEPS and op not in _FREE:
-            if self._current is not None:
+            exchange = self._current is not None and self._current[0] == EXCHANGE  # its result is nobody's argument
+            if _never_kept(op) and not exchange:
+                pass
+            elif self._current is not None:
                 self._answers[self._current] = max(self._answers[self._current], answer, key=_strength)
             elif answer is not CheckpointPolicy.PREFER_SAVE:
                 self._others[str(op)] = answer

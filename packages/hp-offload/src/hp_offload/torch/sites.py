@@ -17,6 +17,7 @@ from torch import nn
 from hp_offload.policies import KEEPS, CheckpointPolicy
 from hp_offload.torch.packed import Packed, plain_torch
 from hp_platform.frames import frame
+from hp_platform.torch.heavy import EXCHANGE
 
 __all__ = ["Computed", "Group", "KeptOutput", "Key", "Ordinals", "SitePasses", "module_of", "show"]
 
@@ -107,6 +108,8 @@ class SitePasses:
         missing: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self._name, self._answers, self._group, self._missing = name, answers, group, missing
+        # What a layout exchanges may be shared with what was exchanged before the region: only who keeps it counts it.
+        self.exchanges = any(key[0] == EXCHANGE and answer in KEEPS for key, answer in answers.items())
         self._reached: list[Key] = []
         self._kept: dict[int, Packed] = {}
 
@@ -171,7 +174,7 @@ class _First:
 
     def output(self, site: str | None, compute: Callable[[], T]) -> T:
         out = compute()
-        if self.over:
+        if self.over or (site == EXCHANGE and not self._passes.exchanges):
             return out
         self._passes.keep(self._ordinals.key(site), out)
         return out
@@ -182,5 +185,7 @@ class _Again:
         self._passes, self._ordinals, self._position = passes, Ordinals(), 0
 
     def output(self, site: str | None, compute: Callable[[], T]) -> T:
+        if site == EXCHANGE and not self._passes.exchanges:
+            return compute()
         position, self._position = self._position, self._position + 1
         return self._passes.hand_back(position, self._ordinals.key(site), compute)

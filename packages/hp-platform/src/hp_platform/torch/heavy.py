@@ -26,7 +26,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_platform.frames import Frame, at_site, current_frame, current_site, frame
 
-__all__ = ["DeferredGradients", "KeptOutputs", "linear", "mark"]
+__all__ = ["EXCHANGE", "DeferredGradients", "KeptOutputs", "exchanged", "linear", "mark"]
+
+EXCHANGE = "exchange"
+"""The site of every exchange: no module names those that a layout asks for."""
 
 T = torch.Tensor
 _native = torch._C._disabled_torch_dispatch_impl
@@ -137,6 +140,18 @@ def _weight_gradients(rows: T, inputs: Callable[[], T], weight: bool, bias: bool
     if bias:
         gradients.append(rows.sum(0))
     return gradients
+
+
+def exchanged(compute: Callable[[], T]) -> T:
+    """Compute an exchange between ranks, or take what a frame kept of it: an operation of the site `EXCHANGE`.
+
+    Args:
+        compute: returns a tensor that nobody writes to.
+    """
+    current = current_frame()
+    if current is None or current.outputs is None:
+        return compute()
+    return current.outputs.output(EXCHANGE, compute)
 
 
 def mark(module: nn.Module) -> list[str]:

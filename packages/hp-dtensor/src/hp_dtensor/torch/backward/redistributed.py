@@ -9,6 +9,7 @@ not partial or for the user, its own gradient is replicated, and goes back as te
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -19,6 +20,7 @@ from hp_dtensor.layout.placements import Partial
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.views.kept import drop
+from hp_platform.torch.heavy import exchanged
 
 __all__ = ["AsView", "GradientMoved", "move", "moved_back", "of_parts", "read_in_parts", "redistributed"]
 
@@ -35,7 +37,7 @@ class _Redistribute(torch.autograd.Function):
         if value is not None:
             return value.detach()
         # detached: a view of a buffer could not be written to, and a view of x, on which it is stored, would be a cycle
-        return x.detach() if src is dst else execute(x, src, dst).detach()
+        return x.detach() if src is dst else exchanged(functools.partial(execute, x, src, dst)).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
