@@ -110,6 +110,7 @@ def test_tensor_parallel_blocks(change: str, local: bool) -> None:
         compare(models[1], single, bits=False)
 
 
+@pytest.mark.device
 @on_ranks(2)
 @pytest.mark.parametrize("parallel", ["fsdp", "tp"])
 def test_a_budget_for_sharded_models(parallel: str) -> None:

@@ -51,7 +51,7 @@ def host(nbytes: int) -> torch.Tensor:
 def copy_out(storages: list[Storage], buffer: torch.Tensor, stream: Stream | None, after: Event) -> Event:
     """Copy storages to a buffer on a stream that begins with what is computed up to here."""
     with _disable_current_modes(), torch.no_grad():
-        if stream is None:
+        if stream is None or storages[0].device.type == "cpu":
             _copy_out(storages, buffer)
             return None
         stream.wait_stream(torch.get_device_module(storages[0].device.type).current_stream(storages[0].device))
@@ -99,7 +99,7 @@ def fill(storage: Storage, buffer: torch.Tensor, nbytes: int, stream: Stream | N
 
 def _copy_back(new: torch.Tensor, buffer: torch.Tensor, stream: Stream | None) -> Event:
     with _disable_current_modes(), torch.no_grad():
-        if stream is None:
+        if stream is None or new.device.type == "cpu":
             new.copy_(buffer)
             return None
         # The memory is that of the current stream, where what was in it before may still be used.
