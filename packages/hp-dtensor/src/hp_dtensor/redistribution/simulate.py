@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hp_dtensor.layout.placements import Partial, Replicate
-from hp_dtensor.layout.sharding import local_shape, parts, run_view
-from hp_dtensor.redistribution.steps import Step
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
+from hp_dtensor.layout.sharding import local_shape
+from hp_dtensor.redistribution.cuts import Place
+from hp_dtensor.redistribution.executor import Arrays, exchange, local_run
+from hp_dtensor.redistribution.steps import AllReduce, ReduceScatter, Step
 
-__all__ = ["coordinates", "neutral", "reduce_arrays", "simulate"]
+__all__ = ["coordinates", "reduce_arrays", "simulate"]
 
 Coordinate = tuple[int, ...]
 
@@ -55,16 +55,14 @@ def simulate(
             if first[step.axis]:
                 continue
             group = [(*first[: step.axis], i, *first[step.axis + 1 :]) for i in range(mesh_shape[step.axis])]
-            whole = _undo(step, [held[c] for c in group], group, shape, mesh_shape)
-            after.update(zip(group, _make(step, whole, group, shape, mesh_shape), strict=True))
+            places = [Place.of(step, tuple(shape), tuple(mesh_shape), coordinate) for coordinate in group]
+            after.update(zip(group, _run(step, places, [held[coordinate] for coordinate in group]), strict=True))
         held = after
     return held
 
 
 def reduce_arrays(arrays: Sequence[Any], op: str) -> Any:
-    """Reduce arrays of equal shape by a ``Partial`` op; integers keep their type, and avg rounds down for them."""
-    import numpy as np
-
+    """The reduction of equal-shaped arrays by a ``Partial`` op; integers keep their type, avg rounds down for them."""
     stacked = np.stack(arrays)
     if op == "avg":
         total = stacked.sum(0, dtype=stacked.dtype)
@@ -74,50 +72,31 @@ def reduce_arrays(arrays: Sequence[Any], op: str) -> Any:
     return stacked.min(0) if op == "min" else stacked.max(0)
 
 
-def neutral(op: str) -> int | None:
-    """Return the constant on ranks other than the first after Replicate to ``Partial(op)``; None: the value itself."""
-    return {"sum": 0, "product": 1}.get(op)
+_ARRAYS = Arrays(
+    lambda x, dim, start, length: x[(slice(None),) * dim + (slice(start, start + length),)],
+    lambda x, sizes: np.split(x, np.cumsum(sizes)[:-1]),
+    np.concatenate,
+    lambda like, shape: np.empty(shape, like.dtype),
+    lambda like, shape, value: np.full(shape, value, like.dtype),
+    np.copy,
+)
 
 
-def _undo(
-    step: Step, arrays: list[Any], group: list[Coordinate], shape: Sequence[int], mesh_shape: Sequence[int]
-) -> Any:
-    """Return the value without the step's source placement, local to the other axes."""
-    import numpy as np
-
-    if isinstance(step.source, Replicate):
-        return arrays[0]
-    if isinstance(step.source, Partial):
-        return reduce_arrays(arrays, step.source.op)
-    bare = (*step.before[: step.axis], Replicate(), *step.before[step.axis + 1 :])
-    whole_shape = local_shape(shape, bare, mesh_shape, group[0])
-    outer, run, inner = run_view(step.source, bare, whole_shape)
-    whole = np.empty((outer, run, inner), dtype=arrays[0].dtype)
-    for array, held in zip(arrays, parts(step.source, run, len(group)), strict=True):
-        local = array.reshape(outer, sum(n for _, n in held), inner)
-        offset = 0
-        for start, length in held:
-            whole[:, start : start + length] = local[:, offset : offset + length]
-            offset += length
-    return whole.reshape(whole_shape)
-
-
-def _make(
-    step: Step, whole: Any, group: list[Coordinate], shape: Sequence[int], mesh_shape: Sequence[int]
-) -> list[Any]:
-    """Return the shard of ``whole`` on each rank of the group under the step's target placement."""
-    import numpy as np
-
-    if isinstance(step.target, Replicate):
-        return [whole] * len(group)
-    if isinstance(step.target, Partial):
-        fill = neutral(step.target.op)
-        return [whole if not i or fill is None else np.full_like(whole, fill) for i in range(len(group))]
-    bare = (*step.after[: step.axis], Replicate(), *step.after[step.axis + 1 :])
-    outer, run, inner = run_view(step.target, bare, whole.shape)
-    view = whole.reshape(outer, run, inner)
-    made = []
-    for coordinate, held in zip(group, parts(step.target, run, len(group)), strict=True):
-        pieces = [view[:, start : start + length] for start, length in held] or [view[:, :0]]
-        made.append(np.concatenate(pieces, axis=1).reshape(local_shape(shape, step.after, mesh_shape, coordinate)))
-    return made
+def _run(step: Step, places: Sequence[Place], locals_: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Do a step for all ranks of a group."""
+    runs = [local_run(step, place, _ARRAYS) for place in places]
+    if any(runs):
+        return [run(local) for run, local in zip(runs, locals_, strict=True) if run is not None]
+    if isinstance(step, AllReduce):
+        return [reduce_arrays(locals_, step.op)] * len(places)
+    op = step.op if isinstance(step, ReduceScatter) else ""
+    ways = [exchange(step, place, op, _ARRAYS) for place in places]
+    sent = [way.pack(local) for way, local in zip(ways, locals_, strict=True)]
+    if ways[0].collective == "all_gather":
+        got = [np.concatenate(sent)] * len(ways)
+    elif ways[0].collective == "reduce_scatter":
+        got = np.split(reduce_arrays(sent, op), len(ways))
+    else:  # sizes sent are the second argument
+        pieces = [_ARRAYS.split(each, way.arguments[1]) for each, way in zip(sent, ways, strict=True)]
+        got = [np.concatenate(received) for received in zip(*pieces, strict=True)]
+    return [way.unpack(each) for way, each in zip(ways, got, strict=True)]

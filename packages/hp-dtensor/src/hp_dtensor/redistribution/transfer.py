@@ -20,6 +20,7 @@ import numpy as np
 from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.layout.sharding import Interval, cut_dim, local_shape, normalize, ragged_of
+from hp_dtensor.redistribution.executor import neutral
 from hp_dtensor.redistribution.planner import explain, plan
 from hp_dtensor.redistribution.ranges import (
     Ranges,
@@ -29,7 +30,7 @@ from hp_dtensor.redistribution.ranges import (
     joined_ranges,
     local_ranges,
 )
-from hp_dtensor.redistribution.simulate import coordinates, neutral
+from hp_dtensor.redistribution.simulate import coordinates
 from hp_dtensor.redistribution.steps import Step, step_cost
 
 __all__ = ["Move", "Transfer", "explain_transfer", "plan_transfer"]

@@ -8,20 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hp_dtensor.redistribution.cuts import Cut, Place
-from hp_dtensor.redistribution.planner import plan
-from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
+from hp_dtensor.redistribution.cuts import Place
+from hp_dtensor.redistribution.executor import BOOL_OPS, PROGRAMS, Run, program_of, wrong_part
+from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from hp_dtensor.torch.moves import exchange
-from hp_dtensor.torch.moves.exchange import Run
-from hp_platform.extend import when_groups_end
 
 if TYPE_CHECKING:
     from hp_dtensor.layout.spec import TensorSpec
 
-__all__ = ["as_movable", "clear_cache", "execute"]
-
-_programs: dict[tuple[TensorSpec, TensorSpec], tuple[Run, ...]] = {}
-_MAX_PROGRAMS = 8192
+__all__ = ["as_movable", "execute"]
 
 _detach = torch.Tensor.detach
 
@@ -30,7 +25,6 @@ _NATIVE = frozenset(
 )
 """What every backend can send and reduce; other types travel as one of these."""
 _SAME_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-_BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 
 def execute(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> torch.Tensor:
@@ -49,18 +43,15 @@ def execute(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> 
             ``spec_from`` says.
         TypeError: for a reduction that the dtype doesn't have (of bool, sum and max are "or", product and min "and").
     """
-    program = _programs.get((spec_from, spec_to))
+    program = PROGRAMS.get((spec_from, spec_to))
     if program is None:
-        program = _prepare(spec_from, spec_to)
+        program = program_of(spec_from, spec_to, _runner)
     with torch._C.DisableTorchFunctionSubclass():
         local = _detach(local)
         if type(local) is not torch.Tensor:
             return _in_graph(local, spec_from, spec_to)
         if local.shape != spec_from.local_shape:
-            raise ValueError(
-                f"redistribute: the local tensor has shape {tuple(local.shape)}, {spec_from.placements} of shape "
-                f"{spec_from.shape} on mesh {spec_from.mesh.shape} gives this rank {spec_from.local_shape}"
-            )
+            raise wrong_part(local.shape, spec_from)
         local = local.contiguous()
         for run in program:
             local = run(local)
@@ -103,48 +94,15 @@ def _operator() -> Any:
 _kept: list[Any] = []  # a library that is collected takes its operators along
 
 
-@when_groups_end
-def clear_cache() -> None:
-    """Forget all prepared plans, and with them the process groups that they hold."""
-    _programs.clear()
+def _runner(step: Step, place: Place, group: Any, owned: bool) -> Run:
+    """Make the function that does a step. ``owned``: its argument may be overwritten."""
 
+    def make(op: str) -> Run:
+        return exchange.run_step(step, place, group, op, owned=owned)
 
-def _prepare(spec_from: TensorSpec, spec_to: TensorSpec) -> tuple[Run, ...]:
-    mesh = spec_from.mesh
-    if mesh != spec_to.mesh:
-        raise ValueError(f"redistribute: the tensor is on {mesh!r}, the target on {spec_to.mesh!r}: one mesh is needed")
-    if spec_from.shape != spec_to.shape:
-        raise ValueError(f"redistribute: shape {spec_from.shape} cannot become {spec_to.shape}: only placements change")
-    coordinate = mesh.get_coordinate()
-    steps = plan(spec_from.placements, spec_to.placements, spec_from.shape, tuple(mesh.shape))
-    program: list[Run] = []
-    if coordinate is not None:  # a rank outside the mesh holds nothing and takes part in nothing
-        for step in steps:
-            place = Place.of(step, spec_from.shape, mesh.shape, coordinate, mesh.group_order(step.axis))
-            group = mesh.get_group(step.axis) if place.n > 1 else None
-            program.append(_runner(step, place, group, owned=bool(program)))
-    if len(_programs) >= _MAX_PROGRAMS:
-        _programs.clear()
-    found = _programs[spec_from, spec_to] = tuple(program)
-    return found
-
-
-def _runner(step: Step, place: Place, group: Any, *, owned: bool) -> Run:
-    """Return the function that executes a step. ``owned``: its argument may be overwritten."""
-    if isinstance(step, Slice):
-        return exchange.slice_(step.target, place)
-    if place.n == 1:  # only a RaggedShard is undone or made on an axis of one rank
-        return lambda local: local.clone().view(place.after)
-    if isinstance(step, AllReduce):
-        return _reducing(lambda op: exchange.all_reduce(op, place, group, owned=owned), step.op)
-    if isinstance(step, ReduceScatter):
-        cut = Cut.of(step.target, place)
-        return _reducing(lambda op: exchange.reduce_scatter(op, cut, place, group), step.op)
-    if isinstance(step, AllGather):
-        return as_movable(exchange.all_gather(Cut.of(step.source, place), place, group))
-    if isinstance(step, AllToAll):
-        return as_movable(exchange.all_to_all(step, place, group))
-    return exchange.to_partial(step.op, place)
+    if isinstance(step, (AllReduce, ReduceScatter)) and place.n > 1:
+        return _reducing(make, step.op)
+    return as_movable(make("")) if isinstance(step, (AllGather, AllToAll)) else make("")
 
 
 def _reducing(make: Callable[[str], Run], op: str) -> Run:
@@ -154,8 +112,8 @@ def _reducing(make: Callable[[str], Run], op: str) -> Run:
         dtype = local.dtype
         if dtype in _NATIVE:
             return run(local)
-        if dtype is torch.bool and op in _BOOL_OPS:
-            return make(_BOOL_OPS[op])(local.view(torch.uint8)).view(torch.bool)
+        if dtype is torch.bool and op in BOOL_OPS:
+            return make(BOOL_OPS[op])(local.view(torch.uint8)).view(torch.bool)
         if dtype.is_complex and op in ("sum", "avg"):
             return run(local)
         if dtype in (torch.int16, torch.uint16):
