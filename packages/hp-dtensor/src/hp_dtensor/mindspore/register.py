@@ -12,7 +12,7 @@ from hp_dtensor.mindspore.backward.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import DTensor
 from hp_dtensor.mindspore.ops import dispatch
 from hp_dtensor.mindspore.ops.bindings import BINDINGS
-from hp_dtensor.mindspore.ops.plans import Binding, Call
+from hp_dtensor.ops.planning import Binding, Call
 from hp_dtensor.rules.acceptable import check_results, choose
 from hp_dtensor.rules.factors import Solution
 
@@ -55,7 +55,7 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
             return choose(call.name, rule(*values, **named), call.specs, sizes, shapes)
 
         for name in names:
-            BINDINGS[name] = Binding("registered", _asked, local=_checked, solve=solve)
+            BINDINGS[name] = Binding("registered", shapes=_asked, local=_checked, solve=solve)
         dispatch.forget_plans()
         return rule
 
@@ -95,13 +95,13 @@ def _asked(call: Call) -> list[Any]:
 
     arguments = [zeros(value) for value in call.args], {name: zeros(value) for name, value in call.kwargs.items()}
     with local_mode():
-        out = call.run(*arguments)
+        out = call.func(*arguments)
     return [tuple(v.shape) for v in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(v, Tensor)]
 
 
 def _checked(call: Call) -> Any:
     """Return the kernel with a check of the shapes that it returns."""
-    kernel, layouts = call.run, call.results
+    kernel, layouts = call.func, call.results
 
     def checked(args: Any, kwargs: Any) -> Any:
         out = kernel(args, kwargs)

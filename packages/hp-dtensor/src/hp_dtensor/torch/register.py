@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from hp_dtensor.ops.planning import Binding, Call
 from hp_dtensor.rules.acceptable import check_results, choose
 from hp_dtensor.rules.factors import Solution
 from hp_dtensor.torch.dtensor import DTensor, local_of
 from hp_dtensor.torch.ops import dispatch, missing
 from hp_dtensor.torch.ops.calls import name_of
 from hp_dtensor.torch.ops.functions import BINDINGS
-from hp_dtensor.torch.ops.plans import Binding, Call
 
 __all__ = ["register_sharding"]
 

@@ -25,9 +25,10 @@ from hp_dtensor.mindspore.dtensor import DTensor, wrap
 from hp_dtensor.mindspore.ops.bindings import BINDINGS
 from hp_dtensor.mindspore.ops.drawing import DRAWING, draw
 from hp_dtensor.mindspore.ops.extremes import EXTREMES, extreme
-from hp_dtensor.mindspore.ops.plans import Call, Plan, make_plan
+from hp_dtensor.mindspore.ops.plans import Plan, make_plan
 from hp_dtensor.mindspore.ops.whole import WHOLE, WRITING, on_whole
 from hp_dtensor.modes import replicates_plain
+from hp_dtensor.ops.planning import Call, mesh_of
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_platform.extend import when_groups_end
 
@@ -91,7 +92,7 @@ def run_kernel(
             return found
     if name in DRAWING:
         return draw(run, args, kwargs)
-    made = _make(Call(name, run, args, kwargs, dict(attributes)))
+    made = _make(Call(run, args, kwargs, name, dict(attributes)))
     if key is not None:
         if len(_PLANS) > _LIMIT:
             _PLANS.clear()
@@ -163,12 +164,7 @@ def _make(call: Call) -> Plan:
             f" is right on parts, say so: @hp_dtensor.register_sharding({call.name!r}) on a function of its arguments"
             " that returns pairs of placements, such as [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(0)])]"
         )
-    meshes = list(dict.fromkeys(t._spec.mesh for t in given))
-    if len(meshes) > 1:
-        raise ValueError(
-            f"{call.name}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the"
-            " other's mesh first"
-        )
+    mesh_of(call.name, given)
     try:
         return make_plan(call, binding)
     except NoLegalPlacement as error:

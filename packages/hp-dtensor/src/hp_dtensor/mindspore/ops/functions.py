@@ -11,7 +11,7 @@ from typing import Any
 from hp_dtensor.layout.placements import Shard
 from hp_dtensor.mindspore.ops import extremes, local, shapes
 from hp_dtensor.mindspore.ops.bindings import BINDINGS, bind
-from hp_dtensor.mindspore.ops.plans import Call
+from hp_dtensor.ops.planning import Call
 from hp_dtensor.rules.library import dims_argument
 
 __all__ = ["BINDINGS", "bind"]

@@ -20,8 +20,8 @@ from hp_dtensor.mindspore.backward.autograd import convert, grad_enabled, local_
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, redistribute, unwrap, wrap
 from hp_dtensor.mindspore.ops.bindings import bind
 from hp_dtensor.mindspore.ops.dispatch import run_kernel
-from hp_dtensor.mindspore.ops.plans import Call
 from hp_dtensor.mindspore.ops.views import before_write
+from hp_dtensor.ops.planning import Call
 
 __all__ = ["get_item", "set_item"]
 

@@ -22,7 +22,7 @@ from hp_dtensor.rules.library import dims_argument
 from hp_platform import get_platform
 
 if TYPE_CHECKING:
-    from hp_dtensor.mindspore.ops.plans import Call
+    from hp_dtensor.ops.planning import Call
 
 
 # ---- arguments ----
@@ -102,7 +102,7 @@ def bias_add(call: Call) -> Any:
 
 def slice_(call: Call) -> Any:
     """Return the same slice with the local sizes; sharded dims are not sliced."""
-    run, begin, size = call.run, tuple(call.bound["begin"]), call.results[0].local_shape
+    run, begin, size = call.func, tuple(call.bound["begin"]), call.results[0].local_shape
     return lambda args, kwargs: run([args[0], begin, size], {})
 
 
@@ -209,7 +209,7 @@ def _linear(call: Call) -> Any:
         return None
     if _adds_bias(call):
         return None
-    run = call.run
+    run = call.func
     return lambda args, kwargs: run([args[0], args[1], _Elsewhere.apply(alias(args[2]))], kwargs)
 
 

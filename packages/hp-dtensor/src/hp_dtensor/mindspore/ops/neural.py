@@ -10,7 +10,7 @@ from mindspore import ops
 from hp_dtensor.mindspore.backward.autograd import local_mode
 from hp_dtensor.mindspore.ops import shapes
 from hp_dtensor.mindspore.ops.bindings import bind
-from hp_dtensor.mindspore.ops.plans import Call
+from hp_dtensor.ops.planning import Call
 
 __all__: list[str] = []
 
@@ -31,7 +31,7 @@ def _asked(call: Call) -> list[Any]:
         return ops.zeros((1, *first[1:]) if shape is first else shape, value.dtype)
 
     with local_mode():
-        made = call.run([zeros(value) for value in call.args], call.kwargs)
+        made = call.func([zeros(value) for value in call.args], call.kwargs)
         made = made if isinstance(made, (tuple, list)) else [made]
         return [(first[0], *value.shape[1:]) for value in made]
 
@@ -53,7 +53,7 @@ def _sum_by_count(call: Call) -> Any:
     """
     if _reduction(call) != "mean":
         return None
-    run, count, place = call.run, math.prod(shapes.broadcast(call)[0]), list(call.bound).index("reduction")
+    run, count, place = call.func, math.prod(shapes.broadcast(call)[0]), list(call.bound).index("reduction")
 
     def summed(args: Any, kwargs: Any) -> Any:
         given = [*args[:place], 0, *args[place + 1 :]] if len(args) > place else args
@@ -67,7 +67,7 @@ def _share_of_mean(call: Call) -> Any:
     here, there = call.targets[1].local_shape, call.targets[1].shape
     if call.attributes.get("reduction", "mean") != "mean" or here == there:
         return None
-    run, share = call.run, math.prod(here) / math.prod(there)
+    run, share = call.func, math.prod(here) / math.prod(there)
     return lambda args, kwargs: run(args, kwargs) * share
 
 

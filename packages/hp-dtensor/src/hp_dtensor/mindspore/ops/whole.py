@@ -15,6 +15,7 @@ from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore.backward.autograd import convert, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
+from hp_dtensor.ops.planning import mesh_of
 
 __all__ = ["WHOLE", "WRITING", "on_whole", "replicated"]
 
@@ -57,14 +58,14 @@ def on_whole(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     Raises:
         ValueError: DTensors of two meshes.
     """
-    meshes: dict[Any, None] = {}
+    operands: list[DTensor] = []
 
     def gather(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(gather(item) for item in value)
         if not isinstance(value, DTensor):
             return value
-        meshes[value._spec.mesh] = None
+        operands.append(value)
         return convert(value, value._spec.with_placements((Replicate(),) * value._spec.mesh.ndim))
 
     if name in WRITING and not args[0]._spec.replicated:
@@ -73,11 +74,7 @@ def on_whole(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             " stay as they are; redistribute it to Replicate() first"
         )
     given, named = [gather(value) for value in args], {name: gather(value) for name, value in kwargs.items()}
-    if len(meshes) > 1:
-        first, second = list(meshes)[:2]
-        raise ValueError(
-            f"operands are on different meshes, {first} and {second}; redistribute one to the other's mesh first"
-        )
+    mesh = mesh_of(name, operands)
     with local_mode():
         out = run(given, named)
-    return replicated(out, next(iter(meshes)))
+    return replicated(out, mesh)

@@ -18,6 +18,7 @@ from hp_dtensor.layout.placements import Replicate, kind_of
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.modes import replicates_plain
+from hp_dtensor.ops import planning
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.torch.backward import transforms
 from hp_dtensor.torch.backward.asking import in_a_mode
@@ -313,13 +314,7 @@ def mesh_of(func: Any, args: Any, kwargs: Any) -> DeviceMesh:
     Raises:
         ValueError: they are on several.
     """
-    meshes = list(dict.fromkeys(t._spec.mesh for t in tensors_of(args, kwargs) if isinstance(t, DTensor)))
-    if len(meshes) > 1:
-        raise ValueError(
-            f"{name_of(func)}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the"
-            " other's mesh first"
-        )
-    return meshes[0]
+    return planning.mesh_of(name_of(func), [t for t in tensors_of(args, kwargs) if isinstance(t, DTensor)])
 
 
 def planned(func: Any, args: Any, kwargs: Any, floats: Any = None) -> Any:

@@ -7,31 +7,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.rules.library import RULES
+from hp_dtensor.ops.planning import Binding, binding_of
 from hp_dtensor.torch.ops import filling, local, result_shapes
 from hp_dtensor.torch.ops.calls import functions_of
-from hp_dtensor.torch.ops.plans import Binding
 from hp_platform.torch import heavy
 
 __all__ = ["BINDINGS", "bind"]
 
 T = torch.Tensor
 BINDINGS: dict[Any, Binding] = {}
-_REQUIRED = object()
-
-
-def _signature(text: str) -> tuple[tuple[str, Any], ...]:
-    made = []
-    for token in text.split():
-        name, _, default = token.partition("=")
-        made.append((name, {"None": None, "True": True, "False": False, "": None}.get(default, default)))
-        if default.lstrip("-").isdigit():
-            made[-1] = (name, int(default))
-    return tuple(made)
 
 
 def bind(rule: str, functions: Any, signature: str | None = None, operands: str | None = None, **options: Any) -> None:
-    """Binds torch functions to a rule.
+    """Bind torch functions to a rule.
 
     Example:
         >>> bind("whole_dims", torch.cumsum, "input dim dtype=None", "input")
@@ -39,23 +27,15 @@ def bind(rule: str, functions: Any, signature: str | None = None, operands: str 
     Args:
         rule: name of a rule of ``hp_dtensor.rules``, or ``"view"``.
         functions: a function, a list of functions, or a string of names that are looked up in torch's namespaces.
-        signature: parameter names in positional order, ``name=default`` where they may be absent. Needed where the rule
-            reads arguments.
-        operands: the tensor parameters that the rule reads, in its order; default every tensor argument.
+        signature: see ``binding_of``.
+        operands: see ``binding_of``.
         options: other fields of ``Binding``.
 
     Raises:
         ValueError: no such rule, or no function of these names.
         TypeError: what is no function.
     """
-    if rule != "view" and rule not in RULES:
-        raise ValueError(f"bind: no rule {rule!r}; the rules are {sorted(RULES)}")
-    binding = Binding(
-        rule,
-        None if signature is None else _signature(signature),
-        None if operands is None else tuple(operands.split()),
-        **options,
-    )
+    binding = binding_of(rule, signature, operands, **options)
     found = (
         functions_of(functions)
         if isinstance(functions, str)
@@ -99,17 +79,17 @@ def _bind_pointwise() -> None:
     bind(
         "pointwise", "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __ifloordiv__ __imod__", in_place=True
     )
-    bind("add", "add sub subtract __add__ __radd__ __sub__", shape=result_shapes.broadcast)
+    bind("add", "add sub subtract __add__ __radd__ __sub__", shapes=result_shapes.broadcast)
     bind("add", "add_ sub_ subtract_ __iadd__ __isub__", in_place=True)
     bind("copy", "copy_", in_place=True)
-    bind("mul", "mul multiply __mul__ __rmul__", shape=result_shapes.broadcast)
+    bind("mul", "mul multiply __mul__ __rmul__", shapes=result_shapes.broadcast)
     bind("mul", "mul_ multiply_ __imul__", in_place=True)
     bind(
         "div",
         "div divide true_divide __truediv__ __div__",
         "input other rounding_mode=None",
         "input other",
-        shape=result_shapes.broadcast,
+        shapes=result_shapes.broadcast,
     )
     bind(
         "div",
@@ -139,9 +119,9 @@ def _bind_pointwise() -> None:
 def _bind_products() -> None:
     bind("matmul", "matmul mm bmm mv __matmul__ dot")
     bind("outer", "outer ger")
-    names, shape = ("input weight bias=None", "input weight bias"), result_shapes.linear
-    bind("linear", F.linear, *names, local=local.biased, shape=shape)
-    bind("linear", heavy.linear, *names, local=local.biased, shape=shape)
+    names, shapes = ("input weight bias=None", "input weight bias"), result_shapes.linear
+    bind("linear", F.linear, *names, local=local.biased, shapes=shapes)
+    bind("linear", heavy.linear, *names, local=local.biased, shapes=shapes)
     bind("einsum", torch.einsum, arguments=local.einsum_arguments)
     bind(
         "embedding",
@@ -184,8 +164,8 @@ def _bind_products() -> None:
 
 def _bind_reductions() -> None:
     one = ("input dim=None keepdim=False dtype=None", "input")
-    bind("sum", "sum", *one, shape=result_shapes.reduced)
-    bind("mean", "mean", *one, local=local.mean, shape=result_shapes.reduced)
+    bind("sum", "sum", *one, shapes=result_shapes.reduced)
+    bind("mean", "mean", *one, local=local.mean, shapes=result_shapes.reduced)
     bind("amax", "amax", *one)
     bind("amin", "amin", *one)
     bind("product", "prod", *one)

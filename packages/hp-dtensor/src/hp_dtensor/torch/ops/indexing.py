@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.ops.planning import Call
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops import dispatch
 from hp_dtensor.torch.ops.functions import bind
-from hp_dtensor.torch.ops.plans import Call
 
 __all__ = ["by_value", "get_item", "kept_dims", "without_tensors"]
 

@@ -3,81 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
-from hp_dtensor.rules.library import RULES
-from hp_dtensor.rules.views import view_placements
+from hp_dtensor.ops.planning import Binding, Call, collect, moved, place, refuse_others
+from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.torch.backward.asking import without_modes
 from hp_dtensor.torch.backward.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.ops.calls import name_of
 from hp_dtensor.torch.ops.empty_parts import with_the_others
 from hp_dtensor.torch.views.moved_view import MAY_COPY, VIEWS, link
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 from hp_dtensor.torch.views.settle import Settle
 
-__all__ = ["Binding", "Call", "Plan", "make_plan"]
+__all__ = ["Plan", "make_plan"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """How a torch function is an operation of the rules.
-
-    Attributes:
-        rule: the rule's name, or ``"view"``.
-        signature: parameter names in positional order, with defaults; None where only tensors matter.
-        operands: names of the tensor parameters that the rule reads, in its order; None: every tensor argument in
-            order.
-        arguments: makes the rule's arguments from the bound call; default: the bound parameters themselves.
-        local: makes the local function of a planned call; None runs the function itself, unchanged.
-        like: the result has the first operand's shape, and the function can't run on meta tensors.
-        in_place: the first operand is written to.
-        hot: plans may be found by the short key, in which ``True`` and ``1`` are one.
-        shape: the shape of the one result, from the call; None, or a call that gives None, asks torch on meta tensors.
-        solve: finds the placements itself, from the call and the results' shapes; no rule is read.
-    """
-
-    rule: str
-    signature: tuple[tuple[str, Any], ...] | None = None
-    operands: tuple[str, ...] | None = None
-    arguments: Callable[[Call], dict[str, Any]] | None = None
-    local: Callable[[Call], Any] | None = None
-    like: bool = False
-    in_place: bool = False
-    hot: bool = True
-    shape: Callable[[Call], tuple[int, ...] | None] | None = None
-    solve: Callable[[Call, list[tuple[int, ...]]], Solution] | None = None
-
-
-@dataclass(slots=True)
-class Call:
-    """One call while it is planned.
-
-    Attributes:
-        func: the torch function.
-        args, kwargs: as given, every tensor a DTensor.
-        bound: parameter name -> value, where the binding has a signature.
-        paths: where each operand stands: ``(position,)``, ``(position, index in the list)`` or ``(name,)``.
-        specs: each operand's layout; ``targets``: the layout it is read in.
-        results: each result's layout.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    bound: dict[str, Any] = field(default_factory=dict)
-    paths: list[tuple[Any, ...]] = field(default_factory=list)
-    tensors: list[DTensor | None] = field(default_factory=list)
-    specs: list[TensorSpec] = field(default_factory=list)
-    targets: list[TensorSpec] = field(default_factory=list)
-    results: list[TensorSpec] = field(default_factory=list)
 
 
 class Plan:
@@ -133,7 +78,7 @@ class Plan:
     def compute(self, args: Any, kwargs: Any) -> Any:
         """Return the local tensors of the results, as the framework returns them."""
         if self.fixes:
-            args, kwargs = self._moved(args, kwargs)
+            args, kwargs = moved(self.fixes, args, kwargs, convert)
         if self.tail is not None:
             return _impl(self.func, (), (args[0], *self.tail))
         if self.listed:
@@ -141,21 +86,6 @@ class Plan:
         if kwargs:
             return _impl(self.local or self.func, (), args, kwargs)
         return _impl(self.local or self.func, (), args)
-
-    def _moved(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        args = list(args)
-        for path, target, vary in self.fixes:
-            place = path[0]
-            if len(path) == 1:
-                if type(place) is int:
-                    args[place] = convert(args[place], target, vary)
-                else:
-                    kwargs = {**kwargs, place: convert(kwargs[place], target, vary)}
-            else:
-                items = list(args[place])
-                items[path[1]] = convert(items[path[1]], target, vary)
-                args[place] = items
-        return args, kwargs
 
 
 class _CheckedPlan(Plan):
@@ -168,51 +98,7 @@ class _CheckedPlan(Plan):
         return super().compute(args, kwargs)
 
 
-def _collect(call: Call, binding: Binding) -> None:
-    """Find the operands of a call."""
-    if binding.signature is not None:
-        names = [name for name, _ in binding.signature]
-        if len(call.args) > len(names):
-            raise TypeError(
-                f"{call.func}: {len(call.args)} positional arguments, at most {len(names)} are known: {names}"
-            )
-        call.bound = dict(binding.signature)
-        call.bound.update(zip(names, call.args, strict=False))
-        call.bound.update(call.kwargs)
-
-    def add(path: tuple[Any, ...], value: Any) -> None:
-        if isinstance(value, DTensor):
-            call.paths.append(path)
-            call.tensors.append(value)
-        elif isinstance(value, (list, tuple)) and len(path) == 1 and any(isinstance(v, DTensor) for v in value):
-            if isinstance(path[0], str):
-                raise TypeError(f"{call.func}: pass the list {path[0]!r} by position")
-            for index, item in enumerate(value):
-                add((path[0], index), item)
-        elif binding.operands is not None:
-            call.paths.append(path)
-            call.tensors.append(None)
-
-    if binding.operands is None:
-        for position, value in enumerate(call.args):
-            add((position,), value)
-        for name, value in call.kwargs.items():
-            add((name,), value)
-    else:
-        names = [name for name, _ in binding.signature or ()]
-        for name in binding.operands:
-            position = names.index(name)
-            add((position,) if position < len(call.args) and name not in call.kwargs else (name,), call.bound[name])
-    kept = {id(tensor) for tensor in call.tensors}
-    for value in (*call.args, *call.kwargs.values()):
-        if isinstance(value, DTensor) and id(value) not in kept:
-            raise NotImplementedError(
-                f"{call.func}: a DTensor of shape {tuple(value.shape)} where rule {binding.rule!r} expects none; pass a"
-                " number (item()) or a plain tensor (full_tensor()) there"
-            )
-
-
-def _on_meta(call: Call, binding: Binding) -> Any:
+def _on_meta(call: Call) -> Any:
     """Return the results' shapes by running the function on meta tensors, so that its argument checks come first."""
 
     def change(value: Any) -> Any:
@@ -282,64 +168,30 @@ def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:
     Raises:
         NoLegalPlacement: an in-place call that would have to move what it writes to.
     """
-    call = Call(func, tuple(args), dict(kwargs))
-    _collect(call, binding)
-    given = [tensor for tensor in call.tensors if tensor is not None]
-    mesh = given[0]._spec.mesh
-    call.specs = [tensor._spec for tensor in given]
-    here = mesh.get_coordinate() is not None
-    shape = binding.shape(call) if binding.shape is not None and here else None
-    made = None
-    if shape is not None:
-        single, shapes = True, [shape]
-    else:
-        made = given[0] if binding.like or binding.in_place else _on_meta(call, binding)
-        single = isinstance(made, Tensor)
-        outs = [made] if single else [value for value in made if isinstance(value, Tensor)]
+    call = Call(func, tuple(args), dict(kwargs), name_of(func))
+    collect(call, binding, DTensor)
+    refuse_others(call, binding, DTensor)
+    here = call.specs[0].mesh.get_coordinate() is not None
+    meta, shapes = None, binding.shapes(call) if binding.shapes is not None and here else None
+    single = shapes is not None
+    if shapes is None:
+        meta = call.given[0] if binding.like or binding.in_place else _on_meta(call)
+        single = isinstance(meta, Tensor)
+        outs = [meta] if single else [value for value in meta if isinstance(value, Tensor)]
         shapes = [tuple(value._spec.shape if isinstance(value, DTensor) else value.shape) for value in outs]
-
-    if binding.rule == "view":
-        operand, result = view_placements(call.specs[0].shape, shapes[0], call.specs[0].placements, mesh.shape)
-        found = Solution((operand,), ((False,) * mesh.ndim,), (result,))
-    elif binding.solve is not None:
-        found = binding.solve(call, shapes)
-    else:
-        arguments = binding.arguments(call) if binding.arguments is not None else call.bound
-        factors = RULES[binding.rule](
-            [tensor._spec.shape if tensor is not None else None for tensor in call.tensors], shapes, arguments
-        )
-        found = solve(
-            factors,
-            [spec.shape for spec in call.specs],
-            [spec.placements for spec in call.specs],
-            mesh.shape,
-            [tensor.element_size() for tensor in given],
-            shapes,
-            0 if binding.in_place else None,
-        )
-    call.targets = [spec.with_placements(p) for spec, p in zip(call.specs, found.operands, strict=True)]
-    call.results = [TensorSpec.of(mesh, p, shape) for p, shape in zip(found.results, shapes, strict=True)]
-    if binding.in_place and (call.targets[0] is not call.specs[0] or call.results[0] is not call.specs[0]):
-        raise NoLegalPlacement(f"written in place, {call.specs[0]} would become {call.results[0]}")
-
+    fixes = place(call, binding, shapes, [tensor.dtype.itemsize for tensor in call.given])
     if call.kwargs.get("inplace") and call.targets[0] is not call.specs[0]:  # F.relu(x, inplace=True)
         raise NoLegalPlacement(
             f"with inplace=True, {call.specs[0]} is written, and it would have to be moved to {call.targets[0]} first;"
             " redistribute it before, or leave inplace=True out"
         )
-    fixes = []
-    paths = [path for path, tensor in zip(call.paths, call.tensors, strict=True) if tensor is not None]
-    for path, spec, target, vary in zip(paths, call.specs, call.targets, found.vary, strict=True):
-        varies = tuple(v and p.is_replicate() for v, p in zip(vary, target.placements, strict=True))
-        if target is not spec or any(varies):
-            fixes.append((path, target, varies if any(varies) else None))
     first, *others = call.specs
     checked = binding.in_place and (
         first.thin or any(spec is not first and spec.shape and not spec.replicated for spec in others)
     )
     plan = (_CheckedPlan if checked else Plan)(func, fixes, call.results, single, binding.hot)
     if not here and not (binding.like or binding.in_place):
-        local = nothing(call.results, made)
+        local = nothing(call.results, meta)
     else:
         local = binding.local(call) if binding.local is not None else None
     if here and not binding.in_place and any(0 in spec.local_shape for spec in call.targets):

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from hp_dtensor.rules.library import dims_argument
 
 if TYPE_CHECKING:
-    from hp_dtensor.torch.ops.plans import Call
+    from hp_dtensor.ops.planning import Call
 
 __all__ = ["broadcast", "linear", "reduced"]
 
 Shape = tuple[int, ...]
 
 
-def broadcast(call: Call) -> Shape | None:
+def broadcast(call: Call) -> list[Shape] | None:
     """Return the shape to which all operands broadcast."""
     made: list[int] = []
     for spec in call.specs:
@@ -29,10 +29,10 @@ def broadcast(call: Call) -> Shape | None:
                 if 1 not in (made[index], size):
                     return None
                 made[index] = size if made[index] == 1 else made[index]
-    return tuple(made)
+    return [tuple(made)]
 
 
-def reduced(call: Call) -> Shape | None:
+def reduced(call: Call) -> list[Shape] | None:
     """Return the operand's shape without the dims ``dim``, or with size one there."""
     shape, dim, keepdim = call.specs[0].shape, call.bound["dim"], call.bound["keepdim"]
     if type(keepdim) is not bool or not (dim is None or type(dim) is int or type(dim) in (tuple, list)):
@@ -44,13 +44,13 @@ def reduced(call: Call) -> Shape | None:
     if len(set(dims)) != len(dims):
         return None
     if keepdim:
-        return tuple(1 if d in dims else size for d, size in enumerate(shape))
-    return tuple(size for d, size in enumerate(shape) if d not in dims)
+        return [tuple(1 if d in dims else size for d, size in enumerate(shape))]
+    return [tuple(size for d, size in enumerate(shape) if d not in dims)]
 
 
-def linear(call: Call) -> Shape | None:
+def linear(call: Call) -> list[Shape] | None:
     """Return the input's shape with one feature per row of the weight."""
     shape, weight, *bias = (spec.shape for spec in call.specs)
     if not shape or len(weight) != 2 or shape[-1] != weight[1] or any(each != weight[:1] for each in bias):
         return None
-    return (*shape[:-1], weight[0])
+    return [(*shape[:-1], weight[0])]

@@ -1,0 +1,1 @@
+"""Operations, whatever the framework: how a call is planned."""

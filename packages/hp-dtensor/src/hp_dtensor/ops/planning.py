@@ -1,0 +1,267 @@
+"""Plan a call: its operands, the placements that its rule finds for them, and what has to move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.mesh.device_mesh import DeviceMesh
+from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
+from hp_dtensor.rules.library import RULES
+from hp_dtensor.rules.views import view_placements
+
+__all__ = ["Binding", "Call", "Fix", "Shape", "binding_of", "collect", "mesh_of", "moved", "place", "refuse_others"]
+
+Shape = tuple[int, ...]
+Fix = tuple[tuple[Any, ...], TensorSpec, tuple[bool, ...] | None]
+"""Where an operand stands, the layout that it is read in, and the axes where its reader's result varies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How a function of a framework is an operation of the rules.
+
+    Attributes:
+        rule: the rule's name, or ``"view"``.
+        signature: parameter names in positional order, with defaults; None where only tensors matter.
+        operands: names of the tensor parameters that the rule reads, in its order; None: every tensor argument in
+            order.
+        shapes: makes the results' global shapes from the call. None, or a call for which it returns None: torch runs
+            the function on meta tensors; MindSpore has none.
+        arguments: makes the rule's arguments from the bound call; default: the bound parameters themselves.
+        local: makes the local function of a planned call; None runs the function itself, with its own arguments.
+        in_place: the first operand is written to.
+        solve: finds the placements in the rule's place, from the call and the results' shapes.
+        like: the result has the first operand's shape, and the function can't run on meta tensors.
+        hot: plans may be found by the short key, in which ``True`` and ``1`` are one.
+    """
+
+    rule: str
+    signature: tuple[tuple[str, Any], ...] | None = None
+    operands: tuple[str, ...] | None = None
+    shapes: Callable[[Call], Sequence[Shape] | None] | None = None
+    arguments: Callable[[Call], dict[str, Any]] | None = None
+    local: Callable[[Call], Any] | None = None
+    in_place: bool = False
+    solve: Callable[[Call, Sequence[Shape]], Solution] | None = None
+    like: bool = False
+    hot: bool = True
+
+
+@dataclass(slots=True)
+class Call:
+    """One call while it is planned.
+
+    Attributes:
+        func: the torch function; on MindSpore what calls the kernel, ``func(positional values, keyword values)``.
+        args, kwargs: the arguments, every tensor a DTensor.
+        name: the function's, for errors; the kernel's.
+        attributes: what a primitive of MindSpore that is a class was made with, by name.
+        bound: parameter name -> value, where the binding has a signature.
+        paths: where each operand stands: ``(position,)``, ``(position, index in the list)`` or ``(name,)``.
+        tensors: the operands; None for an optional one that is absent.
+        specs: each operand's layout; ``targets``: the layout it is read in.
+        results: each result's layout.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    bound: dict[str, Any] = field(default_factory=dict)
+    paths: list[tuple[Any, ...]] = field(default_factory=list)
+    tensors: list[Any] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
+    targets: list[TensorSpec] = field(default_factory=list)
+    results: list[TensorSpec] = field(default_factory=list)
+
+    @property
+    def given(self) -> list[Any]:
+        """The operands that are present."""
+        return [tensor for tensor in self.tensors if tensor is not None]
+
+    @property
+    def shape(self) -> Shape:
+        """The first operand's global shape."""
+        return self.specs[0].shape
+
+
+def binding_of(rule: str, signature: str | None = None, operands: str | None = None, **options: Any) -> Binding:
+    """Read a binding's texts.
+
+    Args:
+        rule: name of a rule of ``hp_dtensor.rules``, or ``"view"``.
+        signature: parameter names in positional order, ``name=default`` where they may be absent; needed where the rule
+            reads arguments.
+        operands: the tensor parameters that the rule reads, in its order; default every tensor argument.
+        options: other fields of ``Binding``.
+
+    Raises:
+        ValueError: no such rule.
+    """
+    if rule != "view" and rule not in RULES:
+        raise ValueError(f"bind: no rule {rule!r}; the rules are {sorted(RULES)}")
+    parameters = None if signature is None else tuple(map(_parameter, signature.split()))
+    return Binding(rule, parameters, None if operands is None else tuple(operands.split()), **options)
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    name, _, default = text.partition("=")
+    if default.lstrip("-").isdigit():
+        return name, int(default)
+    return name, {"None": None, "True": True, "False": False, "": None}.get(default, default)
+
+
+def mesh_of(name: str, operands: Sequence[Any]) -> DeviceMesh:
+    """Return the mesh of the operands of a call, DTensors.
+
+    Raises:
+        ValueError: they are on several.
+    """
+    meshes = list(dict.fromkeys(operand._spec.mesh for operand in operands))
+    if len(meshes) > 1:
+        raise ValueError(
+            f"{name}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the other's"
+            " mesh first"
+        )
+    return meshes[0]
+
+
+def collect(call: Call, binding: Binding, dtensor: type) -> None:
+    """Find the operands of a call and bind its parameters.
+
+    Args:
+        call: with the arguments.
+        binding: the function's.
+        dtensor: the framework's class of DTensors.
+
+    Raises:
+        TypeError: more arguments than the binding's signature has, or a list of DTensors passed by name.
+    """
+    names = [name for name, _ in binding.signature or ()]
+    if binding.signature is not None:
+        if len(call.args) > len(names):
+            raise TypeError(
+                f"{call.name}: {len(call.args)} positional arguments, at most {len(names)} are known: {names}; leave"
+                " the others out, or gather the operands first with full_tensor()"
+            )
+        call.bound = {**dict(binding.signature), **dict(zip(names, call.args, strict=False)), **call.kwargs}
+
+    def add(path: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, dtensor):
+            call.paths.append(path)
+            call.tensors.append(value)
+        elif isinstance(value, (list, tuple)) and len(path) == 1 and any(isinstance(v, dtensor) for v in value):
+            if isinstance(path[0], str):
+                raise TypeError(f"{call.name}: pass the list {path[0]!r} by position")
+            for index, item in enumerate(value):
+                add((path[0], index), item)
+        elif binding.operands is not None:
+            call.paths.append(path)
+            call.tensors.append(None)
+
+    if binding.operands is None:
+        for path, value in (*enumerate(call.args), *call.kwargs.items()):
+            add((path,), value)
+    else:
+        for name in binding.operands:
+            position = names.index(name)
+            add((position,) if position < len(call.args) and name not in call.kwargs else (name,), call.bound[name])
+    call.specs = [tensor._spec for tensor in call.given]
+
+
+def refuse_others(call: Call, binding: Binding, dtensor: type) -> None:
+    """Check that all DTensors among the arguments of a call are operands of its rule.
+
+    Args:
+        call: with its operands.
+        binding: the function's.
+        dtensor: the framework's class of DTensors.
+
+    Raises:
+        NotImplementedError: one is not.
+    """
+    collected = {id(tensor) for tensor in call.tensors}
+    for value in (*call.args, *call.kwargs.values()):
+        if isinstance(value, dtensor) and id(value) not in collected:
+            raise NotImplementedError(
+                f"{call.name}: a DTensor of shape {tuple(value.shape)} where rule {binding.rule!r} expects none; pass a"
+                " number (item()) or a plain tensor (full_tensor()) there"
+            )
+
+
+def place(call: Call, binding: Binding, shapes: Sequence[Shape], itemsizes: Sequence[int]) -> list[Fix]:
+    """Set the layouts that the operands are read in and those of the results; return what has to move.
+
+    Args:
+        call: with its operands.
+        binding: the function's.
+        shapes: the results'.
+        itemsizes: bytes an element of each operand.
+
+    Raises:
+        NoLegalPlacement: what is written would have to be moved first.
+    """
+    mesh = call.specs[0].mesh
+    found = _solution(call, binding, shapes, itemsizes)
+    call.targets = [spec.with_placements(p) for spec, p in zip(call.specs, found.operands, strict=True)]
+    call.results = [TensorSpec.of(mesh, p, shape) for p, shape in zip(found.results, shapes, strict=True)]
+    if binding.in_place and (call.targets[0] is not call.specs[0] or call.results[0] is not call.specs[0]):
+        raise NoLegalPlacement(f"written in place, {call.specs[0]} would become {call.results[0]}")
+    fixes: list[Fix] = []
+    paths = [path for path, tensor in zip(call.paths, call.tensors, strict=True) if tensor is not None]
+    for path, spec, target, vary in zip(paths, call.specs, call.targets, found.vary, strict=True):
+        varies = tuple(v and p.is_replicate() for v, p in zip(vary, target.placements, strict=True))
+        if target is not spec or any(varies):
+            fixes.append((path, target, varies if any(varies) else None))
+    return fixes
+
+
+def _solution(call: Call, binding: Binding, shapes: Sequence[Shape], itemsizes: Sequence[int]) -> Solution:
+    specs = call.specs
+    if binding.solve is not None:
+        return binding.solve(call, shapes)
+    if binding.rule == "view":
+        mesh = specs[0].mesh
+        operand, result = view_placements(specs[0].shape, shapes[0], specs[0].placements, mesh.shape)
+        return Solution((operand,), ((False,) * mesh.ndim,), (result,))
+    arguments = binding.arguments(call) if binding.arguments is not None else call.bound
+    operands = [tensor._spec.shape if tensor is not None else None for tensor in call.tensors]
+    return solve(
+        RULES[binding.rule](operands, shapes, arguments),
+        [spec.shape for spec in specs],
+        [spec.placements for spec in specs],
+        specs[0].mesh.shape,
+        itemsizes,
+        shapes,
+        0 if binding.in_place else None,
+    )
+
+
+def moved(
+    fixes: Sequence[Fix], args: Sequence[Any], kwargs: Any, convert: Callable[[Any, TensorSpec, Any], Any]
+) -> tuple[list[Any], Any]:
+    """Return a call's arguments with the operands that have to move as local tensors in their new layouts.
+
+    Args:
+        fixes: what has to move.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        convert: moves an operand to a layout.
+    """
+    args = list(args)
+    for path, target, vary in fixes:
+        at = path[0]
+        if len(path) == 1:
+            if type(at) is int:
+                args[at] = convert(args[at], target, vary)
+            else:
+                kwargs = {**kwargs, at: convert(kwargs[at], target, vary)}
+        else:
+            items = list(args[at])
+            items[path[1]] = convert(items[path[1]], target, vary)
+            args[at] = items
+    return args, kwargs
