@@ -3,6 +3,7 @@
     python docs/structure.py            the working tree
     python docs/structure.py REVISION   a commit, tag or branch
     python docs/structure.py --check    fail where the working tree has a circle or imports another package's internals
+    python docs/structure.py --cold     files that a first `x @ w` of DTensors passes, a second, and its backward
 
 A wing is `neutral`, `torch` or `mindspore`, by the folder a module is in. Code is what is left of the lines without
 docstrings, comments and blank ones. An import counts wherever it stands, in a function too, but not under
@@ -25,6 +26,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WINGS = ("neutral", "torch", "mindspore")
@@ -54,7 +57,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", help="default: the working tree")
     parser.add_argument("--check", action="store_true", help="print what is refused alone; the status tells of any")
+    parser.add_argument("--cold", action="store_true", help="needs torch, and the packages' src folders on PYTHONPATH")
     options = parser.parse_args()
+    if options.cold:
+        print("\n".join(passed()))
+        return
     revision = options.revision
     if options.check:
         errors = list(complaints(read(ROOT)))
@@ -69,6 +76,39 @@ def main() -> None:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             tar.extractall(folder, filter="data")
         print("\n".join(tables(read(Path(folder)))))
+
+
+def passed() -> Iterator[str]:
+    """Count the source files whose functions run in `x @ w`, where one operand is gathered, of a mesh of two ranks."""
+    import torch  # noqa: TID251
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: TID251
+
+    import hp_dtensor
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = hp_dtensor.init_device_mesh("cpu", (2,))
+    x, w = (
+        hp_dtensor.distribute_tensor(torch.ones(64, 64), mesh, [hp_dtensor.Shard(dim)]).requires_grad_()
+        for dim in (0, 1)
+    )
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and "src" in path.parts and "packages" in path.parts:
+            files.add("/".join(path.parts[path.parts.index("src") + 1 :]))
+
+    results: list[Any] = []
+    for name in ("first", "second", "backward"):
+        gradient = torch.ones_like(results[-1]) if name == "backward" else None
+        files.clear()
+        sys.setprofile(note)
+        try:
+            results.append(x @ w if gradient is None else results[-1].backward(gradient))
+        finally:
+            sys.setprofile(None)
+        yield f"{name}: {len(files)} files"
+        yield from (f"    {file}" for file in sorted(files))
 
 
 def read(root: Path) -> dict[str, Module]:
