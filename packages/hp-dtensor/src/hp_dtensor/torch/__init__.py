@@ -6,12 +6,11 @@ from hp_dtensor.torch.backward.own_functions import install as _install_own_func
 from hp_dtensor.torch.compile.compiling import install as _install_compiling
 from hp_dtensor.torch.dtensor import install as _install_methods
 from hp_dtensor.torch.moves.transfer import relayout as _relayout
-from hp_dtensor.torch.ops import dispatch as _dispatch  # noqa: F401  (DTensor's interception)
-from hp_dtensor.torch.ops.hot import install as _install_hot
+from hp_dtensor.torch.ops.dispatch import install as _install_dispatch
 from hp_dtensor.torch.ops.special import install as _install_special
 
 _install_methods(_from_local, _relayout, _on_local_gradient)
 _install_special()
-_install_hot()
+_install_dispatch()
 _install_compiling()
 _install_own_functions()

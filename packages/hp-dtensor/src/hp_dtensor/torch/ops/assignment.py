@@ -21,6 +21,7 @@ from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.ops import dispatch, indexing
 from hp_dtensor.torch.ops.local import offset
+from hp_dtensor.torch.ops.plain import replicate_plain, write_into_plain
 from hp_dtensor.torch.ops.whole import on_whole
 
 __all__ = ["index_put", "index_put_", "select_scatter", "set_item", "slice_scatter"]
@@ -40,10 +41,10 @@ def set_item(func: Any, args: Any, kwargs: Any) -> None:
     """
     x, index, value = args
     if type(x) is not DTensor:
-        return dispatch.write_into_plain(func, args, kwargs)
+        return write_into_plain(func, args, kwargs)
     items = tuple(map(indexing.without_tensors, index if type(index) is tuple else (index,)))
     if any(isinstance(t, T) and type(t) is not DTensor for t in (x, value, *items)):
-        (x, value, *items), _ = dispatch._replicate_plain(func, (x, value, *items), {})
+        (x, value, *items), _ = replicate_plain(func, (x, value, *items), {})
     dispatch.mesh_of(func, (x, value, *items), {})
     spec = x._spec
     if x.is_partial() and not isinstance(value, T):

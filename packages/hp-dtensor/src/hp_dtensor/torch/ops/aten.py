@@ -12,28 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["call", "is_operator", "name_of"]
+from hp_dtensor.torch.ops.calls import name_of
+
+__all__ = ["call"]
 
 T = torch.Tensor
 _internal: Any = torch._C
 _PLACES = (torch._VF, _internal._nn, _internal._linalg, _internal._special, _internal._fft, T)  # type: ignore[attr-defined]
-_KINDS: Any = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # type: ignore[attr-defined]
-
-
-def is_operator(func: Any) -> bool:
-    """Whether ``func`` is an operator, or all overloads of one."""
-    return isinstance(func, _KINDS)
-
-
-def name_of(operator: Any) -> str:
-    """``aten::add.Tensor``."""
-    return (
-        operator._schema.name + ("." + operator._overloadname if operator._overloadname != "default" else "")
-        if (
-            isinstance(operator, torch._ops.OpOverload)  # type: ignore[attr-defined]
-        )
-        else operator._qualified_op_name
-    )
 
 
 def call(operator: Any, known: Callable[[Any], bool]) -> Callable[..., Any] | None:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.torch.ops import aten
-
-__all__ = ["functions_of", "name_of", "tensors_of"]
+__all__ = ["functions_of", "is_operator", "name_of", "tensors_of"]
 
 T = torch.Tensor
+_OPERATORS: Any = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def functions_of(names: str) -> list[Any]:
@@ -24,13 +23,20 @@ def functions_of(names: str) -> list[Any]:
     return [func for func in found if callable(func)]
 
 
+def is_operator(func: Any) -> bool:
+    """Tell whether ``func`` is an operator of ``torch.ops``, or all overloads of one."""
+    return isinstance(func, _OPERATORS)
+
+
 def name_of(func: Any) -> str:
     """Name a torch function, a method, an attribute's reader or an operator, for an error."""
     owner = getattr(func, "__self__", None)
     if isinstance(owner, GetSetDescriptorType):  # an attribute that is read or set
         return f"Tensor.{owner.__name__}" + ("" if func.__name__ == "__get__" else f".{func.__name__}")
-    if aten.is_operator(func):
-        return aten.name_of(func)
+    if isinstance(func, torch._ops.OpOverload):  # aten::add.Tensor
+        return func._schema.name + ("." + func._overloadname if func._overloadname != "default" else "")
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return func._qualified_op_name
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
 
 

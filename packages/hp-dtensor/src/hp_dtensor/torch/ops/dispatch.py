@@ -10,31 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hp_dtensor.layout.placements import Replicate, kind_of
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mesh.device_mesh import DeviceMesh
-from hp_dtensor.modes import replicates_plain
 from hp_dtensor.ops import planning
 from hp_dtensor.rules.factors import NoLegalPlacement
-from hp_dtensor.torch.backward import transforms
 from hp_dtensor.torch.backward.asking import in_a_mode
+from hp_dtensor.torch.compile.overrides import Override
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
-from hp_dtensor.torch.dtensor import DTensor, wrap
+from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops import aten, missing
-from hp_dtensor.torch.ops.calls import name_of, tensors_of
+from hp_dtensor.torch.ops.calls import is_operator, name_of, tensors_of
 from hp_dtensor.torch.ops.functions import BINDINGS
+from hp_dtensor.torch.ops.plain import replicate_plain, write_into_plain, writes_plain
 from hp_dtensor.torch.ops.plans import Plan, make_plan
 from hp_dtensor.torch.ops.results import write_out
-from hp_dtensor.torch.views.part_of_view import PartOfView
+from hp_dtensor.torch.views.overlaps import apart, refuse_overlaps
 from hp_platform.extend import when_groups_end
 
-__all__ = ["dispatch"]
+__all__ = ["dispatch", "install"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
+_enabled = torch._C._is_torch_function_enabled
 Tensor = torch.Tensor
 _PLANS: dict[Any, Any] = {}
 when_groups_end(_PLANS.clear)
@@ -146,7 +147,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` on DTensors: special functions by their handler, others by their plan."""
     if _compiler._is_compiling_flag or _is_local(func, kwargs):
         return _impl(func, types, args, kwargs or {})
-    if aten.is_operator(func) and func not in _SPECIAL and func not in BINDINGS:
+    if is_operator(func) and func not in _SPECIAL and func not in BINDINGS:
         public = aten.call(func, lambda function: function in _SPECIAL or function in BINDINGS)
         if public is not None:
             return public(*args, **(kwargs or {}))
@@ -161,14 +162,14 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = (kwargs["tensors"],), {name: value for name, value in kwargs.items() if name != "tensors"}
     special = _SPECIAL.get(func)
     if special is not None:
-        if args and _writes_plain(func, args[0]):
+        if args and type(args[0]) is not DTensor and writes_plain(func, args[0]):
             return write_into_plain(func, args, kwargs or {})
         return special(func, args, kwargs or {})
     key = _key_of(func, args, kwargs)
     if key is None:
-        if args and _writes_plain(func, args[0]):
+        if args and type(args[0]) is not DTensor and writes_plain(func, args[0]):
             return write_into_plain(func, args, kwargs or {})
-        return dispatch(func, types, *_replicate_plain(func, args, kwargs or {}))
+        return dispatch(func, types, *replicate_plain(func, args, kwargs or {}))
     plan = _PLANS.get(key)
     if plan is None:
         by_name = _SPECIAL.get(("torch.nn.init", getattr(func, "__name__", "")))
@@ -194,7 +195,7 @@ def _is_local(func: Any, kwargs: Any) -> bool:
     off while it runs some graphs forward, and none backward), and in ``__torch_dispatch__`` of a mode: it is handed the
     local operations of DTensors, in backward with tensors that were saved as DTensors.
     """
-    if not (aten.is_operator(func) or (kwargs and "out" in kwargs)):
+    if not (is_operator(func) or (kwargs and "out" in kwargs)):
         return False
     frame = sys._getframe(2)
     while frame is not None:
@@ -202,74 +203,6 @@ def _is_local(func: Any, kwargs: Any) -> bool:
             return True
         frame = frame.f_back
     return in_a_mode(sys._getframe(2))
-
-
-def _replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Plain tensors as replicated DTensors: scalars always, others where the user said so.
-
-    Raises:
-        ValueError: others (a TypeError would be taken for an operator that is not supported).
-        RuntimeError: others, where the DTensor says of itself (``_meets_plain``) why it meets none.
-    """
-    some = next(tensor for tensor in tensors_of(args, kwargs) if type(tensor) is DTensor)
-    mesh = some._spec.mesh
-
-    def change(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-            return [change(v) for v in value]
-        if not isinstance(value, Tensor) or type(value) is DTensor:
-            return value
-        if transforms.is_wrapped(value):
-            transforms.refuse("a transform of torch.func around an operation", some)
-        if type(value) is not Tensor and not isinstance(value, (torch.nn.Parameter, PartOfView)):
-            raise ValueError(f"{name_of(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
-        if value.dim() and not replicates_plain():
-            if why := some.__dict__.get("_meets_plain"):
-                raise RuntimeError(f"{name_of(func)}: {why}")
-            shared = (
-                " Where two modules share it as their weight, give both a style." if hasattr(some, "_is_param") else ""
-            )
-            raise ValueError(
-                f"{name_of(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"
-                f" {tuple(some.shape)} placed {some._spec.placements}. Distribute it (distribute_tensor or"
-                " DTensor.from_local), or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
-                + shared
-            )
-        alias = _impl(Tensor.view_as, (), (value, value)) if value.requires_grad else _impl(Tensor.detach, (), (value,))
-        return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
-
-    return tuple(change(a) for a in args), {k: change(v) for k, v in kwargs.items()}
-
-
-def _writes_plain(func: Any, first: Any) -> bool:
-    """Whether a function writes into its first operand, and that is a plain tensor."""
-    if type(first) is DTensor or not isinstance(first, Tensor):
-        return False
-    return name_of(func).rstrip(")").endswith("_") and not name_of(func).endswith("__")
-
-
-def write_into_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that writes into a plain tensor, its first operand, with gathered values.
-
-    The plain tensor goes on being one, taken as replicated, and its gradient reaches the DTensors. A number goes into
-    any: ``torch.nn.utils.clip_grad_norm_`` scales all gradients by one, of plain parameters too.
-
-    Raises:
-        ValueError: plain tensors are not taken as replicated here.
-    """
-    some = next((tensor for tensor in tensors_of(args, kwargs) if type(tensor) is DTensor and tensor.dim()), None)
-    if some is not None and not replicates_plain():
-        raise ValueError(
-            f"{name_of(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape"
-            f" {tuple(args[0].shape)}; gather it first: full_tensor()"
-        )
-
-    def whole(value: Any) -> Any:
-        if type(value) is DTensor:
-            return value.full_tensor()
-        return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
-
-    return func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
 
 
 def plan_of(key: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -328,7 +261,7 @@ def planned(func: Any, args: Any, kwargs: Any, floats: Any = None) -> Any:
     """
     key = _key_of(func, args, kwargs)
     if key is None:
-        return planned(func, *_replicate_plain(func, args, kwargs), floats)
+        return planned(func, *replicate_plain(func, args, kwargs), floats)
     return _found(key if floats is None else (*key, floats), func, args, kwargs).run(args, kwargs)
 
 
@@ -342,4 +275,90 @@ def _found(key: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return plan_of(key, func, args, kwargs) if plan is None else plan
 
 
-DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment,method-assign]
+# ---- operators and methods that programs call all the time ----
+# ``a + b`` on a tensor subclass costs a microsecond before ``__torch_function__`` begins. Where the plan is known
+# already, these run it at once; everything else goes the long way, to the same plans.
+def _operator(name: str, func: Any) -> Callable[..., Any]:
+    base = getattr(Tensor, name)
+
+    def apply(self: Any, other: Any) -> Any:
+        kind = type(other)
+        if kind is DTensor:
+            plan = _PLANS.get((func, self._spec, other._spec))
+        elif kind is float or kind is int:
+            plan = _PLANS.get((func, self._spec, float if kind is float else other))
+        else:
+            return base(self, other)
+        if plan is None or type(self) is not DTensor or not _enabled():
+            return base(self, other)
+        if plan.direct:
+            out = _impl(func, (), (self, other))
+            out.__class__ = DTensor
+            out._spec = plan.spec
+            return out
+        return plan.run((self, other), None)
+
+    return apply
+
+
+def _method(base: Any) -> Override:
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or type(self) is not DTensor or not _enabled():
+            return base(self, *args, **kwargs)
+        try:
+            plan = _PLANS.get((base, self._spec, *args))
+        except TypeError:  # a list among the arguments
+            plan = None
+        if plan is None:
+            return base(self, *args)
+        if plan.direct:
+            out = _impl(base, (), (self, *args))
+        elif plan.call is not None:
+            out = _impl(plan.call, (), (self, *plan.tail))
+        else:
+            return plan.run((self, *args), None)
+        out.__class__ = DTensor
+        out._spec = plan.spec
+        return out if plan.finish is None else plan.finish(out, (self, *args), kwargs)
+
+    return Override(base, apply)
+
+
+def _writing(base: Any) -> Override:
+    """An elementwise function that writes its tensor: of operands in one layout, none partial, it needs no plan."""
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = self._spec
+        if type(self) is DTensor and not spec.partial and _enabled():
+            for value in args:
+                kind = type(value)
+                if value._spec is not spec if kind is DTensor else kind is not float:
+                    break
+            else:
+                if spec.thin and not spec.ragged and not apart(self, args):
+                    refuse_overlaps(base.__name__, self, args)
+                if not kwargs:
+                    return _impl(base, (), (self, *args))
+                if len(kwargs) == 1 and type(kwargs.get("value")) is float:
+                    return _impl(base, (), (self, *args), kwargs)
+        return base(self, *args, **kwargs)
+
+    return Override(base, apply)
+
+
+def install() -> None:
+    """Put all on DTensor; called once, when hp_dtensor's torch side is imported."""
+    DTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment,method-assign]
+    operators = {
+        "__add__": Tensor.add,
+        "__sub__": Tensor.sub,
+        "__mul__": Tensor.mul,
+        "__truediv__": Tensor.div,
+        "__matmul__": Tensor.matmul,
+    }
+    for name, func in operators.items():
+        setattr(DTensor, name, _operator(name, func))
+    for name in ("view", "reshape", "transpose", "unsqueeze", "sum", "sqrt"):
+        setattr(DTensor, name, _method(getattr(Tensor, name)))
+    for name in ("add_", "addcdiv_", "addcmul_", "copy_", "div_", "lerp_", "mul_", "sub_"):  # an optimizer's
+        setattr(DTensor, name, _writing(getattr(Tensor, name)))

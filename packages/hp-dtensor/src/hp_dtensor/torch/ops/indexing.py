@@ -15,6 +15,7 @@ from hp_dtensor.ops.planning import Call
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops import dispatch
 from hp_dtensor.torch.ops.functions import bind
+from hp_dtensor.torch.ops.plain import replicate_plain
 
 __all__ = ["by_value", "get_item", "kept_dims", "without_tensors"]
 
@@ -35,7 +36,7 @@ def get_item(func: Any, args: Any, gathered: Any) -> Any:
     x, index = args
     items = tuple(map(without_tensors, index if type(index) is tuple else (index,)))
     if any(isinstance(item, T) and type(item) is not DTensor for item in (x, *items)):
-        (x, *items), _ = dispatch._replicate_plain(func, (x, *items), {})
+        (x, *items), _ = replicate_plain(func, (x, *items), {})
     if any(by_value(item) for item in items):
         return gathered(func, (x, tuple(items)), {})
     if not any(isinstance(item, (T, list)) for item in items):

@@ -23,6 +23,7 @@ from hp_dtensor.layout.sharding import chunk
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, local_of, redistribute, wrap
 from hp_dtensor.torch.ops import dispatch
+from hp_dtensor.torch.ops.plain import replicate_plain
 from hp_platform import get_platform
 
 __all__ = ["sharded_loss", "special"]
@@ -179,7 +180,7 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
             raise ValueError(f"cross_entropy inside loss_parallel: {reason}")
         return dispatch.planned(func, args, kwargs)
     if not _contexts and not all(isinstance(value, DTensor) for value in bound.values() if isinstance(value, T)):
-        return _cross_entropy(func, *dispatch._replicate_plain(func, args, kwargs))
+        return _cross_entropy(func, *replicate_plain(func, args, kwargs))
     spec = logits._spec  # type: ignore[union-attr]
     dim = min(len(spec.shape) - 1, 1)
     rows = tuple(_row(placement, dim) for placement in spec.placements)

@@ -18,6 +18,7 @@ from hp_dtensor.torch import random
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.ops import dispatch, missing
 from hp_dtensor.torch.ops.calls import functions_of, name_of, tensors_of
+from hp_dtensor.torch.ops.plain import replicate_plain
 from hp_dtensor.torch.views import moved_view
 
 __all__ = ["on_whole", "special"]
@@ -68,7 +69,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
         untold: values are compared to find what was written to, since ``func`` doesn't count versions.
     """
     if any(type(t) is not DTensor for t in tensors_of(args, kwargs)):
-        args, kwargs = dispatch._replicate_plain(func, args, kwargs)
+        args, kwargs = replicate_plain(func, args, kwargs)
     mesh = dispatch.mesh_of(func, args, kwargs)
     gathered: list[tuple[DTensor, T, Any, bool]] = []
 
