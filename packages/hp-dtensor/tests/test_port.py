@@ -10,6 +10,7 @@ from hp_testing.conformance import mismatches
 PORTS = {
     port.Tensors: port.tensors,
     port.Gradients: port.gradients,
+    port.Making: port.making,
     port.Modules: port.modules,
     port.Ranks: port.ranks,
     port.Debug: port.debug,

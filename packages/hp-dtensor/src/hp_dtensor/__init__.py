@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.local_map import custom_shard, local_map
+from hp_dtensor.making import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hp_dtensor.modes import SkipDTensorDispatch, implicit_replication
 from hp_dtensor.sharding_plan import shard_module
@@ -16,7 +17,6 @@ from hp_dtensor.visualize import visualize_sharding
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
-    from hp_dtensor.torch.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
     from hp_dtensor.torch.dtensor import DTensor
     from hp_dtensor.torch.functional import DFunction, parallelize_value_and_grad
     from hp_dtensor.torch.init import init_empty_weights, init_on_device, init_parameters
@@ -61,18 +61,10 @@ __getattr__, __dir__ = lazy_exports(
     {
         "DFunction": "functional",
         "DTensor": "dtensor",
-        "distribute_module": "api",
-        "distribute_tensor": "api",
-        "empty": "api",
-        "full": "api",
         "init_empty_weights": "init",
         "init_on_device": "init",
         "init_parameters": "init",
-        "ones": "api",
         "parallelize_value_and_grad": "functional",
-        "rand": "api",
-        "randn": "api",
         "register_sharding": "register",
-        "zeros": "api",
     },
 )

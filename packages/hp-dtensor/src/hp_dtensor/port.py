@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Debug",
     "Gradients",
+    "Making",
     "Modules",
     "Ranks",
     "Tensors",
     "Watched",
     "debug",
     "gradients",
+    "making",
     "modules",
     "ranks",
     "tensors",
@@ -74,6 +76,42 @@ class Gradients(Protocol):
 
     def local_mode(self) -> AbstractContextManager[Any]:
         """Return a context in which DTensors act as their local tensors."""
+        ...
+
+
+class Making(Protocol):
+    """DTensors from whole tensors and from nothing, and modules of them; ``<framework>/api.py``."""
+
+    def check_whole(self, tensor: Tensor) -> str:
+        """Raise TypeError for a tensor of another library; return the kind of device of a default mesh."""
+        ...
+
+    def check_mesh(self, mesh: DeviceMesh, what: str) -> None:
+        """Raise NotImplementedError where the framework has no empty parts for a rank outside the mesh."""
+        ...
+
+    def detaches(self, tensor: Tensor) -> str | None:
+        """Return the call that leaves a graph, if the tensor is in one; None otherwise."""
+        ...
+
+    def shard(self, tensor: Tensor, spec: TensorSpec, src_data_rank: int | None) -> Any:
+        """Make this rank's part of a plain whole tensor, in memory of its own, the DTensor."""
+        ...
+
+    def make(self, what: str, spec: TensorSpec, dtype: Any, requires_grad: bool, value: Any) -> Any:
+        """Make a DTensor by the factory ``what``; ``value`` is that of ``full``."""
+        ...
+
+    def submodules(self, module: Module) -> Iterable[tuple[str, Module]]:
+        """List the modules inside, the module itself first, each once."""
+        ...
+
+    def partition(self, partition_fn: Any, name: str, module: Module, mesh: DeviceMesh) -> None:
+        """Call ``partition_fn``, which may replace the module's own parameters."""
+        ...
+
+    def replicate_parameters(self, module: Module, mesh: DeviceMesh) -> None:
+        """Make the plain parameters that the module itself has replicated DTensors."""
         ...
 
 
@@ -145,6 +183,12 @@ def tensors() -> Tensors:
 def gradients() -> Gradients:
     """Return the framework's `Gradients`."""
     return load_port(Gradients, "backward.autograd")
+
+
+@functools.cache
+def making() -> Making:
+    """Get what makes DTensors."""
+    return load_port(Making, "api")
 
 
 @functools.cache

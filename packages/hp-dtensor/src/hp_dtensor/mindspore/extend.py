@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hp_dtensor.mindspore.api import distribute_parameter, distribute_tensor, replicate_parameters
+from hp_dtensor.making import distribute_tensor
+from hp_dtensor.mindspore.api import distribute_parameter, replicate_parameters
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, local_mode, once_differentiable
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, redistribute_shared, unwrap, wrap

@@ -1,9 +1,9 @@
-"""Making DTensors: from local parts, from whole tensors, from nothing; and modules of them."""
+"""DTensors from local parts and whole tensors, and modules of them, on PyTorch."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from hp_dtensor.from_local import (
     check_ranks,
     gradient_layout,
     layout_of,
-    refuse_cut_graph,
-    refuse_second_call,
 )
 from hp_dtensor.layout.layout import Layout, as_placements
 from hp_dtensor.layout.placements import Placement, Replicate
-from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.making import broadcast, distribute_tensor
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.torch import random
 from hp_dtensor.torch.backward.engine import on_local_gradient
@@ -32,7 +31,7 @@ from hp_dtensor.torch.views.moved_view import shares
 from hp_dtensor.torch.views.part_of_view import whole_of
 from hp_platform import get_platform
 
-__all__ = ["distribute_module", "distribute_tensor", "empty", "from_local", "full", "ones", "rand", "randn", "zeros"]
+__all__ = ["become", "distribute_parameter", "from_local", "replicate_parameters"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 
@@ -92,96 +91,50 @@ def _check(local: torch.Tensor, spec: TensorSpec) -> None:
     check_ranks(spec, local.dtype, local.requires_grad, agree)
 
 
-def distribute_tensor(
-    tensor: torch.Tensor,
-    device_mesh: DeviceMesh | Layout | None = None,
-    placements: Sequence[Placement] | None = None,
-    *,
-    src_data_rank: int | None = 0,
-) -> DTensor:
-    """Distribute a global tensor over a mesh.
-
-    Args:
-        tensor: the whole tensor, of the same shape on every rank; it is not changed, and the result shares no memory
-            with it. It is moved to the mesh's kind of device, except from meta, where the DTensor is as well. The
-            result is a leaf, with the tensor's ``requires_grad``.
-        device_mesh: the mesh, or a Layout; default the mesh of ``with mesh:``.
-        placements: one an axis; default replicated.
-        src_data_rank: the index along each axis of the rank whose values count; they are broadcast. None: every rank's
-            own values are taken, nothing is communicated (they must agree).
-
-    Raises:
-        ValueError: placements that do not fit, or a tensor in a graph, whose gradients would be lost.
-    """
+def check_whole(tensor: torch.Tensor) -> str:
     refuse_foreign(tensor, "distribute_tensor")
-    mesh, wanted = as_placements(
-        device_mesh,
-        placements,
-        None if device_mesh is not None else get_current_mesh(),
-        "distribute_tensor",
-        tensor.device.type,
-    )
-    wanted = normalize(wanted, mesh, tensor.dim(), "distribute_tensor")
-    if isinstance(tensor, DTensor):
-        if tensor._spec.mesh != mesh:
-            raise ValueError(f"distribute_tensor: the DTensor is on {tensor._spec.mesh}, not on {mesh}")
-        return tensor.redistribute(mesh, wanted)
-    if not tensor.is_leaf and torch.is_grad_enabled():
-        refuse_cut_graph(tuple(tensor.shape), "detach()")
-    spec = TensorSpec.of(mesh, wanted, tuple(tensor.shape))
+    return tensor.device.type
+
+
+def check_mesh(mesh: DeviceMesh, what: str) -> None:
+    del mesh, what  # a rank outside gets an empty part
+
+
+def detaches(tensor: torch.Tensor) -> str | None:
+    return "detach()" if not tensor.is_leaf and torch.is_grad_enabled() else None
+
+
+def shard(tensor: torch.Tensor, spec: TensorSpec, src_data_rank: int | None) -> DTensor:
+    """See ``Making``; moved to the mesh's kind of device, except from meta."""
     if tensor.is_meta:
-        return wrap(torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta"), spec).requires_grad_(
-            tensor.requires_grad
-        )  # type: ignore[return-value]
+        local = torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta")
+        return wrap(local, spec).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+    mesh = spec.mesh
     whole = tensor.detach().to(mesh.device_type)
-    if src_data_rank is not None and mesh.get_coordinate() is not None:
-        whole = whole.clone(memory_format=torch.contiguous_format)
-        for axis in range(mesh.ndim):
-            if mesh.shape[axis] > 1:
-                order = mesh.group_order(axis)
-                source = src_data_rank if order is None else order.index(src_data_rank)
-                get_platform().collectives.broadcast(whole, source, group=mesh.get_group(axis))
     if mesh.get_coordinate() is None:
         whole = _nothing_of(whole, spec)
+    elif src_data_rank is not None:
+        whole = whole.clone(memory_format=torch.contiguous_format)
+        broadcast(whole, mesh, src_data_rank)
     local = execute(whole, spec.with_placements([Replicate()] * mesh.ndim), spec)
     if local.untyped_storage().data_ptr() == tensor.detach().untyped_storage().data_ptr() or local._base is not None:
         local = local.clone(memory_format=torch.contiguous_format)
     return wrap(local.detach(), spec).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 
-def distribute_module(
+def submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    return module.named_modules()
+
+
+def partition(
+    partition_fn: Callable[[str, torch.nn.Module, DeviceMesh], None],
+    name: str,
     module: torch.nn.Module,
-    device_mesh: DeviceMesh | None = None,
-    partition_fn: Callable[[str, torch.nn.Module, DeviceMesh], None] | None = None,
-    input_fn: Callable[[torch.nn.Module, Any, DeviceMesh], Any] | None = None,
-    output_fn: Callable[[torch.nn.Module, Any, DeviceMesh], Any] | None = None,
-) -> torch.nn.Module:
-    """Turn a module's parameters and buffers into DTensors, in place.
-
-    Args:
-        module: the module; parameters that ``partition_fn`` leaves plain become replicated.
-        device_mesh: the mesh; default that of ``with mesh:``.
-        partition_fn: called as ``(name, submodule, mesh)`` for every submodule, to distribute its parameters.
-        input_fn: called as ``(module, inputs, mesh)`` before forward; returns the inputs.
-        output_fn: called as ``(module, outputs, mesh)`` after forward; returns the outputs.
-
-    Raises:
-        RuntimeError: it was called on this module before, whose inputs and outputs would be converted twice.
-    """
-    refuse_second_call(module)
-    mesh = device_mesh if device_mesh is not None else get_current_mesh()
-    for name, child in module.named_modules():
-        if partition_fn is not None:
-            before = dict(child._parameters)
-            partition_fn(name, child, mesh)
-            _keep_identity(child, before)
-        replicate_parameters(child, mesh)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
-    module._distribute_module_applied = True  # type: ignore[assignment]
-    return module
+    mesh: DeviceMesh,
+) -> None:
+    before = dict(module._parameters)
+    partition_fn(name, module, mesh)
+    _keep_identity(module, before)
 
 
 def _keep_identity(module: torch.nn.Module, before: Mapping[str, torch.nn.Parameter | None]) -> None:
@@ -267,103 +220,14 @@ def replicate_parameters(
                 module._buffers[name] = distribute_tensor(buffer, mesh, replicated, src_data_rank=src_data_rank)
 
 
-# ---- factories ----
-def _make(
-    what: str,
-    size: Any,
-    dtype: torch.dtype | None,
-    device_mesh: Any,
-    placements: Any,
-    requires_grad: bool,
-    make: Callable[..., torch.Tensor],
-    drawn: bool = False,
-) -> DTensor:
-    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(int(s) for s in size)
-    mesh, wanted = as_placements(device_mesh, placements, None if device_mesh is not None else get_current_mesh(), what)
-    wanted = normalize(wanted, mesh, len(shape), what)
-    if any(placement.is_partial() for placement in wanted):
-        raise ValueError(f"{what}: placements {wanted} hold a Partial; make the tensor replicated or sharded")
-    spec = TensorSpec.of(mesh, wanted, shape)
-    options = {"dtype": dtype or torch.get_default_dtype(), "device": mesh.device_type}
-    local = random.draw(spec, torch.empty(0, **options), make) if drawn else make(spec.local_shape, **options)
+def make(what: str, spec: TensorSpec, dtype: torch.dtype | None, requires_grad: bool, value: Any) -> DTensor:
+    """See ``Making``; what is drawn is the part of what a single device draws."""
+    options = {"dtype": dtype or torch.get_default_dtype(), "device": spec.mesh.device_type}
+    if what in _DRAWS:
+        local = random.draw(spec, torch.empty(0, **options), _DRAWS[what])
+    else:
+        local = getattr(torch, what)(spec.local_shape, *(() if value is None else (value,)), **options)
     return wrap(local, spec).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-def zeros(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    device_mesh: Any = None,
-    placements: Any = None,
-) -> DTensor:
-    """Return a DTensor of zeros; ``size`` is the global shape, ``placements`` default to replicated."""
-    return _make("zeros", size, dtype, device_mesh, placements, requires_grad, torch.zeros)
-
-
-def ones(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    device_mesh: Any = None,
-    placements: Any = None,
-) -> DTensor:
-    """Return a DTensor of ones."""
-    return _make("ones", size, dtype, device_mesh, placements, requires_grad, torch.ones)
-
-
-def empty(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    device_mesh: Any = None,
-    placements: Any = None,
-) -> DTensor:
-    """Return a DTensor of uninitialized memory."""
-    return _make("empty", size, dtype, device_mesh, placements, requires_grad, torch.empty)
-
-
-def full(
-    size: Any,
-    fill_value: float,
-    *,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    device_mesh: Any = None,
-    placements: Any = None,
-) -> DTensor:
-    """Return a DTensor filled with ``fill_value``."""
-    return _make(
-        "full",
-        (size,),
-        dtype,
-        device_mesh,
-        placements,
-        requires_grad,
-        lambda shape, **o: torch.full(shape, fill_value, **o),
-    )
-
-
-def rand(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    device_mesh: Any = None,
-    placements: Any = None,
-) -> DTensor:
-    """Uniform on [0, 1): the part of what ``torch.rand`` draws on a single device."""
-    return _make(
-        "rand", size, dtype, device_mesh, placements, requires_grad, lambda whole: whole.uniform_(), drawn=True
-    )
-
-
-def randn(
-    *size: Any,
-    requires_grad: bool = False,
-    dtype: torch.dtype | None = None,
-    device_mesh: Any = None,
-    placements: Any = None,
-) -> DTensor:
-    """Return this rank's shard of what ``torch.randn`` draws on a single device."""
-    return _make(
-        "randn", size, dtype, device_mesh, placements, requires_grad, lambda whole: whole.normal_(), drawn=True
-    )
+_DRAWS: dict[str, Any] = {"rand": torch.Tensor.uniform_, "randn": torch.Tensor.normal_}
