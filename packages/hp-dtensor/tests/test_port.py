@@ -10,7 +10,7 @@ from hp_testing.conformance import mismatches
 PORTS = {
     port.Tensors: port.tensors,
     port.Gradients: port.gradients,
-    port.Making: port.making,
+    port.Creation: port.creation,
     port.Modules: port.modules,
     port.Ranks: port.ranks,
     port.Debug: port.debug,

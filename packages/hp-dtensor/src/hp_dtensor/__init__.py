@@ -6,10 +6,10 @@ loaded at first use.
 
 from typing import TYPE_CHECKING
 
+from hp_dtensor.creation import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.local_map import custom_shard, local_map
-from hp_dtensor.making import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hp_dtensor.modes import SkipDTensorDispatch, implicit_replication
 from hp_dtensor.sharding_plan import shard_module

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Debug",
     "Gradients",
-    "Making",
+    "Creation",
     "Modules",
     "Ranks",
     "Tensors",
     "Watched",
     "debug",
     "gradients",
-    "making",
+    "creation",
     "modules",
     "ranks",
     "tensors",
@@ -79,7 +79,7 @@ class Gradients(Protocol):
         ...
 
 
-class Making(Protocol):
+class Creation(Protocol):
     """DTensors from whole tensors and from nothing, and modules of them; ``<framework>/api.py``."""
 
     def check_whole(self, tensor: Tensor) -> str:
@@ -186,9 +186,9 @@ def gradients() -> Gradients:
 
 
 @functools.cache
-def making() -> Making:
+def creation() -> Creation:
     """Get what makes DTensors."""
-    return load_port(Making, "api")
+    return load_port(Creation, "api")
 
 
 @functools.cache

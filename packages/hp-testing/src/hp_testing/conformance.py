@@ -1,4 +1,4 @@
-"""Whether a framework's module supplies what a protocol declares."""
+"""Tell whether a framework's module supplies what a protocol declares."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor, mint, nn, ops
 
+from hp_dtensor.creation import broadcast
 from hp_dtensor.from_local import (
     check_inside,
     check_local,
@@ -19,7 +20,6 @@ from hp_dtensor.from_local import (
 from hp_dtensor.layout.layout import Layout, as_placements
 from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.layout.spec import TensorSpec, normalize
-from hp_dtensor.making import broadcast
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, gradient_as, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
@@ -86,7 +86,7 @@ def detaches(tensor: Tensor) -> str | None:
 
 
 def shard(tensor: Tensor, spec: TensorSpec, src_data_rank: int | None) -> DTensor:
-    """See ``Making``; of a Parameter a new one of the same name is made."""
+    """See ``Creation``; of a Parameter a new one of the same name is made."""
     local = _local(tensor, spec, src_data_rank)
     if isinstance(tensor, Parameter):
         local = Parameter(local, name=tensor.name, requires_grad=tensor.requires_grad)
@@ -155,7 +155,7 @@ def replicate_parameters(module: nn.Cell, mesh: DeviceMesh, *, src_data_rank: in
 
 
 def make(what: str, spec: TensorSpec, dtype: Any, requires_grad: bool, value: Any) -> DTensor:
-    """See ``Making``.
+    """See ``Creation``.
 
     Raises:
         NotImplementedError: with ``requires_grad``, which tensors don't have here.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hp_dtensor.making import distribute_tensor
+from hp_dtensor.creation import distribute_tensor
 from hp_dtensor.mindspore.api import distribute_parameter, replicate_parameters
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, local_mode, once_differentiable

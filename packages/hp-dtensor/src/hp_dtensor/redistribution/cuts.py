@@ -46,7 +46,7 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the first along the axis."""
+        """Tell whether this rank is the first along the axis."""
         return (self.me if self.order is None else self.order[self.me]) == 0
 
 
@@ -87,7 +87,7 @@ class Cut:
 
     @property
     def in_order(self) -> bool:
-        """Whether the pieces, one after the other, are the tensor."""
+        """Tell whether the pieces, one after the other, are the tensor."""
         starts = [start for held in self.held for start, _ in held]
         return self.outer == 1 and all(len(held) < 2 for held in self.held) and starts == sorted(starts)
 

@@ -62,7 +62,7 @@ def simulate(
 
 
 def reduce_arrays(arrays: Sequence[Any], op: str) -> Any:
-    """The reduction of equal-shaped arrays by a ``Partial`` op; integers keep their type, avg rounds down for them."""
+    """Reduce arrays of equal shape by a ``Partial`` op; integers keep their type, and avg rounds down for them."""
     stacked = np.stack(arrays)
     if op == "avg":
         total = stacked.sum(0, dtype=stacked.dtype)

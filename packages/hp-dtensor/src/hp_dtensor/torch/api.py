@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.creation import broadcast, distribute_tensor
 from hp_dtensor.from_local import (
     check_local,
     check_part,
@@ -18,7 +19,6 @@ from hp_dtensor.from_local import (
 from hp_dtensor.layout.layout import Layout, as_placements
 from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.making import broadcast, distribute_tensor
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.torch import random
 from hp_dtensor.torch.backward.engine import on_local_gradient
@@ -105,7 +105,7 @@ def detaches(tensor: torch.Tensor) -> str | None:
 
 
 def shard(tensor: torch.Tensor, spec: TensorSpec, src_data_rank: int | None) -> DTensor:
-    """See ``Making``; moved to the mesh's kind of device, except from meta."""
+    """See ``Creation``; moved to the mesh's kind of device, except from meta."""
     if tensor.is_meta:
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta")
         return wrap(local, spec).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
@@ -221,7 +221,7 @@ def replicate_parameters(
 
 
 def make(what: str, spec: TensorSpec, dtype: torch.dtype | None, requires_grad: bool, value: Any) -> DTensor:
-    """See ``Making``; what is drawn is the part of what a single device draws."""
+    """See ``Creation``; what is drawn is the part of what a single device draws."""
     options = {"dtype": dtype or torch.get_default_dtype(), "device": spec.mesh.device_type}
     if what in _DRAWS:
         local = random.draw(spec, torch.empty(0, **options), _DRAWS[what])

@@ -1,4 +1,4 @@
-"""Whether all ranks exchange the same parameters, asked once before the first exchange."""
+"""Tell whether all ranks exchange the same parameters, asked once before the first exchange."""
 
 from __future__ import annotations
 

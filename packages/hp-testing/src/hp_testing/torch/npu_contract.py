@@ -1,4 +1,4 @@
-"""Whether torch_npu has what our code names of it: attributes, operators, their keywords and argument counts.
+"""Tell whether torch_npu has what our code names of it: attributes, operators, their keywords and argument counts.
 
 A name that is misspelt would otherwise show on an NPU only, and there only where the call is reached.
 """

@@ -98,7 +98,7 @@ def _slice(placement: Placement, place: Place) -> Run | None:
 
 
 def _all_gather(cut: Cut, place: Place, group: Any) -> Run | None:
-    """A shard to Replicate."""
+    """Gather a shard."""
     if cut.blocks is None:
         return None
     send = get_platform().collectives.all_gather
@@ -190,5 +190,5 @@ def _stack(elements: int, rows: int, n: int) -> tuple[int, int, int]:
 
 
 def _concatenate(piece: tuple[int, ...], whole: tuple[int, ...], n: int) -> bool:
-    """Whether ``n`` pieces make the whole on dim 0, in shape too; if not, collectives get flat views."""
+    """Tell whether ``n`` pieces make the whole on dim 0, in shape too; if not, collectives get flat views."""
     return bool(piece) and len(piece) == len(whole) and piece[0] * n == whole[0]

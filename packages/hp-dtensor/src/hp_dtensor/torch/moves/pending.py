@@ -56,7 +56,7 @@ def _pending(value: Any) -> Iterator[torch.Tensor]:
 
 
 def possible(x: DTensor) -> bool:
-    """Whether something can run beside the current stream on the device of ``x``, here."""
+    """Tell whether something can run beside the current stream on the device of ``x``, here."""
     devices = get_platform().devices
     return devices.capabilities.streams and x.device.type == devices.kind and torch._C._is_torch_function_enabled()
 

@@ -184,7 +184,7 @@ def _write(x: DTensor, items: Items, value: Any) -> None:
 
 
 def _cut_otherwise(spec: TensorSpec) -> bool:
-    """Whether a rank's part of a dim may be another thing than one run."""
+    """Tell whether a rank's part of a dim may be another thing than one run."""
     return any(_is_cut(placement) and not isinstance(placement, Shard) for placement in spec.placements)
 
 
@@ -203,7 +203,7 @@ def _copy(x: DTensor, items: Items, value: Any) -> None:
 
 
 def _overlaps(place: Any, value: Any) -> bool:
-    """Whether ``value`` is other elements of the memory of ``place``, or these in other strides.
+    """Tell whether ``value`` is other elements of the memory of ``place``, or these in other strides.
 
     torch refuses to copy those. A rank whose part is empty would not, and would wait for the others ever after.
     """

@@ -189,7 +189,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_local(func: Any, kwargs: Any) -> bool:
-    """Whether an operator is called on what are local parts already.
+    """Tell whether an operator is called on what are local parts already.
 
     That is so in a compiled graph, which saw DTensors as their local parts when it was made (torch turns interception
     off while it runs some graphs forward, and none backward), and in ``__torch_dispatch__`` of a mode: it is handed the
@@ -325,7 +325,7 @@ def _method(base: Any) -> Override:
 
 
 def _writing(base: Any) -> Override:
-    """An elementwise function that writes its tensor: of operands in one layout, none partial, it needs no plan."""
+    """Run an elementwise function that writes its tensor: of operands in one layout, none partial, without a plan."""
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = self._spec

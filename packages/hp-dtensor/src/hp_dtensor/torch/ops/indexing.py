@@ -53,7 +53,7 @@ def without_tensors(item: Any) -> Any:
 
 
 def by_value(item: Any) -> bool:
-    """Whether what an item of an index takes is a matter of its values."""
+    """Tell whether what an item of an index takes is a matter of its values."""
     if isinstance(item, T):
         return item.dtype in (torch.bool, torch.uint8) or not item.dim()
     if isinstance(item, list):

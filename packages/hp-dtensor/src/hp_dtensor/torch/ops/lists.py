@@ -69,7 +69,7 @@ def _unlike(lists: Sequence[Any]) -> str | None:
 
 
 def _is_number(tensor: T, beside: TensorSpec | None) -> bool:
-    """Whether a tensor is the same number, or numbers, on every rank of the layout ``beside``, without a gradient."""
+    """Tell whether a tensor has the same values on every rank of the layout ``beside``, and no gradient."""
     if beside is None or (torch.is_grad_enabled() and tensor.requires_grad):
         return False
     return tensor._spec.replicated and tensor._spec.mesh == beside.mesh if isinstance(tensor, DTensor) else True

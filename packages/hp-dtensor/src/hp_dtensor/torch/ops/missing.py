@@ -36,7 +36,7 @@ def advice(func: Any, args: Any, kwargs: Any) -> str:
 
 
 def writes(func: Any) -> bool:
-    """Whether a function writes to its arguments, by its schema or its name."""
+    """Tell whether a function writes to its arguments, by its schema or its name."""
     if isinstance(func, torch._ops.OpOverload):
         return func._schema.is_mutable
     name = getattr(func, "__name__", "")
@@ -44,7 +44,7 @@ def writes(func: Any) -> bool:
 
 
 def writes_first(func: Any) -> bool:
-    """Whether ``func`` writes to its first argument, by its name."""
+    """Tell whether ``func`` writes to its first argument, by its name."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)

@@ -58,14 +58,14 @@ def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def writes_plain(func: Any, first: Any) -> bool:
-    """Whether a function writes into its first operand, and that is a plain tensor."""
+    """Tell whether a function writes into its first operand, and that is a plain tensor."""
     if type(first) is DTensor or not isinstance(first, Tensor):
         return False
     return name_of(func).rstrip(")").endswith("_") and not name_of(func).endswith("__")
 
 
 def write_into_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """A function that writes into its first operand, a plain tensor: what it writes is gathered.
+    """Run a function that writes into its first operand, a plain tensor, with gathered values.
 
     The plain tensor goes on being one, taken as replicated, and its gradient reaches the DTensors. A number goes into
     any: ``torch.nn.utils.clip_grad_norm_`` scales all gradients by one, of plain parameters too.

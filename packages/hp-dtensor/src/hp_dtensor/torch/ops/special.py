@@ -185,7 +185,7 @@ def _shaped_as(func: Any) -> Handler:
 
 
 def _takes_node() -> bool:
-    """Whether ``get_gradient_edge`` asks: it finds a leaf's node behind a view of the leaf's own shape."""
+    """Tell whether ``get_gradient_edge`` asks: it finds a leaf's node behind a view of the leaf's own shape."""
     frame = sys._getframe(4)
     for _ in range(2):
         if frame is None or frame.f_code is _EDGE:

@@ -38,17 +38,17 @@ def distribute_tensor(
     Raises:
         ValueError: placements that do not fit, or a tensor in a graph, whose gradients would be lost.
     """
-    making, what = port.making(), "distribute_tensor"
-    device_type = making.check_whole(tensor)
+    maker, what = port.creation(), "distribute_tensor"
+    device_type = maker.check_whole(tensor)
     mesh, wanted = _layout(device_mesh, placements, len(tensor.shape), what, device_type)
-    making.check_mesh(mesh, what)
+    maker.check_mesh(mesh, what)
     if isinstance(tensor, port.tensors().DTensor):
         if tensor._spec.mesh != mesh:
             raise ValueError(f"distribute_tensor: the DTensor is on {tensor._spec.mesh}, not on {mesh}")
         return tensor.redistribute(mesh, wanted)
-    if (detach := making.detaches(tensor)) is not None:
+    if (detach := maker.detaches(tensor)) is not None:
         refuse_cut_graph(tuple(tensor.shape), detach)
-    return making.shard(tensor, TensorSpec.of(mesh, wanted, tuple(tensor.shape)), src_data_rank)
+    return maker.shard(tensor, TensorSpec.of(mesh, wanted, tuple(tensor.shape)), src_data_rank)
 
 
 def _layout(
@@ -90,11 +90,11 @@ def distribute_module(
         RuntimeError: it was called on this module before, whose inputs and outputs would be converted twice.
     """
     refuse_second_call(module)
-    making, mesh = port.making(), device_mesh if device_mesh is not None else get_current_mesh()
-    for name, child in making.submodules(module):
+    maker, mesh = port.creation(), device_mesh if device_mesh is not None else get_current_mesh()
+    for name, child in maker.submodules(module):
         if partition_fn is not None:
-            making.partition(partition_fn, name, child, mesh)
-        making.replicate_parameters(child, mesh)
+            maker.partition(partition_fn, name, child, mesh)
+        maker.replicate_parameters(child, mesh)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
     if output_fn is not None:
@@ -111,7 +111,7 @@ def _make(
     mesh, wanted = _layout(device_mesh, placements, len(shape), what)
     if any(placement.is_partial() for placement in wanted):
         raise ValueError(f"{what}: placements {wanted} hold a Partial; make the tensor replicated or sharded")
-    return port.making().make(what, TensorSpec.of(mesh, wanted, shape), dtype, requires_grad, value)
+    return port.creation().make(what, TensorSpec.of(mesh, wanted, shape), dtype, requires_grad, value)
 
 
 def zeros(
