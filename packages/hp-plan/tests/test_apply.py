@@ -172,6 +172,11 @@ def test_the_same_seed_builds_the_same_model():
         (ScheduleSection("linear", warmup_steps=2), [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
         (ScheduleSection("linear", final=0.4), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5]),
         (ScheduleSection("cosine", warmup_steps=2), [0.5, 1.0, 1.0, 0.8535533905932737, 0.5, 0.14644660940672627]),
+        (ScheduleSection("wsd", warmup_steps=2, decay_steps=2), [0.5, 1.0, 1.0, 1.0, 1.0, 0.5]),
+        (
+            ScheduleSection("wsd", decay_steps=4, decay="minus_sqrt", final=0.5),
+            [1.0, 1.0, 1.0, 0.75, 0.6464466, 0.5669873],
+        ),
     ],
 )
 def test_the_learning_rate_follows_the_schedule(section, factors):
@@ -180,6 +185,40 @@ def test_the_learning_rate_follows_the_schedule(section, factors):
     optimizer = build_optimizer(plan, nn.Linear(2, 2).parameters())
     build_schedule(plan, optimizer)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(factors[0] * plan.optimizer.lr)
+
+
+def test_muon_trains_the_hidden_matrices_and_adamw_the_rest():
+    plan = llama({}, optimizer={"name": "muon", "lr": 0.02, "muon_momentum": 0.9, "no_decay": ["model.norm.*", "*.k"]})
+    model = build_model(plan)
+    optimizer = build_optimizer(plan, model.named_parameters())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [(group["weight_decay"], [names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
+    assert list(optimizer.optimizers) == ["muon", "adamw"] and optimizer.param_groups[0]["momentum"] == 0.9
+    assert len(groups[0][1]) == 7 and all("proj" in name for name in groups[0][1])
+    assert groups[1] == (
+        0.01,
+        ["model.embed_tokens.weight", *(n for n in groups[1][1] if "layernorm" in n), "lm_head.weight"],
+    )
+    assert groups[2] == (0.0, ["model.norm.weight"])
+    schedule = build_schedule(plan, optimizer)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    schedule.step()
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02] * 3
+    with pytest.raises(ValueError, match=r"name = 'muon' in \[optimizer\] goes by names of parameters; pass"):
+        build_optimizer(plan, model.parameters())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_parameters_without_weight_decay(name):
+    plan = ParallelPlan.from_dict({"optimizer": {"name": name, "no_decay": ["bias"]}})
+    optimizer = build_optimizer(plan, nn.Linear(2, 2).named_parameters())
+    assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.01, 1), (0.0, 1)]
+    with pytest.raises(ValueError, match=r"no_decay in \[optimizer\] goes by names of parameters"):
+        build_optimizer(plan, nn.Linear(2, 2).parameters())
 
 
 @on_ranks(2)

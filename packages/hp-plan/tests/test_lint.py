@@ -200,12 +200,28 @@ def test_a_class_that_is_no_causal_language_model():
             "optimizer.betas: got [nan, 2] (list), expected a list of 2 numbers, each at least 0.0 and less than 1.0",
         ),
         ("optimizer", {"betas": [0.9, 1.0]}, "each at least 0.0 and less than 1.0"),
+        ("optimizer", {"muon_momentum": 1.0}, "expected a number of at least 0.0 and less than 1.0"),
+        ("optimizer", {"name": "moun"}, "'muon'"),
         ("schedule", {"final": float("inf")}, "schedule.final: got inf (float), expected a finite number"),
         ("run", {"grad_clip": float("nan")}, "run.grad_clip: got nan (float), expected a number more than 0.0"),
     ],
 )
 def test_numbers_that_no_training_can_use(section, value, expected):
     (text,) = texts(plan_of(**{section: value}))
+    assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({"muon": ["model.layers.*.mlp.*.weight"]}, "optimizer.muon: patterns for Muon, but the optimizer is adamw"),
+        ({"name": "muon", "muon": ["model.layer.*"]}, "optimizer.muon[0]: 'model.layer.*' matches no parameter"),
+        ({"no_decay": ["norm"]}, "optimizer.no_decay[0]: 'norm' matches no parameter"),
+        ({"name": "muon", "muon": ["model.norm.weight"]}, "matches model.norm.weight of shape ("),
+    ],
+)
+def test_patterns_of_parameters_that_an_optimizer_cannot_have(optimizer, expected):
+    (text,) = texts(plan_of(optimizer=optimizer))
     assert expected in text
 
 
@@ -218,6 +234,7 @@ def test_memory_that_a_rank_needs_at_the_least():
     assert least() == 4 * (1000 + 3 * 600)
     assert least(mesh={"dp_shard": 2, "dp_replicate": 2}) == 4 * (1000 + 3 * 600) // 2
     assert least(mesh={"dp_shard": 4, "tp": 4}) == 4 * 1000, "each rank builds the whole model before it is cut"
+    assert least(optimizer={"name": "muon"}) == 4 * (1000 + 3 * 600), "no hidden matrices here"
     assert least(optimizer={"name": "sgd"}, run={"dtype": "float64"}) == 8 * (1000 + 600)
     assert least(optimizer={"name": "sgd", "momentum": 0.9}, run={"dtype": "bfloat16"}) == 2 * (1000 + 2 * 600)
 

@@ -64,6 +64,17 @@ def test_the_first_module_that_differs_is_named(spoil):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_muon_is_verified(mesh):
+    optimizer = {"name": "muon", "lr": 0.02, "no_decay": ["*.*norm.weight", "model.layers.*.*norm.weight"]}
+    schedule = {"kind": "wsd", "decay_steps": 1}
+    fsdp = {"groups": ["model.layers.*"]} if "dp_shard" in mesh else {}
+    tables = {**PLAN.to_dict(), "mesh": mesh, "fsdp": fsdp, "optimizer": optimizer, "schedule": schedule}
+    result = verify(ParallelPlan.from_dict(tables), tolerance=1e-9)
+    assert result.passed, result.first
+
+
+@on_ranks(2)
 def test_rows_stand_in_forward_order():
     result = verify(PLAN, steps=1)
     assert result.passed

@@ -20,7 +20,7 @@ class ChainedOptimizer:
         >>> loss.backward(); optimizer.step(); optimizer.zero_grad()
 
     Args:
-        model: whose parameters the optimizers have; a frozen one may be in none.
+        model: whose parameters the optimizers have, or pairs of names and parameters; a frozen one may be in none.
         optimizers: by a name, which is in the state of their groups.
         flatten: states are one dictionary of names such as ``"state.layer.weight.exp_avg"``, as checkpoints want it.
 

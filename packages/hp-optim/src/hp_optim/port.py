@@ -23,7 +23,7 @@ class Port(Protocol):
     """Optimizers of a framework; `<framework>/port.py`."""
 
     def named_parameters(self, model: Model) -> list[tuple[str, Parameter]]:
-        """List the parameters with their names, each once."""
+        """List the parameters with their names, each once; ``model`` may be such a list."""
         ...
 
     def trains(self, parameter: Parameter) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["DECAY_STYLES", "WSD_DECAY_STYLES", "Schedule"]
+__all__ = ["DECAY_STYLES", "WSD_DECAY_STYLES", "Schedule", "decayed"]
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda r: 1.0 - r,
@@ -119,6 +119,16 @@ class Schedule:
     def factor(self, step: int) -> float:
         """Return the learning rate at a step as a part of ``lr``."""
         return self(step) / self.lr
+
+
+def decayed(style: str, ratio: float) -> float:
+    """Return what is left of the way from ``lr`` to ``lr_min`` when this part of a decay has passed.
+
+    Args:
+        style: "linear", "cosine", "exponential" or "minus_sqrt".
+        ratio: from 0 to 1.
+    """
+    return _SHAPES[style](ratio)
 
 
 def _check_style(name: str, style: object, styles: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from hp_optim.chained import ChainedOptimizer
 from hp_optim.port import port
 
-__all__ = ["EMBEDDING_PATTERNS", "default_patterns", "get_hyper_optimizer"]
+__all__ = ["EMBEDDING_PATTERNS", "default_patterns", "get_hyper_optimizer", "is_hidden_matrix"]
 
 Entry = str | Mapping[str, Any]
 
@@ -39,7 +39,7 @@ def get_hyper_optimizer(
         ... )
 
     Args:
-        model: its parameters.
+        model: its parameters, or pairs of names and parameters.
         muon_params: names or fnmatch patterns, whose ``*`` also matches dots, or groups: mappings with such a list as
             ``"params"`` and hyperparameters of their own. An empty list leaves Muon out.
         adamw_params: the same for AdamW.
@@ -80,7 +80,7 @@ def default_patterns(model: Any) -> tuple[list[str], list[str]]:
     """Divide a model's parameters: hidden matrices to Muon; embeddings, output layers, norms, biases to AdamW.
 
     Args:
-        model: its parameters.
+        model: its parameters, or pairs of names and parameters.
 
     Returns:
         Names for Muon and for AdamW, those of trained parameters.
@@ -89,9 +89,18 @@ def default_patterns(model: Any) -> tuple[list[str], list[str]]:
     adamw: list[str] = []
     for name, parameter in port().named_parameters(model):
         if port().trains(parameter):
-            hidden = parameter.ndim > 1 and not any(fnmatchcase(name, pattern) for pattern in EMBEDDING_PATTERNS)
-            (muon if hidden else adamw).append(name)
+            (muon if is_hidden_matrix(name, parameter.ndim) else adamw).append(name)
     return muon, adamw
+
+
+def is_hidden_matrix(name: str, dims: int) -> bool:
+    """Tell whether a parameter is a matrix, or a stack of them, between embeddings and output layers.
+
+    Args:
+        name: of the parameter.
+        dims: how many it has.
+    """
+    return dims > 1 and not any(fnmatchcase(name, pattern) for pattern in EMBEDDING_PATTERNS)
 
 
 def _patterns(entry: Entry, kind: str) -> list[str]:

@@ -115,6 +115,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check the plan against the model's names and shapes."""
     diagnostics = [*_check_groups(plan, model), *_check_experts(plan, model), *_check_length(plan, model)]
+    diagnostics += _check_optimizer(plan, model)
     if plan.mesh.tp == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.
     try:
@@ -248,6 +249,32 @@ def _check_groups(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
             if model.modules[name].kind == "container":
                 message = f"'{pattern}' matches {name}, a {model.modules[name].type_name}, which is never called"
                 diagnostics.append(Diagnostic(key, message, f"group its members: '{name}.*'"))
+    return diagnostics
+
+
+def _check_optimizer(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    diagnostics = []
+    section = plan.optimizer
+    if section.muon and section.name != "muon":
+        message = f"patterns for Muon, but the optimizer is {section.name}"
+        diagnostics.append(Diagnostic("optimizer.muon", message, 'write name = "muon" in [optimizer]'))
+    shapes = {
+        f"{name}.{key}" if name else key: shape
+        for name, module in model.modules.items()
+        for key, shape in module.shapes.items()
+    }
+    for kind, patterns in (("muon", section.muon), ("no_decay", section.no_decay)):
+        for index, pattern in enumerate(patterns):
+            key, matched = f"optimizer.{kind}[{index}]", matching(pattern, model.parameters)
+            if not matched:
+                fix = near_misses(pattern, generalise(model.parameters))
+                diagnostics.append(Diagnostic(key, f"'{pattern}' matches no parameter", fix))
+            flat = [name for name in matched if len(shapes.get(name, (1, 1))) < 2]
+            if flat and kind == "muon":
+                message = f"'{pattern}' matches {flat[0]} of shape {shapes[flat[0]]}, which is no matrix"
+                diagnostics.append(
+                    Diagnostic(key, message, "match matrices alone, such as '*.weight' of linear layers")
+                )
     return diagnostics
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from hp_offload.extend import parse_size, size
+from hp_optim.extend import is_hidden_matrix
 from hp_plan.diagnostics import Diagnostic, PlanError
-from hp_plan.outline import ModelOutline
+from hp_plan.outline import ModelOutline, matching
 from hp_plan.plan import ParallelPlan
 from hp_platform import get_platform
 
@@ -22,10 +25,24 @@ def training_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
     """
     if plan.optimizer.name == "adamw":
         states = 2
+    elif plan.optimizer.name == "muon":
+        states = 2 - _hidden_part(plan, model)
     else:
         states = 1 if plan.optimizer.momentum else 0
-    shard = (model.elements + model.trained * (1 + states)) // (plan.mesh.world_size // plan.mesh.dp_replicate)
+    shard = int(model.elements + model.trained * (1 + states)) // (plan.mesh.world_size // plan.mesh.dp_replicate)
     return shard * BYTES[plan.run.dtype]
+
+
+def _hidden_part(plan: ParallelPlan, model: ModelOutline) -> float:
+    """Return the part of the elements that Muon trains, with one state each."""
+    sizes = {
+        f"{name}.{key}" if name else key: (len(shape), prod(shape))
+        for name, module in model.modules.items()
+        for key, shape in module.shapes.items()
+    }
+    listed = {name for pattern in plan.optimizer.muon for name in matching(pattern, sizes)}
+    hidden = [n for name, (dims, n) in sizes.items() if (name in listed if listed else is_hidden_matrix(name, dims))]
+    return sum(hidden) / max(1, model.elements)
 
 
 def check_memory(plan: ParallelPlan) -> list[Diagnostic]:

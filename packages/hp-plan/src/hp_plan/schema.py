@@ -72,6 +72,8 @@ def _bounds(value: Any, item: Field[Any]) -> str | None:
         return None
     if "minimum" in item.metadata and not value >= item.metadata["minimum"]:
         return f"a number of at least {item.metadata['minimum']}"
+    if "below" in item.metadata and not value < item.metadata["below"]:
+        return f"a number of at least {item.metadata['minimum']} and less than {item.metadata['below']}"
     if "above" in item.metadata and not value > item.metadata["above"]:
         return f"a number more than {item.metadata['above']}"
     return None if math.isfinite(value) else "a finite number"

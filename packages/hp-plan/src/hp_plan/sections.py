@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hp_optim.extend import decayed
+
 # Outermost first: the innermost axis (tp) has neighbouring ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
@@ -17,6 +19,10 @@ def _at_least(minimum: float, default: Any) -> Any:
 
 def _more_than(bound: float, default: Any) -> Any:
     return field(default=default, metadata={"above": bound})
+
+
+def _within(minimum: float, below: float, default: Any) -> Any:
+    return field(default=default, metadata={"minimum": minimum, "below": below})
 
 
 def _each_within(minimum: float, below: float, default: Any) -> Any:
@@ -115,20 +121,27 @@ class OptimizerSection:
     """The optimizer and its constants.
 
     Attributes:
-        name: `adamw` or `sgd`.
+        name: `adamw`, `sgd` or `muon`.
         lr: the learning rate at the schedule's top.
         betas: AdamW's averaging of the gradient and of its square.
         eps: AdamW's divisor offset.
-        weight_decay: decoupled for AdamW, added to the gradient for SGD.
+        weight_decay: decoupled for AdamW and Muon, added to the gradient for SGD.
         momentum: SGD's.
+        muon: of `muon`, patterns of the parameters that Muon trains; AdamW trains the others. None means the hidden
+            matrices: all but embeddings, output layers, norms and biases.
+        muon_momentum: Muon's averaging of the gradient.
+        no_decay: patterns of parameters without weight decay.
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
     lr: float = _more_than(0.0, 1e-3)
     betas: tuple[float, float] = _each_within(0.0, 1.0, (0.9, 0.999))
     eps: float = _more_than(0.0, 1e-8)
     weight_decay: float = _at_least(0.0, 0.01)
     momentum: float = _at_least(0.0, 0.0)
+    muon: tuple[str, ...] = ()
+    muon_momentum: float = _within(0.0, 1.0, 0.95)
+    no_decay: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,14 +149,18 @@ class ScheduleSection:
     """The learning rate over the run: up from 0 in `warmup_steps`, then by `kind` down to `final * lr`.
 
     Attributes:
-        kind: `constant`, `linear` or `cosine`.
+        kind: `constant`, `linear`, `cosine` or `wsd`: warm up, stay, decay over the last `decay_steps`.
         warmup_steps: optimizer steps until the learning rate is the optimizer's.
         final: the last learning rate as a part of the optimizer's (no use for `constant`).
+        decay_steps: of `wsd`; 0 is a tenth of the run.
+        decay: of `wsd`, the shape: `linear`, `cosine`, `exponential` or `minus_sqrt`.
     """
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = _at_least(0, 0)
     final: float = _at_least(0.0, 0.0)
+    decay_steps: int = _at_least(0, 0)
+    decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
 
 
 @dataclass(frozen=True)
@@ -207,6 +224,9 @@ def schedule_factor(section: ScheduleSection, step: int, steps: int) -> float:
         return (step + 1) / section.warmup_steps
     if section.kind == "constant":
         return 1.0
-    progress = min(1.0, (step - section.warmup_steps) / max(1, steps - section.warmup_steps))
-    falling = 1.0 - progress if section.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    start = section.warmup_steps
+    if section.kind == "wsd":
+        start = max(start, steps - (section.decay_steps or max(1, steps // 10)))
+    progress = min(1.0, max(0, step - start) / max(1, steps - start))
+    falling = decayed(section.decay if section.kind == "wsd" else section.kind, progress)
     return section.final + (1.0 - section.final) * falling

@@ -16,10 +16,10 @@ State = dict[str, Any]
 _NOT_SAVED = ("params", "max_exp_avg_sq")
 
 
-def named_parameters(model: nn.Cell) -> list[tuple[str, Parameter]]:
-    """List the parameters with their names, each once."""
+def named_parameters(model: Any) -> list[tuple[str, Parameter]]:
+    """List the parameters with their names, each once; ``model`` may be such a list."""
     named: dict[int, tuple[str, Parameter]] = {}
-    for name, parameter in model.parameters_and_names():
+    for name, parameter in model.parameters_and_names() if isinstance(model, nn.Cell) else model:
         named.setdefault(id(parameter), (name, parameter))
     return list(named.values())
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -214,7 +214,9 @@ class _Block:
         """Put views into the state, with the values that it had."""
         self.contiguous = all(map(_is_contiguous, self.parameters))
         self.strides = [parameter.stride() for parameter in self.parameters]
-        self.cuts: tuple[Any, ...] | None = None
+        self.cuts: list[int] | None = None
+        self.cut_places: list[int] = []
+        self.kinds: list[type] = []
         self.views: dict[str, list[torch.Tensor]] = {key: [] for key in (*self.keys, "step")}
         for number, (parameter, state) in enumerate(zip(self.parameters, self.states)):
             strides = parameter.stride() if _dense(parameter) else None
@@ -244,9 +246,9 @@ class _Block:
                 self.flat = {key: torch.zeros_like(flat) for key, flat in self.flat.items()}
                 self._lay_out()
         for key, views in self.views.items():
-            if not all(map(is_, [state.get(key) for state in self.states], views)):
+            if not all(map(is_, map(itemgetter(key), self.states), views)):
                 for state, view in zip(self.states, views):
-                    if state.get(key) is not view:
+                    if state[key] is not view:
                         view.copy_(torch.as_tensor(state[key]).to(view.dtype))
                         state[key] = view
                 self._note_steps()
@@ -260,38 +262,47 @@ class _Block:
             found: one where some gradient is not finite, which leaves everything as it is.
         """
         self._adopt()
-        gradients: list[torch.Tensor | None] = list(map(_get_grad, self.parameters))
-        for name, gradient in zip(self.names, gradients):
-            if gradient is not None and gradient.is_sparse:
-                raise sparse_gradient("AdamW", name)
-        have = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        present = [at for at in have if self.sizes[at]]
-        chosen: list[Any] = [gradients[at] for at in present]
-        if not self.contiguous or not all(map(_is_contiguous, chosen)):
-            chosen = self._like_parameters(present, chosen)
+        gradients: list[Any] = list(map(_get_grad, self.parameters))
+        kinds = list(map(type, gradients))
+        if kinds != self.kinds:
+            self._note_present(kinds, gradients)
         if self.group["amsgrad"] and len(self.keys) == 2:
             self._add_largest()
-        self._count(have)
-        if present:
-            runs = self._runs(present, chosen)
+        self._count()
+        if self.present:
+            chosen = [gradients[at] for at in self.present]
+            if not self.contiguous or not all(map(_is_contiguous, chosen)):
+                chosen = self._like_parameters(self.present, chosen)
+            runs = self._runs(chosen)
             parts = [
                 torch.as_strided(chosen[first], (size,), (1,), chosen[first].storage_offset())
                 for first, size in zip(runs.first, runs.sizes)
             ]
             self._update(runs, parts, scale, found)
         if found is not None:
-            self.steps[have] -= found.to(self.steps.device)
-            if len(have) < len(self.parameters):
+            self.steps -= self.counted * found.to(self.steps.device)
+            if not self.all_present:
                 self._note_steps()
 
-    def _count(self, have: list[int]) -> None:
+    def _note_present(self, kinds: list[type], gradients: list[Any]) -> None:
+        """Take note of which parameters have gradients."""
+        for name, gradient in zip(self.names, gradients):
+            if gradient is not None and gradient.is_sparse:
+                raise sparse_gradient("AdamW", name)
+        self.kinds = kinds
+        self.have = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        self.present = [at for at in self.have if self.sizes[at]]
+        self.all_present = len(self.have) == len(gradients)
+        self.counted = torch.zeros_like(self.steps)
+        self.counted[self.have] = 1
+        self.cuts = None
+
+    def _count(self) -> None:
         """Count a step of the parameters that have gradients."""
-        if len(have) == len(self.parameters):
-            self.steps += 1
-        elif have:
-            self.steps[have] += 1
-        for at in have:
-            self.counts[at] += 1
+        self.steps += self.counted
+        if not self.all_present:  # else all are as far from each other as before
+            for at in self.have:
+                self.counts[at] += 1
 
     def _like_parameters(self, present: list[int], gradients: list[Any]) -> list[Any]:
         """Return gradients whose elements lie in memory as the parameters' do."""
@@ -311,26 +322,36 @@ class _Block:
         self.flat["max_exp_avg_sq"] = torch.zeros_like(self.flat["exp_avg_sq"])
         self._lay_out()
 
-    def _runs(self, present: list[int], gradients: list[Any]) -> _Runs:
+    def _runs(self, gradients: list[Any]) -> _Runs:
         """Join parameters that touch, whose gradients touch in the same way; see Note [Runs]."""
-        places = list(map(_data_ptr, map(self.parameters.__getitem__, present)))
-        distances = [place - own for place, own in zip(map(_data_ptr, gradients), places)]
-        counts = self.counts
+        places = list(map(_data_ptr, map(self.parameters.__getitem__, self.present)))
+        others = list(map(_data_ptr, gradients))
+        if self.cuts is not None and places == self.places:
+            if [other - others[n] for other, n in zip(others, self.starts)] == self.distances:
+                return self.runs
+        cuts = self._cuts(places, [other - place for other, place in zip(others, places)])
+        self.places = places
+        self.starts = [start for start, stop in zip(cuts, [*cuts[1:], len(places)]) for _ in range(start, stop)]
+        self.distances = [other - others[n] for other, n in zip(others, self.starts)]
+        if cuts != self.cuts or places != self.cut_places:
+            self.runs = self._cut(cuts, self.present)
+            self.cut_places = places
+        self.cuts = cuts
+        return self.runs
+
+    def _cuts(self, places: list[int], distances: list[int]) -> list[int]:
+        """List where runs begin: parameters, counted among those with gradients."""
         cuts = [0]
-        for n in range(1, len(present)):
-            at, before = present[n], present[n - 1]
+        for n in range(1, len(places)):
+            at, before = self.present[n], self.present[n - 1]
             if (
                 distances[n] != distances[n - 1]
                 or places[n] != places[n - 1] + self.sizes[before] * self.itemsize
                 or self.offsets[at] != self.offsets[before + 1]
-                or counts[at] != counts[before]
+                or self.counts[at] != self.counts[before]
             ):
                 cuts.append(n)
-        key = (cuts, present, places)
-        if key != self.cuts:
-            self.runs = self._cut(cuts, present)
-            self.cuts = key
-        return self.runs
+        return cuts
 
     def _cut(self, cuts: list[int], present: list[int]) -> _Runs:
         whole, sizes, counters = [], [], []

@@ -7,7 +7,7 @@ Note [Heads of messages]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,11 +77,11 @@ class Exchanger:
         self.received = _Message(there.received, there.receive_sizes, self.head, device)
         self.whole_shapes = {number: (shape, torch.Size(shape).numel()) for number, shape in enumerate(shapes)}
 
-    def to_owners(self, tensors: Sequence[torch.Tensor], flags: Flags) -> Arrived:
+    def to_owners(self, tensors: Mapping[int, torch.Tensor], flags: Flags) -> Arrived:
         """Bring the matrices together; a collective, if there are other ranks.
 
         Args:
-            tensors: this rank's part of each parameter's matrices, contiguous.
+            tensors: this rank's part of each parameter, of those of which it has one; contiguous.
             flags: of this rank.
         """
         batches = [torch.empty(b.elements, dtype=self.dtype, device=self.device) for b in self.exchange.batches]
@@ -110,13 +110,13 @@ class Exchanger:
         ]
         return Arrived(shaped, flags)
 
-    def to_holders(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's part of each parameter's results; a collective, if there are other ranks.
+    def to_holders(self, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return this rank's part of each parameter's results, by number; a collective, if there are other ranks.
 
         Args:
             results: of each batch, contiguous, in the dtype of the exchange.
         """
-        tensors: list[torch.Tensor | None] = [None] * len(self.shapes)
+        tensors: dict[int, torch.Tensor] = {}
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for number, own, batch, region in self.exchange.kept:
@@ -134,11 +134,11 @@ class Exchanger:
                 self._place(tensors, number, region, piece, targets, sources)
         if targets:
             torch._foreach_copy_(targets, sources)
-        return [self._new(number) if tensor is None else tensor for number, tensor in enumerate(tensors)]
+        return tensors
 
     def _place(
         self,
-        tensors: list[torch.Tensor | None],
+        tensors: dict[int, torch.Tensor],
         number: int,
         region: Region,
         piece: torch.Tensor,
@@ -150,13 +150,9 @@ class Exchanger:
         if region.elements == elements:
             tensors[number] = piece.reshape(shape)
             return
-        tensor = tensors[number]
-        if tensor is None:
-            tensor = tensors[number] = self._new(number)
-        _pair(view(tensor, region), piece, targets, sources)
-
-    def _new(self, number: int) -> torch.Tensor:
-        return torch.empty(self.shapes[number], dtype=self.dtype, device=self.device)
+        if number not in tensors:
+            tensors[number] = torch.empty(shape, dtype=self.dtype, device=self.device)
+        _pair(view(tensors[number], region), piece, targets, sources)
 
     def _packed(self, flags: Flags) -> torch.Tensor:
         """See Note [Heads of messages]."""

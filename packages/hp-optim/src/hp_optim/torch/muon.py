@@ -203,23 +203,21 @@ class _Bucket:
         self.members = list(members)
         self.state = state
         self.matrices = matrices
-        self.trained: tuple[Any, ...] | None = None
+        self.planned: Any = None
         self.distributed = any(is_distributed(parameter) for _, _, parameter in members)
 
     def step(self) -> None:
         """Update them. DTensors count as their local tensors here."""
+        settings = {id(group): _settings(group) for group, _, _ in self.members}
         # Where ranks exchange matrices, they can't know which gradients the others have.
-        key = tuple((self._trains(p), _settings(group)) for group, _, p in self.members)
-        if key != self.trained:
-            self.trained = None
-            self._plan([member for member, (trains, _) in zip(self.members, key) if trains])
-            self.trained = key
-        if not self.active:
+        trains = [p.requires_grad and (self.distributed or p.grad is not None) for _, _, p in self.members]
+        if self.planned != (trains, settings):
+            self.planned = None
+            self._plan([member for member, each in zip(self.members, trains) if each], settings)
+            self.planned = (trains, settings)
+        if not self.parameters:
             return
-        gradients = [parameter.grad for parameter in self.parameters]
-        for name, gradient in zip(self.names, gradients):
-            if gradient is not None and gradient.is_sparse:
-                raise sparse_gradient("Muon", name)
+        gradients: list[Any] = [parameter.grad for parameter in self.parameters]
         flags = self._flags(gradients)
         momenta, updates = self._momenta(gradients)
         arrived = self.exchanger.to_owners(updates, flags)
@@ -231,55 +229,54 @@ class _Bucket:
         results = [self._orthogonalized(batch, plan) for batch, plan in zip(arrived.batches, self.batches)]
         self._apply(momenta, self.exchanger.to_holders(results), arrived.flags.present)
 
-    def _trains(self, parameter: torch.Tensor) -> bool:
-        return parameter.requires_grad and (self.distributed or parameter.grad is not None)
-
-    def _plan(self, active: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+    def _plan(self, active: list[tuple[dict[str, Any], str, torch.Tensor]], settings: dict[int, Any]) -> None:
         """Choose the owners of the parameters that are trained."""
-        self.active = active
-        self.groups = [group for group, _, _ in self.active]
-        self.names = [name for _, name, _ in self.active]
-        self.parameters = [parameter for _, _, parameter in self.active]
-        if not self.active:
+        self.groups = [group for group, _, _ in active]
+        self.names = [name for _, name, _ in active]
+        self.parameters = [parameter for _, _, parameter in active]
+        if not active:
             return
         placed: list[Placed] = [
-            placed_on(parameter, name, self.matrices[parameter], _settings(group))
-            for group, name, parameter in self.active
+            placed_on(parameter, name, self.matrices[parameter], settings[id(group)])
+            for group, name, parameter in active
         ]
         plan, rank, device = plan_for(placed, self.parameters)
         check_alike(plan, device)
-        with _plain():
-            shapes = [tuple(parameter.shape) for parameter in self.parameters]
+        shapes = [tuple(parameter.shape) for parameter in self.parameters]
         self.exchanger = Exchanger(plan, rank, shapes, self.parameters[0].dtype, device)
         self.batches = self.exchanger.exchange.batches
+        self.here = [at for at, parameter in enumerate(self.parameters) if parameter.numel()]
 
-    def _flags(self, gradients: Sequence[torch.Tensor | None]) -> Flags:
+    def _flags(self, gradients: Sequence[Any]) -> Flags:
         present = np.array([gradient is not None for gradient in gradients])
+        for at in np.flatnonzero(present).tolist():
+            if gradients[at].is_sparse:
+                raise sparse_gradient("Muon", self.names[at])
         broken = np.zeros(len(gradients), dtype=bool)
-        numbers = [at for at, gradient in enumerate(gradients) if gradient is not None and gradient.numel()]
+        numbers = [at for at in self.here if present[at]]
         if numbers:
-            largest = torch.stack(torch._foreach_norm([gradients[at] for at in numbers], float("inf")))  # type: ignore[arg-type]
+            largest = torch.stack(torch._foreach_norm([gradients[at] for at in numbers], float("inf")))
             broken[numbers] = ~torch.isfinite(largest).cpu().numpy()
         return Flags(present, broken)
 
-    def _momenta(self, gradients: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _momenta(self, gradients: Sequence[Any]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Return new momenta, to be kept once all ranks have agreed, and what is orthogonalized."""
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in self.parameters]
-        factors = [float(group["momentum"]) for group in self.groups]
-        own = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        momenta = list(torch._foreach_mul(buffers, factors))
+        if not self.here:
+            return {}, {}
+        factors = {at: float(self.groups[at]["momentum"]) for at in self.here}
+        buffers = [self.state[self.parameters[at]]["momentum_buffer"] for at in self.here]
+        momenta = dict(zip(self.here, torch._foreach_mul(buffers, list(factors.values()))))
+        own = [at for at in self.here if gradients[at] is not None]
         if own:
             torch._foreach_add_([momenta[at] for at in own], [gradients[at] for at in own])
-        updates = list(momenta)
-        ahead = [at for at, group in enumerate(self.groups) if group["nesterov"]]
+        updates = dict(momenta)
+        ahead = [at for at in self.here if self.groups[at]["nesterov"]]
         if ahead:
-            ahead_of = torch._foreach_mul([momenta[at] for at in ahead], [factors[at] for at in ahead])
-            for at, update in zip(ahead, ahead_of):
-                updates[at] = update
-            plus = [at for at in ahead if gradients[at] is not None]
-            if plus:
-                torch._foreach_add_([updates[at] for at in plus], [gradients[at] for at in plus])
-        return momenta, [update.contiguous() for update in updates]
+            updates.update(zip(ahead, torch._foreach_mul([momenta[at] for at in ahead], [factors[at] for at in ahead])))
+        plus = [at for at in ahead if gradients[at] is not None]
+        if plus:
+            torch._foreach_add_([updates[at] for at in plus], [gradients[at] for at in plus])
+        return momenta, {at: update.contiguous() for at, update in updates.items()}
 
     def _orthogonalized(self, batch: torch.Tensor, plan: Any) -> torch.Tensor:
         settings: Orthogonalization = plan.settings
@@ -287,16 +284,16 @@ class _Bucket:
         made = orthogonalize(matrices, settings.coefficients, settings.epsilon)
         return (made * settings.scale(plan.rows, plan.columns)).to(batch.dtype).contiguous()
 
-    def _apply(self, momenta: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], present: np.ndarray) -> None:
+    def _apply(self, momenta: dict[int, torch.Tensor], updates: dict[int, torch.Tensor], present: np.ndarray) -> None:
         for group in {id(group): group for group in self.groups}.values():
-            chosen = [at for at, each in enumerate(self.groups) if each is group and present[at]]
+            chosen = [at for at in self.here if self.groups[at] is group and present[at]]
             if not chosen:
                 continue
             parameters = [self.parameters[at] for at in chosen]
             buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
             torch._foreach_copy_(buffers, [momenta[at] for at in chosen])
             lr: Any = group["lr"]
-            steps = [updates[at].to(parameter.device) for at, parameter in zip(chosen, parameters)]
+            steps = [updates[at].to(parameters[0].device) for at in chosen]
             if isinstance(lr, torch.Tensor):
                 lr = lr.to(steps[0].device)
             decay = 1 - lr * group["weight_decay"]

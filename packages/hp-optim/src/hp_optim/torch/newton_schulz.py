@@ -3,7 +3,7 @@
 Note [Gram iteration]
     Every X_k of the iteration is Q_k X with Q_k a polynomial in the Gram matrix G = X X^T, and so is its own Gram
     matrix, R_k = Q_k G Q_k. So the steps can be taken on matrices of the smaller size m, and X, of the larger size n,
-    is multiplied once: 34 m^3 + 4 m^2 n multiply-adds for five steps in place of 10 m^3 + 20 m^2 n. That pays from
+    is multiplied once: 34 m^3 + 4 m^2 n operations for five steps in place of 10 m^3 + 20 m^2 n. That pays from
     n = 2 m on. Errors of R_k in the directions of small singular values grow by the square of the first coefficient
     with each step, so it takes float32 at least (bfloat16 gives singular values of 1.5), and begins anew with the
     product after five steps.

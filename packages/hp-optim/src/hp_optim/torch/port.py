@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from hp_optim.torch.muon import Muon
 State = dict[str, Any]
 
 
-def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """List the parameters with their names, each once."""
-    return list(model.named_parameters())
+def named_parameters(model: nn.Module | Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """List the parameters with their names, each once; ``model`` may be such a list."""
+    return list(model.named_parameters()) if isinstance(model, nn.Module) else list(model)
 
 
 def trains(parameter: nn.Parameter) -> bool:

@@ -11,9 +11,11 @@ from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import LambdaLR
 
 from hp_dtensor import SkipDTensorDispatch, init_empty_weights
+from hp_optim import ChainedOptimizer
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.mindspore.models import named_parameters
 from hp_plan.model_source import check_function, check_returned, check_weights, failed, load_weights, model_function
+from hp_plan.optimizers import Schedules, muon_and_adamw, optimized, with_decay
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
 
@@ -93,7 +95,7 @@ def check_model_section(plan: ParallelPlan, *, run_code: bool = True) -> list[Di
     return [*check_function(section.function, section.folder, run_code=run_code), *check_weights(section.weights)]
 
 
-def build_optimizer(plan: ParallelPlan, parameters: Iterable[mindspore.Parameter]) -> optim.Optimizer:
+def build_optimizer(plan: ParallelPlan, parameters: Iterable[Any]) -> Any:
     """Build the optimizer of `plan.optimizer` for those of `parameters` that are trained.
 
     Those of `mindspore.experimental` do what torch's of the same names do. `mindspore.mint.optim` has no AdamW on CPU,
@@ -101,9 +103,20 @@ def build_optimizer(plan: ParallelPlan, parameters: Iterable[mindspore.Parameter
 
         with SkipDTensorDispatch():
             optimizer(gradients)
+
+    Args:
+        plan: the plan.
+        parameters: Parameters, whose names are those of the plan's patterns.
+
+    Returns:
+        An optimizer of `mindspore.experimental`; for `muon` an `hp_optim.ChainedOptimizer`, which is called with
+        `step({name: gradient})`.
     """
     section = plan.optimizer
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    pairs = optimized(((parameter.name, parameter) for parameter in parameters), plan)
+    if section.name == "muon":
+        return muon_and_adamw(pairs, plan)
+    trained = [{"params": each, "weight_decay": decay} for each, decay in with_decay(pairs, plan)]
     common = {"lr": section.lr, "weight_decay": section.weight_decay}
     with SkipDTensorDispatch():  # Its averages are of the local parts.
         if section.name == "adamw":
@@ -111,7 +124,9 @@ def build_optimizer(plan: ParallelPlan, parameters: Iterable[mindspore.Parameter
         return optim.SGD(trained, momentum=section.momentum, **common)
 
 
-def build_schedule(plan: ParallelPlan, optimizer: optim.Optimizer) -> LambdaLR:
+def build_schedule(plan: ParallelPlan, optimizer: Any) -> Any:
     """Build the learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
     section, steps = plan.schedule, plan.run.steps
+    if isinstance(optimizer, ChainedOptimizer):
+        return Schedules(build_schedule(plan, each) for each in optimizer.optimizers.values())
     return LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))

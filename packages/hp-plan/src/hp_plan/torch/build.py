@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from hp_optim import ChainedOptimizer
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.model_source import check_function, check_returned, check_weights, failed, load_weights, model_function
+from hp_plan.optimizers import Schedules, muon_and_adamw, optimized, with_decay
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
 from hp_plan.torch import pretrained
@@ -92,21 +95,37 @@ def check_model_section(plan: ParallelPlan, *, run_code: bool = True) -> list[Di
     return [*pretrained.check_settings(config, section.overrides), *check_weights(section.weights)]
 
 
-def build_optimizer(plan: ParallelPlan, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the optimizer of `plan.optimizer` for those of `parameters` that are trained."""
+def build_optimizer(plan: ParallelPlan, parameters: Iterable[Any]) -> Any:
+    """Build the optimizer of `plan.optimizer` for those of `parameters` that are trained.
+
+    Args:
+        plan: the plan.
+        parameters: `model.named_parameters()`, or `model.parameters()` where the plan goes by no names.
+
+    Returns:
+        An optimizer of torch's; for `muon` an `hp_optim.ChainedOptimizer`.
+
+    Raises:
+        ValueError: the plan goes by names, and the parameters have none.
+    """
     section = plan.optimizer
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = optimized(parameters, plan)
+    if section.name == "muon":
+        return muon_and_adamw(trained, plan)
     if section.name == "adamw":
         make = functools.partial(torch.optim.AdamW, betas=section.betas, eps=section.eps)
     else:
         make = functools.partial(torch.optim.SGD, momentum=section.momentum)
     # torch takes one parameter at a time where they are not plain tensors, unless told otherwise.
-    return make(trained, lr=section.lr, weight_decay=section.weight_decay, foreach=True)
+    groups = [{"params": each, "weight_decay": decay} for each, decay in with_decay(trained, plan)]
+    return make(groups or [], lr=section.lr, weight_decay=section.weight_decay, foreach=True)
 
 
-def build_schedule(plan: ParallelPlan, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+def build_schedule(plan: ParallelPlan, optimizer: Any) -> Any:
     """Build the learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
     section, steps = plan.schedule, plan.run.steps
+    if isinstance(optimizer, ChainedOptimizer):
+        return Schedules(build_schedule(plan, each) for each in optimizer.optimizers.values())
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))
 
 

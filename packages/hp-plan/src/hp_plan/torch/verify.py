@@ -72,7 +72,7 @@ class _Run:
 
     def __init__(self, plan: ParallelPlan, model: nn.Module) -> None:
         self._plan, self._model = plan, model
-        self._optimizer = build_optimizer(plan, model.parameters())
+        self._optimizer = build_optimizer(plan, model.named_parameters())
         self._schedule = build_schedule(plan, self._optimizer)
 
     def forward(self, tokens: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from mindspore import Tensor, nn, ops
 
 from hp_dtensor import SkipDTensorDispatch, parallelize_value_and_grad
 from hp_fsdp import clip_grad_norm_, full_state_dict, global_grad_norm
+from hp_optim import ChainedOptimizer
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
 from hp_plan.mindspore.extend import forward_loss, named_parameters
 from hp_platform import get_platform
@@ -63,7 +64,10 @@ class Trainer:
         else:
             norm = clip_grad_norm_(self._weights, clip, gradients=gradients)
         with SkipDTensorDispatch():
-            self._optimizer(gradients)
+            if isinstance(self._optimizer, ChainedOptimizer):
+                self._optimizer.step({weight.name: each for weight, each in zip(self._weights, gradients)})
+            else:
+                self._optimizer(gradients)
         self._schedule.step()
         return float(loss.asnumpy()), float(norm.asnumpy())
 

@@ -36,7 +36,7 @@ class Trainer:
         self.name = type(model).__name__
         self.model = apply(model.to(self._device), plan)
         self.size = sum(parameter.shape.numel() for parameter in self.model.parameters())
-        self._optimizer = build_optimizer(plan, self.model.parameters())
+        self._optimizer = build_optimizer(plan, self.model.named_parameters())
         self._schedule = build_schedule(plan, self._optimizer)
 
     @property

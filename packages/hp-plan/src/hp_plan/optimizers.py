@@ -1,0 +1,96 @@
+"""Which optimizer and which weight decay a plan gives each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hp_optim import ChainedOptimizer, get_hyper_optimizer
+from hp_optim.extend import default_patterns
+from hp_plan.outline import matching
+from hp_plan.plan import ParallelPlan
+
+__all__ = ["Schedules", "muon_and_adamw", "optimized", "with_decay"]
+
+Named = list[tuple[str, Any]]
+
+
+def optimized(parameters: Iterable[Any], plan: ParallelPlan) -> Named:
+    """Return the trained parameters with their names, empty ones where there are none.
+
+    Args:
+        parameters: parameters, or pairs of a name and a parameter.
+        plan: whose optimizer may need names.
+
+    Raises:
+        ValueError: the plan's optimizer goes by names, and there are none.
+    """
+    listed = list(parameters)
+    pairs = [each if isinstance(each, tuple) else ("", each) for each in listed]
+    section = plan.optimizer
+    if (section.name == "muon" or section.no_decay) and any(not name for name, _ in pairs):
+        key = "name = 'muon'" if section.name == "muon" else "no_decay"
+        raise ValueError(
+            f"build_optimizer: {key} in [optimizer] goes by names of parameters; pass model.named_parameters()"
+        )
+    return [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
+
+
+def with_decay(named: Named, plan: ParallelPlan) -> list[tuple[list[Any], float]]:
+    """Divide parameters by their weight decay.
+
+    Args:
+        named: what `optimized` gave.
+        plan: the plan.
+    """
+    without = _chosen(named, plan.optimizer.no_decay)
+    decayed = [parameter for name, parameter in named if name not in without]
+    others = [parameter for name, parameter in named if name in without]
+    return [(each, decay) for each, decay in ((decayed, plan.optimizer.weight_decay), (others, 0.0)) if each]
+
+
+def muon_and_adamw(named: Named, plan: ParallelPlan) -> ChainedOptimizer:
+    """Make Muon and AdamW as a plan divides the parameters.
+
+    Args:
+        named: what `optimized` gave.
+        plan: the plan.
+    """
+    section = plan.optimizer
+    hidden = _chosen(named, section.muon) if section.muon else set(default_patterns(named)[0])
+    without = _chosen(named, section.no_decay)
+    groups: dict[tuple[bool, bool], list[str]] = {}
+    for name, _ in named:
+        groups.setdefault((name in hidden, name in without), []).append(name)
+    entries: dict[bool, list[Any]] = {True: [], False: []}
+    for (to_muon, no_decay), names in groups.items():
+        decay = 0.0 if no_decay else section.weight_decay
+        entries[to_muon].append({"params": names, "weight_decay": decay})
+    return get_hyper_optimizer(
+        named,
+        entries[True],
+        entries[False],
+        {"lr": section.lr, "momentum": section.muon_momentum},
+        {"lr": section.lr, "betas": section.betas, "eps": section.eps},
+    )
+
+
+class Schedules:
+    """Schedules of several optimizers, stepped together.
+
+    Args:
+        schedules: one for each.
+    """
+
+    def __init__(self, schedules: Iterable[Any]) -> None:
+        self._schedules = list(schedules)
+
+    def step(self) -> None:
+        """Go on to the next step's learning rates."""
+        for schedule in self._schedules:
+            schedule.step()
+
+
+def _chosen(named: Named, patterns: Iterable[str]) -> set[str]:
+    names = [name for name, _ in named]
+    return {name for pattern in patterns for name in matching(pattern, names)}
