@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,8 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, nn
 
-from hp_offload.manager import Entry, GroupRun, SwapManager
+from hp_offload.groups import Entry, GroupRun, name_of_group
+from hp_offload.manager import SwapManager
 from hp_offload.policies import CheckpointPolicy, checked_swap_answer
 
 __all__ = [
@@ -31,8 +30,6 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_numbers = itertools.count()
 
 
 def checkpoint(
@@ -97,8 +94,8 @@ def swap(
 ) -> Any:
     """Call a function whose saved tensors go to the host."""
     owner = getattr(function, "__self__", function)
-    parameters = [*owner.get_parameters()] if isinstance(owner, nn.Cell) else []
-    protected = {each.data_ptr() for each in parameters}
+    cell = owner if isinstance(owner, nn.Cell) else None
+    protected = set() if cell is None else {each.data_ptr() for each in cell.get_parameters()}
     run: list[GroupRun] = []
 
     def pack(tensor: Tensor) -> Any:
@@ -110,7 +107,7 @@ def swap(
             if checked_swap_answer(policy_fn(tensor), asked) is CheckpointPolicy.MUST_SAVE:
                 return _Kept(tensor)
         if not run:
-            run.append(SwapManager().begin(group or _name(owner), group_swap))
+            run.append(SwapManager().begin(group or name_of_group(owner, cell), group_swap))
         entry = run[0].add(tensor)
         return _Kept(tensor) if entry is None else _Swapped(tensor, entry)
 
@@ -119,14 +116,6 @@ def swap(
     if run:
         SwapManager().end(run[0])
     return result
-
-
-def _name(owner: Any) -> str:
-    if not isinstance(owner, nn.Cell):
-        return getattr(owner, "__qualname__", type(owner).__name__)
-    if owner not in _names:
-        _names[owner] = f"{type(owner).__name__}.{next(_numbers)}"
-    return _names[owner]
 
 
 def swap_tensor(tensor: Tensor, group: str, group_swap: bool) -> Tensor:

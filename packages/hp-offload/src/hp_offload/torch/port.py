@@ -14,13 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
+from hp_offload.groups import name_of_group
 from hp_offload.torch.packed import Packed, unpack
 from hp_offload.torch.planned import apply
 from hp_offload.torch.region import Passes, run_region
 from hp_offload.torch.scope import Scope, run_excluded, running, tag
 from hp_offload.torch.selection import Selection
 from hp_offload.torch.sites import module_of
-from hp_offload.torch.swapping import SwapRun, name_of, swapping
+from hp_offload.torch.swapping import SwapRun, swapping
 from hp_offload.torch.tracing import trace
 from hp_platform import get_platform
 from hp_platform.torch.heavy import mark
@@ -83,7 +84,7 @@ def checkpoint(
                 " (torch._functorch.config.activation_memory_budget)."
             )
         return _torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-    name = name_of(function)
+    name = name_of_group(function, module_of(function))
     passes: Passes | None = None
     if policy_fn is not None and torch.is_grad_enabled():
         passes = _selection(function, policy_fn, name, group_swap).passes()
@@ -140,7 +141,7 @@ def swap(
         own = [] if module is None else [*module.parameters(), *module.buffers()]
         return [*own, *_leaves(args, kwargs)]
 
-    run = SwapRun(group or name_of(function), group_swap, stays, policy_fn)
+    run = SwapRun(group or name_of_group(function, module), group_swap, stays, policy_fn)
     scope = Scope(recomputed=False)
 
     def pack(tensor: T) -> Packed:

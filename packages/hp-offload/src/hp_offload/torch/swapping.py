@@ -8,8 +8,6 @@ Note [What stays]
 from __future__ import annotations
 
 import contextlib
-import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,27 +16,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hp_offload.manager import Entry, GroupRun, SwapManager
+from hp_offload.groups import Entry, GroupRun
+from hp_offload.manager import SwapManager
 from hp_offload.policies import CheckpointPolicy, checked_swap_answer
 from hp_offload.torch.packed import Kept, Packed, changed, plain_torch, unpack, version_of
-from hp_offload.torch.sites import module_of
 
-__all__ = ["SwapRun", "name_of", "stays", "swapping"]
+__all__ = ["SwapRun", "stays", "swapping"]
 
 T = torch.Tensor
-_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_numbers = itertools.count()
 _native = torch._C._disabled_torch_dispatch_impl
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return a name that is the module's own, or the function's."""
-    module = module_of(function)
-    if module is None:
-        return getattr(function, "__qualname__", type(function).__name__)
-    if module not in _names:
-        _names[module] = f"{type(module).__name__}.{next(_numbers)}"
-    return _names[module]
 
 
 class _Swapped:
