@@ -32,15 +32,15 @@ def test_torch_knows_the_groups():
 def test_groups_made_elsewhere_are_reused():
     # a pair that no other test makes: ranks live on, and a set of ranks keeps the group that it has
     world, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 2])
-    groups = get_platform().groups
+    groups, barrier = get_platform().groups, get_platform().collectives.barrier
     assert groups.new_group([0, 1, 2]) is dist.group.WORLD
     if dist.get_rank() != 1:
         hp_platform.mark_created_groups([world, pair])
         assert groups.new_group([0, 1, 2]) is dist.group.WORLD
         assert groups.new_group([0, 2]) is pair
-        dist.barrier(pair)  # gloo: who destroys a group while a peer still connects to it breaks the peer
+        barrier(pair)  # gloo: a rank that destroys a group while a peer still connects to it breaks the peer
         groups.destroy(pair)
-    dist.barrier(world)
+    barrier(world)
     dist.destroy_process_group(world)
 
 
