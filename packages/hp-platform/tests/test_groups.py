@@ -7,6 +7,7 @@ import pytest
 
 import hp_platform
 from hp_platform import get_platform
+from hp_platform.extend import own_rank
 from hp_testing import as_array, as_tensor, on_ranks
 
 pytestmark = pytest.mark.device
@@ -18,7 +19,7 @@ def test_the_group_of_all_ranks_is_the_default_one(ranks):
     world = groups.new_group(range(ranks))
     assert groups.ranks() == groups.ranks(world) == list(range(ranks))
     assert groups.size() == groups.size(world) == ranks
-    assert groups.rank() == groups.rank(world)
+    assert groups.rank() == groups.rank(world) == own_rank()
     assert groups.backend() == groups.backend(world)
 
 
@@ -127,6 +128,7 @@ def test_bad_ranks_are_named():
 
 
 def test_without_a_default_group():
+    assert own_rank() == 0
     groups = get_platform().groups
     for call in (groups.rank, groups.size, groups.ranks, groups.backend, get_platform().collectives.barrier):
         with pytest.raises(RuntimeError, match=r"no default process group: call init_process_group\(\) first"):

@@ -22,7 +22,7 @@ from hp_dtensor.layout.spec import meshes as known_meshes
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.visualize import text_table
 from hp_platform import get_platform
-from hp_platform.extend import observers
+from hp_platform.extend import observers, own_rank
 
 __all__ = ["Collective", "CommDebugMode", "Names", "Total", "running"]
 
@@ -174,8 +174,7 @@ class CommDebugMode:
         Args:
             path: the JSON file.
         """
-        groups = get_platform().groups
-        rank = groups.rank() if groups.is_initialized() else 0
+        rank = own_rank()
         rows = {axis: row for row, axis in enumerate(dict.fromkeys(event.axis for event in self._events))}
         trace: list[dict[str, Any]] = [_label("process_name", rank, 0, f"rank {rank}")]
         trace += [_label("thread_name", rank, row, axis) for axis, row in rows.items()]

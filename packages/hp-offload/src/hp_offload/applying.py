@@ -9,6 +9,7 @@ from hp_offload.planning import plan_memory
 from hp_offload.policies import CheckpointPolicy
 from hp_offload.port import port
 from hp_offload.saved import MemoryPlan, Saved
+from hp_platform.extend import own_rank
 
 __all__ = ["apply_memory_plan", "fit_memory", "trace_saved"]
 
@@ -107,7 +108,7 @@ def _shared_plan(saved: Sequence[Saved], budget: int, bandwidth: float, in_fligh
     """Make a plan on rank 0 and return it on every rank."""
     failure: ValueError | None = None
     plan = MemoryPlan({}, 0, 0.0)
-    if port().rank() == 0:
+    if own_rank() == 0:
         try:
             plan = plan_memory(saved, budget, bandwidth, in_flight=in_flight)
         except ValueError as error:

@@ -127,10 +127,6 @@ class Port(Protocol):
         """Call an action once, with the arguments of the model's first call with gradients, before that call."""
         ...
 
-    def rank(self) -> int:
-        """Return this process's rank, 0 where there is no process group."""
-        ...
-
     def share(self, codes: list[int]) -> list[int]:
         """Return rank 0's codes on every rank; their number is the same everywhere."""
         ...

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["NS_VARIANTS", "Orthogonalization"]
 
@@ -93,6 +94,17 @@ class Orthogonalization:
             raise ValueError(f"Muon: ns_coefficients has {len(listed)} triples for {steps} steps; pass one, or {steps}")
         chosen = [*listed, *[listed[-1]] * steps][:steps]
         return Orthogonalization(tuple(chosen), float(epsilon), float(rms))
+
+    @staticmethod
+    def of_group(group: Mapping[str, Any]) -> Orthogonalization:
+        """Check and return what a parameter group of Muon's sets; see `of`."""
+        return Orthogonalization.of(
+            group["ns_variant"],
+            group["ns_coefficients"],
+            group["ns_steps"],
+            group["ns_epsilon"],
+            group["matched_adamw_rms"],
+        )
 
     def scale(self, rows: int, columns: int) -> float:
         """Return what the orthogonal matrix is multiplied by."""

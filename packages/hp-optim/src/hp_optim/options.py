@@ -6,7 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["broken_gradient", "check_number", "different_parameters", "parameter_names", "sparse_gradient"]
+__all__ = [
+    "broken_gradient",
+    "check_gradients",
+    "check_group",
+    "check_number",
+    "different_parameters",
+    "muon_defaults",
+    "parameter_names",
+    "sparse_gradient",
+]
 
 
 def check_number(caller: str, name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
@@ -25,6 +34,65 @@ def check_number(caller: str, name: str, value: Any, low: float = 0.0, below: fl
     if isinstance(value, (int, float)) and not low <= value < below:
         end = f" and less than {below:g}" if below < math.inf else ""
         raise ValueError(f"{caller}: {name} must be at least {low:g}{end}, got {value!r}")
+
+
+def check_group(caller: str, group: Mapping[str, Any], number: int) -> None:
+    """Raise for a parameter group without parameters, or with a hyperparameter that is out of its range.
+
+    Args:
+        caller: the optimizer, for the error.
+        group: with its hyperparameters.
+        number: of the group.
+
+    Raises:
+        ValueError: see above.
+    """
+    if not group["params"]:
+        raise ValueError(f"{caller}: group {number} has no parameters; leave it out")
+    for name in ("lr", "weight_decay"):
+        check_number(caller, name, group[name])
+    if "momentum" in group:
+        check_number(caller, "momentum", group["momentum"], below=1.0)
+
+
+def check_gradients(caller: str, gradients: int, parameters: int) -> None:
+    """Raise where there is not one gradient for each parameter, which a framework passes as a list.
+
+    Args:
+        caller: the optimizer, for the error.
+        gradients: how many there are.
+        parameters: how many there are.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
+    if gradients != parameters:
+        raise ValueError(f"{caller}: got {gradients} gradients for {parameters} parameters")
+
+
+def muon_defaults(
+    lr: Any,
+    weight_decay: float,
+    matched_adamw_rms: float,
+    momentum: float,
+    nesterov: bool,
+    ns_steps: int,
+    ns_variant: str,
+    ns_coefficients: Any,
+    ns_epsilon: float,
+) -> dict[str, Any]:
+    """Return the hyperparameters of a group of Muon's that sets none of its own."""
+    return {
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "matched_adamw_rms": matched_adamw_rms,
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "ns_steps": ns_steps,
+        "ns_variant": ns_variant,
+        "ns_coefficients": ns_coefficients,
+        "ns_epsilon": ns_epsilon,
+    }
 
 
 def parameter_names(group: Mapping[str, Any], number: int) -> list[str]:

@@ -1,12 +1,54 @@
-"""The ranks that exchange matrices."""
+"""How parameters lie on ranks, and the ranks that exchange matrices, as `hp_optim.ownership` needs them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from hp_dtensor import DeviceMesh
 from hp_dtensor.extend import axis_within
-from hp_platform import get_platform
+from hp_optim.newton_schulz import Orthogonalization
+from hp_optim.ownership import OwnerPlan, Placed, assign
+from hp_optim.rules import Matrix
+from hp_platform.extend import own_rank
 
-__all__ = ["own_rank", "world_of"]
+__all__ = ["owner_plan", "placed_as", "world_of"]
+
+
+def placed_as(
+    name: str, shape: Sequence[int], spec: Any, matrices: tuple[Matrix, ...], settings: Orthogonalization
+) -> Placed:
+    """Describe a parameter to the planner.
+
+    Args:
+        name: for errors.
+        shape: of a plain parameter; that of a DTensor is its spec's.
+        spec: of a DTensor; None for a plain parameter.
+        matrices: of which it is made.
+        settings: of its orthogonalization.
+
+    Raises:
+        ValueError: a partial parameter.
+    """
+    if spec is None:
+        return Placed(name, tuple(shape), matrices, (own_rank(),), (), (), settings)
+    if spec.partial:
+        raise ValueError(f"Muon: parameter {name!r} is placed {spec.placements}: reduce it before it is trained")
+    ranks = tuple(spec.mesh.ranks.reshape(-1).tolist())
+    return Placed(name, tuple(spec.shape), matrices, ranks, tuple(spec.mesh.shape), spec.placements, settings)
+
+
+def owner_plan(placed: Sequence[Placed], meshes: set[DeviceMesh]) -> OwnerPlan:
+    """Choose the owners of parameters' matrices.
+
+    Args:
+        placed: see `placed_as`.
+        meshes: of these parameters.
+
+    Raises:
+        ValueError: the meshes are parts of different meshes.
+    """
+    return assign(placed, world_of(meshes) or [own_rank()])
 
 
 def world_of(meshes: set[DeviceMesh]) -> list[int]:
@@ -23,12 +65,6 @@ def world_of(meshes: set[DeviceMesh]) -> list[int]:
         if all(other <= ranks for other in sets.values()):
             return sorted(ranks)
     return sorted(_around(meshes).ranks.reshape(-1).tolist()) if meshes else []
-
-
-def own_rank() -> int:
-    """Return this process's rank, 0 where there are no groups."""
-    groups = get_platform().groups
-    return groups.rank() if groups.is_initialized() else 0
 
 
 def _around(meshes: set[DeviceMesh]) -> DeviceMesh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hp_platform.groups import when_groups_end
+from hp_platform.groups import own_rank, when_groups_end
 from hp_platform.host import end_with_parent, watch_parent
 from hp_platform.observing import attribute_to, attributed_modules, observers
 from hp_platform.ports import (
@@ -29,6 +29,7 @@ __all__ = [
     "lazy_exports",
     "load_port",
     "observers",
+    "own_rank",
     "platform_name",
     "wanted_platform",
     "watch_parent",

@@ -20,7 +20,7 @@ from hp_platform.checks import (
 )
 from hp_platform.port import Group, port
 
-__all__ = ["groups_ended", "when_groups_end"]
+__all__ = ["groups_ended", "own_rank", "when_groups_end"]
 
 
 class _Registry:
@@ -250,10 +250,10 @@ def split_group(
     members = get_process_group_ranks(parent)
     children = read_split_ranks(split_ranks, len(members))
     check_child_backend(backend, get_backend(parent))
-    own_rank = rank()
+    this_rank = rank()
     for ranks_in_parent in children:
         key = tuple(sorted(members[index] for index in ranks_in_parent))
-        if own_rank in key:
+        if this_rank in key:
             return _of(key, pg_options, timeout, group_desc)
     return None
 
@@ -297,6 +297,11 @@ def get_group_local_rank(group: Group | None = None) -> int:
         group: None is the default group.
     """
     return port().groups.rank(default_group() if group is None else group)
+
+
+def own_rank() -> int:
+    """Return this process's global rank, 0 where there is no process group."""
+    return get_group_local_rank() if is_initialized() else 0
 
 
 def size(group: Group | None = None) -> int:

@@ -15,6 +15,7 @@ from hp_dtensor.mesh import axes as mesh_axes
 from hp_dtensor.mesh import groups as mesh_groups
 from hp_dtensor.mesh.axes import AxisLayout, axis_layouts, find_axis, read_names, read_ranks
 from hp_platform import get_platform
+from hp_platform.extend import own_rank
 
 __all__ = ["DeviceMesh", "get_current_mesh", "init_device_mesh"]
 
@@ -85,12 +86,10 @@ class DeviceMesh:
 
     def _locate(self) -> None:
         """Find this rank's coordinate; until there is a default group, use that of rank 0."""
-        groups = get_platform().groups
-        started = groups.is_initialized()
-        rank = groups.rank() if started else 0
+        rank = own_rank()
         position = np.argwhere(self.ranks == rank)
         self._coordinate = tuple(int(i) for i in position[0]) if len(position) else None
-        self._rank = rank if started else None
+        self._rank = rank if get_platform().groups.is_initialized() else None
 
     # ---- values ----
     def __eq__(self, other: object) -> bool:

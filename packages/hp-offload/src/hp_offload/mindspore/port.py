@@ -20,7 +20,6 @@ __all__ = [
     "checkpoint",
     "is_module",
     "is_tensor",
-    "rank",
     "run_excluded",
     "share",
     "swap",
@@ -153,11 +152,6 @@ def apply(model: Any, plan: Any) -> None:
 def before_first_step(model: Any, action: Any) -> None:
     """Refuse, as `trace`."""
     trace(model, (), {}, None)
-
-
-def rank() -> int:
-    """Return 0: no plan is shared here."""
-    return 0
 
 
 def share(codes: list[int]) -> list[int]:

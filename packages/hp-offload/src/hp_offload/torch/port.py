@@ -32,7 +32,6 @@ __all__ = [
     "checkpoint",
     "is_module",
     "is_tensor",
-    "rank",
     "run_excluded",
     "share",
     "swap",
@@ -180,12 +179,6 @@ def before_first_step(model: nn.Module, action: Callable[[tuple[Any, ...], dict[
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     waiting = type(own.__name__, (own,), {"__call__": call, **names})
     model.__class__ = waiting
-
-
-def rank() -> int:
-    """Return this process's rank, 0 where there is no process group."""
-    groups = get_platform().groups
-    return groups.rank() if groups.is_initialized() else 0
 
 
 def share(codes: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ from mindspore.experimental import optim
 from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.mindspore.extend import local_view
 from hp_optim.mindspore.muon import unnamed
-from hp_optim.options import check_number
+from hp_optim.options import check_gradients, check_group
 
 __all__ = ["AdamW"]
 
@@ -47,10 +47,7 @@ class AdamW(optim.AdamW):
     ) -> None:
         listed = unnamed(params)
         for number, group in enumerate(listed):
-            if not group["params"]:
-                raise ValueError(f"AdamW: group {number} has no parameters; leave it out")
-            check_number("AdamW", "lr", group.get("lr", lr))
-            check_number("AdamW", "weight_decay", group.get("weight_decay", weight_decay))
+            check_group("AdamW", {"lr": lr, "weight_decay": weight_decay, **group}, number)
         with SkipDTensorDispatch():
             super().__init__(listed, float(lr), betas, eps, float(weight_decay), amsgrad=amsgrad, maximize=maximize)
 
@@ -60,7 +57,6 @@ class AdamW(optim.AdamW):
         Args:
             gradients: of ``parameters``, in their order; DTensors of their layouts, or this rank's parts.
         """
-        if len(gradients) != len(self.parameters):
-            raise ValueError(f"AdamW: got {len(gradients)} gradients for {len(self.parameters)} parameters")
+        check_gradients("AdamW", len(gradients), len(self.parameters))
         with SkipDTensorDispatch():
             return super().construct(tuple(local_view(each) for each in gradients))

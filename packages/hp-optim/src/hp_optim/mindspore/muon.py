@@ -16,11 +16,12 @@ from hp_optim.head_wise import head_wise_rules
 from hp_optim.mindspore.exchange import Exchanger
 from hp_optim.mindspore.newton_schulz import compute_dtype, orthogonalize, scalar
 from hp_optim.newton_schulz import Orthogonalization
-from hp_optim.options import broken_gradient, check_number
-from hp_optim.ownership import Placed, assign
+from hp_optim.options import broken_gradient, check_gradients, check_group, muon_defaults
+from hp_optim.ownership import Placed
 from hp_optim.rules import MatrixRule, rule_of, split
-from hp_optim.world import own_rank, world_of
+from hp_optim.world import owner_plan, placed_as
 from hp_platform import get_platform
+from hp_platform.extend import own_rank
 
 __all__ = ["Muon", "unnamed"]
 
@@ -54,38 +55,25 @@ class Muon(Optimizer):
         rules: Sequence[MatrixRule] = (),
     ) -> None:
         rules = (*rules, *head_wise_rules(head_wise, head_dim, head_wise_patterns))
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "matched_adamw_rms": matched_adamw_rms,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "ns_variant": ns_variant,
-            "ns_coefficients": ns_coefficients,
-            "ns_epsilon": ns_epsilon,
-        }
+        defaults = muon_defaults(
+            lr,
+            weight_decay,
+            matched_adamw_rms,
+            momentum,
+            nesterov,
+            ns_steps,
+            ns_variant,
+            ns_coefficients,
+            ns_epsilon,
+        )
         listed = unnamed(params)
         for number, group in enumerate(listed):
-            if not group["params"]:
-                raise ValueError(f"Muon: group {number} has no parameters; leave it out")
-            for name in ("lr", "weight_decay"):
-                check_number("Muon", name, group.get(name, defaults[name]))
-            check_number("Muon", "momentum", group.get("momentum", momentum), below=1.0)
+            check_group("Muon", {**defaults, **group}, number)
         with SkipDTensorDispatch():
             super().__init__(listed, defaults)
         groups = [group for group in self.param_groups for _ in group["params"]]
-        placed: list[Placed] = []
-        for parameter, group in zip(self.parameters, groups):
-            settings = Orthogonalization.of(
-                group["ns_variant"],
-                group["ns_coefficients"],
-                group["ns_steps"],
-                group["ns_epsilon"],
-                group["matched_adamw_rms"],
-            )
-            placed.append(_placed(parameter, rules, settings))
-        self._placed, self._groups = placed, groups
+        self._placed = [_placed(each, rules, group) for each, group in zip(self.parameters, groups)]
+        self._groups = groups
         self.momentum_buffer = ParameterTuple(
             Parameter(ops.zeros_like(local_view(each)), name=f"momentum_buffer.{each.name}", requires_grad=False)
             for each in self.parameters
@@ -101,8 +89,7 @@ class Muon(Optimizer):
         Returns:
             Whether they were updated: False where a gradient is not finite on some rank.
         """
-        if len(gradients) != len(self.parameters):
-            raise ValueError(f"Muon: got {len(gradients)} gradients for {len(self.parameters)} parameters")
+        check_gradients("Muon", len(gradients), len(self.parameters))
         locals_ = [local_view(each) for each in gradients]
         with local_mode():
             if self._exchangers is None:
@@ -115,13 +102,13 @@ class Muon(Optimizer):
         sorted_: dict[Any, list[int]] = {}
         for number, parameter in enumerate(self.parameters):
             sorted_.setdefault(parameter.dtype, []).append(number)
-        world = world_of({p._spec.mesh for p in self.parameters if isinstance(p, DTensor)})
-        rank, made = own_rank(), []
+        meshes = {each._spec.mesh for each in self.parameters if isinstance(each, DTensor)}
+        exchangers = []
         for dtype, numbers in sorted_.items():
-            plan = assign([self._placed[number] for number in numbers], world or [rank])
+            plan = owner_plan([self._placed[number] for number in numbers], meshes)
             shapes = [tuple(self.momentum_buffer[number].shape) for number in numbers]
-            made.append((numbers, Exchanger(plan, rank, shapes, dtype)))
-        return made
+            exchangers.append((numbers, Exchanger(plan, own_rank(), shapes, dtype)))
+        return exchangers
 
     def _step(self, numbers: Sequence[int], exchanger: Exchanger, gradients: Sequence[Tensor]) -> bool:
         momenta, updates = [], []
@@ -165,13 +152,7 @@ def unnamed(params: Iterable[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _placed(parameter: Any, rules: Sequence[MatrixRule], settings: Orthogonalization) -> Placed:
+def _placed(parameter: Any, rules: Sequence[MatrixRule], group: dict[str, Any]) -> Placed:
     name, spec = parameter.name, parameter._spec if isinstance(parameter, DTensor) else None
-    shape = tuple(parameter.shape) if spec is None else tuple(spec.shape)
-    matrices = split(shape, rule_of(name, rules), name)
-    if spec is None:
-        return Placed(name, shape, matrices, (own_rank(),), (), (), settings)
-    if spec.partial:
-        raise ValueError(f"Muon: parameter {name!r} is placed {spec.placements}: reduce it before it is trained")
-    ranks = tuple(spec.mesh.ranks.reshape(-1).tolist())
-    return Placed(name, shape, matrices, ranks, tuple(spec.mesh.shape), spec.placements, settings)
+    shape = tuple(parameter.shape if spec is None else spec.shape)
+    return placed_as(name, shape, spec, split(shape, rule_of(name, rules), name), Orthogonalization.of_group(group))

@@ -12,13 +12,14 @@ from torch.optim.optimizer import Optimizer
 
 from hp_optim.head_wise import head_wise_rules
 from hp_optim.newton_schulz import Orthogonalization
-from hp_optim.options import broken_gradient, check_number, parameter_names, sparse_gradient
+from hp_optim.options import broken_gradient, check_group, muon_defaults, parameter_names, sparse_gradient
 from hp_optim.ownership import Placed
 from hp_optim.rules import MatrixRule, rule_of, split
 from hp_optim.torch.agreement import check_alike
 from hp_optim.torch.exchange import Exchanger, Flags
 from hp_optim.torch.layouts import is_distributed, local_device, placed_on, plan_for
 from hp_optim.torch.newton_schulz import compute_dtype, orthogonalize
+from hp_platform.extend import own_rank
 
 __all__ = ["Muon"]
 
@@ -89,17 +90,17 @@ class Muon(Optimizer):
         self._rules = (*rules, *head_wise_rules(head_wise, head_dim, head_wise_patterns))
         self._buckets: list[_Bucket] | None = None
         self._matrices: dict[torch.Tensor, Any] = {}
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "matched_adamw_rms": matched_adamw_rms,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "ns_variant": ns_variant,
-            "ns_coefficients": ns_coefficients,
-            "ns_epsilon": ns_epsilon,
-        }
+        defaults = muon_defaults(
+            lr,
+            weight_decay,
+            matched_adamw_rms,
+            momentum,
+            nesterov,
+            ns_steps,
+            ns_variant,
+            ns_coefficients,
+            ns_epsilon,
+        )
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -119,12 +120,8 @@ class Muon(Optimizer):
 
     def _take(self, group: dict[str, Any], number: int) -> None:
         """Check a group and make its states."""
-        if not group["params"]:
-            raise ValueError(f"Muon: group {number} has no parameters; leave it out")
-        for name in ("lr", "weight_decay"):
-            check_number("Muon", name, group[name])
-        check_number("Muon", "momentum", group["momentum"], below=1.0)
-        _settings(group)
+        check_group("Muon", group, number)
+        settings = Orthogonalization.of_group(group)
         names = parameter_names(group, number)
         if self._rules and "param_names" not in group:
             raise ValueError(
@@ -133,8 +130,8 @@ class Muon(Optimizer):
             )
         matrices = {}
         for name, parameter in zip(names, group["params"]):
-            placed_on(parameter, name)
             matrices[parameter] = split(parameter.shape, rule_of(name, self._rules), name)
+            placed_on(parameter, name, matrices[parameter], settings)
         self._matrices.update(matrices)
         self._make_states(group)
 
@@ -178,16 +175,6 @@ class Muon(Optimizer):
         return [_Bucket(members, self.state, self._matrices) for members in sorted_.values()]
 
 
-def _settings(group: dict[str, Any]) -> Orthogonalization:
-    return Orthogonalization.of(
-        group["ns_variant"],
-        group["ns_coefficients"],
-        group["ns_steps"],
-        group["ns_epsilon"],
-        group["matched_adamw_rms"],
-    )
-
-
 class _Bucket:
     """Parameters of one dtype that are exchanged together.
 
@@ -208,7 +195,7 @@ class _Bucket:
 
     def step(self) -> None:
         """Update them. DTensors count as their local tensors here."""
-        settings = {id(group): _settings(group) for group, _, _ in self.members}
+        settings = {id(group): Orthogonalization.of_group(group) for group, _, _ in self.members}
         # Where ranks exchange matrices, they can't know which gradients the others have.
         trains = [p.requires_grad and (self.distributed or p.grad is not None) for _, _, p in self.members]
         if self.planned != (trains, settings):
@@ -240,10 +227,10 @@ class _Bucket:
             placed_on(parameter, name, self.matrices[parameter], settings[id(group)])
             for group, name, parameter in active
         ]
-        plan, rank, device = plan_for(placed, self.parameters)
+        plan, device = plan_for(placed, self.parameters)
         check_alike(plan, device)
         shapes = [tuple(parameter.shape) for parameter in self.parameters]
-        self.exchanger = Exchanger(plan, rank, shapes, self.parameters[0].dtype, device)
+        self.exchanger = Exchanger(plan, own_rank(), shapes, self.parameters[0].dtype, device)
         self.batches = self.exchanger.exchange.batches
         self.here = [at for at, parameter in enumerate(self.parameters) if parameter.numel()]
 
