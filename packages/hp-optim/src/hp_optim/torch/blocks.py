@@ -1,0 +1,230 @@
+"""Blocks of an elementwise optimizer: parameters of one group and dtype, and the memory of their states.
+
+Note [Runs]
+    The parameters of a group in `hp_fsdp.fully_shard` look into one buffer, and so do their gradients. Where two
+    parameters touch, and their gradients touch in the same way, they are one *run*, which one entry of one fused call
+    updates: a bucket of two hundred parameters costs what a single tensor does. States always lie in one buffer, in the
+    order of the parameters, of which ``state`` has views. Any other parameters are runs of their own.
+"""
+
+from __future__ import annotations
+
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+
+from hp_dtensor.torch.extend import DTensor, wrap
+from hp_optim.options import sparse_gradient
+from hp_optim.torch.runs import Runs
+
+__all__ = ["Block"]
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_data_ptr = torch.Tensor.data_ptr
+_is_contiguous = torch.Tensor.is_contiguous
+_FUSED = ("cpu", "cuda")
+
+
+class Block:
+    """The parameters of a group with one dtype on one device, and their states in one buffer each.
+
+    Args:
+        group: hyperparameters, read at each step.
+        parameters: in the group's order; DTensors count as their local tensors here.
+        names: of the parameters.
+        state: the optimizer's; what is in it is copied, and replaced by views.
+    """
+
+    def __init__(self, group: dict[str, Any], parameters: list[torch.Tensor], names: list[str], state: Any) -> None:
+        self.group, self.parameters, self.names = group, parameters, names
+        self.keys = ["exp_avg", "exp_avg_sq"]
+        if group["amsgrad"] or any("max_exp_avg_sq" in state.get(parameter, ()) for parameter in parameters):
+            self.keys.append("max_exp_avg_sq")
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.offsets = [0]
+        for size in self.sizes:
+            self.offsets.append(self.offsets[-1] + size)
+        device = parameters[0].device
+        self.itemsize = parameters[0].element_size()
+        self.flat = {key: torch.zeros(self.offsets[-1], dtype=parameters[0].dtype, device=device) for key in self.keys}
+        self.fused = _fused(group, device)
+        self.steps = torch.zeros(len(parameters), device=device if self.fused else "cpu")
+        self.states = [state[parameter] for parameter in parameters]
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Put views into the state, with the values that it had."""
+        self.contiguous = all(map(_is_contiguous, self.parameters))
+        self.strides = [parameter.stride() for parameter in self.parameters]
+        self.cuts: list[int] | None = None
+        self.cut_places: list[int] = []
+        self.kinds: list[type] = []
+        self.views: dict[str, list[torch.Tensor]] = {key: [] for key in (*self.keys, "step")}
+        for number, (parameter, state) in enumerate(zip(self.parameters, self.states)):
+            strides = parameter.stride() if _dense(parameter) else None
+            for key in self.keys:
+                place = self.flat[key][self.offsets[number] : self.offsets[number + 1]]
+                view = place.view(parameter.shape)
+                if strides is not None and self.sizes[number]:
+                    view = place.as_strided(parameter.shape, strides, place.storage_offset())
+                if key in state:
+                    view.copy_(state[key])
+                state[key] = wrap(view, parameter._spec) if isinstance(parameter, DTensor) else view
+                self.views[key].append(state[key])
+            counter = self.steps[number]
+            if "step" in state:
+                counter.copy_(torch.as_tensor(state["step"]))
+            state["step"] = counter
+            self.views["step"].append(counter)
+        self._note_steps()
+
+    def _note_steps(self) -> None:
+        self.counts: list[float] = self.steps.tolist()
+
+    def _adopt(self) -> None:
+        """Take over states that were set from outside, and memory in which elements lie in another order."""
+        if not self.contiguous or not all(map(_is_contiguous, self.parameters)):
+            if [parameter.stride() for parameter in self.parameters] != self.strides:
+                self.flat = {key: torch.zeros_like(flat) for key, flat in self.flat.items()}
+                self._lay_out()
+        for key, views in self.views.items():
+            if not all(map(is_, map(itemgetter(key), self.states), views)):
+                for state, view in zip(self.states, views):
+                    if state[key] is not view:
+                        view.copy_(torch.as_tensor(state[key]).to(view.dtype))
+                        state[key] = view
+                self._note_steps()
+                self.cuts = None
+
+    def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
+        """Update the parameters that have gradients.
+
+        Args:
+            scale: what the gradients are divided by; see ``torch.amp.GradScaler``.
+            found: one where some gradient is not finite, which leaves everything as it is.
+        """
+        self._adopt()
+        gradients: list[Any] = list(map(_get_grad, self.parameters))
+        kinds = list(map(type, gradients))
+        if kinds != self.kinds:
+            self._note_present(kinds, gradients)
+        if self.group["amsgrad"] and len(self.keys) == 2:
+            self._add_largest()
+        self._count()
+        if self.present:
+            chosen = [gradients[at] for at in self.present]
+            if not self.contiguous or not all(map(_is_contiguous, chosen)):
+                chosen = self._like_parameters(self.present, chosen)
+            runs = self._runs(chosen)
+            parts = [
+                torch.as_strided(chosen[first], (size,), (1,), chosen[first].storage_offset())
+                for first, size in zip(runs.first, runs.sizes)
+            ]
+            runs.update(parts, self.group, self.fused, scale, found)
+        if found is not None:
+            self.steps -= self.counted * found.to(self.steps.device)
+            if not self.all_present:
+                self._note_steps()
+
+    def _note_present(self, kinds: list[type], gradients: list[Any]) -> None:
+        """Take note of which parameters have gradients."""
+        for name, gradient in zip(self.names, gradients):
+            if gradient is not None and gradient.is_sparse:
+                raise sparse_gradient("AdamW", name)
+        self.kinds = kinds
+        self.have = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        self.present = [at for at in self.have if self.sizes[at]]
+        self.all_present = len(self.have) == len(gradients)
+        self.counted = torch.zeros_like(self.steps)
+        self.counted[self.have] = 1
+        self.cuts = None
+
+    def _count(self) -> None:
+        """Count a step of the parameters that have gradients."""
+        self.steps += self.counted
+        if not self.all_present:  # else all are as far from each other as before
+            for at in self.have:
+                self.counts[at] += 1
+
+    def _like_parameters(self, present: list[int], gradients: list[Any]) -> list[Any]:
+        """Return gradients whose elements lie in memory as the parameters' do."""
+        made = []
+        for at, gradient in zip(present, gradients):
+            parameter = self.parameters[at]
+            strides = parameter.stride() if _dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+            if gradient.stride() != strides:
+                copy = torch.empty_strided(parameter.shape, strides, dtype=gradient.dtype, device=gradient.device)
+                gradient = copy.copy_(gradient)
+            made.append(gradient)
+        return made
+
+    def _add_largest(self) -> None:
+        """Make the state that ``amsgrad`` needs, which was switched on."""
+        self.keys.append("max_exp_avg_sq")
+        self.flat["max_exp_avg_sq"] = torch.zeros_like(self.flat["exp_avg_sq"])
+        self._lay_out()
+
+    def _runs(self, gradients: list[Any]) -> Runs:
+        """Join parameters that touch, whose gradients touch in the same way; see Note [Runs]."""
+        places = list(map(_data_ptr, map(self.parameters.__getitem__, self.present)))
+        others = list(map(_data_ptr, gradients))
+        if self.cuts is not None and places == self.places:
+            if [other - others[n] for other, n in zip(others, self.starts)] == self.distances:
+                return self.runs
+        cuts = self._cuts(places, [other - place for other, place in zip(others, places)])
+        self.places = places
+        self.starts = [start for start, stop in zip(cuts, [*cuts[1:], len(places)]) for _ in range(start, stop)]
+        self.distances = [other - others[n] for other, n in zip(others, self.starts)]
+        if cuts != self.cuts or places != self.cut_places:
+            self.runs = self._joined(cuts)
+            self.cut_places = places
+        self.cuts = cuts
+        return self.runs
+
+    def _cuts(self, places: list[int], distances: list[int]) -> list[int]:
+        """List where runs begin: parameters, counted among those with gradients."""
+        cuts = [0]
+        for n in range(1, len(places)):
+            at, before = self.present[n], self.present[n - 1]
+            if (
+                distances[n] != distances[n - 1]
+                or places[n] != places[n - 1] + self.sizes[before] * self.itemsize
+                or self.offsets[at] != self.offsets[before + 1]
+                or self.counts[at] != self.counts[before]
+            ):
+                cuts.append(n)
+        return cuts
+
+    def _joined(self, cuts: list[int]) -> Runs:
+        """Return the runs that begin at these parameters, counted among those with gradients."""
+        memory, steps = [], []
+        for start, stop in zip(cuts, [*cuts[1:], len(self.present)]):
+            first, last = self.present[start], self.present[stop - 1]
+            low, high = self.offsets[first], self.offsets[last + 1]
+            parameter = self.parameters[first]
+            if not _dense(parameter):
+                raise RuntimeError(
+                    f"AdamW: the elements of parameter {self.names[first]!r} are not next to each other in memory"
+                    f" (shape {tuple(parameter.shape)}, strides {parameter.stride()}). Make it contiguous"
+                )
+            own = torch.as_strided(parameter, (high - low,), (1,), parameter.storage_offset())
+            memory.append([own, *(self.flat[key][low:high] for key in self.keys)])
+            steps.append(self.steps[first])
+        return Runs.of(cuts, memory, steps)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements fill their memory, in any order of the dims."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride()), key=lambda each: each[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _fused(group: dict[str, Any], device: torch.device) -> bool:
+    if group["fused"] is not None:
+        return bool(group["fused"])
+    return not group["foreach"] and device.type in _FUSED
