@@ -40,23 +40,23 @@ def distribute_tensor(
     """
     maker, what = port.creation(), "distribute_tensor"
     device_type = maker.check_whole(tensor)
-    mesh, wanted = _layout(device_mesh, placements, len(tensor.shape), what, device_type)
+    mesh, target = _layout(device_mesh, placements, len(tensor.shape), what, device_type)
     maker.check_mesh(mesh, what)
     if isinstance(tensor, port.tensors().DTensor):
         if tensor._spec.mesh != mesh:
             raise ValueError(f"distribute_tensor: the DTensor is on {tensor._spec.mesh}, not on {mesh}")
-        return tensor.redistribute(mesh, wanted)
+        return tensor.redistribute(mesh, target)
     if (detach := maker.detaches(tensor)) is not None:
         refuse_cut_graph(tuple(tensor.shape), detach)
-    return maker.shard(tensor, TensorSpec.of(mesh, wanted, tuple(tensor.shape)), src_data_rank)
+    return maker.shard(tensor, TensorSpec.of(mesh, target, tuple(tensor.shape)), src_data_rank)
 
 
 def _layout(
     device_mesh: Any, placements: Any, ndim: int, what: str, device_type: str | None = None
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     current = None if device_mesh is not None else get_current_mesh()
-    mesh, wanted = as_placements(device_mesh, placements, current, what, device_type)
-    return mesh, normalize(wanted, mesh, ndim, what)
+    mesh, target = as_placements(device_mesh, placements, current, what, device_type)
+    return mesh, normalize(target, mesh, ndim, what)
 
 
 def broadcast(whole: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
@@ -108,10 +108,10 @@ def _make(
     what: str, size: Any, dtype: Any, device_mesh: Any, placements: Any, requires_grad: bool, value: Any = None
 ) -> Any:
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(int(s) for s in size)
-    mesh, wanted = _layout(device_mesh, placements, len(shape), what)
-    if any(placement.is_partial() for placement in wanted):
-        raise ValueError(f"{what}: placements {wanted} hold a Partial; make the tensor replicated or sharded")
-    return port.creation().make(what, TensorSpec.of(mesh, wanted, shape), dtype, requires_grad, value)
+    mesh, target = _layout(device_mesh, placements, len(shape), what)
+    if any(placement.is_partial() for placement in target):
+        raise ValueError(f"{what}: placements {target} hold a Partial; make the tensor replicated or sharded")
+    return port.creation().make(what, TensorSpec.of(mesh, target, shape), dtype, requires_grad, value)
 
 
 def zeros(

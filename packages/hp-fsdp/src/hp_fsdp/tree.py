@@ -39,17 +39,17 @@ def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], Iter
         if isinstance(tree, kind):
             return function(tree)
         if isinstance(tree, (tuple, list)):
-            made = []
+            items = []
             same = True
             for item in tree:
                 new = function(item) if isinstance(item, kind) else map_tensors(function, item)
                 same = same and new is item
-                made.append(new)
+                items.append(new)
             if same:
                 return tree
             if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-                return type(tree)(*made)
-            return type(tree)(made)
+                return type(tree)(*items)
+            return type(tree)(items)
         if isinstance(tree, MutableMapping):
             changed = {key: new for key, old in tree.items() if (new := map_tensors(function, old)) is not old}
             if not changed:
@@ -63,10 +63,10 @@ def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], Iter
             changed = {name: new for name, old in pairs if (new := map_tensors(function, old)) is not old}
             if not changed:
                 return tree
-            made = copy.copy(tree)
+            copied = copy.copy(tree)
             for name, new in changed.items():
-                object.__setattr__(made, name, new)
-            return made
+                object.__setattr__(copied, name, new)
+            return copied
         return tree
 
     return map_tensors, tensors

@@ -199,17 +199,17 @@ class RowwiseParallel(ParallelStyle):
         if kind in ("linear", "transposed"):
             dim = 1 if kind == "linear" else 0
             f.partition(module, device_mesh, {"weight": (Shard(dim),)}, self.src_data_rank)
-            given, desired = self.input_layouts or Shard(-1), Shard(-1)
+            current, desired = self.input_layouts or Shard(-1), Shard(-1)
         elif kind == "embedding":
             f.partition(module, device_mesh, {"weight": (Shard(0),)}, self.src_data_rank)
-            given, desired = self.input_layouts or Replicate(), Replicate()
+            current, desired = self.input_layouts or Replicate(), Replicate()
         else:
             raise NotImplementedError(
                 f"RowwiseParallel shards Linear and Embedding modules, got {f.described(module)}; name the Linear"
                 " modules inside it, or write a ParallelStyle with its own apply()"
             )
         claim(module, self)
-        on_input(module, device_mesh, given, desired, f.input_features(module))
+        on_input(module, device_mesh, current, desired, f.input_features(module))
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 

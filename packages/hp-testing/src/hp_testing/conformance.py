@@ -24,10 +24,10 @@ def mismatches(protocol: type, implementation: Any) -> list[str]:
         if actual is None:
             found.append(f"{name}: missing")
         elif inspect.isfunction(declared):
-            wanted, given = _parameters(declared)[1:], _parameters(actual)
-            same = [each[:2] for each in given[: len(wanted)]] == [each[:2] for each in wanted]
-            if not same or not all(optional for *_, optional in given[len(wanted) :]):
-                found.append(f"{name}: takes {_names(given)}, the protocol says {_names(wanted)}")
+            expected, names = _parameters(declared)[1:], _parameters(actual)
+            same = [each[:2] for each in names[: len(expected)]] == [each[:2] for each in expected]
+            if not same or not all(optional for *_, optional in names[len(expected) :]):
+                found.append(f"{name}: takes {_names(names)}, the protocol says {_names(expected)}")
     return found
 
 

@@ -44,9 +44,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config = cast(pytest.Config, pluginmanager.get_plugin("pytestconfig"))
     with contextlib.suppress(pytest.UsageError):  # pytest reports it when it parses all arguments
         options = copy.copy(config.option)  # a worker of pytest-xdist has them from here, and no arguments
-        known = parser.parse_known_args([str(argument) for argument in config.invocation_params.args], options)
+        parsed = parser.parse_known_args([str(argument) for argument in config.invocation_params.args], options)
         with _terminal(pluginmanager):
-            target.select(known.backend)
+            target.select(parsed.backend)
 
 
 def _terminal(pluginmanager: pytest.PytestPluginManager) -> contextlib.AbstractContextManager[None]:
@@ -106,9 +106,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if backend != NEUTRAL and neutral.setdefault(item.path, uses_none(item.path)):
             item.add_marker(pytest.mark.skip(reason=ELSEWHERE))
-        wanted = [mark.args[0] for mark in item.iter_markers("framework")]
-        if wanted and selected not in wanted:
-            item.add_marker(pytest.mark.skip(reason=f"for {TITLES[wanted[0]]} only"))
+        frameworks = [mark.args[0] for mark in item.iter_markers("framework")]
+        if frameworks and selected not in frameworks:
+            item.add_marker(pytest.mark.skip(reason=f"for {TITLES[frameworks[0]]} only"))
         for mark in item.iter_markers("not_on"):
             if unknown := set(mark.args) - set(target.TARGETS):
                 raise pytest.UsageError(f"{item.nodeid}: not_on names no backend with {sorted(unknown)}")

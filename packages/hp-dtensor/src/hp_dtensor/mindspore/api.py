@@ -41,11 +41,11 @@ def from_local(
 ) -> DTensor:
     """See ``DTensor.from_local``."""
     check_local(local, DTensor, Tensor)
-    mesh, wanted = as_placements(
+    mesh, target = as_placements(
         device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "from_local", _kind()
     )
     recorded = grad_enabled() and bool(local._requires_grad)
-    spec = layout_of(tuple(local.shape), mesh, wanted, shape, recorded)
+    spec = layout_of(tuple(local.shape), mesh, target, shape, recorded)
     check_inside(mesh, "from_local")
     check_part(tuple(local.shape), spec)
     if run_check:
@@ -121,8 +121,8 @@ def distribute_parameter(
     Raises:
         ValueError: placements that do not fit.
     """
-    wanted = normalize(placements, device_mesh, parameter.ndim, f"parameter {parameter.name!r}")
-    spec = TensorSpec.of(device_mesh, wanted, tuple(parameter.shape))
+    normalized = normalize(placements, device_mesh, parameter.ndim, f"parameter {parameter.name!r}")
+    spec = TensorSpec.of(device_mesh, normalized, tuple(parameter.shape))
     if isinstance(parameter, DTensor):
         if parameter._spec.mesh != device_mesh:
             raise ValueError(f"parameter {parameter.name!r} is on {parameter._spec.mesh}, not on {device_mesh}")

@@ -49,14 +49,14 @@ def from_local(
     refuse_foreign(local, "from_local")
     check_local(local, DTensor, torch.Tensor)
     view, local = whole_of(local)
-    mesh, wanted = as_placements(
+    mesh, target = as_placements(
         device_mesh,
         placements,
         None if device_mesh is not None else get_current_mesh(),
         "from_local",
         local.device.type,
     )
-    spec = layout_of(tuple(local.shape), mesh, wanted, shape, local.requires_grad)
+    spec = layout_of(tuple(local.shape), mesh, target, shape, local.requires_grad)
     if local.device.type != mesh.device_type and not local.is_meta:
         local = local.to(mesh.device_type)
     if mesh.get_coordinate() is None:
@@ -66,8 +66,8 @@ def from_local(
     if run_check:
         _check(local, spec)
     gradient = gradient_layout(spec, grad_placements)
-    made = wrap(local.view_as(local) if gradient is None else gradient_as(local, spec, gradient), spec)
-    return made if view is None else shares(made, view)
+    result = wrap(local.view_as(local) if gradient is None else gradient_as(local, spec, gradient), spec)
+    return result if view is None else shares(result, view)
 
 
 def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -150,32 +150,32 @@ def _keep_identity(module: torch.nn.Module, before: Mapping[str, torch.nn.Parame
             continue
         if isinstance(old, DTensor) and old._spec is not new._spec:
             continue
-        made, trains, gone = wrap(local_view(new), new._spec), new.requires_grad, weakref.ref(new)
+        sharded, trains, reference = wrap(local_view(new), new._spec), new.requires_grad, weakref.ref(new)
         module._parameters[name] = old
         del new
-        if (held := gone()) is not None:
-            module._parameters[name] = held  # type: ignore[assignment]
+        if (holder := reference()) is not None:
+            module._parameters[name] = holder  # type: ignore[assignment]
             continue
         gradient, old.grad = old.grad, None
-        become(old, made)
+        become(old, sharded)
         old.requires_grad_(trains)
         if gradient is not None:
-            old.grad = distribute_tensor(gradient.detach(), made.device_mesh, made.placements)
+            old.grad = distribute_tensor(gradient.detach(), sharded.device_mesh, sharded.placements)
 
 
-def become(parameter: torch.nn.Parameter, made: DTensor) -> None:
-    """Turn a parameter, which stays the same object for optimizers and lists, into the DTensor ``made``.
+def become(parameter: torch.nn.Parameter, sharded: DTensor) -> None:
+    """Turn a parameter, which stays the same object for optimizers and lists, into the DTensor ``sharded``.
 
     Args:
         parameter: a leaf, plain or a DTensor of another layout.
-        made: of the same dtype; its memory is the parameter's afterwards.
+        sharded: of the same dtype; its memory is the parameter's afterwards.
     """
     hooks = None if isinstance(parameter, DTensor) else parameter._backward_hooks
     with torch._C.DisableTorchFunctionSubclass():
-        parameter.data = local_view(made)
+        parameter.data = local_view(sharded)
     for name in OWN:  # what belongs to the memory that it had
         vars(parameter).pop(name, None)
-    leaf = wrap(parameter, made._spec)
+    leaf = wrap(parameter, sharded._spec)
     leaf._is_param = True  # type: ignore[attr-defined]
     for key in hooks or ():  # they are for gradients of this object, which are DTensors now
         hooks[key] = on_local_gradient(leaf, hooks[key])  # type: ignore[index]
@@ -198,11 +198,11 @@ def distribute_parameter(
         placements: one an axis.
         src_data_rank: see ``distribute_tensor``.
     """
-    made, gradient = distribute_tensor(parameter.data, mesh, placements, src_data_rank=src_data_rank), parameter.grad
+    sharded, gradient = distribute_tensor(parameter.data, mesh, placements, src_data_rank=src_data_rank), parameter.grad
     if gradient is not None:
         gradient = distribute_tensor(gradient.detach(), mesh, placements, src_data_rank=src_data_rank)
     parameter.grad = None
-    become(parameter, made)
+    become(parameter, sharded)
     parameter.grad = gradient
 
 

@@ -86,8 +86,8 @@ def _problem(use: Use) -> str | None:
             return _misfit(name, value, use.call)
     if use.call is not None and schemas and not any(_fits(schema, *use.call) for schema in schemas):
         count, keywords = use.call
-        known = "; ".join(str(schema) for schema in schemas)
-        return f"{name} does not take {count} positional arguments and the keywords {list(keywords)}: {known}"
+        declared = "; ".join(str(schema) for schema in schemas)
+        return f"{name} does not take {count} positional arguments and the keywords {list(keywords)}: {declared}"
     return None
 
 
@@ -102,11 +102,11 @@ def _schemas(use: Use) -> list[Any]:
 
 def _fits(schema: Any, count: int, keywords: tuple[str, ...]) -> bool:
     positional = [argument for argument in schema.arguments if not argument.kwarg_only]
-    given = {argument.name for argument in positional[:count]} | set(keywords)
+    passed = {argument.name for argument in positional[:count]} | set(keywords)
     needed = {argument.name for argument in schema.arguments if not argument.has_default_value()}
     doubled = {argument.name for argument in positional[:count]} & set(keywords)
     names = {argument.name for argument in schema.arguments}
-    return count <= len(positional) and given <= names and needed <= given and not doubled
+    return count <= len(positional) and passed <= names and needed <= passed and not doubled
 
 
 def _misfit(name: str, value: Any, call: tuple[int, tuple[str, ...]]) -> str | None:

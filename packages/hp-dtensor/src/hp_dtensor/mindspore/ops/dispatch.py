@@ -45,8 +45,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) == 3 and isinstance(args[0], Primitive) and isinstance(args[1], str):
         prim, name, values = args
 
-        def run(given: Sequence[Any], named: dict[str, Any]) -> Any:
-            return func(prim, name, tuple(given))
+        def run(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+            return func(prim, name, tuple(arguments))
 
         return run_kernel(name, run, tuple(values), {}, _attributes(prim))
     return run_kernel(func.name, lambda given, named: func(*given, **named), tuple(args), dict(kwargs))
@@ -92,12 +92,12 @@ def run_kernel(
             return found
     if name in DRAWING:
         return draw(run, args, kwargs)
-    made = _make(Call(run, args, kwargs, name, dict(attributes)))
+    plan = _make(Call(run, args, kwargs, name, dict(attributes)))
     if key is not None:
         if len(_PLANS) > _LIMIT:
             _PLANS.clear()
-        _PLANS[key] = made
-    return made.run(run, args, kwargs)
+        _PLANS[key] = plan
+    return plan.run(run, args, kwargs)
 
 
 def _part(value: Any) -> Any:
@@ -121,9 +121,9 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Plain tensors as replicated DTensors: those of one element always, others where the user said so."""
-    given = list(_tensors((*args, *kwargs.values())))
-    some = next(tensor for tensor in given if isinstance(tensor, DTensor))
-    if all(isinstance(tensor, DTensor) for tensor in given):
+    tensors = list(_tensors((*args, *kwargs.values())))
+    some = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
+    if all(isinstance(tensor, DTensor) for tensor in tensors):
         return args, kwargs
     mesh = some._spec.mesh
 
@@ -155,8 +155,8 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
 
 def _make(call: Call) -> Plan:
     binding = BINDINGS.get(call.name)
-    given = [t for t in _tensors((*call.args, *call.kwargs.values())) if isinstance(t, DTensor)]
-    shown = ", ".join(f"{t._spec.shape} {t._spec.placements}" for t in given)
+    operands = [t for t in _tensors((*call.args, *call.kwargs.values())) if isinstance(t, DTensor)]
+    shown = ", ".join(f"{t._spec.shape} {t._spec.placements}" for t in operands)
     if binding is None:
         raise NotImplementedError(
             f"no sharding rule for MindSpore's kernel {call.name} (DTensors: {shown}). Bind it in"
@@ -164,7 +164,7 @@ def _make(call: Call) -> Plan:
             f" is right on parts, say so: @hp_dtensor.register_sharding({call.name!r}) on a function of its arguments"
             " that returns pairs of placements, such as [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(0)])]"
         )
-    mesh_of(call.name, given)
+    mesh_of(call.name, operands)
     try:
         return make_plan(call, binding)
     except NoLegalPlacement as error:
@@ -187,8 +187,8 @@ def install() -> None:
             for value in args:
                 if isinstance(value, (list, tuple)) and any(isinstance(v, DTensor) for v in value):
                     named = {"axis": obj.attrs["axis"]} if "axis" in obj.attrs else {}
-                    given = tuple(args)
-                    return run_kernel(op_name, lambda a, _: plain(obj, op_name, a), given, named, _attributes(obj))
+                    arguments = tuple(args)
+                    return run_kernel(op_name, lambda a, _: plain(obj, op_name, a), arguments, named, _attributes(obj))
         return plain(obj, op_name, args)
 
     run_op._of_dtensors = True  # type: ignore[attr-defined]

@@ -37,8 +37,8 @@ def extreme(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     Returns:
         The result, cut as what is left of the tensor; None where the kernel's rule is to be used.
     """
-    given: tuple[Any, ...] = (*args, None, False)
-    x, dim, keep = given[:3]
+    padded: tuple[Any, ...] = (*args, None, False)
+    x, dim, keep = padded[:3]
     spec = x._spec
     if kwargs or isinstance(dim, Tensor) or not x.is_floating_point():
         return None
@@ -54,18 +54,18 @@ def extreme(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     with local_mode():
         here = ops.stop_gradient(x)
         found = ops.amax(here, dims, True) if name == "ReduceMax" else ops.amin(here, dims, True)
-    made = type(spec).of(spec.mesh, parts, kept)
-    top = redistribute(wrap(ops.stop_gradient(found), made), made.with_placements(whole))
+    partial = type(spec).of(spec.mesh, parts, kept)
+    top = redistribute(wrap(ops.stop_gradient(found), partial), partial.with_placements(whole))
     at = ops.equal(x, top)
     count = at.astype(x.dtype).sum(dims, keepdims=bool(keep))
     return ops.where(at, x, ops.zeros_like(x)).sum(dims, keepdims=bool(keep)) / count
 
 
 def _coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    made: list[tuple[int, ...]] = [()]
+    coordinates: list[tuple[int, ...]] = [()]
     for size in sizes:
-        made = [(*at, i) for at in made for i in range(size)]
-    return made
+        coordinates = [(*at, i) for at in coordinates for i in range(size)]
+    return coordinates
 
 
 def looked_up(call: Any) -> Any:
@@ -86,15 +86,15 @@ def looked_up(call: Any) -> Any:
     on_host = get_platform().devices.kind == "cpu"
 
     def run(args: Any, kwargs: Any) -> Any:
-        given = args[2]
-        if on_host and math.prod(given.shape):
-            values = given.asnumpy()
+        indices = args[2]
+        if on_host and math.prod(indices.shape):
+            values = indices.asnumpy()
             wrong = values[(values < -count) | (values >= count)]
             if wrong.size:
                 raise RuntimeError(
                     f"GatherD: the indices should be in the range [{-count}, {count}), but got {wrong[0]}"
                 )
-        index = given.astype(mindspore.int32)
+        index = indices.astype(mindspore.int32)
         index = index + count * (index < 0).astype(mindspore.int32) - start
         inside = mint.logical_and(index >= 0, index < size).astype(mindspore.int32)
         return ops.gather_d(args[0], dim, index * inside) * inside.astype(args[0].dtype)

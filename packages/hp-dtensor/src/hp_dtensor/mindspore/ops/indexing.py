@@ -48,18 +48,18 @@ def _items(call: Call) -> list[Any]:
 
 
 def _shape(call: Call) -> list[tuple[int, ...]]:
-    made, dim = [], 0
+    sizes, dim = [], 0
     for item in _items(call):
         if item is None:
-            made.append(1)
+            sizes.append(1)
             continue
         size = call.shape[dim]
         if isinstance(item, slice):
-            made.append(len(range(*item.indices(size))))
+            sizes.append(len(range(*item.indices(size))))
         elif not -size <= item < size:
             raise IndexError(f"index {item} is out of range for dim {dim} of size {size}")
         dim += 1
-    return [tuple(made)]
+    return [tuple(sizes)]
 
 
 def _arguments(call: Call) -> dict[str, Any]:
@@ -113,10 +113,10 @@ def get_item(x: DTensor, index: Any) -> Any:
         return run_kernel("__getitem__", lambda args, kwargs: None, (x, key), {})
     spec = x._spec
     whole = x.full_tensor()
-    given = tuple(item.full_tensor() if isinstance(item, DTensor) else item for item in items)
+    gathered = tuple(item.full_tensor() if isinstance(item, DTensor) else item for item in items)
     with local_mode():
-        made = Tensor.__getitem__(whole, given if isinstance(index, tuple) else given[0])
-    return wrap(made, TensorSpec.of(spec.mesh, (Replicate(),) * spec.mesh.ndim, tuple(made.shape)))
+        result = Tensor.__getitem__(whole, gathered if isinstance(index, tuple) else gathered[0])
+    return wrap(result, TensorSpec.of(spec.mesh, (Replicate(),) * spec.mesh.ndim, tuple(result.shape)))
 
 
 def set_item(x: DTensor, index: Any, value: Any) -> Any:
@@ -179,9 +179,9 @@ def _write_parts(x: DTensor, index: Any, value: Any) -> DTensor:
     spec, mesh = x._spec, x._spec.mesh
     coordinate = mesh.get_coordinate()
     where = np.full(spec.shape, -1, np.int64)
-    given = tuple(_as_numpy(item) for item in index) if isinstance(index, tuple) else _as_numpy(index)
+    local_index = tuple(_as_numpy(item) for item in index) if isinstance(index, tuple) else _as_numpy(index)
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-    where[given] = np.arange(math.prod(shape)).reshape(shape)
+    where[local_index] = np.arange(math.prod(shape)).reshape(shape)
     if isinstance(value, DTensor):
         recorded = grad_enabled() and value._requires_grad
         shards = [local_shape(spec.shape, spec.placements, mesh.shape, at) for at in np.ndindex(*mesh.shape)]

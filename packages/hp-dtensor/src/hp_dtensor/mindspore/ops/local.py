@@ -70,8 +70,8 @@ def channel_arguments(call: Call) -> dict[str, Any]:
 
 
 def slice_arguments(call: Call) -> dict[str, Any]:
-    (made,) = sliced(call)
-    cut = tuple(d for d, size in enumerate(call.shape) if made[d] != size)
+    (shape,) = sliced(call)
+    cut = tuple(d for d, size in enumerate(call.shape) if shape[d] != size)
     return {"dim": cut}
 
 

@@ -22,18 +22,18 @@ _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 def _asked(call: Call) -> list[Any]:
     """Return the kernel's result for one image of zeros, because its sizes depend on strides, padding and modes."""
     first = call.tensors[0]._spec.shape  # type: ignore[union-attr]
-    given = iter(call.tensors)
+    tensors = iter(call.tensors)
 
     def zeros(value: Any) -> Any:
         if not hasattr(value, "_spec"):
             return value
-        shape = next(given)._spec.shape  # type: ignore[union-attr]
+        shape = next(tensors)._spec.shape  # type: ignore[union-attr]
         return ops.zeros((1, *first[1:]) if shape is first else shape, value.dtype)
 
     with local_mode():
-        made = call.func([zeros(value) for value in call.args], call.kwargs)
-        made = made if isinstance(made, (tuple, list)) else [made]
-        return [(first[0], *value.shape[1:]) for value in made]
+        result = call.func([zeros(value) for value in call.args], call.kwargs)
+        result = result if isinstance(result, (tuple, list)) else [result]
+        return [(first[0], *value.shape[1:]) for value in result]
 
 
 def _reduction(call: Call) -> str:
@@ -56,8 +56,8 @@ def _sum_by_count(call: Call) -> Any:
     run, count, place = call.func, math.prod(shapes.broadcast(call)[0]), list(call.bound).index("reduction")
 
     def summed(args: Any, kwargs: Any) -> Any:
-        given = [*args[:place], 0, *args[place + 1 :]] if len(args) > place else args
-        return run(given, kwargs if len(args) > place else {**kwargs, "reduction": 0}) / count
+        arguments = [*args[:place], 0, *args[place + 1 :]] if len(args) > place else args
+        return run(arguments, kwargs if len(args) > place else {**kwargs, "reduction": 0}) / count
 
     return summed
 
@@ -76,12 +76,12 @@ def _convolution(call: Call) -> Any:
     channels = call.targets[1].local_shape[0]
     if channels == call.targets[1].shape[0]:
         return None
-    told = call.attributes
+    attributes = call.attributes
     names = ("kernel_size", "mode", "pad_mode", "pad", "dilation", "group", "data_format")
-    options = {name: told[name] for name in names if name in told}
-    options["pad"] = options["pad"] if told["pad_mode"] == "pad" else 0
-    made = ops.Conv2D(channels, stride=told["stride"][2:], **options)
-    return lambda args, kwargs: made(*args)
+    options = {name: attributes[name] for name in names if name in attributes}
+    options["pad"] = options["pad"] if attributes["pad_mode"] == "pad" else 0
+    convolution = ops.Conv2D(channels, stride=attributes["stride"][2:], **options)
+    return lambda args, kwargs: convolution(*args)
 
 
 def _normed_image(call: Call) -> list[Any]:

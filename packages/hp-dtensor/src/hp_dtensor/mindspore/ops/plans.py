@@ -44,10 +44,10 @@ class Plan:
         if self.in_place:
             return args[0]
         if isinstance(out, Tensor):
-            made = wrap(out, self.outs[0])
+            result = wrap(out, self.outs[0])
             if self.view:
-                note_view(args[0], (made,), self.name, copied=bool(self.fixes))
-            return made
+                note_view(args[0], (result,), self.name, copied=bool(self.fixes))
+            return result
         flat = [value for value in out if isinstance(value, Tensor)]
         for value, spec in zip(flat, self.outs, strict=True):
             wrap(value, spec)

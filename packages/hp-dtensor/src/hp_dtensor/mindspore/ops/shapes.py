@@ -35,13 +35,13 @@ def broadcast_shapes(*shapes: Shape) -> Shape:
         ValueError: they don't.
     """
     ndim = max(len(shape) for shape in shapes)
-    made = []
+    result = []
     for position in range(-ndim, 0):
         sizes = {shape[position] for shape in shapes if len(shape) >= -position} - {1}
         if len(sizes) > 1:
             raise ValueError(f"shapes {' and '.join(map(str, shapes))} do not broadcast against each other")
-        made.append(sizes.pop() if sizes else 1)
-    return tuple(made)
+        result.append(sizes.pop() if sizes else 1)
+    return tuple(result)
 
 
 def broadcast(call: Call) -> list[Shape]:
@@ -78,14 +78,14 @@ def matmul(call: Call) -> list[Shape]:
 
 
 def linear(call: Call) -> list[Shape]:
-    given = _given(call)
-    if given[0][-1] != given[1][-1]:
+    operands = _given(call)
+    if operands[0][-1] != operands[1][-1]:
         raise ValueError(
-            f"{call.name}: an input of shape {given[0]} does not fit a weight of shape {given[1]}. This happens"
+            f"{call.name}: an input of shape {operands[0]} does not fit a weight of shape {operands[1]}. This happens"
             " when local tensors of uneven shards are treated as even ones: keep the input a DTensor"
             " (use_local_output=False), or name its shape (DTensor.from_local(..., shape=))"
         )
-    return [(*given[0][:-1], given[1][0])]
+    return [(*operands[0][:-1], operands[1][0])]
 
 
 def sized(shape: Shape, size: Sequence[int]) -> Shape:
@@ -145,15 +145,15 @@ def expanded(call: Call) -> list[Shape]:
 
 
 def concatenated(call: Call) -> list[Shape]:
-    given = _given(call)
-    (dim,) = dims_argument(call.bound["dim"], len(given[0]))
-    return [(*given[0][:dim], sum(shape[dim] for shape in given), *given[0][dim + 1 :])]
+    operands = _given(call)
+    (dim,) = dims_argument(call.bound["dim"], len(operands[0]))
+    return [(*operands[0][:dim], sum(shape[dim] for shape in operands), *operands[0][dim + 1 :])]
 
 
 def stacked(call: Call) -> list[Shape]:
-    given = _given(call)
-    (dim,) = dims_argument(call.bound["dim"], len(given[0]) + 1)
-    return [(*given[0][:dim], len(given), *given[0][dim:])]
+    operands = _given(call)
+    (dim,) = dims_argument(call.bound["dim"], len(operands[0]) + 1)
+    return [(*operands[0][:dim], len(operands), *operands[0][dim:])]
 
 
 def pieces(shape: Shape, dim: int, sizes: Sequence[int]) -> list[Shape]:
@@ -230,10 +230,10 @@ def one_reduced(call: Call) -> list[Shape]:
 
 def padded(call: Call) -> list[Shape]:
     """``PadV3``: two sizes a dim, from the last dim on."""
-    made = list(call.shape)
+    sizes = list(call.shape)
     for place, (before, after) in enumerate(pad_pairs(call)):
-        made[len(made) - 1 - place] += before + after
-    return [tuple(made)]
+        sizes[len(sizes) - 1 - place] += before + after
+    return [tuple(sizes)]
 
 
 def pad_pairs(call: Call) -> list[tuple[int, int]]:

@@ -36,8 +36,8 @@ def note_view(source: Any, views: Sequence[Any], name: str, *, copied: bool) -> 
     for view in views:
         view._view_by = name
     if copied:
-        known = source.__dict__.get("_copied_views", ())
-        source._copied_views = [ref for ref in known if ref() is not None] + [weakref.ref(view) for view in views]
+        references = source.__dict__.get("_copied_views", ())
+        source._copied_views = [ref for ref in references if ref() is not None] + [weakref.ref(view) for view in views]
 
 
 def before_write(x: Any, name: str) -> None:
@@ -53,10 +53,10 @@ def before_write(x: Any, name: str) -> None:
     kept = x.__dict__
     if local_only():
         return
-    made = kept.get("_view_by")
-    if made is not None:
+    kernel = kept.get("_view_by")
+    if kernel is not None:
         raise RuntimeError(
-            f"{name}: the DTensor of shape {x._spec.shape} placed {x._spec.placements} is a view made by {made},"
+            f"{name}: the DTensor of shape {x._spec.shape} placed {x._spec.placements} is a view made by {kernel},"
             " through which writes don't reach its source. Write source[index] = value, or write into"
             " a copy: view.copy()"
         )

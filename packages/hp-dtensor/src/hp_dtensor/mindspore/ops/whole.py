@@ -73,8 +73,8 @@ def on_whole(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             f"{name}: it writes into its first operand, a DTensor placed {args[0]._spec.placements} whose parts would"
             " stay as they are; redistribute it to Replicate() first"
         )
-    given, named = [gather(value) for value in args], {name: gather(value) for name, value in kwargs.items()}
+    positional, named = [gather(value) for value in args], {name: gather(value) for name, value in kwargs.items()}
     mesh = mesh_of(name, operands)
     with local_mode():
-        out = run(given, named)
+        out = run(positional, named)
     return replicated(out, mesh)

@@ -76,13 +76,13 @@ def aside(x: DTensor, run: Callable[[], DTensor]) -> DTensor:
     side = _side_stream(devices.current_device())
     side.wait_stream(module.current_stream())
     with module.stream(side):
-        made = run()
+        result = run()
         event = side.record_event()
     _keep(x, side)
-    made._ready = event  # type: ignore[attr-defined]
-    made.__class__ = PendingDTensor
-    key = id(made)
-    reference = weakref.ref(made, lambda _: waiting.pop(key, None))
+    result._ready = event  # type: ignore[attr-defined]
+    result.__class__ = PendingDTensor
+    key = id(result)
+    reference = weakref.ref(result, lambda _: waiting.pop(key, None))
 
     def ended() -> None:
         found = reference()
@@ -90,7 +90,7 @@ def aside(x: DTensor, run: Callable[[], DTensor]) -> DTensor:
             finish(found)
 
     waiting[key] = ended
-    return made
+    return result
 
 
 def finish(x: torch.Tensor) -> None:

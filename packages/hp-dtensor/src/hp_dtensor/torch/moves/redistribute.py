@@ -77,8 +77,8 @@ def _operator() -> Any:
     """``hp_dtensor::redistribute``: Note [Compiled regions run on local tensors] in `compiling`."""
 
     def run(local: torch.Tensor, have: str, want: str) -> torch.Tensor:
-        made = execute(local, _layouts[have], _layouts[want])
-        return made.clone() if made.data_ptr() == local.data_ptr() else made
+        moved = execute(local, _layouts[have], _layouts[want])
+        return moved.clone() if moved.data_ptr() == local.data_ptr() else moved
 
     def shaped(local: torch.Tensor, have: str, want: str) -> torch.Tensor:
         return local.new_empty(_layouts[want].local_shape)

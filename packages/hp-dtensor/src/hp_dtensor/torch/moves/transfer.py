@@ -51,31 +51,31 @@ def relayout(
         return pending.aside(x, lambda: relayout(x, device_mesh, placements, False, forward_dtype, backward_dtype))
     have = x._spec
     if forward_dtype is not None or backward_dtype is not None:
-        mesh, wanted = as_placements(device_mesh, placements, have.mesh, "redistribute")
+        mesh, target = as_placements(device_mesh, placements, have.mesh, "redistribute")
         if mesh != have.mesh:
             raise NotImplementedError(
                 f"redistribute: forward_dtype and backward_dtype together with another mesh, {mesh} for {have.mesh},"
                 " are not supported; cast first: x.to(dtype).redistribute(mesh, placements)"
             )
-        spec = have.with_placements(normalize(wanted, mesh, len(have.shape), "redistribute"))
+        spec = have.with_placements(normalize(target, mesh, len(have.shape), "redistribute"))
         return redistribute_in(x, spec, forward_dtype, backward_dtype)
     if device_mesh is have.mesh and isinstance(placements, (list, tuple)) and tuple(placements) == have.placements:
         return redistribute(x, have)
-    mesh, wanted = as_placements(device_mesh, placements, have.mesh, "redistribute")
-    wanted = normalize(wanted, mesh, len(have.shape), "redistribute")
+    mesh, target = as_placements(device_mesh, placements, have.mesh, "redistribute")
+    target = normalize(target, mesh, len(have.shape), "redistribute")
     if mesh == have.mesh:
-        return redistribute(x, have.with_placements(wanted))
+        return redistribute(x, have.with_placements(target))
     if mesh.device_type != have.mesh.device_type:
         raise ValueError(
             f"redistribute: the tensor is on {have.mesh}, asked for {mesh}: a mesh of {mesh.device_type}; meshes of one"
             " kind of device are needed"
         )
     if mesh.shape == have.mesh.shape and (mesh.ranks == have.mesh.ranks).all():  # the names alone differ
-        made = redistribute(x, have.with_placements(wanted))
-        vars(made).pop("_moved_from", None)
-        return wrap(made, TensorSpec.of(mesh, wanted, have.shape))
-    plan_transfer(Layout.of(have.mesh, have.placements), Layout.of(mesh, wanted), have.shape)  # for its errors
-    spec = TensorSpec.of(mesh, wanted, have.shape)
+        result = redistribute(x, have.with_placements(target))
+        vars(result).pop("_moved_from", None)
+        return wrap(result, TensorSpec.of(mesh, target, have.shape))
+    plan_transfer(Layout.of(have.mesh, have.placements), Layout.of(mesh, target), have.shape)  # for its errors
+    spec = TensorSpec.of(mesh, target, have.shape)
     with torch._C.DisableTorchFunctionSubclass():
         return wrap(_move(_impl(torch.Tensor.view_as, (), (x, x)), have, spec), spec)
 

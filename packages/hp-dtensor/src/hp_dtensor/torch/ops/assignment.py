@@ -98,16 +98,16 @@ def _with(x: DTensor, dim: int, item: Any, value: Any) -> Any:
     shape = torch.empty(x.shape, device="meta")[index].shape
     if shape != value.shape:  # an assignment would broadcast it
         raise RuntimeError(f"src has shape {tuple(value.shape)}, the slice that it replaces has {tuple(shape)}")
-    made = x.clone()
-    set_item(T.__setitem__, (made, index, value), {})
-    return made
+    result = x.clone()
+    set_item(T.__setitem__, (result, index, value), {})
+    return result
 
 
 def _bound(args: Any, kwargs: Any) -> tuple[Any, Items, Any, bool]:
     names = ("input", "indices", "values", "accumulate")
-    given = {"accumulate": False, **dict(zip(names, args, strict=False)), **kwargs}
-    indices = tuple(slice(None) if item is None else item for item in given["indices"])
-    return given["input"], indices, given["values"], given["accumulate"]
+    bound = {"accumulate": False, **dict(zip(names, args, strict=False)), **kwargs}
+    indices = tuple(slice(None) if item is None else item for item in bound["indices"])
+    return bound["input"], indices, bound["values"], bound["accumulate"]
 
 
 def _is_mask(item: Any) -> bool:
@@ -214,35 +214,35 @@ def _overlaps(place: Any, value: Any) -> bool:
 
 def _own_part(spec: TensorSpec, items: Items, touched: set[Any], value: Any, ndim: int) -> tuple[Items, Any]:
     """Return the index into the local tensor and the part of the value for it; None for a dim without any index."""
-    made: list[Any] = []
+    local_items: list[Any] = []
     dim, place = 0, 0
     pending: list[int] = []  # dims of x[index] to the right of each int that becomes a slice
     for item in items:
         if item is None:
-            made.append(None)
+            local_items.append(None)
             place += 1
             continue
         size = spec.shape[dim]
         is_slice = isinstance(item, slice)
         if dim not in touched:
-            made.append(item)
+            local_items.append(item)
         elif is_slice:
             begin, end, step = item.indices(size)
             local, first, count = _overlap(begin, end, step, *offset(spec, dim))
-            made.append(local)
+            local_items.append(local)
             at = place - ndim + (value.dim() if isinstance(value, T) else 0)
             if isinstance(value, T) and at >= 0 and value.shape[at] == len(range(begin, end, step)) != 1:
                 value = value.narrow(at, first, count)
         else:
             begin = item % size
-            made.append(_overlap(begin, begin + 1, 1, *offset(spec, dim))[0])
+            local_items.append(_overlap(begin, begin + 1, 1, *offset(spec, dim))[0])
             pending.append(ndim - place)
         place += is_slice
         dim += 1
     for right in pending:
         if isinstance(value, T) and value.dim() >= right:
             value = value.unsqueeze(value.dim() - right)
-    return tuple(made), value
+    return tuple(local_items), value
 
 
 def _overlap(begin: int, end: int, step: int, start: int, size: int) -> tuple[slice, int, int]:

@@ -21,12 +21,12 @@ _internal: Any = torch._C
 _PLACES = (torch._VF, _internal._nn, _internal._linalg, _internal._special, _internal._fft, T)  # type: ignore[attr-defined]
 
 
-def call(operator: Any, known: Callable[[Any], bool]) -> Callable[..., Any] | None:
+def call(operator: Any, intercepted: Callable[[Any], bool]) -> Callable[..., Any] | None:
     """Return the intercepted function that is equivalent to an operator of aten; None if torch has none.
 
     Args:
         operator: the operator.
-        known: tells whether DTensors have a function.
+        intercepted: tells whether DTensors have a function.
     """
     space, _, name = name_of(operator).partition("::")
     if space != "aten":
@@ -35,7 +35,7 @@ def call(operator: Any, known: Callable[[Any], bool]) -> Callable[..., Any] | No
     if name in _OTHERS:
         return _OTHERS[name]
     found = [getattr(place, name) for place in _PLACES if hasattr(place, name)]
-    function = next((each for each in found if known(each)), found[0] if found else None)
+    function = next((each for each in found if intercepted(each)), found[0] if found else None)
     if function is None:
         return None
     return lambda *args, **kwargs: function(*_self_first(args, kwargs), **kwargs)
@@ -49,8 +49,8 @@ def _self_first(args: Any, kwargs: Any) -> Any:
 # ---- operators that are no functions ----
 def _to_copy(x: T, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **same: Any) -> T:
     named = {"dtype": dtype, "device": device, "memory_format": memory_format}
-    given = {name: value for name, value in named.items() if value is not None}
-    return x.to(**given, copy=True) if given else x.clone()
+    options = {name: value for name, value in named.items() if value is not None}
+    return x.to(**options, copy=True) if options else x.clone()
 
 
 def _softmax(function: Any) -> Any:

@@ -60,8 +60,8 @@ def inner(input: Any, other: Any) -> Any:
         return input * other
     if other.dim() == 1:
         return torch.matmul(input, other)
-    made = torch.matmul(input, other.reshape(-1, other.shape[-1]).t())
-    return made.reshape(*input.shape[:-1], *other.shape[:-1])
+    product = torch.matmul(input, other.reshape(-1, other.shape[-1]).t())
+    return product.reshape(*input.shape[:-1], *other.shape[:-1])
 
 
 def sum_to_size(input: Any, *size: Any) -> Any:
@@ -70,8 +70,8 @@ def sum_to_size(input: Any, *size: Any) -> Any:
     if lead < 0 or any(want not in (1, have) for want, have in zip(shape, input.shape[lead:], strict=True)):
         raise RuntimeError(f"size {{{list(shape)}}} is not expandable to size {{{list(input.shape)}}}.")
     dims = [lead + d for d, want in enumerate(shape) if want == 1 != input.shape[lead + d]]
-    made = input.sum(dims, keepdim=True, dtype=input.dtype) if dims else input
-    return made.sum(tuple(range(lead)), dtype=input.dtype) if lead else made
+    total = input.sum(dims, keepdim=True, dtype=input.dtype) if dims else input
+    return total.sum(tuple(range(lead)), dtype=input.dtype) if lead else total
 
 
 def linear_cross_entropy(
@@ -88,9 +88,9 @@ def linear_cross_entropy(
 ) -> Any:
     """Compute the loss without the options that chunk the work, which apply to global sizes."""
     if linear_weight.dim() != 2:
-        given = {"linear_bias": linear_bias, "weight": weight, "reduction": reduction, "ignore_index": ignore_index}
-        given["label_smoothing"] = label_smoothing
-        return on_whole(F.linear_cross_entropy, (input, linear_weight, target), given)
+        named = {"linear_bias": linear_bias, "weight": weight, "reduction": reduction, "ignore_index": ignore_index}
+        named["label_smoothing"] = label_smoothing
+        return on_whole(F.linear_cross_entropy, (input, linear_weight, target), named)
     logits = F.linear(input, linear_weight, linear_bias)
     ignored = -100 if ignore_index is None else ignore_index
     return F.cross_entropy(
@@ -115,16 +115,16 @@ def dist(input: Any, other: Any, p: float = 2) -> Any:
 
 # ---- shapes ----
 def broadcast_tensors(*tensors: Any) -> Any:
-    given = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))
-    return tuple(tensor if tensor.shape == shape else tensor.expand(shape) for tensor in given)  # as torch does
+    listed = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in listed))
+    return tuple(tensor if tensor.shape == shape else tensor.expand(shape) for tensor in listed)  # as torch does
 
 
 def _each(one: Callable[[Any], Any]) -> Callable[..., Any]:
     def run(*tensors: Any) -> Any:
-        given = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
-        made = tuple(map(one, given))
-        return made[0] if given is tensors and len(made) == 1 else made
+        listed = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
+        results = tuple(map(one, listed))
+        return results[0] if listed is tensors and len(results) == 1 else results
 
     return run
 
@@ -147,8 +147,8 @@ def atleast_3d(x: Any) -> Any:
 
 
 def hstack(tensors: Any) -> Any:
-    given = atleast_1d(list(tensors))
-    return torch.cat(given, 0 if given[0].dim() == 1 else 1)
+    parts = atleast_1d(list(tensors))
+    return torch.cat(parts, 0 if parts[0].dim() == 1 else 1)
 
 
 def vstack(tensors: Any) -> Any:
@@ -223,12 +223,12 @@ def _cut(name: str, dim_of: Callable[[int], int], least: int) -> Callable[..., A
 
 def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     parts = [part for part in (prepend, input, append) if part is not None]
-    made = torch.cat(parts, dim) if len(parts) > 1 else input
-    for _ in range(min(n, made.shape[dim])):
-        size = made.shape[dim]
-        after, before = made.narrow(dim, 1, size - 1), made.narrow(dim, 0, size - 1)
-        made = torch.logical_xor(after, before) if made.dtype is torch.bool else after - before
-    return made if n else input.clone()
+    result = torch.cat(parts, dim) if len(parts) > 1 else input
+    for _ in range(min(n, result.shape[dim])):
+        size = result.shape[dim]
+        after, before = result.narrow(dim, 1, size - 1), result.narrow(dim, 0, size - 1)
+        result = torch.logical_xor(after, before) if result.dtype is torch.bool else after - before
+    return result if n else input.clone()
 
 
 def constant_pad_nd(input: Any, pad: Any, value: float = 0) -> Any:
@@ -241,16 +241,16 @@ def msort(input: Any) -> Any:
 
 def _copied(base: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        made = base(*args, **kwargs)
-        return tuple(part.clone() for part in made) if isinstance(made, (list, tuple)) else made.clone()
+        result = base(*args, **kwargs)
+        return tuple(part.clone() for part in result) if isinstance(result, (list, tuple)) else result.clone()
 
     return run
 
 
 def histc(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
     """Without bounds they are those of the whole."""
-    known = min != 0 or max != 0
-    return (dispatch.planned if known else on_whole)(torch.histc, (input, bins, min, max), {})
+    bounded = min != 0 or max != 0
+    return (dispatch.planned if bounded else on_whole)(torch.histc, (input, bins, min, max), {})
 
 
 # ---- normalisation over the batch ----
@@ -270,8 +270,8 @@ def batch_norm(
             F.batch_norm, (input, running_mean, running_var, weight, bias, False, momentum, eps), {}
         )
     if input.dim() < 2 or not input.numel():
-        given = (input, running_mean, running_var, weight, bias, True, momentum, eps)
-        return on_whole(F.batch_norm, given, {})
+        arguments = (input, running_mean, running_var, weight, bias, True, momentum, eps)
+        return on_whole(F.batch_norm, arguments, {})
     dims = (0, *range(2, input.dim()))
     count = input.numel() // max(input.shape[1], 1)
     if count <= 1:
@@ -285,9 +285,9 @@ def batch_norm(
             running_mean.mul_(1 - momentum).add_(mean.detach().reshape(-1) * momentum)
         if running_var is not None:
             running_var.mul_(1 - momentum).add_(var.detach().reshape(-1) * (momentum * count / (count - 1)))
-    made = centred * torch.rsqrt(var + eps)
-    made = made if weight is None else made * weight.reshape(shape)
-    return made if bias is None else made + bias.reshape(shape)
+    normed = centred * torch.rsqrt(var + eps)
+    normed = normed if weight is None else normed * weight.reshape(shape)
+    return normed if bias is None else normed + bias.reshape(shape)
 
 
 def _instance_norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -310,21 +310,21 @@ def _loss(name: str) -> Handler:
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = dict(bound.arguments)
-        if weighted and given["weight"] is not None:
+        options = dict(bound.arguments)
+        if weighted and options["weight"] is not None:
             return on_whole(func, args, kwargs)
-        size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
+        size_average, reduce = options.pop("size_average", None), options.pop("reduce", None)
         if size_average is not None or reduce is not None:
             raise NotImplementedError(f"{name} of DTensors: size_average and reduce are deprecated, use reduction=")
-        reduction = given.pop("reduction")
+        reduction = options.pop("reduction")
         if reduction not in ("none", "mean", "sum", *(("batchmean",) if name == "kl_div" else ())):
             raise ValueError(f"{reduction} is not a valid value for reduction")
-        each = dispatch.planned(function, (), {**given, "reduction": "none"})
+        each = dispatch.planned(function, (), {**options, "reduction": "none"})
         if reduction == "none":
             return each
         if reduction == "mean":
             return each.mean()
-        return each.sum() / given["input"].shape[0] if reduction == "batchmean" else each.sum()
+        return each.sum() / options["input"].shape[0] if reduction == "batchmean" else each.sum()
 
     return handle
 

@@ -20,13 +20,13 @@ T = torch.Tensor
 def new(func: Any, args: Any, kwargs: Any) -> Any:
     """``x.new_zeros(size)`` on x's mesh: laid out as x where it has x's shape, else replicated."""
     x, spec = args[0], args[0]._spec
-    given = args[1] if len(args) > 1 else kwargs.get("size", ())
-    size = tuple(given) if isinstance(given, (tuple, list)) else args[1:]
+    size_argument = args[1] if len(args) > 1 else kwargs.get("size", ())
+    size = tuple(size_argument) if isinstance(size_argument, (tuple, list)) else args[1:]
     if func is T.new_tensor or size != spec.shape:
         out = _impl(func, (), args, kwargs)
         return wrap(out, TensorSpec.of(spec.mesh, [Replicate()] * spec.mesh.ndim, out.shape))
     spec = spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
-    rest = args[2:] if isinstance(given, (tuple, list)) else ()
+    rest = args[2:] if isinstance(size_argument, (tuple, list)) else ()
     return wrap(_impl(func, (), (x, spec.local_shape, *rest), {n: v for n, v in kwargs.items() if n != "size"}), spec)
 
 

@@ -61,16 +61,16 @@ def _on_stand_ins(call: Call, compute: Callable[..., Any]) -> Callable[..., Any]
     shapes = {path: _filled(spec) for path, spec in zip(paths, call.targets, strict=True) if len(path) == 1}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        if not (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and _requires_grad(x) for x in given)):
+        values = [*args, *kwargs.values()]
+        if not (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and _requires_grad(x) for x in values)):
             return compute(*args, **kwargs)
         stand_ins = [_stand_in(x, shapes.get((place,))) for place, x in enumerate(args)]
-        made = compute(*stand_ins, **{name: _stand_in(x, shapes.get((name,))) for name, x in kwargs.items()})
-        if isinstance(made, torch.Tensor):
-            return _cut(made, call.results[0].local_shape)
+        result = compute(*stand_ins, **{name: _stand_in(x, shapes.get((name,))) for name, x in kwargs.items()})
+        if isinstance(result, torch.Tensor):
+            return _cut(result, call.results[0].local_shape)
         parts = iter(call.results)
-        cut = [_cut(x, next(parts).local_shape) if isinstance(x, torch.Tensor) else x for x in made]
-        return type(made)(cut)
+        cut = [_cut(x, next(parts).local_shape) if isinstance(x, torch.Tensor) else x for x in result]
+        return type(result)(cut)
 
     return run
 
@@ -86,15 +86,15 @@ def _stand_in(x: Any, shape: tuple[int, ...] | None) -> Any:
     """Numbers of this shape, in the graph of ``x``, which has none; no two are equal: their variance is not 0."""
     if shape is None or tuple(x.shape) == shape:
         return x
-    made = torch.zeros(shape, dtype=x.dtype, device=x.device)
+    zeros = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if not (x.is_floating_point() or x.is_complex()):
-        return made
-    ramp = torch.arange(1, made.numel() + 1, dtype=torch.float32, device=x.device).cos().view(shape)
-    return made + ramp + x.sum()
+        return zeros
+    ramp = torch.arange(1, zeros.numel() + 1, dtype=torch.float32, device=x.device).cos().view(shape)
+    return zeros + ramp + x.sum()
 
 
-def _cut(made: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _cut(result: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     for dim, size in enumerate(shape):
         if not size:
-            made = made.narrow(dim, 0, 0)
-    return made
+            result = result.narrow(dim, 0, 0)
+    return result

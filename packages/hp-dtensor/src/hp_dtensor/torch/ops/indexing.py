@@ -62,8 +62,8 @@ def by_value(item: Any) -> bool:
 
 
 def _index(x: Any, pattern: tuple[Any, ...], *tensors: Any) -> Any:
-    given = iter(tensors)
-    return x[tuple(next(given) if item == _HERE else item for item in pattern)]
+    remaining = iter(tensors)
+    return x[tuple(next(remaining) if item == _HERE else item for item in pattern)]
 
 
 def _arguments(call: Call) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def kept_dims(
     unlike = 1 + max((0, *shape, *result))
     marked = {unlike + dim: dim for dim, whole in enumerate(full) if whole}
     sizes = [unlike + dim if unlike + dim in marked else size for dim, size in enumerate(shape)]
-    made = read(torch.empty(sizes, device="meta"))
-    return tuple(marked.get(size) for size in made.shape), result
+    marked_result = read(torch.empty(sizes, device="meta"))
+    return tuple(marked.get(size) for size in marked_result.shape), result
 
 
 def _full(pattern: tuple[Any, ...], ndim: int, shape: tuple[int, ...]) -> list[bool]:

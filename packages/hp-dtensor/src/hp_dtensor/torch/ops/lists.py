@@ -48,9 +48,9 @@ def each(func: Any, args: Any, kwargs: Any) -> Any:
         for written in lists[:1] if func.__name__.startswith(_PREFIX) else lists:
             torch.autograd.graph.increment_version(written)
     if isinstance(out, (list, tuple)):
-        for made, tensor in zip(out, first, strict=True):
-            if type(made) is T and isinstance(tensor, DTensor):
-                wrap(made, tensor._spec)
+        for result, tensor in zip(out, first, strict=True):
+            if type(result) is T and isinstance(tensor, DTensor):
+                wrap(result, tensor._spec)
     return out
 
 
@@ -101,11 +101,11 @@ def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
             return value[index]
         return value[index].item() if isinstance(value, T) and value.dim() else value  # a tensor of numbers
 
-    made = [
+    results = [
         single(*(at(value, index) for value in args), **{name: at(value, index) for name, value in kwargs.items()})
         for index in range(count)
     ]
-    return None if func.__name__.endswith("_") else tuple(made)
+    return None if func.__name__.endswith("_") else tuple(results)
 
 
 def _single(func: Any) -> Callable[..., Any]:

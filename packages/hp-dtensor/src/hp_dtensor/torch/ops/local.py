@@ -156,11 +156,11 @@ def index_arguments(call: Call) -> dict[str, Any]:
 
 def index(call: Call) -> Any:
     shape = call.specs[0].shape
-    made, dim = [], 0
+    items, dim = [], 0
     for item in _expanded(call):
-        made.append(slice(None) if item is not None and _is_full(item, shape[dim]) else item)
+        items.append(slice(None) if item is not None and _is_full(item, shape[dim]) else item)
         dim += item is not None
-    return T.__getitem__, (tuple(made),)
+    return T.__getitem__, (tuple(items),)
 
 
 # ---- views ----
@@ -356,8 +356,8 @@ def cross_entropy(call: Call) -> Any:
     def run(input: T, target: T, weight: T | None = None, *more: Any, **named: Any) -> T:
         # a float, so this call's own and not the planned one's
         smoothing = named.get("label_smoothing", more[4] if len(more) > 4 else None)
-        given = {**options, "label_smoothing": smoothing} if smoothing else options
-        total = func(input, target, weight, reduction="sum", **given)
+        settings = {**options, "label_smoothing": smoothing} if smoothing else options
+        total = func(input, target, weight, reduction="sum", **settings)
         if probabilities:
             return total / rows
         counted = target != ignore

@@ -69,10 +69,10 @@ def _results(func: Any, args: Any, kwargs: Any) -> int:
 
     try:
         with torch.no_grad():
-            made = func(*map(change, args), **{name: change(value) for name, value in kwargs.items()})
+            result = func(*map(change, args), **{name: change(value) for name, value in kwargs.items()})
     except Exception:  # whatever a kernel without meta raises
         return 1
-    listed = made if isinstance(made, (list, tuple)) else [made]
+    listed = result if isinstance(result, (list, tuple)) else [result]
     return max(sum(isinstance(value, T) for value in listed), 1)
 
 

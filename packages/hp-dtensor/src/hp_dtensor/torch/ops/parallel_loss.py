@@ -115,9 +115,9 @@ class _CrossEntropy(torch.autograd.Function):
         weight = weight.to(exact) if weight is not None else None
         own = torch.ones_like(target, dtype=exact) if weight is None else weight[target.where(~wrong, 0)]
         index = target - start
-        held = (index >= 0) & (index < size)
-        index = index.where(held, 0).unsqueeze(dim)
-        onehot = (own * (1 - smoothing)).where(held & counted, 0)
+        local = (index >= 0) & (index < size)
+        index = index.where(local, 0).unsqueeze(dim)
+        onehot = (own * (1 - smoothing)).where(local & counted, 0)
         mass = own * (1 - smoothing)  # the sum of a row's targets
         spread = None
         if smoothing:
@@ -130,7 +130,7 @@ class _CrossEntropy(torch.autograd.Function):
         lse = torch.logsumexp(wide, dim) if size else wide.new_full(target.shape, -torch.inf)
         top = lse.clone(memory_format=torch.contiguous_format)
         options.reduce(top, "max", over_classes=True)
-        hit = wide.gather(dim, index).squeeze(dim).where(held, 0) * onehot if size else torch.zeros_like(onehot)
+        hit = wide.gather(dim, index).squeeze(dim).where(local, 0) * onehot if size else torch.zeros_like(onehot)
         if spread is not None:
             hit = hit + (wide * spread).sum(dim)
         both = torch.stack([(lse - top).exp(), hit])
@@ -161,13 +161,13 @@ class _CrossEntropy(torch.autograd.Function):
         x, lse, mass, share, index, onehot, *spread = ctx.saved_tensors
         options, dim = ctx.options, ctx.options.dim
         by_row = grad.to(lse.dtype) * share
-        made = (x.to(lse.dtype) - lse.unsqueeze(dim)).exp_()
-        made *= ((mass + 2 * options.z_loss * lse) * by_row).unsqueeze(dim)
-        if made.shape[dim]:
-            made.scatter_add_(dim, index, -(onehot * by_row).unsqueeze(dim))
+        gradient = (x.to(lse.dtype) - lse.unsqueeze(dim)).exp_()
+        gradient *= ((mass + 2 * options.z_loss * lse) * by_row).unsqueeze(dim)
+        if gradient.shape[dim]:
+            gradient.scatter_add_(dim, index, -(onehot * by_row).unsqueeze(dim))
         if spread:
-            made -= spread[0] * by_row.unsqueeze(dim)
-        return made.to(x.dtype), None, None, None
+            gradient -= spread[0] * by_row.unsqueeze(dim)
+        return gradient.to(x.dtype), None, None, None
 
 
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -238,9 +238,9 @@ def _unfit(logits: Any, target: Any, bound: dict[str, Any]) -> str | None:
         return "size_average and reduce are deprecated, use reduction="
     if bound.get("reduction", "mean") not in ("mean", "sum", "none"):
         return f"reduction must be 'mean', 'sum' or 'none', got {bound['reduction']!r}"
-    wanted = shape[:dim] + shape[dim + 1 :]
-    if tuple(target.shape) != wanted:
-        return f"logits of shape {shape} need a target of shape {wanted}, got {tuple(target.shape)}"
+    expected = shape[:dim] + shape[dim + 1 :]
+    if tuple(target.shape) != expected:
+        return f"logits of shape {shape} need a target of shape {expected}, got {tuple(target.shape)}"
     if weight is not None and tuple(weight.shape) != (shape[dim],):
         return f"{shape[dim]} classes need a weight of shape {(shape[dim],)}, got {tuple(weight.shape)}"
     return None

@@ -112,27 +112,27 @@ def _on_meta(call: Call) -> Any:
         return call.func(*[change(a) for a in call.args], **{k: change(v) for k, v in call.kwargs.items()})
 
 
-def nothing(results: list[TensorSpec], made: Any) -> Callable[..., Any]:
+def nothing(results: list[TensorSpec], outputs: Any) -> Callable[..., Any]:
     """Return the function for a rank outside the mesh: results without elements, in the graph of the operands.
 
     Args:
         results: each result's layout.
-        made: the results on meta.
+        outputs: the results on meta.
     """
-    several = not isinstance(made, Tensor)
-    values = [value for value in (made if several else (made,)) if isinstance(value, Tensor)]
+    several = not isinstance(outputs, Tensor)
+    values = [value for value in (outputs if several else (outputs,)) if isinstance(value, Tensor)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         flat = [*args, *kwargs.values()]
         flat += [item for value in flat if isinstance(value, (list, tuple)) for item in value]
-        given = [value for value in flat if isinstance(value, Tensor)]
-        tied = sum(value.reshape(-1)[:0].sum() for value in given if value.requires_grad)
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        tied = sum(value.reshape(-1)[:0].sum() for value in tensors if value.requires_grad)
         parts = []
         for spec, value in zip(results, values, strict=True):
-            part = torch.zeros(spec.local_shape, dtype=value.dtype, device=given[0].device)
+            part = torch.zeros(spec.local_shape, dtype=value.dtype, device=tensors[0].device)
             inexact = value.dtype.is_floating_point or value.dtype.is_complex
             parts.append(part + tied.to(value.dtype) if inexact and isinstance(tied, Tensor) else part)
-        return (type(made)(parts) if isinstance(made, (tuple, list)) else parts) if several else parts[0]
+        return (type(outputs)(parts) if isinstance(outputs, (tuple, list)) else parts) if several else parts[0]
 
     return run
 

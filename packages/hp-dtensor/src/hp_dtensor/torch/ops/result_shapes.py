@@ -19,17 +19,17 @@ Shape = tuple[int, ...]
 
 def broadcast(call: Call) -> list[Shape] | None:
     """Return the shape to which all operands broadcast."""
-    made: list[int] = []
+    sizes: list[int] = []
     for spec in call.specs:
         shape = spec.shape
-        made[:0] = [1] * (len(shape) - len(made))
-        start = len(made) - len(shape)
+        sizes[:0] = [1] * (len(shape) - len(sizes))
+        start = len(sizes) - len(shape)
         for index, size in enumerate(shape, start):
-            if made[index] != size:
-                if 1 not in (made[index], size):
+            if sizes[index] != size:
+                if 1 not in (sizes[index], size):
                     return None
-                made[index] = size if made[index] == 1 else made[index]
-    return [tuple(made)]
+                sizes[index] = size if sizes[index] == 1 else sizes[index]
+    return [tuple(sizes)]
 
 
 def reduced(call: Call) -> list[Shape] | None:

@@ -52,14 +52,14 @@ def write_out(func: Any, args: Any, kwargs: Any) -> Any:
         if tensor.is_partial():
             raise ValueError(f"{what} a DTensor placed {tensor.placements}: reduce_partial() it first")
     refuse_overlaps_of_call(func, args, kwargs)
-    made = func(*args, **named)
+    result = func(*args, **named)
     if func in _FACTORIES:
-        made = wrap(made, TensorSpec.of(outs[0]._spec.mesh, [Replicate()] * outs[0]._spec.mesh.ndim, made.shape))
-    for tensor, value in zip(outs, made if several else [made], strict=True):
+        result = wrap(result, TensorSpec.of(outs[0]._spec.mesh, [Replicate()] * outs[0]._spec.mesh.ndim, result.shape))
+    for tensor, value in zip(outs, result if several else [result], strict=True):
         _check(what, tensor, value)
-    for tensor, value in zip(outs, made if several else [made], strict=True):
+    for tensor, value in zip(outs, result if several else [result], strict=True):
         tensor.copy_(value)
-    return type(made)(outs) if several else outs[0]
+    return type(result)(outs) if several else outs[0]
 
 
 def _check(what: str, out: Any, value: Any) -> None:

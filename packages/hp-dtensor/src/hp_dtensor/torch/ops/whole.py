@@ -97,10 +97,10 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
         written = not torch.equal(full, before) if isinstance(before, T) else _state(full, False) != before
         if written and apart:
             x.copy_(_replicated(full.view_as(full), mesh))
-    made = placed(out)
+    result = placed(out)
     if func in moved_view.VIEWS and not gathered[0][0]._spec.replicated:
-        return moved_view.link(made, func, args, kwargs)
-    return made
+        return moved_view.link(result, func, args, kwargs)
+    return result
 
 
 def _state(whole: T, untold: bool) -> Any:
@@ -124,8 +124,8 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
 def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     """Draws laid out as their probabilities are."""
     spec = args[0]._spec
-    made = _draw(func, args, kwargs)
-    return redistribute(made, spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements]))
+    drawn = _draw(func, args, kwargs)
+    return redistribute(drawn, spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements]))
 
 
 def _refuse(why: str) -> Any:

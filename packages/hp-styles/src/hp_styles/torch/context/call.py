@@ -180,10 +180,10 @@ class Arguments:
         names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         for name in named:
             if isinstance(name, int):
-                known = 0 <= name < len(self._index) or (name >= 0 and inspect.Parameter.VAR_POSITIONAL in kinds)
+                accepted = 0 <= name < len(self._index) or (name >= 0 and inspect.Parameter.VAR_POSITIONAL in kinds)
             else:
-                known = name in names or inspect.Parameter.VAR_KEYWORD in kinds
-            if not known:
+                accepted = name in names or inspect.Parameter.VAR_KEYWORD in kinds
+            if not accepted:
                 raise ValueError(
                     f"{self._where}: forward{signature} has no input {name!r}; pass the name of one of its inputs"
                 )

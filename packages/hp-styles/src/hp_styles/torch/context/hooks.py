@@ -291,14 +291,14 @@ def _giver(group: ContextGroup, settings: Settings) -> Any:
                 f" sequence of length {length} in dim {seq} and the {heads} heads in dim {head}, as the queries"
             )
         with torch._C.DisableTorchFunction():
-            made = group.to_sequence(first, head, seq)
+            result = group.to_sequence(first, head, seq)
         if frame.settling.round.late is not None:
             query = frame.query.to_local() if isinstance(frame.query, DTensor) else frame.query
-            made = made.new_zeros([query.shape[d] if d in (0, seq) else n for d, n in enumerate(made.shape)])
-        made = like(made, frame.query)
+            result = result.new_zeros([query.shape[d] if d in (0, seq) else n for d, n in enumerate(result.shape)])
+        result = like(result, frame.query)
         if not several:
-            return made
-        return type(output)(made, *others) if hasattr(output, "_fields") else type(output)((made, *others))
+            return result
+        return type(output)(result, *others) if hasattr(output, "_fields") else type(output)((result, *others))
 
     return give
 

@@ -311,8 +311,8 @@ def _giver(group: SequenceGroup, style: SparseStyle, queries: _Queries) -> Any:
                     f"{group.style} on {type(module).__name__}: the output must be a loss, alone or first of several,"
                     f" got {type(first).__name__}"
                 )
-            made = _over_tokens(group, first, query, style.reduction)
-            output = mapped(output, lambda x: made if x is first else x)
+            result = _over_tokens(group, first, query, style.reduction)
+            output = mapped(output, lambda x: result if x is first else x)
         elif isinstance(query, DTensor):
             output = mapped(output, lambda x: _laid_out(group, style, x, query) if isinstance(x, T) else x)
         if not style.use_local_output:
