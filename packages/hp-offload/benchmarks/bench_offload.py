@@ -1,7 +1,7 @@
 """Selective and full recomputation against torch's, in one process, taking turns; and how long plans of memory take.
 
-"extra" is what a policy on products costs over recomputing all, in seconds of a step: light is ours, torch the dispatch
-mode of its selective checkpoint.
+"extra" is what a policy costs over recomputing all, in seconds of a step: light is ours, torch the dispatch mode of its
+selective checkpoint. One policy keeps the linear layers' products, the other the attention's output as well.
 
 python packages/hp-offload/benchmarks/bench_offload.py [--repeats N] [--hidden N ...] [--parts PART ...]
 """
@@ -24,6 +24,7 @@ from hp_offload import CheckpointPolicy, Saved, checkpoint, plan_memory
 
 BLOCKS, LENGTH, PARTS = 4, 64, ("recompute", "plan")
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+ATTENTION = (*PRODUCTS, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
 
 
 class Block(nn.Module):
@@ -56,24 +57,27 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def ours(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def ours(kept, ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def torchs(ctx, op, *args, **kwargs):
-    return TorchPolicy.MUST_SAVE if op in PRODUCTS else TorchPolicy.PREFER_RECOMPUTE
+def torchs(kept, ctx, op, *args, **kwargs):
+    return TorchPolicy.MUST_SAVE if op in kept else TorchPolicy.PREFER_RECOMPUTE
+
+
+def torch_selective(kept):
+    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(torchs, kept))
+    return functools.partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)
 
 
 CALLS = {
     "plain": lambda block, x: block(x),
     "full": checkpoint,
     "torch full": functools.partial(torch_checkpoint, use_reentrant=False),
-    "light": functools.partial(checkpoint, policy_fn=ours),
-    "torch selective": functools.partial(
-        torch_checkpoint,
-        use_reentrant=False,
-        context_fn=functools.partial(create_selective_checkpoint_contexts, torchs),
-    ),
+    "light": functools.partial(checkpoint, policy_fn=functools.partial(ours, PRODUCTS)),
+    "torch selective": torch_selective(PRODUCTS),
+    "light, attention": functools.partial(checkpoint, policy_fn=functools.partial(ours, ATTENTION)),
+    "torch, attention": torch_selective(ATTENTION),
 }
 
 
@@ -99,9 +103,14 @@ def bench_recompute(hidden: int, repeats: int) -> None:
     for name in CALLS:
         print(f"hidden {hidden:4}  {name:16} {1e3 * quick[name]:8.2f} ms  median {1e3 * middle[name]:8.2f} ms")
     for kind, times in (("first decile", quick), ("median", middle)):
-        extra = (times["light"] - times["full"]) / (times["torch selective"] - times["torch full"])
         full = times["full"] / times["torch full"]
-        print(f"hidden {hidden:4}  {kind}: extra over full, light / torch {extra:.2f}; full / torch full {full:.2f}")
+        print(f"hidden {hidden:4}  {kind}: full / torch full {full:.2f}")
+        for what, light, theirs in (
+            ("products", "light", "torch selective"),
+            ("and attention", "light, attention", "torch, attention"),
+        ):
+            extra = (times[light] - times["full"]) / (times[theirs] - times["torch full"])
+            print(f"hidden {hidden:4}  {kind}: extra over full, {what}: light / torch {extra:.2f}")
 
 
 def bench_plan() -> None:

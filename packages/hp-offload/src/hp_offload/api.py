@@ -47,8 +47,9 @@ def checkpoint(
         *args: its arguments. Tensors in lists, tuples and dicts among them are saved as an operation saves its inputs.
         swap_inputs: those tensors wait on the host.
         policy_fn: torch's policy of selective checkpoints, `(ctx, op, *args, **kwargs) -> CheckpointPolicy`. It is
-            asked once, in the first call, about stand-ins without values. What heavy operations of modules
-            (`nn.Linear`) compute is kept by the table of its answers, and handed back in the second call.
+            asked once, in the first call, about stand-ins without values. What heavy operations (linear
+            layers, attention, matrix products, convolutions, embeddings) compute is kept by the table of its answers,
+            and handed back in the second call.
         context_fn: returns the contexts of the first and of the second call, as torch's; not with `policy_fn`.
         group_swap: outputs that go to the host do so by one copy.
         early_stop: end the second call as soon as nothing more is needed of it.

@@ -185,16 +185,6 @@ def test_a_policy_that_looks_at_values_falls_back_and_says_so():
         same_bits(lambda block: checkpoint_wrapper(block, policy))
 
 
-def test_a_function_without_modules_falls_back():
-    weight = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4).requires_grad_()
-    function = lambda x: torch.mm(x, weight).sin()  # noqa: E731
-    x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
-    expected = torch.autograd.grad(function(x).sum(), (x, weight))
-    with pytest.warns(UserWarning, match="it keeps aten.mm.default outside of the heavy operations of its modules"):
-        out = checkpoint(function, x, policy_fn=products(SAVE))
-    assert all(map(torch.equal, torch.autograd.grad(out.sum(), (x, weight)), expected))
-
-
 def test_swapping_what_no_module_computes_is_refused():
     policy = lambda ctx, op, *a, **k: SWAP if op is aten.gelu.default else RECOMPUTE  # noqa: E731
     with pytest.raises(

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Kept", "Packed", "changed", "plain_torch", "unpack", "version_of"]
+__all__ = ["Kept", "Packed", "address_of", "changed", "plain_torch", "unpack", "version_of"]
 
 T = torch.Tensor
 plain_torch = torch._C.DisableTorchFunctionSubclass  # DTensors are packed by their local parts
@@ -23,6 +23,13 @@ class Packed(Protocol):
 def unpack(packed: Packed) -> T:
     """Return the tensor that `packed` stands for: the second hook of `saved_tensors_hooks`."""
     return packed.load()
+
+
+def address_of(tensor: T) -> int:
+    """Return where a tensor's storage begins; 0 where it has none."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def version_of(tensor: T) -> T:

@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hp_offload.policies import CheckpointPolicy
 from hp_offload.saved import MemoryPlan, block_of, near
-from hp_offload.torch.packed import Kept, Packed, plain_torch
+from hp_offload.torch.functions import Filling, Site, is_function
+from hp_offload.torch.packed import Kept, Packed, address_of, plain_torch
 from hp_offload.torch.region import run_region
 from hp_offload.torch.sites import KeptOutput, Key, SitePasses
 from hp_offload.torch.swapping import SwapRun, stays
@@ -64,6 +65,8 @@ class _Planned:
         self._module = module
         self.table: list[CheckpointPolicy] | None = None
         """What becomes of what is saved as number n; None before the first call."""
+        self.functions = True
+        """The plan keeps the output of a function (`hp_offload.torch.functions`), as far as is known."""
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
@@ -82,7 +85,7 @@ class _Planned:
                 f"apply_memory_plan: the block {self.name!r} saves no {missing[0]!r}{near(missing[0], passes.seen)};"
                 " trace the model as it is now, with inputs like these."
             )
-        self.table = passes.chosen
+        self.table, self.functions = passes.chosen, passes.keeps_functions()
         return result
 
 
@@ -92,12 +95,14 @@ class _PlannedPasses(SitePasses):
     def __init__(self, planned: _Planned) -> None:
         self._swap = SwapRun(planned.name)
         super().__init__(planned.name, {}, self._swap)
-        self._planned = planned
+        self._planned, self.functions = planned, planned.functions
         self.sites: Sites | None = None
         self.seen: dict[str, CheckpointPolicy] = {}
         self.chosen: list[CheckpointPolicy] = []
         # Outputs of heavy operations, by address: position, memory, layout, version.
         self._outputs: dict[int, tuple[int, StorageWeakRef, tuple[Any, ...], int]] = {}
+        # What becomes of what the function that runs saves, but for its arguments; by address.
+        self._own: dict[int, CheckpointPolicy] = {}
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
@@ -107,9 +112,9 @@ class _PlannedPasses(SitePasses):
             yield
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, filling: Filling) -> Iterator[None]:
         self._swap.begin_backward()
-        with super().again():
+        with super().again(filling):
             yield
 
     def keep(self, key: Key, out: T) -> None:
@@ -122,20 +127,43 @@ class _PlannedPasses(SitePasses):
                 layout = out.dtype, out.shape, out.stride(), out.storage_offset()
                 self._outputs[storage.data_ptr()] = position, StorageWeakRef(storage), layout, out._version
 
+    def call(self, key: Key, site: Site) -> T:
+        """Call a function, and note its output if nothing else that it saves is to be computed again."""
+        self._own.clear()
+        out = self.watch(site)
+        if RECOMPUTE in self._own.values():
+            super().keep(key, out)
+            return out
+        self.keep(key, out)
+        with plain_torch():
+            if address_of(out) in self._own:  # the function saves its output itself
+                self._keep_output(out, self._own[address_of(out)])
+        return out
+
+    def keeps_functions(self) -> bool:
+        """Tell if an output of a function is handed back."""
+        return any(is_function(self._reached[position][0]) for position in self._kept)
+
     def pack(self, index: int, tensor: T) -> Packed | None:
         """Keep, swap or compute again."""
         policy = self._policy(index, tensor)
+        if self._watched is not None and not self._watched.note(index, tensor):
+            self._own[address_of(tensor)] = policy
         if policy is RECOMPUTE:
             return None
         if policy is KEEP and stays(tensor):
             return Kept(tensor)
+        self._keep_output(tensor, policy)
+        return self._swap.pack(tensor) if policy is SWAP else self._swap.kept(tensor)
+
+    def _keep_output(self, tensor: T, policy: CheckpointPolicy) -> None:
+        """Keep the output of a heavy operation whose storage a tensor has."""
         output = self._outputs.get(tensor.untyped_storage().data_ptr())
         if output is not None and not output[1].expired() and output[0] not in self._kept:
             position, _, layout, version = output
             if tensor.dtype is layout[0] and tensor._version == version:
                 alias = tensor.detach().as_strided(*layout[1:])
                 self._kept[position] = self._group.out(alias) if policy is SWAP else KeptOutput(alias)
-        return self._swap.pack(tensor) if policy is SWAP else self._swap.kept(tensor)
 
     def _policy(self, index: int, tensor: T) -> CheckpointPolicy:
         if self.sites is None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from hp_offload.groups import name_of_group
+from hp_offload.torch.functions import Filling
 from hp_offload.torch.packed import Packed, unpack
 from hp_offload.torch.planned import apply
 from hp_offload.torch.region import Passes, run_region
@@ -55,7 +56,7 @@ class _Contexts:
         return self._contexts[0]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, filling: Filling) -> Iterator[None]:
         with self._contexts[1]:
             yield
 

@@ -24,6 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hp_offload.torch.functions import Filling
 from hp_offload.torch.packed import Kept, Packed, changed, plain_torch, unpack
 from hp_offload.torch.scope import Scope, running
 from hp_offload.torch.surroundings import Surroundings
@@ -40,7 +41,7 @@ class Passes(Protocol):
         """Return the context of the forward."""
         ...
 
-    def again(self) -> AbstractContextManager[Any]:
+    def again(self, filling: Filling) -> AbstractContextManager[Any]:
         """Return the context of a run in backward; there may be several."""
         ...
 
@@ -184,9 +185,8 @@ class _Region:
         with plain_torch():
             index = len(self._slots)
             self._facts.append(_facts(tensor, self._arguments))
-            packed = self.scope.swapped(tensor)
-            if packed is None and self._passes is not None:
-                packed = self._passes.pack(index, tensor)
+            packed = None if self._passes is None else self._passes.pack(index, tensor)
+            packed = self.scope.swapped(tensor) or packed
         if packed is not None:
             self._slots.append(None)
             return packed
@@ -209,39 +209,47 @@ class _Region:
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self._structure)
         try:
-            with self._surroundings.restored(), saved_tensors_hooks(filling.pack, unpack), self._again():
+            with self._surroundings.restored(), saved_tensors_hooks(filling.pack, unpack), self._again(filling):
                 self._function(*args, **kwargs)
         except _Stop as stop:
             if stop.args[0] is not filling:
                 raise
         if filling.count <= live[-1] or (not early_stop and filling.count != len(self._slots)):
-            raise self._differs(f"saved {filling.count} tensors where its forward saved {len(self._slots)}")
+            raise self.differs(f"saved {filling.count} tensors where its forward saved {len(self._slots)}")
 
     @contextlib.contextmanager
-    def _again(self) -> Iterator[None]:
-        passes = contextlib.nullcontext() if self._passes is None else self._passes.again()
+    def _again(self, filling: Filling) -> Iterator[None]:
+        passes = contextlib.nullcontext() if self._passes is None else self._passes.again(filling)
         with running(self.scope, again=True), passes:
             yield
 
-    def _differs(self, how: str) -> RuntimeError:
+    def differs(self, how: str) -> RuntimeError:
+        """Return the error for a second run that is another than the first."""
         return RuntimeError(
             f"The recomputation of {self.name} {how}: it took another path. What it computes may depend on its"
             " arguments, its parameters and torch's random numbers alone, and on nothing that changes before backward."
         )
 
-    def fill(self, index: int, tensor: T) -> None:
+    def fill(self, index: int, tensor: T, origin: str | None = None) -> None:
         """Put what the second run saved as number `index` into its slot.
+
+        Args:
+            index: of the saved tensor.
+            tensor: the same in the second run.
+            origin: what computed it; default by its node.
 
         Raises:
             RuntimeError: the forward saved something else, or a parameter or an input was changed since.
         """
         if index >= len(self._slots):
-            raise self._differs(f"saved more than the {len(self._slots)} tensors that its forward saved")
-        shape, dtype, origin, version = self._facts[index]
+            raise self.differs(f"saved more than the {len(self._slots)} tensors that its forward saved")
+        shape, dtype, before, version = self._facts[index]
         again = _facts(tensor, frozenset())  # arguments may be elsewhere now; their versions were not noted
-        if again[:2] != (shape, dtype) or (again[2] != origin and _ANY not in (again[2], origin)):
-            raise self._differs(
-                f"saved {_show(*again[:3])} as number {index} where its forward saved {_show(shape, dtype, origin)}"
+        origin = origin or again[2]
+        if again[:2] != (shape, dtype) or (origin != before and _ANY not in (origin, before)):
+            raise self.differs(
+                f"saved {_show(*again[:2], origin)} as number {index} where its forward saved"
+                f" {_show(shape, dtype, before)}"
             )
         if version >= 0 and again[3] != version:
             what = f"Between the forward of {self.name} and its recomputation, a tensor of shape {tuple(shape)}"
@@ -263,7 +271,19 @@ class _Filling:
         """Fill a slot of the graph, and keep the tensor in the graph of this run: the function may run a backward."""
         with plain_torch():
             self._region.fill(self.count, tensor)
-            self.count += 1
-            if self.count == self._stop:
-                raise _Stop(self)
+            self._next()
             return Kept(tensor)
+
+    def put(self, index: int, tensor: T | None) -> None:
+        """Fill a slot without an operation that saves; None passes over what is kept elsewhere."""
+        if index != self.count:
+            raise self._region.differs(f"saved {self.count} tensors where its forward had saved {index}")
+        with plain_torch():
+            if tensor is not None:
+                self._region.fill(index, tensor, _ANY)
+            self._next()
+
+    def _next(self) -> None:
+        self.count += 1
+        if self.count == self._stop:
+            raise _Stop(self)

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hp_offload.policies import KEEPS, CheckpointPolicy, checked_answer
+from hp_offload.torch.functions import Calls, Filling, Site, Watched
+from hp_offload.torch.packed import plain_torch
 from hp_offload.torch.region import Passes
 from hp_offload.torch.sites import Computed, Group, Key, Ordinals, SitePasses
 from hp_platform.frames import frame
@@ -103,12 +105,12 @@ class Selection:
         if swapped:
             raise NotImplementedError(
                 f"policy_fn of {self._name} answers MUST_SWAP for {', '.join(swapped)}: only outputs of heavy"
-                " operations of its modules (nn.Linear) can be swapped one by one. Swap all that is saved, by `swap`,"
-                " or answer MUST_RECOMPUTE."
+                " operations (linear layers, attention, matrix products, convolutions, embeddings) can be swapped one"
+                " by one. Swap all that is saved, by `swap`, or answer MUST_RECOMPUTE."
             )
         must = sorted(op for op, answer in others.items() if answer is CheckpointPolicy.MUST_SAVE)
         if must:
-            self.unsuited.append(f"it keeps {', '.join(must)} outside of the heavy operations of its modules")
+            self.unsuited.append(f"it keeps {', '.join(must)} outside of heavy operations")
         if self.unsuited:
             if CheckpointPolicy.MUST_SWAP in answers.values():
                 raise NotImplementedError(
@@ -158,7 +160,7 @@ class _Torch:
             yield
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, filling: Filling) -> Iterator[None]:
         with self._contexts[1]:
             yield
 
@@ -176,18 +178,24 @@ class _Recording(_Torch):
         self._others: dict[str, CheckpointPolicy] = {}
         self._ordinals = Ordinals()
         self._current: Key | None = None
+        self._site: Site | None = None
+        self._watched: Watched
+        self._ops: list[str] = []
         self._over = False
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        with frame(outputs=self), super().first():
+        with frame(outputs=self), Calls(self), super().first():
             yield
         self._over = True
         self._selection.conclude(self._answers, self._others)
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        with frame(outputs=Computed()), super().again():  # in a frame, as the first run: operations save the same
+    def again(self, filling: Filling) -> Iterator[None]:
+        with (
+            frame(outputs=Computed()),
+            super().again(filling),
+        ):  # in a frame, as the first run: operations save the same
             yield
 
     def output(self, site: str | None, compute: Callable[[], T]) -> T:
@@ -201,13 +209,38 @@ class _Recording(_Torch):
         finally:
             self._current = outer
 
+    def call(self, site: Site) -> T:
+        """Call a function, and note what the policy says about what it runs."""
+        if self._over:
+            return site.run()
+        key = self._current = self._ordinals.key(site.name)
+        self._answers[key] = CheckpointPolicy.MUST_RECOMPUTE
+        self._site, self._watched = site, Watched(site)
+        self._ops: list[str] = []
+        try:
+            out = site.run()
+            with plain_torch():
+                unfit = self._watched.copies(out)
+        finally:
+            self._current = self._site = None
+        if unfit and self._answers[key] in KEEPS:  # it is no site
+            answer = self._answers.pop(key)
+            if answer is not CheckpointPolicy.PREFER_SAVE:
+                self._others.update(dict.fromkeys(self._ops, answer))
+        return out
+
+    def pack(self, index: int, tensor: T) -> None:
+        if self._site is not None:
+            self._watched.note(index, tensor)
+
     def _record(self, op: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         answer = self._selection.ask_once(op, out, args, kwargs)
         if answer in KEEPS and op not in _FREE:
             exchange = self._current is not None and self._current[0] == EXCHANGE  # its result is nobody's argument
-            if _never_kept(op) and not exchange:
+            if _never_kept(op) and not exchange and (self._site is None or op._schema.is_mutable):
                 pass
             elif self._current is not None:
+                self._ops.append(str(op))
                 self._answers[self._current] = max(self._answers[self._current], answer, key=_strength)
             elif answer is not CheckpointPolicy.PREFER_SAVE:
                 self._others[str(op)] = answer

@@ -8,14 +8,16 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hp_offload.policies import KEEPS, CheckpointPolicy
-from hp_offload.torch.packed import Packed, plain_torch
+from hp_offload.torch.functions import Calls, Filling, Role, Site, Watched, hand_back, is_function, layout_of
+from hp_offload.torch.packed import Kept, Packed, plain_torch
+from hp_offload.torch.surroundings import random_state, set_random_state
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import EXCHANGE
 
@@ -110,27 +112,70 @@ class SitePasses:
         self._name, self._answers, self._group, self._missing = name, answers, group, missing
         # What a layout exchanges may be shared with what was exchanged before the region: only who keeps it counts it.
         self.exchanges = any(key[0] == EXCHANGE and answer in KEEPS for key, answer in answers.items())
+        # A mode looks for functions, which every call of torch in the region pays for.
+        self.functions = any(is_function(key[0]) and answer in KEEPS for key, answer in answers.items())
         self._reached: list[Key] = []
         self._kept: dict[int, Packed] = {}
+        self._calls: dict[int, tuple[list[Role], list[Any], tuple[T, ...] | None]] = {}
+        """Of functions, by position: what they saved, the layouts of their arguments, random numbers after them."""
+        self._watched: Watched | None = None
+        self._swapping = False
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Enter the frame of the forward."""
         outputs = _First(self)
-        with frame(outputs=outputs):
+        with frame(outputs=outputs), Calls(outputs) if self.functions else nullcontext():
             yield
         outputs.over = True
         self._group.finish()
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, filling: Filling) -> Iterator[None]:
         """Enter the frame in which the outputs are handed back."""
-        with frame(outputs=_Again(self)):
+        outputs = _Again(self, filling)
+        with frame(outputs=outputs), Calls(outputs) if self.functions else nullcontext():
             yield
 
-    def pack(self, index: int, tensor: T) -> None:
-        """Let every saved tensor be computed again."""
-        return None
+    def pack(self, index: int, tensor: T) -> Packed | None:
+        """Let saved tensors be computed again, but for what functions save whose outputs are kept."""
+        if self._watched is None or self._watched.note(index, tensor):
+            return None
+        return self._group.out(tensor) if self._swapping else Kept(tensor)
+
+    def call(self, key: Key, site: Site) -> T:
+        """Call a function in the forward, and keep its output if it is to be kept."""
+        answer = self._answers.get(key)
+        if answer not in KEEPS:
+            out = site.run()
+        else:
+            self._swapping = answer is CheckpointPolicy.MUST_SWAP
+            out = self.watch(site)
+        self.keep(key, out)
+        return out
+
+    def watch(self, site: Site) -> T:
+        """Call a function, and note what it saves."""
+        watched = self._watched = Watched(site)
+        try:
+            out = site.run()
+        finally:
+            self._watched = None
+        layouts = [layout_of(each)[:2] for each in site.tensors]
+        self._calls[len(self._reached)] = watched.roles, layouts, random_state() if site.random else None
+        return out
+
+    def call_again(self, position: int, key: Key, site: Site, filling: Filling) -> T:
+        """Return a function's output in the second run."""
+        out = self._taken(position, key)
+        if out is None:
+            return site.run()
+        roles, layouts, random = self._calls[position]
+        if layouts != [layout_of(each)[:2] for each in site.tensors]:
+            return site.run()
+        if random is not None:
+            set_random_state(random)
+        return hand_back(site, out, roles, filling)
 
     def keep(self, key: Key, out: T) -> None:
         """Note the output of an operation that the forward reaches, and keep it if it is to be kept."""
@@ -145,7 +190,12 @@ class SitePasses:
                 self._kept[position] = self._group.out(out) if swapped else KeptOutput(out)
 
     def hand_back(self, position: int, key: Key, compute: Callable[[], T]) -> T:
-        """Return the output that was kept for this operation, or compute it where none was.
+        """Return the output that was kept for this operation, or compute it where none was."""
+        out = self._taken(position, key)
+        return compute() if out is None else out
+
+    def _taken(self, position: int, key: Key) -> T | None:
+        """Return the output that was kept for this operation, if one was.
 
         Raises:
             RuntimeError: the forward reached another operation here, or the output was written to.
@@ -159,7 +209,7 @@ class SitePasses:
             )
         kept = self._kept.get(position) if _retains() else self._kept.pop(position, None)
         if kept is None:
-            return compute()
+            return None
         try:
             return kept.load()
         except RuntimeError as error:
@@ -179,13 +229,20 @@ class _First:
         self._passes.keep(self._ordinals.key(site), out)
         return out
 
+    def call(self, site: Site) -> T:
+        return site.run() if self.over else self._passes.call(self._ordinals.key(site.name), site)
+
 
 class _Again:
-    def __init__(self, passes: SitePasses) -> None:
-        self._passes, self._ordinals, self._position = passes, Ordinals(), 0
+    def __init__(self, passes: SitePasses, filling: Filling) -> None:
+        self._passes, self._filling, self._ordinals, self._position = passes, filling, Ordinals(), 0
 
     def output(self, site: str | None, compute: Callable[[], T]) -> T:
         if site == EXCHANGE and not self._passes.exchanges:
             return compute()
         position, self._position = self._position, self._position + 1
         return self._passes.hand_back(position, self._ordinals.key(site), compute)
+
+    def call(self, site: Site) -> T:
+        position, self._position = self._position, self._position + 1
+        return self._passes.call_again(position, self._ordinals.key(site.name), site, self._filling)

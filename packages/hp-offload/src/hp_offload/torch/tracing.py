@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hp_offload.saved import Saved, block_of
-from hp_offload.torch.packed import plain_torch
+from hp_offload.torch.packed import address_of, plain_torch
 from hp_offload.torch.surroundings import random_state, set_random_state
-from hp_offload.torch.walking import Sites, address_of, blocks_of, walking
+from hp_offload.torch.walking import Sites, blocks_of, walking
 from hp_platform import get_platform
 
 __all__ = ["trace"]

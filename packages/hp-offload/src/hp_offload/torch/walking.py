@@ -16,9 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from hp_offload.saved import block_of
+from hp_offload.torch.packed import address_of
 from hp_offload.torch.swapping import stays
 
-__all__ = ["Sites", "address_of", "blocks_of", "walking"]
+__all__ = ["Sites", "blocks_of", "walking"]
 
 T = torch.Tensor
 
@@ -54,13 +55,6 @@ class Sites:
         self._counts[name] += 1
         self._storages[address] = StorageWeakRef(tensor.untyped_storage()), site
         return site, True
-
-
-def address_of(tensor: T) -> int:
-    """Return where a tensor's storage begins; 0 where it has none."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return 0
-    return tensor.untyped_storage().data_ptr()
 
 
 @contextlib.contextmanager

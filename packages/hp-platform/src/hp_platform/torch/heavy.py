@@ -178,7 +178,8 @@ def mark(module: nn.Module) -> list[str]:
 
 
 def _linear_forward(module: nn.Linear, site: str, input: T) -> T:
-    if current_frame() is None:
+    # A compiled graph must not depend on the frame, which is another object in each step: the compiler is asked first.
+    if torch.compiler.is_compiling() or current_frame() is None:
         return F.linear(input, module.weight, module.bias)
     with at_site(site):
         return linear(input, module.weight, module.bias)
