@@ -24,14 +24,14 @@ from torch import nn
 
 from hp_dtensor import RaggedShard, init_device_mesh
 from hp_fsdp import fully_shard
-from hp_optim import AdamW, Muon
+from hp_optim import AdamW, Muon, SwapOptimizerConfig, swap_optimizer
 from hp_optim.newton_schulz import NS_VARIANTS
 from hp_optim.ownership import Placed, assign
 from hp_optim.rules import split
 from hp_optim.torch.newton_schulz import orthogonalize
-from hp_platform import count_collectives
+from hp_platform import count_collectives, get_platform
 
-PARTS = ("process", "adamw", "ranks", "host", "bytes")
+PARTS = ("process", "adamw", "swap", "ranks", "host", "bytes")
 SHAPES = [(128, 128)] * 12 + [(128, 512)] * 8
 Row = dict[str, float]
 
@@ -108,6 +108,31 @@ def measure_adamw(repeats: int) -> Row:
             parameters[0].grad = torch.randn(size)
         steps[name] = (AdamW if "ours" in name else torch.optim.AdamW)(parameters, fused=True).step
     return take_turns(steps, repeats, time.process_time)
+
+
+def measure_swap(repeats: int) -> Row:
+    """Steps of 4 M parameters with states on the device and on the host, in wall time: copies run beside the CPU."""
+    devices = get_platform().devices
+    steps: dict[str, Callable[[], object]] = {}
+    for name, config in (
+        ("states on the device", None),
+        ("states on the host, 16 slices", SwapOptimizerConfig()),
+        ("states on the host, 4 slices", SwapOptimizerConfig(swap_times=4)),
+        ("states on the host, a copy a state", SwapOptimizerConfig(packed_swap=False)),
+    ):
+        parameters = [nn.Parameter(torch.randn(256, 1024, device=devices.current_device())) for _ in range(16)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer: Any = AdamW(parameters, fused=True)
+        if config is not None:
+            swap_optimizer(optimizer, config)
+
+        def step(optimizer: Any = optimizer) -> None:
+            optimizer.step()
+            devices.synchronize()
+
+        steps[name] = step
+    return take_turns(steps, repeats, time.perf_counter)
 
 
 class Gathered:
@@ -254,6 +279,9 @@ def main() -> None:
     if "process" in arguments.parts:
         title = "one process, 12 matrices of 128 x 128 and 8 of 128 x 512"
         show(title, measure_process(arguments.repeats), "ours", {"torch.optim.Muon": 0.35})
+    if "swap" in arguments.parts:
+        title = "AdamW, 16 parameters of 256 x 1024; on CPU the copies are done at once"
+        show(title, measure_swap(3 * arguments.repeats), "states on the host, 16 slices", {})
     if "bytes" in arguments.parts:
         show_bytes()
     if "adamw" in arguments.parts or "ranks" in arguments.parts:

@@ -14,6 +14,7 @@ from hp_optim.newton_schulz import NS_VARIANTS
 from hp_optim.rules import MatrixRule
 from hp_optim.schedules import Schedule
 from hp_optim.splitting import get_hyper_optimizer
+from hp_optim.swapping import SwapOptimizerConfig, swap_optimizer
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ __all__ = [
     "MatrixRule",
     "Muon",
     "Schedule",
+    "SwapOptimizerConfig",
     "get_hyper_lr_scheduler",
     "get_hyper_optimizer",
+    "swap_optimizer",
 ]
 
 __getattr__, __dir__ = lazy_exports(__name__, {"AdamW": "adamw", "Muon": "muon"})

@@ -58,6 +58,10 @@ class Port(Protocol):
         """List the state of each parameter, in the order of the groups."""
         ...
 
+    def swap(self, optimizers: Sequence[Optimizer], config: Any, link: Any) -> None:
+        """Move the states of optimizers to the host; see `hp_optim.swapping`."""
+        ...
+
     def load(self, optimizer: Optimizer, states: Sequence[State], groups: Sequence[State]) -> None:
         """Load the state of each parameter and the hyperparameters of each group."""
         ...

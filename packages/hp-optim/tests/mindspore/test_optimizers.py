@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn
 
 from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.mindspore.dtensor import local_view
-from hp_optim import NS_VARIANTS, AdamW, MatrixRule, Muon, get_hyper_lr_scheduler, get_hyper_optimizer
+from hp_optim import NS_VARIANTS, AdamW, MatrixRule, Muon, get_hyper_lr_scheduler, get_hyper_optimizer, swap_optimizer
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 
@@ -186,3 +186,8 @@ def test_what_is_refused():
         get_hyper_optimizer(net, list(SHAPES), ["bias"]).step()
     with pytest.raises(ValueError, match=r"no gradients for up"):
         get_hyper_optimizer(net, list(SHAPES), ["bias"]).step({})
+
+
+def test_states_on_the_host_are_refused():
+    with pytest.raises(NotImplementedError, match=r"swap_optimizer is not supported on MindSpore: .*Shard the states"):
+        swap_optimizer(AdamW(matrices(Net())))

@@ -74,6 +74,19 @@ def zero_grad(optimizer: Any, set_to_none: bool) -> None:
     """Do nothing: gradients are returned, not accumulated."""
 
 
+def swap(optimizers: Sequence[Any], config: Any, link: Any) -> None:
+    """Refuse to.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "swap_optimizer is not supported on MindSpore: its optimizers update all Parameters in one call, and a"
+        " Parameter that is a state can't move between the host and the device. Shard the states instead, by"
+        " hp_fsdp.fully_shard"
+    )
+
+
 def states(optimizer: Any) -> list[State]:
     """List the state of each parameter, in the order of the groups; what all share is in each."""
     shared = {key: value for key, value in vars(optimizer).get("_params", {}).items() if key == "state_step"}

@@ -9,7 +9,7 @@ import torch
 
 from hp_dtensor.torch.extend import refuse_foreign
 from hp_optim.options import check_group, parameter_names
-from hp_optim.torch.blocks import Block
+from hp_optim.torch.blocks import Block, Members, Resident
 
 __all__ = ["AdamW"]
 
@@ -53,6 +53,7 @@ class AdamW(torch.optim.AdamW):
         fused: bool | None = None,
     ) -> None:
         self._blocks: list[Block] = []
+        self._places: Any = Resident()
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, fused=fused)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -68,31 +69,34 @@ class AdamW(torch.optim.AdamW):
         except Exception:
             del self.param_groups[number]
             raise
-        self._blocks += self._laid_out(number)
+        self._lay_out(self._blocks, [number])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, this class's or ``torch.optim.AdamW``'s, into the memory of the present one."""
         super().load_state_dict(state_dict)
-        self._blocks = [block for number in range(len(self.param_groups)) for block in self._laid_out(number)]
+        self._lay_out([], range(len(self.param_groups)))
 
-    def _laid_out(self, number: int) -> list[Block]:
-        """Lay a group's states out, with the values that there are; what has no memory yet is left out."""
-        group = self.param_groups[number]
-        names = parameter_names(group, number)
-        alike: dict[Any, list[int]] = {}
+    def _lay_out(self, blocks: list[Block], numbers: Iterable[int]) -> None:
+        """Lay states of groups out, with the values that there are; what has no memory yet is left out."""
         with torch.no_grad(), _plain():
-            for at, parameter in enumerate(group["params"]):
-                if not parameter.is_meta:
-                    alike.setdefault((parameter.dtype, parameter.device), []).append(at)
-            return [
-                Block(group, [group["params"][at] for at in numbers], [names[at] for at in numbers], self.state)
-                for numbers in alike.values()
-            ]
+            members = [each for number in numbers for each in self._members(number)]
+            self._blocks = self._places.added(blocks, members, self.state)
+
+    def _members(self, number: int) -> list[Members]:
+        """Sort a group's parameters by dtype and device."""
+        group = self.param_groups[number]
+        alike: dict[Any, Members] = {}
+        for name, parameter in zip(parameter_names(group, number), group["params"]):
+            if not parameter.is_meta:
+                _, parameters, names = alike.setdefault((parameter.dtype, parameter.device), (group, [], []))
+                parameters.append(parameter)
+                names.append(name)
+        return list(alike.values())
 
     def _complete(self) -> list[Block]:
         """Return what all parameters are in; some may have got memory since."""
         if sum(len(block.parameters) for block in self._blocks) != sum(len(g["params"]) for g in self.param_groups):
-            self._blocks = [block for number in range(len(self.param_groups)) for block in self._laid_out(number)]
+            self._lay_out([], range(len(self.param_groups)))
         return self._blocks
 
     @torch.no_grad()
@@ -110,9 +114,8 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for block in self._complete():
-            with _plain():
-                block.step(scale, found)
+        with _plain():
+            self._places.visit(self._complete(), lambda block: block.step(scale, found))
         return loss
 
 

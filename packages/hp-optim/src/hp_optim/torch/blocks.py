@@ -9,6 +9,7 @@ Note [Runs]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_, itemgetter
 from typing import Any
 
@@ -18,7 +19,10 @@ from hp_dtensor.torch.extend import DTensor, wrap
 from hp_optim.options import sparse_gradient
 from hp_optim.torch.runs import Runs
 
-__all__ = ["Block"]
+__all__ = ["Block", "Members", "Resident", "view_like", "wrapped_like"]
+
+Members = tuple[dict[str, Any], list[torch.Tensor], list[str]]
+"""A group, parameters of it that have one dtype and device, and their names."""
 
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _data_ptr = torch.Tensor.data_ptr
@@ -47,11 +51,16 @@ class Block:
             self.offsets.append(self.offsets[-1] + size)
         device = parameters[0].device
         self.itemsize = parameters[0].element_size()
-        self.flat = {key: torch.zeros(self.offsets[-1], dtype=parameters[0].dtype, device=device) for key in self.keys}
+        self.flat = {key: self._memory(key) for key in self.keys}
         self.fused = _fused(group, device)
         self.steps = torch.zeros(len(parameters), device=device if self.fused else "cpu")
         self.states = [state[parameter] for parameter in parameters]
         self._lay_out()
+
+    def _memory(self, key: str) -> torch.Tensor:
+        """Allocate memory for a state, of zeros."""
+        like = self.parameters[0]
+        return torch.zeros(self.offsets[-1], dtype=like.dtype, device=like.device)
 
     def _lay_out(self) -> None:
         """Put views into the state, with the values that it had."""
@@ -61,23 +70,24 @@ class Block:
         self.cut_places: list[int] = []
         self.kinds: list[type] = []
         self.views: dict[str, list[torch.Tensor]] = {key: [] for key in (*self.keys, "step")}
-        for number, (parameter, state) in enumerate(zip(self.parameters, self.states)):
-            strides = parameter.stride() if _dense(parameter) else None
+        for number, state in enumerate(self.states):
             for key in self.keys:
-                place = self.flat[key][self.offsets[number] : self.offsets[number + 1]]
-                view = place.view(parameter.shape)
-                if strides is not None and self.sizes[number]:
-                    view = place.as_strided(parameter.shape, strides, place.storage_offset())
+                view = self._view(self.flat[key], number)
                 if key in state:
                     view.copy_(state[key])
-                state[key] = wrap(view, parameter._spec) if isinstance(parameter, DTensor) else view
-                self.views[key].append(state[key])
+                state[key] = view
+                self.views[key].append(view)
             counter = self.steps[number]
             if "step" in state:
                 counter.copy_(torch.as_tensor(state["step"]))
             state["step"] = counter
             self.views["step"].append(counter)
         self._note_steps()
+
+    def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a parameter's part of a state."""
+        parameter = self.parameters[number]
+        return wrapped_like(view_like(flat[self.offsets[number] : self.offsets[number + 1]], parameter), parameter)
 
     def _note_steps(self) -> None:
         self.counts: list[float] = self.steps.tolist()
@@ -212,6 +222,42 @@ class Block:
             memory.append([own, *(self.flat[key][low:high] for key in self.keys)])
             steps.append(self.steps[first])
         return Runs.of(cuts, memory, steps)
+
+
+class Resident:
+    """Blocks that stay on the device."""
+
+    def added(self, blocks: list[Block], members: list[Members], state: Any) -> list[Block]:
+        """Return the blocks, and those of more parameters.
+
+        Args:
+            blocks: that there are.
+            members: the parameters of the others.
+            state: the optimizer's; what is in it is copied, and replaced by views.
+        """
+        return [*blocks, *(Block(*each, state) for each in members)]
+
+    def visit(self, blocks: list[Block], update: Callable[[Block], None]) -> None:
+        """Update each block."""
+        for block in blocks:
+            update(block)
+
+
+def view_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return memory as a tensor of a parameter's shape, whose elements lie as the parameter's do.
+
+    Args:
+        flat: as many elements.
+        parameter: plain, or a DTensor, which counts as its local tensor here.
+    """
+    if flat.numel() and _dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)
+
+
+def wrapped_like(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a local tensor as a DTensor of a parameter's layout, if the parameter is a DTensor."""
+    return wrap(view, parameter._spec) if isinstance(parameter, DTensor) else view
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from hp_optim.rules import MatrixRule, rule_of, split
 from hp_optim.torch.agreement import check_alike
 from hp_optim.torch.exchange import Exchanger, Flags
 from hp_optim.torch.layouts import is_distributed, local_device, placed_on, plan_for
+from hp_optim.torch.momenta import Momenta
 from hp_optim.torch.newton_schulz import compute_dtype, orthogonalize
 from hp_platform.extend import own_rank
 
@@ -89,6 +90,7 @@ class Muon(Optimizer):
     ) -> None:
         self._rules = (*rules, *head_wise_rules(head_wise, head_dim, head_wise_patterns))
         self._buckets: list[_Bucket] | None = None
+        self._places: Any = Momenta()
         self._matrices: dict[torch.Tensor, Any] = {}
         defaults = muon_defaults(
             lr,
@@ -139,6 +141,7 @@ class Muon(Optimizer):
         for parameter in group["params"]:
             if "momentum_buffer" not in self.state[parameter] and not parameter.is_meta:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        self._places.place(group["params"], self.state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as of ``torch.optim.Optimizer``; parameters that it does not know begin anew."""
@@ -172,7 +175,7 @@ class Muon(Optimizer):
             self._make_states(group)
             for name, parameter in zip(parameter_names(group, number), group["params"]):
                 sorted_.setdefault((parameter.dtype, local_device(parameter)), []).append((group, name, parameter))
-        return [_Bucket(members, self.state, self._matrices) for members in sorted_.values()]
+        return [_Bucket(members, self.state, self._matrices, self._places) for members in sorted_.values()]
 
 
 class _Bucket:
@@ -182,14 +185,20 @@ class _Bucket:
         members: their groups, names and the parameters.
         state: the optimizer's.
         matrices: of each parameter.
+        places: reads and writes the momenta.
     """
 
     def __init__(
-        self, members: Sequence[tuple[dict[str, Any], str, torch.Tensor]], state: Any, matrices: dict[torch.Tensor, Any]
+        self,
+        members: Sequence[tuple[dict[str, Any], str, torch.Tensor]],
+        state: Any,
+        matrices: dict[torch.Tensor, Any],
+        places: Any,
     ) -> None:
         self.members = list(members)
         self.state = state
         self.matrices = matrices
+        self.places = places
         self.planned: Any = None
         self.distributed = any(is_distributed(parameter) for _, _, parameter in members)
 
@@ -251,8 +260,8 @@ class _Bucket:
         if not self.here:
             return {}, {}
         factors = {at: float(self.groups[at]["momentum"]) for at in self.here}
-        buffers = [self.state[self.parameters[at]]["momentum_buffer"] for at in self.here]
-        momenta = dict(zip(self.here, torch._foreach_mul(buffers, list(factors.values()))))
+        parameters = [self.parameters[at] for at in self.here]
+        momenta = dict(zip(self.here, self.places.scaled(parameters, self.state, list(factors.values()))))
         own = [at for at in self.here if gradients[at] is not None]
         if own:
             torch._foreach_add_([momenta[at] for at in own], [gradients[at] for at in own])
@@ -277,8 +286,7 @@ class _Bucket:
             if not chosen:
                 continue
             parameters = [self.parameters[at] for at in chosen]
-            buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-            torch._foreach_copy_(buffers, [momenta[at] for at in chosen])
+            self.places.store(parameters, self.state, [momenta[at] for at in chosen])
             lr: Any = group["lr"]
             steps = [updates[at].to(parameters[0].device) for at in chosen]
             if isinstance(lr, torch.Tensor):
