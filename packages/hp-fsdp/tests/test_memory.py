@@ -169,6 +169,7 @@ def settled(model: nn.Module, before: Use, patience: float) -> Use:
     gc.collect()
     if not before:
         time.sleep(0.05)
+        in_use(model)  # the first look creates what it looks at: the modules' dictionaries, the tensors' storages
     found = in_use(model)
     deadline = time.monotonic() + patience
     while before and more(found, before) and time.monotonic() < deadline:
