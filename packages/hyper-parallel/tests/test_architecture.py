@@ -21,7 +21,9 @@ def script(monkeypatch):
     return importlib.import_module("architecture")
 
 
-def test_arrows_tell_the_doors(script, tmp_path):
+@pytest.fixture
+def sources(tmp_path):
+    """A few packages; that docs/architecture.md is of this repository's own is for `nox -s lint`."""
     for name, text in {
         "hp-low/src/hp_low/__init__.py": "",
         "hp-low/src/hp_low/extend.py": "",
@@ -33,7 +35,14 @@ def test_arrows_tell_the_doors(script, tmp_path):
         path = tmp_path / "packages" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    modules = script.structure.read(tmp_path)
+    for name in ("low", "a", "b", "testing"):
+        project = f'[project]\nname = "hp-{name}"\ndescription = "package {name}"\n'
+        (tmp_path / "packages" / f"hp-{name}" / "pyproject.toml").write_text(project)
+    return tmp_path
+
+
+def test_arrows_tell_the_doors(script, sources):
+    modules = script.structure.read(sources)
     assert [*script.draw(modules)] == [
         "```mermaid",
         "flowchart TD",
@@ -49,8 +58,9 @@ def test_arrows_tell_the_doors(script, tmp_path):
     assert "| hp_b | second |  | hp_low |" in [*script.tabulate(modules, {"hp_b": "second"})]
 
 
-def test_the_page_that_differs_is_told(script, tmp_path, monkeypatch, capsys):
-    page = tmp_path / "architecture.md"
+def test_the_page_that_differs_is_told(script, sources, monkeypatch, capsys):
+    monkeypatch.setattr(script.structure, "ROOT", sources)
+    page = sources / "architecture.md"
     page.write_text(f"before\n{script.BEGIN}old\n{script.END}after\n")
     monkeypatch.setattr(script, "PAGE", page)
     monkeypatch.setattr(script.sys, "argv", ["architecture.py", "--check"])
@@ -59,5 +69,6 @@ def test_the_page_that_differs_is_told(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script.sys, "argv", ["architecture.py"])
     assert script.main() == 0
     assert page.read_text().startswith(f"before\n{script.BEGIN}\n```mermaid") and page.read_text().endswith("after\n")
+    assert "\n| hp_b | package b |  | hp_low |\n" in page.read_text()
     monkeypatch.setattr(script.sys, "argv", ["architecture.py", "--check"])
     assert script.main() == 0
