@@ -19,6 +19,9 @@ def select(target: str) -> None:
     """
     os.environ[_PLATFORM], device, *simulated = target.split("-")
     os.environ[_DEVICE] = _KINDS.get(device, device)
+    # Ranks, and tests that run beside each other, share the cores: a second thread of each would wait for a core, and
+    # the first one would spin meanwhile. Read when the framework is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if os.environ[_PLATFORM] == "mindspore":
         os.environ.setdefault("GLOG_v", "3")  # errors only; its warnings tell of each connection
     if simulated:
