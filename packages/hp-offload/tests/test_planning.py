@@ -89,6 +89,23 @@ def test_large_steps(equal, part):
     assert plan.predicted_peak >= 0.9 * budget or RECOMPUTE not in plan.policies.values()
 
 
+@pytest.mark.parametrize("blocks", [3, 16])
+def test_more_memory_is_never_slower(blocks):
+    """A grid of budgets, from the least to all: never over it, and never slower than with less (0.2% in large steps)."""
+    saved = step(blocks, 8, 4)
+    with pytest.raises(ValueError, match="below the least") as error:
+        plan_memory(saved, 0, 100.0)
+    least = int(str(error.value).split("needs, ")[1].split("(")[1].split(" bytes")[0])
+    total, fastest, allowed = sum(each.bytes for each in saved), math.inf, 1e-9 if len(saved) <= 48 else 2e-3
+    for part in range(13):
+        budget = least + (total - least) * part // 12
+        plan = plan_memory(saved, budget, 100.0)
+        outcome = replay(saved, plan.policies, 100.0)
+        assert outcome.peak <= budget and outcome.step <= fastest * (1 + allowed)
+        fastest = min(fastest, outcome.step)
+    assert RECOMPUTE not in plan.policies.values() and SWAP not in plan.policies.values()
+
+
 def test_equal_blocks_are_planned_as_well_as_all_at_once(monkeypatch):
     saved = step(32, 8, 1, equal=True)
     budget = int(0.3 * sum(each.bytes for each in saved))
