@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hp_offload import checkpoint, checkpoint_exclude_wrapper, checkpoint_wrapper
+from hp_offload import checkpoint, checkpoint_exclude_wrapper, checkpoint_wrapper, swap_wrapper
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest imports tests by their path
 from offload_models import gradients, net, same_bits
@@ -347,19 +347,31 @@ def test_names_and_state_stay():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 def test_the_compiler_inside_and_outside():
-    torch._dynamo.reset()
+    """Compiled blocks have the bits of compiled blocks; this backend leaves them those of eager ones."""
     compiled = functools.partial(torch.compile, backend="aot_eager")
-    expected = gradients(net(dropout=0.0), 1)
-    model = net(dropout=0.0)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block)
-        block.forward = compiled(block.forward) if index else block.forward
-    assert all(torch.allclose(*pair, rtol=1e-12) for pair in zip(gradients(model, 1), expected))
-    model = net(dropout=0.0)
-    for block in model.blocks:
+
+    def build(*changes):
+        torch._dynamo.reset()
+        model = net()
+        for block in model.blocks:
+            for change in changes:
+                change(block)
+        return gradients(model, 2)
+
+    def compile(block):
         block.forward = compiled(block.forward)
-        checkpoint_wrapper(block)
-    assert all(torch.allclose(*pair, rtol=1e-12) for pair in zip(gradients(model, 1), expected))
+
+    expected = build()
+    keep_products = lambda ctx, op, *args, **kwargs: op is torch.ops.aten.bmm.default  # noqa: E731
+    for changes in (
+        (compile,),
+        (checkpoint_wrapper, compile),
+        (compile, checkpoint_wrapper),
+        (compile, swap_wrapper),
+        (compile, lambda block: checkpoint_wrapper(block, keep_products)),
+        (lambda block: compile(block.up), lambda block: checkpoint_wrapper(block, keep_products)),
+    ):
+        assert all(map(torch.equal, build(*changes), expected))
 
 
 # ---- bad input ----
