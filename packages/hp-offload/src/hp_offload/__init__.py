@@ -13,6 +13,7 @@ from hp_offload.api import (
     swap_wrapper,
 )
 from hp_offload.applying import apply_memory_plan, fit_memory, trace_saved
+from hp_offload.checking import MemoryPlanWarning
 from hp_offload.manager import SwapManager
 from hp_offload.planning import plan_memory
 from hp_offload.policies import CheckpointPolicy, keep_collectives_policy
@@ -21,6 +22,7 @@ from hp_offload.saved import MemoryPlan, Saved
 __all__ = [
     "CheckpointPolicy",
     "MemoryPlan",
+    "MemoryPlanWarning",
     "Saved",
     "SwapManager",
     "apply_memory_plan",

@@ -17,7 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("scipy", reason="plan_memory needs scipy, in hp-offload's extra plan")
 
-from hp_offload import CheckpointPolicy, MemoryPlan, SwapManager, apply_memory_plan, plan_memory, trace_saved
+from hp_offload import (
+    CheckpointPolicy,
+    MemoryPlan,
+    MemoryPlanWarning,
+    SwapManager,
+    apply_memory_plan,
+    plan_memory,
+    trace_saved,
+)
+from hp_offload.schedule import Blocks
 from hp_platform.torch import heavy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest imports tests by their path
@@ -145,6 +154,74 @@ def test_memory_stays_as_it_is_over_steps():
         gradients(model, 10)
         counts.append((manager.host_bytes, sum(type(each) is torch.Tensor for each in gc.get_objects())))
     assert counts[0] == counts[1] == counts[2]
+
+
+def test_a_step_that_saves_more_than_its_plan_says_so():
+    model, x = net(3), batch()
+    saved = trace_saved(model, (x,))
+    plan = plan_memory(saved, int(0.7 * sum(each.bytes for each in saved)), 1e15)
+    apply_memory_plan(model, plan)
+    model(x).backward()
+    text = (
+        r"second step under a plan of memory saves \+1\d\d% of what the plan counts: .* kept \(planned .*\), .* swapped"
+    )
+    with pytest.warns(MemoryPlanWarning, match=text):
+        model(x.repeat(2, 1)).backward()
+    model(x.repeat(2, 1)).backward()  # said once
+
+
+class Peaks(Live):
+    """Notes the most bytes that live in each block's backward, the second run of what is computed again apart."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.peaks = [0] * len(model.blocks)
+        self.block: int | None = None
+        for number, block in enumerate(model.blocks):
+            block.register_forward_hook(lambda _, args, out, number=number: self.enter(out, number))
+
+    def enter(self, out, number):
+        if self.block is None:
+            out.register_hook(lambda gradient: setattr(self, "block", number))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.block is not None and not torch.is_grad_enabled():
+            self.peaks[self.block] = max(self.peaks[self.block], self.bytes)
+        return out
+
+
+def peaks(model: nn.Module, x: torch.Tensor) -> list[int]:
+    gc.collect()
+    for block in model.blocks:
+        block._forward_hooks.clear()
+    with Peaks(model) as live:
+        model(x).backward()
+    return live.peaks
+
+
+@pytest.mark.parametrize("part", [0.8, 0.6, 0.5])
+@pytest.mark.parametrize("bandwidth", [0, 1e15])
+def test_the_peak_inside_of_backward_falls_by_what_is_planned(part, bandwidth):
+    model, x = net(5, 0.25), batch()
+    saved = trace_saved(model, (x,))
+    plan = plan_memory(saved, int(part * sum(each.bytes for each in saved)), bandwidth)
+    plain, planned = copy.deepcopy(model), apply_memory_plan(copy.deepcopy(model), plan)
+    for other in (plain, planned):
+        gradients(other, 2)
+        other.zero_grad()
+    blocks = Blocks(saved)
+    absent = [
+        sum(
+            each.bytes
+            for number, each in enumerate(blocks.saved)
+            if blocks.present(number, KEEP, blocks.names.index(f"blocks.{block}"))
+            and not blocks.present(number, plan.policies[each.site], blocks.names.index(f"blocks.{block}"))
+        )
+        for block in range(5)
+    ]
+    before, after = peaks(plain, x), peaks(planned, x)
+    assert [one - two for one, two in zip(before, after)] == absent and max(absent) > 0
 
 
 # ---- bad input ----

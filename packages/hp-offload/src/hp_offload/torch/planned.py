@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hp_offload.checking import MemoryCheck
 from hp_offload.policies import CheckpointPolicy
 from hp_offload.saved import MemoryPlan, block_of, near
 from hp_offload.torch.functions import Filling, Site, is_function
@@ -49,22 +50,34 @@ def apply(model: nn.Module, plan: MemoryPlan) -> None:
                 " its first number."
             )
     swaps = SWAP in plan.policies.values()
+    check = MemoryCheck(plan)
     for name, policies in by_block.items():
         if swaps or set(policies.values()) != {KEEP}:
             block = blocks[name]
             mark(block)
-            planned = _Planned(name, policies, block, swaps)
+            check.blocks.add(name)
+            planned = _Planned(name, policies, block, swaps, check)
             block.forward = functools.partial(planned.run, block.forward)  # type: ignore[method-assign]
 
 
 class _Planned:
     """A block and its part of a plan."""
 
-    def __init__(self, name: str, policies: Mapping[str, CheckpointPolicy], module: nn.Module, swaps: bool) -> None:
-        self.name, self.policies, self.swaps = name, policies, swaps
+    def __init__(
+        self,
+        name: str,
+        policies: Mapping[str, CheckpointPolicy],
+        module: nn.Module,
+        swaps: bool,
+        check: MemoryCheck,
+    ) -> None:
+        self.name, self.policies, self.swaps, self.check = name, policies, swaps, check
         self._module = module
+        self.runs_again = RECOMPUTE in policies.values()
         self.table: list[CheckpointPolicy] | None = None
         """What becomes of what is saved as number n; None before the first call."""
+        self.planned_bytes: list[int] = []
+        """What the plan counts for what is saved as number n; 0 where the storage is another's."""
         self.functions = True
         """The plan keeps the output of a function (`hp_offload.torch.functions`), as far as is known."""
 
@@ -74,7 +87,10 @@ class _Planned:
             return forward(*args, **kwargs)
         passes = _PlannedPasses(self)
         if self.table is not None:
-            return run_region(forward, args, kwargs, name=self.name, passes=passes)
+            result = run_region(forward, args, kwargs, name=self.name, passes=passes)
+            if self.name in self.check.blocks:
+                self.check.finish(self.name)
+            return result
         sites = passes.sites = Sites(self.name, (args, kwargs))
         with walking(self._module, sites, self.name):
             result = run_region(forward, args, kwargs, name=self.name, passes=passes)
@@ -157,7 +173,9 @@ class _PlannedPasses(SitePasses):
         return self._swap.pack(tensor) if policy is SWAP else self._swap.kept(tensor)
 
     def _keep_output(self, tensor: T, policy: CheckpointPolicy) -> None:
-        """Keep the output of a heavy operation whose storage a tensor has."""
+        """Keep the output of a heavy operation whose storage a tensor has, for the second run if there will be one."""
+        if not self._planned.runs_again:
+            return
         output = self._outputs.get(tensor.untyped_storage().data_ptr())
         if output is not None and not output[1].expired() and output[0] not in self._kept:
             position, _, layout, version = output
@@ -167,11 +185,17 @@ class _PlannedPasses(SitePasses):
 
     def _policy(self, index: int, tensor: T) -> CheckpointPolicy:
         if self.sites is None:
-            table = self._planned.table or self.chosen
-            return table[index] if index < len(table) else KEEP
-        policy = KEEP
-        site, _ = self.sites.site(tensor)
+            planned, check = self._planned, self._planned.check
+            table = planned.table or self.chosen
+            policy = table[index] if index < len(table) else KEEP
+            if self._planned.name in check.blocks and index < len(planned.planned_bytes):
+                check.add(policy, planned.planned_bytes[index], tensor)
+            return policy
+        policy, nbytes = KEEP, 0
+        site, new = self.sites.site(tensor)
         if site is not None:
             policy = self.seen[site] = self._planned.policies.get(site, KEEP)
+            nbytes = self._planned.check.planned.get(site, 0) if new else 0
         self.chosen.append(policy)
+        self._planned.planned_bytes.append(nbytes)
         return policy

@@ -134,8 +134,12 @@ class SitePasses:
     def again(self, filling: Filling) -> Iterator[None]:
         """Enter the frame in which the outputs are handed back."""
         outputs = _Again(self, filling)
-        with frame(outputs=outputs), Calls(outputs) if self.functions else nullcontext():
-            yield
+        try:
+            with frame(outputs=outputs), Calls(outputs) if self.functions else nullcontext():
+                yield
+        finally:
+            if not _retains():  # those that this run did not reach before it ended
+                self._kept.clear()
 
     def pack(self, index: int, tensor: T) -> Packed | None:
         """Let saved tensors be computed again, but for what functions save whose outputs are kept."""

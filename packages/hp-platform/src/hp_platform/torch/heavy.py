@@ -98,7 +98,8 @@ class _Linear(torch.autograd.Function):
     ) -> T:
         compute = functools.partial(F.linear, input, weight, bias)
         out = compute() if frame.outputs is None else frame.outputs.output(site, compute)
-        ctx.frame, ctx.edges, ctx.shape = frame, edges, input.shape
+        # Not the frame: nodes live as long as the graph, and its outputs may hold what is needed no more.
+        ctx.inputs, ctx.weights, ctx.edges, ctx.shape = frame.inputs, frame.weights, edges, input.shape
         ctx.handle = None
         needs_input = ctx.needs_input_grad[1] or any(edges)
         if frame.inputs is not None and needs_input:
@@ -117,14 +118,14 @@ class _Linear(torch.autograd.Function):
                 + " (hp_platform.frames): run this forward outside the frame"
             )
         weight, *saved = ctx.saved_tensors
-        inputs: Callable[[], T] = lambda: ctx.frame.inputs.load(ctx.handle[0]) if ctx.handle else saved[0]  # noqa: E731
+        inputs: Callable[[], T] = lambda: ctx.inputs.load(ctx.handle[0]) if ctx.handle else saved[0]  # noqa: E731
         with _plain():  # parameters may be DTensors, whose parts this is about
             rows = grad.reshape(-1, grad.shape[-1])
             to_input = rows.mm(weight.conj()).view(ctx.shape) if ctx.needs_input_grad[0] else None
             if ctx.edges:
                 edges = [edge for edge in ctx.edges if edge is not None]
                 needed = [edge is not None for edge in ctx.edges]
-                ctx.frame.weights.put_off(edges, functools.partial(_weight_gradients, rows, inputs, *needed))
+                ctx.weights.put_off(edges, functools.partial(_weight_gradients, rows, inputs, *needed))
                 return to_input, None, None, None, None, None
             gradients = iter(_weight_gradients(rows, inputs, *ctx.needs_input_grad[1:3]))
             to_weight, to_bias = (next(gradients) if needed else None for needed in ctx.needs_input_grad[1:3])
