@@ -181,6 +181,32 @@ def test_neighbours_are_one_run():
     assert [float(optimizer.state[piece]["step"]) for piece in pieces] == [3, 3, 3, 2, 3, 3, 3, 3, 3, 3]
 
 
+def touching(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """Tensors next to each other in memory, each with a storage of its own, as an allocator of a device puts them."""
+    memory = bytearray(values.numpy().tobytes())
+    size = values.numel() // parts
+    return [torch.frombuffer(memory, dtype=values.dtype, count=size, offset=4 * size * n) for n in range(parts)]
+
+
+@pytest.mark.parametrize(("apart", "sizes"), [("parameters", [64] * 4), ("gradients", [64] * 4), ("neither", [256])])
+def test_neighbours_with_storages_of_their_own_are_runs_of_their_own(apart: str, sizes: list[int]):
+    generator = torch.Generator().manual_seed(0)
+    start, gradient = torch.randn(256, generator=generator), torch.randn(256, generator=generator)
+    own = touching(start, 4) if apart == "parameters" else start.clone().split(64)
+    pieces = [nn.Parameter(each) for each in own]
+    truth = nn.Parameter(start.clone())
+    one, other = AdamW(pieces), AdamW([truth])
+    truth.grad = gradient
+    for step in range(3):
+        together = gradient.clone().split(64)
+        gradients = touching(gradient, 4) if apart == "gradients" and step else together
+        for piece, part in zip(pieces, gradients):
+            piece.grad = part
+        one.step(), other.step()
+    assert one._blocks[0].runs.sizes == sizes
+    assert torch.equal(torch.cat(pieces), truth)
+
+
 def test_transposed_memory_and_new_memory():
     ours = nn.Parameter(torch.randn(5, 7).T)
     theirs = nn.Parameter(ours.detach().clone())

@@ -10,7 +10,8 @@ Note [Runs]
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_, itemgetter
+from itertools import chain, repeat
+from operator import add, is_
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Block:
         if group["amsgrad"] or any("max_exp_avg_sq" in state.get(parameter, ()) for parameter in parameters):
             self.keys.append("max_exp_avg_sq")
         self.sizes = [parameter.numel() for parameter in parameters]
+        self.filled = [parameter for parameter, size in zip(parameters, self.sizes) if size]
         self.offsets = [0]
         for size in self.sizes:
             self.offsets.append(self.offsets[-1] + size)
@@ -64,24 +66,23 @@ class Block:
 
     def _lay_out(self) -> None:
         """Put views into the state, with the values that it had."""
-        self.contiguous = all(map(_is_contiguous, self.parameters))
+        self.contiguous = all(map(_is_contiguous, self.filled))
         self.strides = [parameter.stride() for parameter in self.parameters]
         self.cuts: list[int] | None = None
-        self.cut_places: list[int] = []
+        self.places: list[int] = []
         self.kinds: list[type] = []
-        self.views: dict[str, list[torch.Tensor]] = {key: [] for key in (*self.keys, "step")}
+        self.views: list[Any] = []
         for number, state in enumerate(self.states):
             for key in self.keys:
                 view = self._view(self.flat[key], number)
                 if key in state:
                     view.copy_(state[key])
                 state[key] = view
-                self.views[key].append(view)
             counter = self.steps[number]
             if "step" in state:
                 counter.copy_(torch.as_tensor(state["step"]))
             state["step"] = counter
-            self.views["step"].append(counter)
+            self.views += state.values()
         self._note_steps()
 
     def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
@@ -94,18 +95,12 @@ class Block:
 
     def _adopt(self) -> None:
         """Take over states that were set from outside, and memory in which elements lie in another order."""
-        if not self.contiguous or not all(map(_is_contiguous, self.parameters)):
+        if not self.contiguous or not all(map(_is_contiguous, self.filled)):
             if [parameter.stride() for parameter in self.parameters] != self.strides:
                 self.flat = {key: torch.zeros_like(flat) for key, flat in self.flat.items()}
                 self._lay_out()
-        for key, views in self.views.items():
-            if not all(map(is_, map(itemgetter(key), self.states), views)):
-                for state, view in zip(self.states, views):
-                    if state[key] is not view:
-                        view.copy_(torch.as_tensor(state[key]).to(view.dtype))
-                        state[key] = view
-                self._note_steps()
-                self.cuts = None
+        if not all(map(is_, chain.from_iterable(map(dict.values, self.states)), self.views)):
+            self._lay_out()
 
     def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
         """Update the parameters that have gradients.
@@ -145,6 +140,7 @@ class Block:
         self.kinds = kinds
         self.have = [at for at, gradient in enumerate(gradients) if gradient is not None]
         self.present = [at for at in self.have if self.sizes[at]]
+        self.trained = [self.parameters[at] for at in self.present]
         self.all_present = len(self.have) == len(gradients)
         self.counted = torch.zeros_like(self.steps)
         self.counted[self.have] = 1
@@ -177,29 +173,43 @@ class Block:
 
     def _runs(self, gradients: list[Any]) -> Runs:
         """Join parameters that touch, whose gradients touch in the same way; see Note [Runs]."""
-        places = list(map(_data_ptr, map(self.parameters.__getitem__, self.present)))
+        places = list(map(_data_ptr, self.trained))
         others = list(map(_data_ptr, gradients))
-        if self.cuts is not None and places == self.places:
-            if [other - others[n] for other, n in zip(others, self.starts)] == self.distances:
-                return self.runs
-        cuts = self._cuts(places, [other - place for other, place in zip(others, places)])
-        self.places = places
-        self.starts = [start for start, stop in zip(cuts, [*cuts[1:], len(places)]) for _ in range(start, stop)]
-        self.distances = [other - others[n] for other, n in zip(others, self.starts)]
-        if cuts != self.cuts or places != self.cut_places:
+        if self.cuts is not None and places == self.places and self._as_before(others, gradients):
+            return self.runs
+        cuts = self._cuts(places, others, gradients)
+        if cuts != self.cuts or places != self.places:
             self.runs = self._joined(cuts)
-            self.cut_places = places
-        self.cuts = cuts
+        self.cuts, self.places, self.others = cuts, places, others
         return self.runs
 
-    def _cuts(self, places: list[int], distances: list[int]) -> list[int]:
+    def _as_before(self, others: list[int], gradients: list[Any]) -> bool:
+        """Tell whether gradients can be joined as in the last step, if not at the same addresses."""
+        if others != self.others:
+            sizes = [stop - start for start, stop in zip(self.runs.first, [*self.runs.first[1:], len(others)])]
+            shifts = [others[start] - self.others[start] for start in self.runs.first]
+            moved = chain.from_iterable(map(repeat, shifts, sizes))
+            if others != list(map(add, self.others, moved)):
+                return False
+        return all(
+            gradients[first].untyped_storage().nbytes() >= (gradients[first].storage_offset() + size) * self.itemsize
+            for first, size in zip(self.runs.first, self.runs.sizes)
+        )
+
+    def _cuts(self, places: list[int], others: list[int], gradients: list[Any]) -> list[int]:
         """List where runs begin: parameters, counted among those with gradients."""
+        storages = [
+            (parameter.untyped_storage().data_ptr(), gradient.untyped_storage().data_ptr())
+            for parameter, gradient in zip(self.trained, gradients)
+        ]
         cuts = [0]
         for n in range(1, len(places)):
             at, before = self.present[n], self.present[n - 1]
+            span = self.sizes[before] * self.itemsize
             if (
-                distances[n] != distances[n - 1]
-                or places[n] != places[n - 1] + self.sizes[before] * self.itemsize
+                places[n] != places[n - 1] + span
+                or others[n] != others[n - 1] + span
+                or storages[n] != storages[n - 1]  # allocators put tensors next to each other, too
                 or self.offsets[at] != self.offsets[before + 1]
                 or self.counts[at] != self.counts[before]
             ):
