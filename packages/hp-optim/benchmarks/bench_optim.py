@@ -71,13 +71,35 @@ class Matrices(nn.Module):
         return sum(((weight * scale).sin().sum() for weight in self.weights), scale.new_zeros(()))
 
 
+class Loop:
+    """What torch.optim.Muon does, one matrix after the other, with products in a chosen dtype."""
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+        self.parameters, self.dtype = parameters, dtype
+        self.buffers = [torch.zeros_like(parameter) for parameter in parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters."""
+        for parameter, buffer in zip(self.parameters, self.buffers):
+            gradient: Any = parameter.grad
+            buffer.lerp_(gradient, 0.05)
+            x = gradient.lerp(buffer, 0.95).to(self.dtype)
+            x.div_(x.norm().clamp(min=1e-7))
+            for a, b, c in NS_VARIANTS["asym5"]:
+                gram = x @ x.T
+                x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            parameter.mul_(1 - 1e-3 * 0.1).add_(x, alpha=-1e-3 * 0.2 * max(parameter.shape) ** 0.5)
+
+
 def measure_process(repeats: int) -> Row:
     """Steps of one process: 12 matrices of 128 x 128 and 8 of 128 x 512."""
     steps: dict[str, Callable[[], object]] = {}
     for name, make in (
-        ("ours", Muon),
-        ("ours, Polar Express", lambda p: Muon(p, ns_variant="polar_express")),
-        ("torch.optim.Muon", lambda p: torch.optim.Muon(p)),
+        ("ours, float32", Muon),
+        ("ours, bfloat16", lambda p: Muon(p, ns_dtype="bfloat16")),
+        ("torch.optim.Muon, bfloat16", torch.optim.Muon),
+        ("its loop, float32", lambda p: Loop(p, torch.float32)),
     ):
         parameters = list(Matrices(SHAPES).parameters())
         for parameter in parameters:
@@ -86,8 +108,8 @@ def measure_process(repeats: int) -> Row:
     return take_turns(steps, repeats, time.process_time)
 
 
-def measure_adamw(repeats: int) -> Row:
-    """AdamW of 200 parameters of 64 x 64 in a group of fully_shard on one rank's buffer, and of one flat tensor."""
+def measure_adamw(size: int, repeats: int) -> Row:
+    """AdamW of 200 square parameters in a group of fully_shard on one rank's buffer, and of one flat tensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     steps: dict[str, Callable[[], object]] = {}
     for name in (
@@ -97,15 +119,15 @@ def measure_adamw(repeats: int) -> Row:
         "torch fused, plain",
         "torch fused, flat",
     ):
-        model: Any = Matrices([(64, 64)] * 200)
+        model: Any = Matrices([(size, size)] * 200)
         if "fully_shard" in name:
             fully_shard(model, mesh)
         model(torch.ones(())).backward()
         parameters = list(model.parameters())
         if "flat" in name:
-            size = sum(p.numel() for p in parameters) // dist.get_world_size()
-            parameters = [nn.Parameter(torch.randn(size))]
-            parameters[0].grad = torch.randn(size)
+            elements = sum(p.numel() for p in parameters) // dist.get_world_size()
+            parameters = [nn.Parameter(torch.randn(elements))]
+            parameters[0].grad = torch.randn(elements)
         steps[name] = (AdamW if "ours" in name else torch.optim.AdamW)(parameters, fused=True).step
     return take_turns(steps, repeats, time.process_time)
 
@@ -277,8 +299,10 @@ def main() -> None:
         f"torch {torch.__version__}, {os.cpu_count()} CPUs, one thread a rank, CPU time, medians of {arguments.repeats}"
     )
     if "process" in arguments.parts:
-        title = "one process, 12 matrices of 128 x 128 and 8 of 128 x 512"
-        show(title, measure_process(arguments.repeats), "ours", {"torch.optim.Muon": 0.35})
+        title = "one process, 12 matrices of 128 x 128 and 8 of 128 x 512; ratios of ours in"
+        row = measure_process(arguments.repeats)
+        show(f"{title} float32", row, "ours, float32", {"torch.optim.Muon, bfloat16": 0.35})
+        show(f"{title} bfloat16", row, "ours, bfloat16", {"torch.optim.Muon, bfloat16": 0.35})
     if "swap" in arguments.parts:
         title = "AdamW, 16 parameters of 256 x 1024; on CPU the copies are done at once"
         show(title, measure_swap(3 * arguments.repeats), "states on the host, 16 slices", {})
@@ -296,9 +320,10 @@ def show_ranks(parts: list[str], repeats: int) -> None:
     from hp_testing import run_ranks
 
     if "adamw" in parts:
-        row = run_ranks(2, measure_adamw, 3 * repeats, timeout=600.0)[0]
         targets = {"torch fused, flat": 1.1, "torch fused, fully_shard": 0.4}
-        show("AdamW, 200 parameters of 64 x 64, 2 gloo ranks", row, "ours, fully_shard", targets)
+        for size in (64, 256):
+            row = run_ranks(2, measure_adamw, size, 3 * repeats, timeout=600.0)[0]
+            show(f"AdamW, 200 parameters of {size} x {size}, 2 gloo ranks", row, "ours, fully_shard", targets)
     if "ranks" in parts:
         for ranks, target in ((2, 0.65), (4, 0.35)):
             for shapes in (SHAPES, [(256, 256)] * 12 + [(256, 1024)] * 8):

@@ -73,6 +73,12 @@ def test_bits_do_not_depend_on_the_layout(lay: Callable[[Net], None]):
     check(lay, {})
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("lay", [ragged, expert_parallel])
+def test_bits_of_products_in_bfloat16_do_not_depend_on_the_layout(lay: Callable[[Net], None]):
+    check(lay, {"ns_dtype": "bfloat16"})
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("lay", [ragged, hsdp, both, only_some, crossed])
 def test_bits_do_not_depend_on_two_axes(lay: Callable[[Net], None]):
@@ -137,7 +143,7 @@ def test_ranks_with_different_parameters(what: str):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("count", [2, 20])
+@pytest.mark.parametrize("count", [2, 20, 200])
 def test_two_collectives_for_any_number_of_matrices(count: int):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(count)))

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NS_VARIANTS", "Orthogonalization"]
+__all__ = ["NS_DTYPES", "NS_VARIANTS", "Orthogonalization"]
+
+NS_DTYPES = ("float64", "float32", "bfloat16")
+"""Dtypes of the products."""
 
 Triple = tuple[float, float, float]
 
@@ -53,11 +56,13 @@ class Orthogonalization:
         coefficients: a, b and c of each step: X becomes a X + (b A + c A A) X, where A = X X^T.
         epsilon: added to the norm by which the matrix is divided before.
         rms: the result is multiplied by this and by sqrt(max(rows, columns)).
+        dtype: of the products, one of `NS_DTYPES`; None leaves it to the parameter's dtype and the kind of device.
     """
 
     coefficients: tuple[Triple, ...]
     epsilon: float
     rms: float
+    dtype: str | None = None
 
     @staticmethod
     def of(
@@ -66,6 +71,7 @@ class Orthogonalization:
         steps: int,
         epsilon: float,
         rms: float,
+        dtype: str | None = None,
     ) -> Orthogonalization:
         """Check Muon's options.
 
@@ -75,14 +81,17 @@ class Orthogonalization:
             steps: number of iterations.
             epsilon: see above.
             rms: see above.
+            dtype: see above.
 
         Raises:
-            ValueError: an unknown variant, a number out of its range, or something else than triples.
+            ValueError: an unknown variant or dtype, a number out of its range, or something else than triples.
         """
         if variant not in NS_VARIANTS:
             near = difflib.get_close_matches(str(variant), NS_VARIANTS, n=1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"Muon: ns_variant must be one of {', '.join(NS_VARIANTS)}, got {variant!r}{hint}")
+        if dtype is not None and dtype not in NS_DTYPES:
+            raise ValueError(f"Muon: ns_dtype must be None or one of {', '.join(NS_DTYPES)}, got {dtype!r}")
         if type(steps) is not int or not 1 <= steps < 100:
             raise ValueError(f"Muon: ns_steps must be a whole number from 1 to 99, got {steps!r}")
         if not epsilon > 0:
@@ -93,7 +102,7 @@ class Orthogonalization:
         if coefficients is not None and len(listed) not in (1, steps):
             raise ValueError(f"Muon: ns_coefficients has {len(listed)} triples for {steps} steps; pass one, or {steps}")
         chosen = [*listed, *[listed[-1]] * steps][:steps]
-        return Orthogonalization(tuple(chosen), float(epsilon), float(rms))
+        return Orthogonalization(tuple(chosen), float(epsilon), float(rms), dtype)
 
     @staticmethod
     def of_group(group: Mapping[str, Any]) -> Orthogonalization:
@@ -104,6 +113,7 @@ class Orthogonalization:
             group["ns_steps"],
             group["ns_epsilon"],
             group["matched_adamw_rms"],
+            group.get("ns_dtype"),
         )
 
     def scale(self, rows: int, columns: int) -> float:

@@ -80,6 +80,7 @@ def muon_defaults(
     ns_variant: str,
     ns_coefficients: Any,
     ns_epsilon: float,
+    ns_dtype: str | None,
 ) -> dict[str, Any]:
     """Return the hyperparameters of a group of Muon's that sets none of its own."""
     return {
@@ -92,6 +93,7 @@ def muon_defaults(
         "ns_variant": ns_variant,
         "ns_coefficients": ns_coefficients,
         "ns_epsilon": ns_epsilon,
+        "ns_dtype": ns_dtype,
     }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from hp_dtensor import Placement
+from hp_dtensor import Placement, RaggedShard
 from hp_dtensor.extend import Box, boxes, local_shape
 from hp_optim.rules import Matrix
 
@@ -97,7 +97,7 @@ def parts_of(
         mesh_shape: ranks on each axis.
         matrices: of the parameter.
     """
-    along = [range(1 if placement.is_replicate() else size) for placement, size in zip(placements, mesh_shape)]
+    along = [_holders(placement, size) for placement, size in zip(placements, mesh_shape)]
     replicas = [range(size if placement.is_replicate() else 1) for placement, size in zip(placements, mesh_shape)]
     found = []
     for coordinate in itertools.product(*along):
@@ -177,6 +177,13 @@ def paired(
             other = Region(other.start, elements)
         pairs.append((number, one, place, other))
     return tuple(pairs)
+
+
+def _holders(placement: Placement, size: int) -> Sequence[int]:
+    """Return the coordinates on an axis that may have elements, of replicas the first one."""
+    if isinstance(placement, RaggedShard):  # on a large axis nearly all have none
+        return [index for index, units in enumerate(placement.units) if units]
+    return range(1 if placement.is_replicate() else size)
 
 
 def _place(coordinate: Sequence[int], mesh_shape: Sequence[int]) -> int:

@@ -178,6 +178,11 @@ def test_what_is_refused():
         Muon([net.bias])
     with pytest.raises(ValueError, match=r"Muon: lr must be at least 0, got -1"):
         Muon([net.up], lr=-1.0)
+    with pytest.raises(ValueError, match=r"ns_dtype must be None or one of float64, float32, bfloat16, got 'half'"):
+        Muon([net.up], ns_dtype="half")
+    if device_type() == "cpu":
+        with pytest.raises(ValueError, match=r"MindSpore's kernels on CPU have no bfloat16; use 'float32'"):
+            Muon([net.up], ns_dtype="bfloat16")
     with pytest.raises(ValueError, match=r"AdamW: group 1 has no parameters"):
         AdamW([{"params": [net.up]}, {"params": []}])
     with pytest.raises(ValueError, match=r"Muon: got 0 gradients for 1 parameters"):

@@ -52,6 +52,7 @@ class Muon(Optimizer):
         head_dim: int | None = None,
         head_wise_patterns: Sequence[str] | None = None,
         *,
+        ns_dtype: str | None = None,
         rules: Sequence[MatrixRule] = (),
     ) -> None:
         rules = (*rules, *head_wise_rules(head_wise, head_dim, head_wise_patterns))
@@ -65,10 +66,12 @@ class Muon(Optimizer):
             ns_variant,
             ns_coefficients,
             ns_epsilon,
+            ns_dtype,
         )
         listed = unnamed(params)
         for number, group in enumerate(listed):
             check_group("Muon", {**defaults, **group}, number)
+            compute_dtype(None, get_platform().devices.kind, {**defaults, **group}["ns_dtype"])
         with SkipDTensorDispatch():
             super().__init__(listed, defaults)
         groups = [group for group in self.param_groups for _ in group["params"]]
@@ -126,9 +129,9 @@ class Muon(Optimizer):
         kind, results = get_platform().devices.kind, []
         for batch, plan in zip(batches, exchanger.exchange.batches):
             settings: Any = plan.settings
-            matrices = batch.astype(compute_dtype(batch.dtype, kind))
-            made = orthogonalize(matrices, settings.coefficients, settings.epsilon)
-            results.append((made * scalar(settings.scale(plan.rows, plan.columns), made)).astype(batch.dtype))
+            matrices = batch.astype(compute_dtype(batch.dtype, kind, settings.dtype))
+            orthogonal = orthogonalize(matrices, settings.coefficients, settings.epsilon).astype(batch.dtype)
+            results.append(orthogonal * scalar(settings.scale(plan.rows, plan.columns), orthogonal))
         for at, momentum, update in zip(numbers, momenta, exchanger.to_holders(results)):
             group, parameter = self._groups[at], self.parameters[at]
             lr = float(group["lr"].asnumpy())

@@ -18,8 +18,21 @@ Triple = tuple[float, float, float]
 _RESTART = 5
 
 
-def compute_dtype(dtype: Any, kind: str) -> Any:
-    """Choose the dtype of the products: bfloat16 on accelerators, float32 on CPU, float64 for float64 parameters."""
+def compute_dtype(dtype: Any, kind: str, name: str | None = None) -> Any:
+    """Choose the dtype of the products.
+
+    Args:
+        dtype: of the parameters.
+        kind: of device.
+        name: the dtype. Default: bfloat16 on accelerators, float32 on CPU, float64 for float64 parameters.
+
+    Raises:
+        ValueError: bfloat16 on CPU, where MindSpore has no kernels for it.
+    """
+    if name == "bfloat16" and kind == "cpu":
+        raise ValueError("Muon: ns_dtype='bfloat16', and MindSpore's kernels on CPU have no bfloat16; use 'float32'")
+    if name is not None:
+        return getattr(mindspore, name)
     if dtype == mindspore.float64:
         return dtype
     return mindspore.float32 if kind == "cpu" else mindspore.bfloat16

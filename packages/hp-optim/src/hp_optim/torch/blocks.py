@@ -71,18 +71,20 @@ class Block:
         self.cuts: list[int] | None = None
         self.places: list[int] = []
         self.kinds: list[type] = []
-        self.views: list[Any] = []
+        self.views: dict[str, list[torch.Tensor]] = {key: [] for key in self.keys}
+        self.shown: list[Any] = []
         for number, state in enumerate(self.states):
             for key in self.keys:
                 view = self._view(self.flat[key], number)
                 if key in state:
                     view.copy_(state[key])
                 state[key] = view
+                self.views[key].append(view)
             counter = self.steps[number]
             if "step" in state:
                 counter.copy_(torch.as_tensor(state["step"]))
             state["step"] = counter
-            self.views += state.values()
+            self.shown += state.values()
         self._note_steps()
 
     def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
@@ -99,7 +101,7 @@ class Block:
             if [parameter.stride() for parameter in self.parameters] != self.strides:
                 self.flat = {key: torch.zeros_like(flat) for key, flat in self.flat.items()}
                 self._lay_out()
-        if not all(map(is_, chain.from_iterable(map(dict.values, self.states)), self.views)):
+        if not all(map(is_, chain.from_iterable(map(dict.values, self.states)), self.shown)):
             self._lay_out()
 
     def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:

@@ -130,7 +130,7 @@ class Exchanger:
                 arrived, stream, there.results_receive_sizes, there.results_send_sizes, group=self.group
             )
             sizes = [region.elements for _, region in there.results_received]
-            for piece, (number, region) in zip(arrived.split(sizes), there.results_received):
+            for piece, (number, region) in zip(arrived.split(sizes) if sizes else (), there.results_received):
                 self._place(tensors, number, region, piece, targets, sources)
         if targets:
             torch._foreach_copy_(targets, sources)

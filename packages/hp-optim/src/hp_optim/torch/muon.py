@@ -25,6 +25,9 @@ from hp_platform.extend import own_rank
 __all__ = ["Muon"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_is_sparse = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
 class Muon(Optimizer):
@@ -62,11 +65,13 @@ class Muon(Optimizer):
         head_wise: orthogonalize each head of attention projections by itself. It needs names.
         head_dim: rows of a head.
         head_wise_patterns: fnmatch patterns of the projections. Default: `hp_optim.HEAD_WISE_PATTERNS`.
+        ns_dtype: dtype of the iteration's products, "float32", "bfloat16" or "float64". Default: bfloat16 on
+            accelerators, float32 on CPU, float64 for float64 parameters.
         rules: which matrices parameters hold; names are matched.
 
     Raises:
-        ValueError: a number out of its range, an unknown variant, a parameter that is no matrix or that a rule does not
-            fit, an empty group, a parameter in two groups; at the first step, other parameters on other ranks.
+        ValueError: a number out of its range, an unknown variant or dtype, a parameter that is no matrix or that a rule
+            does not fit, an empty group, a parameter in two groups; at the first step, other parameters on other ranks.
         TypeError: a parameter that is a DTensor of torch's own.
     """
 
@@ -86,6 +91,7 @@ class Muon(Optimizer):
         head_dim: int | None = None,
         head_wise_patterns: Sequence[str] | None = None,
         *,
+        ns_dtype: str | None = None,
         rules: Sequence[MatrixRule] = (),
     ) -> None:
         self._rules = (*rules, *head_wise_rules(head_wise, head_dim, head_wise_patterns))
@@ -102,6 +108,7 @@ class Muon(Optimizer):
             ns_variant,
             ns_coefficients,
             ns_epsilon,
+            ns_dtype,
         )
         super().__init__(params, defaults)
 
@@ -200,20 +207,23 @@ class _Bucket:
         self.matrices = matrices
         self.places = places
         self.planned: Any = None
+        self.distinct = list({id(group): group for group, _, _ in members}.values())
         self.distributed = any(is_distributed(parameter) for _, _, parameter in members)
 
     def step(self) -> None:
         """Update them. DTensors count as their local tensors here."""
-        settings = {id(group): Orthogonalization.of_group(group) for group, _, _ in self.members}
-        # Where ranks exchange matrices, they can't know which gradients the others have.
-        trains = [p.requires_grad and (self.distributed or p.grad is not None) for _, _, p in self.members]
+        settings = {id(group): Orthogonalization.of_group(group) for group in self.distinct}
+        members = [parameter for _, _, parameter in self.members]
+        trains = list(map(_requires_grad, members))
+        if not self.distributed:  # else ranks can't know which gradients the others have
+            trains = [each and gradient is not None for each, gradient in zip(trains, map(_get_grad, members))]
         if self.planned != (trains, settings):
             self.planned = None
             self._plan([member for member, each in zip(self.members, trains) if each], settings)
             self.planned = (trains, settings)
         if not self.parameters:
             return
-        gradients: list[Any] = [parameter.grad for parameter in self.parameters]
+        gradients: list[Any] = list(map(_get_grad, self.parameters))
         flags = self._flags(gradients)
         momenta, updates = self._momenta(gradients)
         arrived = self.exchanger.to_owners(updates, flags)
@@ -245,14 +255,17 @@ class _Bucket:
 
     def _flags(self, gradients: Sequence[Any]) -> Flags:
         present = np.array([gradient is not None for gradient in gradients])
-        for at in np.flatnonzero(present).tolist():
-            if gradients[at].is_sparse:
-                raise sparse_gradient("Muon", self.names[at])
+        for name, gradient in zip(self.names, gradients):
+            if gradient is not None and _is_sparse(gradient):
+                raise sparse_gradient("Muon", name)
         broken = np.zeros(len(gradients), dtype=bool)
         numbers = [at for at in self.here if present[at]]
         if numbers:
-            largest = torch.stack(torch._foreach_norm([gradients[at] for at in numbers], float("inf")))
-            broken[numbers] = ~torch.isfinite(largest).cpu().numpy()
+            own = [gradients[at] for at in numbers]
+            # The kernel of the Euclidean norm is the fast one. Where that overflows, the largest value decides.
+            if not torch.stack(torch._foreach_norm(own)).isfinite().all():
+                largest = torch.stack(torch._foreach_norm(own, float("inf")))
+                broken[numbers] = ~torch.isfinite(largest).cpu().numpy()
         return Flags(present, broken)
 
     def _momenta(self, gradients: Sequence[Any]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
@@ -262,36 +275,40 @@ class _Bucket:
         factors = {at: float(self.groups[at]["momentum"]) for at in self.here}
         parameters = [self.parameters[at] for at in self.here]
         momenta = dict(zip(self.here, self.places.scaled(parameters, self.state, list(factors.values()))))
-        own = [at for at in self.here if gradients[at] is not None]
-        if own:
-            torch._foreach_add_([momenta[at] for at in own], [gradients[at] for at in own])
+        _add(momenta, gradients, self.here)
         updates = dict(momenta)
         ahead = [at for at in self.here if self.groups[at]["nesterov"]]
         if ahead:
             updates.update(zip(ahead, torch._foreach_mul([momenta[at] for at in ahead], [factors[at] for at in ahead])))
-        plus = [at for at in ahead if gradients[at] is not None]
-        if plus:
-            torch._foreach_add_([updates[at] for at in plus], [gradients[at] for at in plus])
+            _add(updates, gradients, ahead)
         return momenta, {at: update.contiguous() for at, update in updates.items()}
 
     def _orthogonalized(self, batch: torch.Tensor, plan: Any) -> torch.Tensor:
         settings: Orthogonalization = plan.settings
-        matrices = batch.to(compute_dtype(batch.dtype, batch.device))
-        made = orthogonalize(matrices, settings.coefficients, settings.epsilon)
-        return (made * settings.scale(plan.rows, plan.columns)).to(batch.dtype).contiguous()
+        dtype = compute_dtype(batch.dtype, batch.device, settings.dtype)
+        orthogonalize(batch, settings.coefficients, settings.epsilon, dtype=dtype, out=batch)
+        return batch.mul_(settings.scale(plan.rows, plan.columns))
 
     def _apply(self, momenta: dict[int, torch.Tensor], updates: dict[int, torch.Tensor], present: np.ndarray) -> None:
-        for group in {id(group): group for group in self.groups}.values():
+        for group in self.distinct:
             chosen = [at for at in self.here if self.groups[at] is group and present[at]]
             if not chosen:
                 continue
             parameters = [self.parameters[at] for at in chosen]
             self.places.store(parameters, self.state, [momenta[at] for at in chosen])
-            lr: Any = group["lr"]
             steps = [updates[at].to(parameters[0].device) for at in chosen]
+            lr: Any = group["lr"]
             if isinstance(lr, torch.Tensor):
                 lr = lr.to(steps[0].device)
             decay = 1 - lr * group["weight_decay"]
             if isinstance(decay, torch.Tensor) or decay != 1:
                 torch._foreach_mul_(parameters, decay)
-            torch._foreach_sub_(parameters, torch._foreach_mul(steps, lr))
+            torch._foreach_mul_(steps, lr)
+            torch._foreach_sub_(parameters, steps)
+
+
+def _add(targets: dict[int, torch.Tensor], gradients: Sequence[Any], numbers: Sequence[int]) -> None:
+    """Add gradients where this rank has some."""
+    own = [at for at in numbers if gradients[at] is not None]
+    if own:
+        torch._foreach_add_([targets[at] for at in own], [gradients[at] for at in own])
