@@ -125,14 +125,11 @@ def check(
 ) -> None:
     torch.optim.AdamW([torch.zeros(1)])  # the first one imports 100,000 objects
     gc.collect()
-    gc.freeze()  # what was there before is not looked at
-    try:
-        first: Use = ()
-        for number, use in enumerate(trained(replicas, ranks, make, step, options, patience), FROM):
-            first = first or use
-            assert not more(use, first), f"after step {FROM}: {shown(first)}, but after step {number}: {shown(use)}"
-    finally:
-        gc.unfreeze()
+    gc.freeze()  # what was there before is not looked at, here and in later tests
+    first: Use = ()
+    for number, use in enumerate(trained(replicas, ranks, make, step, options, patience), FROM):
+        first = first or use
+        assert not more(use, first), f"after step {FROM}: {shown(first)}, but after step {number}: {shown(use)}"
 
 
 def trained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid}: not_on names no backend with {sorted(unknown)}")
             if backend in mark.args:
                 item.add_marker(pytest.mark.skip(reason=f"not on {backend}: {mark.kwargs['reason']}"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported and collected out of the garbage collections to come: a million objects."""
+    gc.freeze()
 
 
 def _keep_device_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
