@@ -46,6 +46,17 @@ class Net(nn.Module):
         return self.last(x)
 
 
+class Buffered(Net):
+    """It has buffers, one of which is no part of its state, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.tied = nn.Linear(7, 3)
+        self.tied.weight = self.last.weight
+
+
 def data_mesh() -> DeviceMesh:
     """All ranks on one axis."""
     return init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
@@ -55,6 +66,12 @@ def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) ->
     """A model with the same values on every rank."""
     torch.manual_seed(1)
     return make().to(device_type(), dtype)
+
+
+def other_values(make: Callable[[], nn.Module] = Net) -> nn.Module:
+    """A model with other values than `seeded`, the same on every rank."""
+    torch.manual_seed(5)
+    return make().to(device_type(), torch.float64)
 
 
 def pair(make: Callable[[], nn.Module] = Net, **options: Any) -> tuple[nn.Module, nn.Module]:
