@@ -24,14 +24,14 @@ from torch import nn
 
 from hp_dtensor import RaggedShard, init_device_mesh
 from hp_fsdp import fully_shard
-from hp_optim import AdamW, Muon, SwapOptimizerConfig, swap_optimizer
+from hp_optim import AdamW, AdamW8bit, Muon, SwapOptimizerConfig, swap_optimizer
 from hp_optim.newton_schulz import NS_VARIANTS
 from hp_optim.ownership import Placed, assign
 from hp_optim.rules import split
 from hp_optim.torch.newton_schulz import orthogonalize
 from hp_platform import count_collectives, get_platform
 
-PARTS = ("process", "adamw", "swap", "ranks", "host", "bytes")
+PARTS = ("process", "adamw", "swap", "codes", "ranks", "host", "bytes")
 SHAPES = [(128, 128)] * 12 + [(128, 512)] * 8
 Row = dict[str, float]
 
@@ -155,6 +155,20 @@ def measure_swap(repeats: int) -> Row:
 
         steps[name] = step
     return take_turns(steps, repeats, time.perf_counter)
+
+
+def measure_codes(repeats: int) -> Row:
+    """Steps of one parameter of 16 M elements with states in float32 and in eight bits."""
+    steps: dict[str, Callable[[], object]] = {}
+    for name, make in (
+        ("AdamW8bit", AdamW8bit),
+        ("AdamW", AdamW),
+        ("torch fused", lambda p: torch.optim.AdamW(p, fused=True)),
+    ):
+        parameter = nn.Parameter(torch.randn(4096, 4096))
+        parameter.grad = torch.randn_like(parameter)
+        steps[name] = make([parameter]).step
+    return take_turns(steps, repeats, time.process_time)
 
 
 class Gathered:
@@ -306,6 +320,8 @@ def main() -> None:
     if "swap" in arguments.parts:
         title = "AdamW, 16 parameters of 256 x 1024; on CPU the copies are done at once"
         show(title, measure_swap(3 * arguments.repeats), "states on the host, 16 slices", {})
+    if "codes" in arguments.parts:
+        show("one parameter of 4096 x 4096", measure_codes(arguments.repeats), "AdamW8bit", {"torch fused": 3.0})
     if "bytes" in arguments.parts:
         show_bytes()
     if "adamw" in arguments.parts or "ranks" in arguments.parts:

@@ -19,12 +19,14 @@ from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
     from hp_optim.torch.adamw import AdamW
+    from hp_optim.torch.adamw8bit import AdamW8bit
     from hp_optim.torch.muon import Muon
 
 __all__ = [
     "HEAD_WISE_PATTERNS",
     "NS_VARIANTS",
     "AdamW",
+    "AdamW8bit",
     "ChainedOptimizer",
     "LRScheduler",
     "LRSchedulersContainer",
@@ -37,4 +39,4 @@ __all__ = [
     "swap_optimizer",
 ]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"AdamW": "adamw", "Muon": "muon"})
+__getattr__, __dir__ = lazy_exports(__name__, {"AdamW": "adamw", "AdamW8bit": "adamw8bit", "Muon": "muon"})

@@ -11,7 +11,16 @@ from mindspore import Parameter, Tensor, nn
 
 from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.mindspore.dtensor import local_view
-from hp_optim import NS_VARIANTS, AdamW, MatrixRule, Muon, get_hyper_lr_scheduler, get_hyper_optimizer, swap_optimizer
+from hp_optim import (
+    NS_VARIANTS,
+    AdamW,
+    AdamW8bit,
+    MatrixRule,
+    Muon,
+    get_hyper_lr_scheduler,
+    get_hyper_optimizer,
+    swap_optimizer,
+)
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 
@@ -196,3 +205,5 @@ def test_what_is_refused():
 def test_states_on_the_host_are_refused():
     with pytest.raises(NotImplementedError, match=r"swap_optimizer is not supported on MindSpore: .*Shard the states"):
         swap_optimizer(AdamW(matrices(Net())))
+    with pytest.raises(NotImplementedError, match=r"AdamW8bit is not supported on MindSpore, .*shard its states by"):
+        AdamW8bit(matrices(Net()))

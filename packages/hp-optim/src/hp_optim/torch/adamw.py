@@ -53,7 +53,7 @@ class AdamW(torch.optim.AdamW):
         fused: bool | None = None,
     ) -> None:
         self._blocks: list[Block] = []
-        self._places: Any = Resident()
+        self._places: Any = self._placing()
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, fused=fused)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class AdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         try:
-            _check(self.param_groups[number], number)
+            self._check(self.param_groups[number], number)
         except Exception:
             del self.param_groups[number]
             raise
@@ -75,6 +75,20 @@ class AdamW(torch.optim.AdamW):
         """Load a state, this class's or ``torch.optim.AdamW``'s, into the memory of the present one."""
         super().load_state_dict(state_dict)
         self._lay_out([], range(len(self.param_groups)))
+
+    def _placing(self) -> Resident:
+        """Return what makes blocks of parameters."""
+        return Resident()
+
+    def _check(self, group: dict[str, Any], number: int) -> None:
+        check_group(type(self).__name__, group, number)
+        for name, parameter in zip(parameter_names(group, number), group["params"]):
+            refuse_foreign(parameter, f"AdamW: parameter {name!r}")
+            if not parameter.is_floating_point():
+                raise TypeError(
+                    f"AdamW: parameter {name!r} is of {parameter.dtype}, and only floating-point ones are updated."
+                    " Freeze it, or give it to torch.optim.AdamW"
+                )
 
     def _lay_out(self, blocks: list[Block], numbers: Iterable[int]) -> None:
         """Lay states of groups out, with the values that there are; what has no memory yet is left out."""
@@ -117,14 +131,3 @@ class AdamW(torch.optim.AdamW):
         with _plain():
             self._places.visit(self._complete(), lambda block: block.step(scale, found))
         return loss
-
-
-def _check(group: dict[str, Any], number: int) -> None:
-    check_group("AdamW", group, number)
-    for name, parameter in zip(parameter_names(group, number), group["params"]):
-        refuse_foreign(parameter, f"AdamW: parameter {name!r}")
-        if not parameter.is_floating_point():
-            raise TypeError(
-                f"AdamW: parameter {name!r} is of {parameter.dtype}, and only floating-point ones are updated. Freeze"
-                " it, or give it to torch.optim.AdamW"
-            )

@@ -43,14 +43,12 @@ class Block:
 
     def __init__(self, group: dict[str, Any], parameters: list[torch.Tensor], names: list[str], state: Any) -> None:
         self.group, self.parameters, self.names = group, parameters, names
-        self.keys = ["exp_avg", "exp_avg_sq"]
-        if group["amsgrad"] or any("max_exp_avg_sq" in state.get(parameter, ()) for parameter in parameters):
-            self.keys.append("max_exp_avg_sq")
+        self.keys = self._state_keys(state)
         self.sizes = [parameter.numel() for parameter in parameters]
         self.filled = [parameter for parameter, size in zip(parameters, self.sizes) if size]
         self.offsets = [0]
         for size in self.sizes:
-            self.offsets.append(self.offsets[-1] + size)
+            self.offsets.append(self.offsets[-1] + self._extent(size))
         device = parameters[0].device
         self.itemsize = parameters[0].element_size()
         self.flat = {key: self._memory(key) for key in self.keys}
@@ -58,6 +56,17 @@ class Block:
         self.steps = torch.zeros(len(parameters), device=device if self.fused else "cpu")
         self.states = [state[parameter] for parameter in parameters]
         self._lay_out()
+
+    def _state_keys(self, state: Any) -> list[str]:
+        """Name the states."""
+        keys = ["exp_avg", "exp_avg_sq"]
+        if self.group["amsgrad"] or any("max_exp_avg_sq" in state.get(each, ()) for each in self.parameters):
+            keys.append("max_exp_avg_sq")
+        return keys
+
+    def _extent(self, elements: int) -> int:
+        """Return how far it is from a parameter's states to the next one's."""
+        return elements
 
     def _memory(self, key: str) -> torch.Tensor:
         """Allocate memory for a state, of zeros."""
@@ -212,7 +221,7 @@ class Block:
                 places[n] != places[n - 1] + span
                 or others[n] != others[n - 1] + span
                 or storages[n] != storages[n - 1]  # allocators put tensors next to each other, too
-                or self.offsets[at] != self.offsets[before + 1]
+                or self.offsets[at] != self.offsets[before] + self.sizes[before]
                 or self.counts[at] != self.counts[before]
             ):
                 cuts.append(n)
@@ -224,16 +233,19 @@ class Block:
         for start, stop in zip(cuts, [*cuts[1:], len(self.present)]):
             first, last = self.present[start], self.present[stop - 1]
             low, high = self.offsets[first], self.offsets[last + 1]
-            parameter = self.parameters[first]
-            if not _dense(parameter):
-                raise RuntimeError(
-                    f"AdamW: the elements of parameter {self.names[first]!r} are not next to each other in memory"
-                    f" (shape {tuple(parameter.shape)}, strides {parameter.stride()}). Make it contiguous"
-                )
-            own = torch.as_strided(parameter, (high - low,), (1,), parameter.storage_offset())
-            memory.append([own, *(self.flat[key][low:high] for key in self.keys)])
+            memory.append([self._own_memory(first, high - low), *(self.flat[key][low:high] for key in self.keys)])
             steps.append(self.steps[first])
         return Runs.of(cuts, memory, steps)
+
+    def _own_memory(self, first: int, elements: int) -> torch.Tensor:
+        """Return elements that begin with a parameter's, as they lie in memory."""
+        parameter = self.parameters[first]
+        if not _dense(parameter):
+            raise RuntimeError(
+                f"AdamW: the elements of parameter {self.names[first]!r} are not next to each other in memory"
+                f" (shape {tuple(parameter.shape)}, strides {parameter.stride()}). Make it contiguous"
+            )
+        return torch.as_strided(parameter, (elements,), (1,), parameter.storage_offset())
 
 
 class Resident:

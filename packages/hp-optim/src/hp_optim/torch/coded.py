@@ -1,0 +1,169 @@
+"""States in eight bits: codes, and a step of AdamW on them.
+
+Note [Codes]
+    Elements are divided by the largest magnitude of their block, and are then at most 1. Their code is the upper bits
+    of a float32, counted down from that of 1: for ``exp_avg`` a sign, four bits of exponent and three of mantissa, for
+    the root of ``exp_avg_sq`` four bits of each. So steps are relative to the value, over five decades; taking the root
+    doubles these, and its relative precision is that of the update's denominator. The root is never rounded to zero.
+
+    A code moves only if the average changes by a part of a step, and averages change by less. So before bits are cut
+    off, a part of a step is added that differs from one element to the next and from one optimizer step to the next
+    and is uniform in the long run: what is cut off comes back on average. It depends on the place in the block
+    and on the count of steps alone, not on the layout.
+
+    Decoded, the largest magnitude of a block is exact, and coding the decoded values again, to the nearest, gives the
+    same codes: states are saved in float32 without a loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hp_optim.eight_bit import BLOCK
+
+__all__ = ["decoded_mean", "decoded_square", "dithers", "nearest", "encoded_mean", "encoded_square", "update"]
+
+_ONE = 127 << 23
+_MEAN = 20
+_ROOT = 19
+_ROWS = 2048
+"""Blocks that a CPU updates at a time, so that what is in between stays in its cache."""
+_NO_COMPILER = ("BackendCompilerFailed", "InductorError")
+"""Errors of torch.compile, raised before anything has run."""
+_UP = 1.0 + 2.0**-22
+"""Above the rounding of a reciprocal: the largest magnitude of a block becomes no less than 1."""
+
+
+def dithers(step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what is added before bits are cut off, for both states; see Note [Codes].
+
+    Args:
+        step: count of steps.
+    """
+    place = torch.arange(BLOCK, dtype=torch.int64, device=step.device)
+    fraction = (place * 2654435769 + step.to(torch.int64) * 3242174889) & 0xFFFFFFFF
+    return (fraction >> (32 - _MEAN)).to(torch.int32), (fraction >> (32 - _ROOT)).to(torch.int32)
+
+
+def nearest(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same for rounding to the nearest."""
+    return (
+        torch.full((BLOCK,), 1 << (_MEAN - 1), dtype=torch.int32, device=device),
+        torch.full((BLOCK,), 1 << (_ROOT - 1), dtype=torch.int32, device=device),
+    )
+
+
+def decoded_mean(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return ``exp_avg``, of ``[blocks, 256]`` codes and a scale for each block."""
+    number = codes.to(torch.int32)
+    size = ((number.abs() << _MEAN) + (_ONE - (127 << _MEAN))).view(torch.float32)
+    return torch.where(number == 0, 0.0, torch.where(number < 0, -size, size)) * scales[:, None]
+
+
+def _decoded_root(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return ((codes.to(torch.int32) << _ROOT) + (_ONE - (255 << _ROOT))).view(torch.float32) * scales[:, None]
+
+
+def decoded_square(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return ``exp_avg_sq``, of ``[blocks, 256]`` codes and a scale for each block."""
+    return _decoded_root(codes, scales).square()
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    return (_UP / torch.where(scales > 0, scales, 1.0))[:, None]
+
+
+def encoded_mean(values: torch.Tensor, dither: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of ``exp_avg``, of ``[blocks, 256]``."""
+    sizes = values.abs()
+    scales = sizes.amax(1)
+    bits = (sizes * _inverse(scales)).view(torch.int32) + (dither - (_ONE - (127 << _MEAN)))
+    number = (bits >> _MEAN).clamp(0, 127)
+    return torch.where(values < 0, -number, number).to(torch.int8), scales
+
+
+def _encoded_root(roots: torch.Tensor, dither: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = roots.amax(1)
+    bits = (roots * _inverse(scales)).view(torch.int32) + (dither - (_ONE - (255 << _ROOT)))
+    return (bits >> _ROOT).clamp(0, 255).to(torch.uint8), scales
+
+
+def encoded_square(values: torch.Tensor, dither: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of ``exp_avg_sq``, of ``[blocks, 256]``."""
+    return _encoded_root(values.sqrt(), dither)
+
+
+def _update(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    root: torch.Tensor,
+    mean_scale: torch.Tensor,
+    root_scale: torch.Tensor,
+    mean_dither: torch.Tensor,
+    root_dither: torch.Tensor,
+    numbers: torch.Tensor,
+) -> None:
+    """Take a step of AdamW in place; ``numbers``: see `hp_optim.torch.adamw8bit`."""
+    gradient = gradient.to(torch.float32)
+    average = decoded_mean(mean, mean_scale) * numbers[3] + gradient * numbers[4]
+    before = _decoded_root(root, root_scale)
+    after = (before * before * numbers[5] + gradient * gradient * numbers[6]).sqrt()
+    weight = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+    parameter.copy_(weight * numbers[0] - numbers[1] * (average / (after * numbers[2] + numbers[7])))
+    codes, scales = encoded_mean(average, mean_dither)
+    mean.copy_(codes)
+    mean_scale.copy_(scales)
+    codes, scales = _encoded_root(after, root_dither)
+    root.copy_(codes)
+    root_scale.copy_(scales)
+
+
+def update(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], compiled: bool | None) -> None:
+    """Take a step in place.
+
+    Args:
+        tensors: a parameter, its gradient, the codes of both states and their scales, each of as many blocks.
+        others: what `dithers` returns, and the step's numbers.
+        compiled: compile it. Default: on CPU and CUDA.
+    """
+    device, blocks = tensors[0].device.type, len(tensors[0])
+    if blocks == 1:  # compiled code for one block would be other code
+        pairs = [torch.cat([each, each]) for each in tensors]
+        update(pairs, others, compiled)
+        for each, pair in zip(tensors, pairs):
+            each.copy_(pair[:1])
+        return
+    run = _compiled() if compiled or (compiled is None and device in ("cpu", "cuda")) else _update
+    pieces = -(-blocks // _ROWS) if device == "cpu" else 1
+    for parts in zip(*(each.tensor_split(pieces) for each in tensors)):
+        run(*(part.data for part in parts), *others)  # .data: compiled code looks at what a view is a view of
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    """Return `_update` compiled, or as it is where torch can't."""
+    chosen: Any = torch.compile(_update, dynamic=True, fullgraph=True)
+
+    def run(*tensors: torch.Tensor) -> None:
+        nonlocal chosen
+        try:
+            chosen(*tensors)
+        except RuntimeError as error:
+            if type(error).__name__ not in _NO_COMPILER:
+                raise
+            warnings.warn(
+                "AdamW8bit: torch.compile failed, so steps run uncompiled, which is many times as slow on CPU. It needs"
+                f" a C++ compiler there; compiled=False is silent. {' '.join(str(error).split()[:40])}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            chosen = _update
+            chosen(*tensors)
+
+    return run
