@@ -1,4 +1,7 @@
-"""What `hp_optim.ownership.Exchange` plans, done with gathers; see Note [Heads of messages] in the PyTorch side's."""
+"""What `hp_optim.ownership.Exchange` plans, done with gathers.
+
+Each message to owners begins with its sender's flags: which of its gradients are not finite.
+"""
 
 from __future__ import annotations
 

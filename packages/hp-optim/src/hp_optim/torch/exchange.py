@@ -1,8 +1,9 @@
 """What `hp_optim.ownership.Exchange` plans, done: pieces to their owners and results back, two collectives.
 
 Note [Heads of messages]
-    Each message begins with bits of its sender: which parameters have gradients on it, and which of these are not
-    finite. So all ranks know with no further collective which parameters to leave as they are, or that none may change.
+    Messages begin with what their senders know: which parameters have gradients, and which of these are not finite. So
+    after both exchanges all ranks know, with no further collective, which parameters to leave as they are, or that none
+    may change; see Note [Relays] in `hp_optim.relays`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from hp_optim.ownership import OwnerPlan
 from hp_optim.pieces import Region
+from hp_optim.relays import Relays
 from hp_platform import collectives, get_platform
 
 __all__ = ["Arrived", "Exchanger", "Flags"]
@@ -39,11 +41,11 @@ class Arrived:
 
     Attributes:
         batches: the matrices of each batch, ``[matrices, rows, columns]``.
-        flags: of all ranks.
+        flags: of the ranks that this one has heard from, a byte for each flag; None where there are no other ranks.
     """
 
     batches: list[torch.Tensor]
-    flags: Flags
+    flags: torch.Tensor | None
 
 
 class Exchanger:
@@ -70,11 +72,16 @@ class Exchanger:
         self.shapes = shapes
         self.dtype, self.device = dtype, device
         self.group = get_platform().groups.new_group(plan.world) if len(plan.world) > 1 else None
-        parameters = len(shapes)
-        self.head = 0 if self.group is None else -(-2 * -(-parameters // 8) // dtype.itemsize)
-        there = self.exchange
-        self.sent = _Message(there.sent, there.send_sizes, self.head, device)
-        self.received = _Message(there.received, there.receive_sizes, self.head, device)
+        self.head = -(-2 * len(shapes) // dtype.itemsize)
+        there, relays = self.exchange, Relays.of(plan.world.index(rank), len(plan.world))
+
+        def message(regions: Sequence[tuple[int, Region]], sizes: Sequence[int], speaks: Sequence[bool]) -> _Message:
+            return _Message(regions, sizes, [self.head if each else 0 for each in speaks], device)
+
+        self.sent = message(there.sent, there.send_sizes, relays.first_to)
+        self.received = message(there.received, there.receive_sizes, relays.first_from)
+        self.results_sent = message(there.results_sent, there.results_send_sizes, relays.second_to)
+        self.results_received = message(there.results_received, there.results_receive_sizes, relays.second_from)
         self.whole_shapes = {number: (shape, torch.Size(shape).numel()) for number, shape in enumerate(shapes)}
 
     def to_owners(self, tensors: Mapping[int, torch.Tensor], flags: Flags) -> Arrived:
@@ -89,17 +96,10 @@ class Exchanger:
         sources: list[torch.Tensor] = []
         for number, own, batch, region in self.exchange.kept:
             _pair(view(batches[batch], region), view(tensors[number], own), targets, sources)
+        told: torch.Tensor | None = None
         if self.group is not None:
-            stream = torch.empty(self.sent.elements, dtype=self.dtype, device=self.device)
-            pieces = self.sent.pieces(stream)
-            if pieces:
-                torch._foreach_copy_(
-                    pieces, [view(tensors[number], region).reshape(-1) for number, region in self.exchange.sent]
-                )
-            stream[self.sent.heads] = self._packed(flags).repeat(len(self.plan.world))
-            arrived = torch.empty(self.received.elements, dtype=self.dtype, device=self.device)
-            collectives.all_to_all(arrived, stream, self.received.sizes, self.sent.sizes, group=self.group)
-            flags = self._unpacked(arrived[self.received.heads])
+            pieces = [view(tensors[number], region) for number, region in self.exchange.sent]
+            arrived, told = self._exchanged(self.sent, self.received, pieces, self._packed(flags))
             for piece, (batch, region) in zip(self.received.pieces(arrived), self.exchange.received):
                 _pair(view(batches[batch], region), piece, targets, sources)
         if targets:
@@ -108,13 +108,19 @@ class Exchanger:
             flat.view(len(batch.members), batch.rows, batch.columns)
             for flat, batch in zip(batches, self.exchange.batches)
         ]
-        return Arrived(shaped, flags)
+        return Arrived(shaped, told)
 
-    def to_holders(self, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return this rank's part of each parameter's results, by number; a collective, if there are other ranks.
+    def to_holders(
+        self, results: Sequence[torch.Tensor], arrived: Arrived, flags: Flags
+    ) -> tuple[dict[int, torch.Tensor], Flags]:
+        """Return this rank's part of each parameter's results, by number, and all ranks' flags.
+
+        A collective, if there are other ranks.
 
         Args:
             results: of each batch, contiguous, in the dtype of the exchange.
+            arrived: see `to_owners`.
+            flags: of this rank.
         """
         tensors: dict[int, torch.Tensor] = {}
         targets: list[torch.Tensor] = []
@@ -122,19 +128,30 @@ class Exchanger:
         for number, own, batch, region in self.exchange.kept:
             self._place(tensors, number, own, view(results[batch], region), targets, sources)
         if self.group is not None:
-            there = self.exchange
-            pieces = [view(results[batch], region).reshape(-1) for batch, region in there.results_sent]
-            stream = torch.cat(pieces) if pieces else torch.empty(0, dtype=self.dtype, device=self.device)
-            arrived = torch.empty(sum(there.results_receive_sizes), dtype=self.dtype, device=self.device)
-            collectives.all_to_all(
-                arrived, stream, there.results_receive_sizes, there.results_send_sizes, group=self.group
-            )
-            sizes = [region.elements for _, region in there.results_received]
-            for piece, (number, region) in zip(arrived.split(sizes) if sizes else (), there.results_received):
+            assert arrived.flags is not None
+            parts = [view(results[batch], region) for batch, region in self.exchange.results_sent]
+            stream, told = self._exchanged(self.results_sent, self.results_received, parts, arrived.flags)
+            flags = self._unpacked(told)
+            for piece, (number, region) in zip(self.results_received.pieces(stream), self.exchange.results_received):
                 self._place(tensors, number, region, piece, targets, sources)
         if targets:
             torch._foreach_copy_(targets, sources)
-        return tensors
+        return tensors, flags
+
+    def _exchanged(
+        self, out: _Message, into: _Message, pieces: Sequence[torch.Tensor], flags: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send pieces behind heads; return what arrives, and the flags with those of its heads."""
+        stream = torch.empty(out.elements, dtype=self.dtype, device=self.device)
+        if pieces:
+            torch._foreach_copy_(out.pieces(stream), [piece.reshape(-1) for piece in pieces])
+        stream[out.heads] = flags.view(self.dtype).repeat(out.speakers)
+        arrived = torch.empty(into.elements, dtype=self.dtype, device=self.device)
+        collectives.all_to_all(arrived, stream, into.sizes, out.sizes, group=self.group)
+        if into.speakers:
+            heads = arrived[into.heads].view(torch.uint8).view(into.speakers, -1)
+            flags = torch.cat([heads, flags[None]]).any(0).to(torch.uint8)
+        return arrived, flags
 
     def _place(
         self,
@@ -157,41 +174,37 @@ class Exchanger:
     def _packed(self, flags: Flags) -> torch.Tensor:
         """See Note [Heads of messages]."""
         raw = np.zeros(self.head * self.dtype.itemsize, dtype=np.uint8)
-        bits = [np.packbits(each) for each in (flags.present, flags.broken)]
-        raw[: sum(map(len, bits))] = np.concatenate(bits)
-        return torch.from_numpy(raw).view(self.dtype).to(self.device)
+        raw[: 2 * len(self.shapes)] = np.concatenate([flags.present, flags.broken])
+        return torch.from_numpy(raw).to(self.device)
 
-    def _unpacked(self, heads: torch.Tensor) -> Flags:
-        raw = heads.cpu().view(torch.uint8).numpy().reshape(len(self.plan.world), -1)
-        bits = np.bitwise_or.reduce(raw, axis=0)
-        count = len(self.shapes)
-        size = -(-count // 8)
-        present, broken = (np.unpackbits(each, count=count).astype(bool) for each in (bits[:size], bits[size:]))
-        return Flags(present, broken)
+    def _unpacked(self, flags: torch.Tensor) -> Flags:
+        raw, count = flags.cpu().numpy().astype(bool), len(self.shapes)
+        return Flags(raw[:count], raw[count : 2 * count])
 
 
 class _Message:
     """Where heads and pieces lie in what is sent to all places, or comes from them."""
 
     def __init__(
-        self, regions: Sequence[tuple[int, Region]], sizes: Sequence[int], head: int, device: torch.device
+        self, regions: Sequence[tuple[int, Region]], sizes: Sequence[int], heads: Sequence[int], device: torch.device
     ) -> None:
-        self.sizes = [head + size for size in sizes]
+        self.sizes = [head + size for head, size in zip(heads, sizes)]
+        self.speakers = sum(map(bool, heads))
         self.elements = sum(self.sizes)
         left = [region.elements for _, region in reversed(regions)]
         self.runs: list[tuple[int, int]] = []
-        heads: list[int] = []
+        places: list[torch.Tensor] = []
         at = 0
-        for size in sizes:
-            heads.append(at)
+        for head, size in zip(heads, sizes):
+            if head:
+                places.append(torch.arange(at, at + head))
             at += head
             while size:
                 elements = left.pop()
                 self.runs.append((at, elements))
                 at += elements
                 size -= elements
-        starts = torch.tensor(heads, dtype=torch.int64)
-        self.heads = (starts[:, None] + torch.arange(head)).reshape(-1).to(device)
+        self.heads = torch.cat(places).to(device) if places else torch.empty(0, dtype=torch.int64, device=device)
 
     def pieces(self, stream: torch.Tensor) -> list[torch.Tensor]:
         """Return the pieces' views of a stream."""

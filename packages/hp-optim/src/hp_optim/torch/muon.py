@@ -228,12 +228,13 @@ class _Bucket:
         momenta, updates = self._momenta(gradients)
         arrived = self.exchanger.to_owners(updates, flags)
         del updates
-        if arrived.flags.broken.any():
-            names = [name for name, broken in zip(self.names, arrived.flags.broken) if broken]
+        results = [self._orthogonalized(batch, plan) for batch, plan in zip(arrived.batches, self.batches)]
+        steps, flags = self.exchanger.to_holders(results, arrived, flags)
+        if flags.broken.any():
+            names = [name for name, broken in zip(self.names, flags.broken) if broken]
             warnings.warn(broken_gradient("Muon", names), RuntimeWarning, stacklevel=4)
             return
-        results = [self._orthogonalized(batch, plan) for batch, plan in zip(arrived.batches, self.batches)]
-        self._apply(momenta, self.exchanger.to_holders(results), arrived.flags.present)
+        self._apply(momenta, steps, flags.present)
 
     def _plan(self, active: list[tuple[dict[str, Any], str, torch.Tensor]], settings: dict[int, Any]) -> None:
         """Choose the owners of the parameters that are trained."""
