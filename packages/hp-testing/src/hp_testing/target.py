@@ -22,6 +22,7 @@ def select(target: str) -> None:
     # Ranks, and tests that run beside each other, share the cores: a second thread of each would wait for a core, and
     # the first one would spin meanwhile. Read when the framework is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank that compiles starts processes for it
     if os.environ[_PLATFORM] == "mindspore":
         os.environ.setdefault("GLOG_v", "3")  # errors only; its warnings tell of each connection
     if simulated:
