@@ -1,5 +1,8 @@
 """Selective and full recomputation against torch's, in one process, taking turns; and how long plans of memory take.
 
+The part "model" plans a small Llama of transformers: bytes that are freed against the plan's, and the seconds that a
+second run takes against those predicted.
+
 "extra" is what a policy costs over recomputing all, in seconds of a step: light is ours, torch the dispatch mode of its
 selective checkpoint. One policy keeps the linear layers' products, the other the attention's output as well.
 
@@ -9,20 +12,25 @@ python packages/hp-offload/benchmarks/bench_offload.py [--repeats N] [--hidden N
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
+import gc
 import statistics
 import time
+import weakref
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from hp_offload import CheckpointPolicy, Saved, checkpoint, plan_memory
+from hp_offload import CheckpointPolicy, Saved, apply_memory_plan, checkpoint, plan_memory, trace_saved
 
-BLOCKS, LENGTH, PARTS = 4, 64, ("recompute", "plan")
+BLOCKS, LENGTH, PARTS = 4, 64, ("recompute", "plan", "model")
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 ATTENTION = (*PRODUCTS, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
 
@@ -113,28 +121,105 @@ def bench_recompute(hidden: int, repeats: int) -> None:
             print(f"hidden {hidden:4}  {kind}: extra over full, {what}: light / torch {extra:.2f}")
 
 
+def planned_step(equal: bool, spared: float) -> list[Saved]:
+    """32 layers of 12 sites; to keep a site spares a part of its seconds, the rest is spent if its layer runs again."""
+    made, now = [], 0.0
+    for layer in range(32):
+        for site in range(12):
+            size = (site * 37 % 64 + 1) << 20
+            cost = (site * 17 % 29 + 1) * 1e-4
+            if not equal:
+                size, cost = size + (layer * 7919 % 64 << 16), cost * (1 + layer % 5 / 10)
+            now += cost
+            made.append((f"layers.{layer}.part{site}#0", size, cost, now))
+    return [
+        Saved(name, size, at, 3 * now - 2 * at + cost, cost * spared, rerun=cost * (1 - spared))
+        for name, size, cost, at in made
+    ]
+
+
 def bench_plan() -> None:
+    plan_memory(planned_step(True, 1.0)[:12], 1 << 40, 12e9)  # imports scipy
     for equal in (True, False):
-        saved, now = [], 0.0
-        made = []
-        for layer in range(32):
-            for site in range(12):
-                size = (site * 37 % 64 + 1) << 20
-                cost = (site * 17 % 29 + 1) * 1e-4
-                if not equal:
-                    size, cost = size + (layer * 7919 % 64 << 16), cost * (1 + layer % 5 / 10)
-                now += cost
-                made.append((f"layers.{layer}.part{site}#0", size, cost, now))
-        for name, size, cost, at in made:
-            saved.append(Saved(name, size, at, 3 * now - 2 * at + cost, cost))
-        total = sum(each.bytes for each in saved)
-        plan_memory(saved[:12], total, 12e9)  # imports scipy
-        for part in (0.7, 0.4, 0.2):
-            begin = time.process_time()
-            plan = plan_memory(saved, int(part * total), 12e9)
-            took = time.process_time() - begin
-            what = f"32 x 12 sites, {'equal' if equal else 'different'} blocks, {part:.0%} of all bytes"
-            print(f"{what}: {took:.3f} s CPU, step {plan.predicted_step:.4f} s")
+        for spared in (1.0, 0.5):
+            saved = planned_step(equal, spared)
+            total = sum(each.bytes for each in saved)
+            for part in (0.7, 0.4, 0.2):
+                begin = time.process_time()
+                plan = plan_memory(saved, int(part * total), 12e9)
+                took = time.process_time() - begin
+                what = f"32 x 12 sites, {'equal' if equal else 'different'} blocks, {spared:.0%} spared,"
+                print(f"{what} {part:.0%} of all bytes: {took:.3f} s CPU, step {plan.predicted_step:.4f} s")
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the storages that operations made and that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inputs = {
+            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }
+        for each in tree_leaves(out):
+            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+            if storage is not None and storage._cdata not in inputs | self._known:
+                self._known.add(storage._cdata)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+                self.bytes += storage.nbytes()
+        return out
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.bytes -= nbytes
+
+
+def bench_model(repeats: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, use_cache=False,
+    ))  # fmt: skip
+    tokens = torch.randint(256, (2, 256))
+
+    def lives(model: nn.Module) -> int:
+        """Return the bytes between forward and backward, output apart."""
+        gc.collect()
+        with Live() as live:
+            out = model(input_ids=tokens, labels=tokens)
+            result = live.bytes - out.loss.untyped_storage().nbytes() - out.logits.untyped_storage().nbytes()
+            out.loss.backward()
+        model.zero_grad()
+        return result
+
+    def seconds(model: nn.Module) -> float:
+        begin = time.process_time()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        model.zero_grad()
+        return time.process_time() - begin
+
+    saved = trace_saved(model, (), {"input_ids": tokens, "labels": tokens})
+    total, plain = sum(each.bytes for each in saved), lives(model)
+    assert total == plain, f"traced {total} bytes, and a step has {plain}"
+    print(f"Llama of 6 layers: {total} bytes are saved, as traced")
+    position_ids = tokens.shape[1] * 8  # an argument that a layer that runs again keeps, and no other does
+    for part in (0.7, 0.5, 0.35):
+        plan = plan_memory(saved, int(part * total), 0)
+        planned = apply_memory_plan(copy.deepcopy(model), plan)
+        seconds(planned)
+        freed, expected = plain - lives(planned), plan.total(CheckpointPolicy.MUST_RECOMPUTE)
+        assert freed == expected - position_ids, f"freed {freed} bytes, planned {expected}"
+        times = [(seconds(model), seconds(planned)) for _ in range(repeats)]
+        again = min(each for _, each in times) - min(each for each, _ in times)
+        predicted = plan.predicted_step - max(each.needed_at for each in saved)
+        print(f"Llama, {part:.0%}: {freed} bytes freed, as planned; second runs {1e3 * again:.1f} ms,"
+              f" predicted {1e3 * predicted:.1f} ms")  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -149,3 +234,5 @@ if __name__ == "__main__":
             bench_recompute(hidden, options.repeats)
     if "plan" in options.parts:
         bench_plan()
+    if "model" in options.parts:
+        bench_model(options.repeats)

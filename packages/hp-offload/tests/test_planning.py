@@ -18,8 +18,11 @@ from hp_offload.schedule import Blocks, replay
 KEEP, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE
 
 
-def step(blocks: int, sites: int, seed: int, equal: bool = False) -> list[Saved]:
-    """Blocks of sites, each made after the one before and needed in the opposite order."""
+def step(blocks: int, sites: int, seed: int, equal: bool = False, kept: float = 1.0) -> list[Saved]:
+    """Blocks of sites, each made after the one before and needed in the opposite order.
+
+    To keep a site spares the part `kept` of its seconds.
+    """
     draw = random.Random(seed)
     kinds = [(draw.randint(1, 64), draw.uniform(0.1, 3)) for _ in range(sites)]
     made, now = [], 0.0
@@ -34,8 +37,9 @@ def step(blocks: int, sites: int, seed: int, equal: bool = False) -> list[Saved]
             amount,
             at,
             now + 2 * (now - at) + cost,
-            math.inf if given(site) else cost,
+            math.inf if given(site) else cost * kept,
             draw.random() < 0.9 or equal,
+            rerun=0.0 if site.endswith("part0#0") else cost * (1 - kept),
         )
         for site, amount, cost, at in made
     ]
@@ -55,7 +59,7 @@ def best(saved: list[Saved], budget: int, bandwidth: float, in_flight: int) -> f
 def test_as_good_as_the_best_of_all_plans(seed):
     draw = random.Random(seed)
     blocks = draw.choice([1, 2, 3])
-    saved = step(blocks, draw.randint(1, 8 // blocks), seed)
+    saved = step(blocks, draw.randint(1, 8 // blocks), seed, kept=draw.choice([1.0, 0.3, 0.0]))
     bandwidth, in_flight = draw.choice([0.5, 5.0, 50.0, 500.0]), draw.choice([1, 1, 3])
     everything = sum(each.bytes for each in saved) * in_flight
     before = math.inf
@@ -77,10 +81,11 @@ def test_as_good_as_the_best_of_all_plans(seed):
         before = outcome.step
 
 
+@pytest.mark.parametrize("kept", [1.0, 0.2])
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("part", [0.8, 0.5, 0.3, 0.2])
-def test_large_steps(equal, part):
-    saved = step(32, 12, 0, equal)
+def test_large_steps(equal, part, kept):
+    saved = step(32, 12, 0, equal, kept)
     budget = int(part * sum(each.bytes for each in saved))
     begin = time.process_time()
     plan = plan_memory(saved, budget, 100.0)
@@ -90,9 +95,10 @@ def test_large_steps(equal, part):
 
 
 @pytest.mark.parametrize("blocks", [3, 16])
-def test_more_memory_is_never_slower(blocks):
+@pytest.mark.parametrize("kept", [1.0, 0.2])
+def test_more_memory_is_never_slower(blocks, kept):
     """Never over a budget, and never slower than with a smaller one (0.2% in large steps)."""
-    saved = step(blocks, 8, 4)
+    saved = step(blocks, 8, 4, kept=kept)
     with pytest.raises(ValueError, match="below the least that this step needs, ") as error:
         plan_memory(saved, 0, 100.0)
     least = int(str(error.value).split("needs, ")[1].split("(")[1].split(" bytes")[0])
@@ -106,8 +112,9 @@ def test_more_memory_is_never_slower(blocks):
     assert RECOMPUTE not in plan.policies.values() and SWAP not in plan.policies.values()
 
 
-def test_equal_blocks_are_planned_as_well_as_all_at_once(monkeypatch):
-    saved = step(32, 8, 1, equal=True)
+@pytest.mark.parametrize("kept", [1.0, 0.2])
+def test_equal_blocks_are_planned_as_well_as_all_at_once(monkeypatch, kept):
+    saved = step(32, 8, 1, equal=True, kept=kept)
     budget = int(0.3 * sum(each.bytes for each in saved))
     by_counts = plan_memory(saved, budget, 100.0).predicted_step
     monkeypatch.setattr("hp_offload.planning._EQUAL", 1000)
@@ -178,5 +185,5 @@ def test_bad_input():
         plan_memory([one], 1, math.nan)
     with pytest.raises(ValueError, match=r"Saved 'a#0' is needed at 0.5 s, before it is made, 1.0 s"):
         Saved("a#0", 1, 1.0, 0.5, 1.0)
-    with pytest.raises(ValueError, match="bytes, made_at and recompute are not negative"):
+    with pytest.raises(ValueError, match="bytes, made_at, recompute and rerun are not negative"):
         Saved("a#0", -1, 1.0, 2.0, 1.0)

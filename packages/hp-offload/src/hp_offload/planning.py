@@ -3,21 +3,23 @@
 Note [The program]
     Each storage has a 0/1 variable for swap and one for recompute (neither: keep). Memory is compared with the budget
     where each block's backward begins (`hp_offload.schedule`); each block that swaps has two more variables, the
-    seconds that its copies take longer than the block after it. HiGHS solves it, to optimality for steps of up to 48
+    seconds that its copies take longer than the block after it, and each block that runs again has one, whose price
+    is what its second run takes whatever is kept. HiGHS solves it, to optimality for steps of up to 48
     storages and to 0.2% of the step's time for larger ones. So a larger budget is never slower, but for these 0.2%.
 
 Note [Equal blocks]
-    Most models repeat one block. Then what counts is in how many blocks each storage is kept, swapped or recomputed:
-    a program of three integers a storage, whatever the number of blocks. It allows for what every block might have on
-    the device at once, and no waiting for copies. Blocks at the front swap, then recompute, those at the end keep. What
-    room that leaves is filled by keeping more, one storage at a time. Where this program has no solution, the large one
-    is solved.
+    Most models repeat one block. Then what counts is in how many blocks each storage is kept, swapped or recomputed: a
+    program of three numbers a storage, rounded up to whole blocks, whatever the number of blocks. It allows for what
+    every block might have on the device at once, and no waiting for copies. Blocks at the front recompute, then swap,
+    those at the end keep. What room that leaves is filled by keeping more, one storage at a time. Where this program
+    has no solution, the large one is solved.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,7 +52,7 @@ def plan_memory(saved: Sequence[Saved], budget: int, bandwidth: float, *, in_fli
         ImportError: scipy is not installed.
     """
     _check(saved, budget, bandwidth, in_flight)
-    usable = [each if bandwidth > 0 else _unswappable(each) for each in saved]
+    usable = [each if bandwidth > 0 else replace(each, swappable=False) for each in saved]
     blocks = Blocks(usable)
     bandwidth = bandwidth or 1.0
     policies = _equal_blocks(blocks, budget, bandwidth, in_flight)
@@ -88,18 +90,6 @@ def _check(saved: Sequence[Saved], budget: int, bandwidth: float, in_flight: int
     for name, value, least in (("budget", budget, 0), ("bandwidth", bandwidth, 0), ("in_flight", in_flight, 1)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < least:
             raise ValueError(f"plan_memory: {name} is a number of at least {least}, got {value!r}.")
-
-
-def _unswappable(saved: Saved) -> Saved:
-    return Saved(
-        saved.site,
-        saved.bytes,
-        saved.made_at,
-        saved.needed_at,
-        saved.recompute,
-        swappable=False,
-        alias_of=saved.alias_of,
-    )
 
 
 def _milp(
@@ -184,7 +174,8 @@ def _solve(blocks: Blocks, budget: int, bandwidth: float, in_flight: int) -> lis
     """Solve the program of Note [The program]; None where no plan fits."""
     variables = _variables(blocks)
     count = len(blocks.names)
-    extra = 2 * max(0, count - 1)  # seconds of waiting: copies out of each block, then copies back
+    waits = 2 * max(0, count - 1)  # seconds of waiting: copies out of each block, then copies back
+    extra = waits + count  # and if anything of a block is computed again
     rows = [
         (row, (budget + 0.25) * unit - constant) for row, constant, unit in _rows(blocks, variables, in_flight, extra)
     ]
@@ -200,12 +191,17 @@ def _solve(blocks: Blocks, budget: int, bandwidth: float, in_flight: int) -> lis
             if row.any():
                 row[len(variables) + 2 * block + direction] = -1
                 rows.append((row, window))
+    for column, (number, policy) in enumerate(variables):
+        if policy is RECOMPUTE and blocks.rerun[blocks.index[number]]:
+            row = np.zeros(len(variables) + extra)
+            row[column], row[len(variables) + waits + blocks.index[number]] = 1, -1
+            rows.append((row, 0.0))
     again = [blocks.saved[number].recompute if policy is RECOMPUTE else 0.0 for number, policy in variables]
     # Of two plans that take as long, the one that does less.
-    cost = np.array([*(each + 1e-9 for each in again), *np.ones(extra)])
+    cost = np.array([*(each + 1e-9 for each in again), *np.ones(waits), *blocks.rerun])
     scale = max(cost.max(initial=0.0), 1e-9)
-    upper = np.array([*np.ones(len(variables)), *np.full(extra, np.inf)])
-    integral = np.array([*np.ones(len(variables)), *np.zeros(extra)])
+    upper = np.array([*np.ones(len(variables)), *np.full(waits, np.inf), *np.ones(count)])
+    integral = np.array([*np.ones(len(variables)), *np.zeros(waits), *np.ones(count)])
     gap = 0.0 if len(blocks.saved) <= _EXACT else _GAP
     x = _milp(cost / scale, rows, upper, integral, gap, blocks.end / scale)
     return None if x is None else _chosen(blocks, variables, x)
@@ -241,9 +237,10 @@ def _equal_blocks(blocks: Blocks, budget: int, bandwidth: float, in_flight: int)
     again = np.array([blocks.saved[each].recompute for each in first])
     own = {each for layer in layers for each in layer}
     others = sum(each.bytes for index, each in enumerate(blocks.saved) if index not in own) * 2.0**-20 * in_flight
-    # Columns: layers that swap, layers that recompute, any that swaps, any that recomputes; of each storage.
+    # Columns: layers that swap, layers that recompute, any that swaps, any that recomputes; of each storage. Then the
+    # layers that run again.
     swap, rec, any_swap, any_rec = (slice(part * width, (part + 1) * width) for part in range(4))
-    column = lambda: np.zeros(4 * width)  # noqa: E731
+    column = lambda: np.zeros(4 * width + 1)  # noqa: E731
     memory = column()
     memory[swap] = memory[rec] = -in_flight * sizes
     memory[any_swap], memory[any_rec] = 2 * sizes, sizes
@@ -253,28 +250,32 @@ def _equal_blocks(blocks: Blocks, budget: int, bandwidth: float, in_flight: int)
     window = min(min(blocks.forward[1:]), min(blocks.backward[1:]))
     rows.append((link, window))
     for each in range(width):
-        both, swaps, recs = column(), column(), column()
-        both[swap][each] = both[rec][each] = 1
+        both, swaps, recs, runs = column(), column(), column(), column()
+        both[swap][each] = both[rec][each] = both[any_swap][each] = 1  # the last layer does not swap
+        runs[rec][each], runs[-1] = 1, -1
         swaps[swap][each], swaps[any_swap][each] = 1, -number
         recs[rec][each], recs[any_rec][each] = 1, -number
-        rows += [(both, number), (swaps, 0.0), (recs, 0.0)]
+        rows += [(both, number), (swaps, 0.0), (recs, 0.0), (runs, 0.0)]
     cost = column()
     impossible = np.isinf(again)
     cost[rec] = np.where(impossible, 0, again) + 1e-9
     cost[swap] = 1e-9
+    cost[-1] = sum(blocks.saved[each].rerun for each in first)
     swappable = np.array([blocks.saved[each].swappable for each in first])
-    upper = np.array([*(swappable * (number - 1)), *(~impossible * number), *np.ones(2 * width)])
-    x = _milp(cost / cost.max(), rows, upper, np.ones(4 * width), _GAP / 2)
+    upper = np.array([*(swappable * (number - 1)), *(~impossible * number), *np.ones(2 * width), number])
+    integral = np.array([*np.zeros(2 * width), *np.ones(2 * width + 1)])  # numbers of layers are rounded up
+    x = _milp(cost / cost.max(), rows, upper, integral, _GAP, blocks.end / cost.max())
     if x is None:
         return None
     policies = [KEEP] * len(blocks.saved)
-    swaps, recs = np.round(x[swap]).astype(int), np.round(x[rec]).astype(int)
+    recs = np.ceil(x[rec] - 1e-6).astype(int)
+    swaps = np.minimum(np.ceil(x[swap] - 1e-6), number - 1 - recs).clip(0).astype(int)
     for depth, layer in enumerate(layers):
         for place, each in enumerate(layer):
-            if depth < swaps[place]:
-                policies[each] = SWAP
-            elif depth < swaps[place] + recs[place]:
+            if depth < recs[place]:
                 policies[each] = RECOMPUTE
+            elif depth < recs[place] + swaps[place]:
+                policies[each] = SWAP
     return _filled(blocks, policies, budget, in_flight)
 
 

@@ -24,9 +24,12 @@ class Saved:
         bytes: of the storage.
         made_at: seconds of computation from the step's begin until it is there.
         needed_at: seconds until backward uses it for the last time; forward comes first.
-        recompute: seconds that computing it again takes; infinite where that is impossible: what a block is given.
+        recompute: seconds that computing it again takes, and keeping it spares; infinite where that is impossible: what
+            a block is given.
         swappable: it may go to the host.
         alias_of: the site that the same storage has already; this one has no bytes of its own.
+        rerun: seconds that are spent on it or on the way to it once anything of its block is computed again, whatever
+            becomes of it itself: a second run skips heavy operations whose outputs are kept, and nothing else.
     """
 
     site: str
@@ -36,10 +39,11 @@ class Saved:
     recompute: float
     swappable: bool = True
     alias_of: str | None = None
+    rerun: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.bytes < 0 or self.made_at < 0 or self.recompute < 0 or math.isnan(self.recompute):
-            raise ValueError(f"Saved: bytes, made_at and recompute are not negative, got {self}.")
+        if min(self.bytes, self.made_at, self.recompute, self.rerun) < 0 or math.isnan(self.recompute + self.rerun):
+            raise ValueError(f"Saved: bytes, made_at, recompute and rerun are not negative, got {self}.")
         if self.needed_at < self.made_at:
             raise ValueError(
                 f"Saved {self.site!r} is needed at {self.needed_at} s, before it is made, {self.made_at} s."

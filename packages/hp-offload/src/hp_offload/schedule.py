@@ -31,6 +31,7 @@ class Blocks:
         begins: when each block's backward begins.
         forward: seconds of each block's forward.
         backward: seconds of each block's backward.
+        rerun: seconds that each block's second run takes whatever is kept.
         saved: the storages, aliases left out.
     """
 
@@ -44,6 +45,7 @@ class Blocks:
         self.index = [place[block_of(each.site)] for each in self.saved]
         self.begins = [min(each.needed_at for each in by_block[name]) for name in self.names]
         ends = [max(each.made_at for each in by_block[name]) for name in self.names]
+        self.rerun = [sum(each.rerun for each in by_block[name]) for name in self.names]
         self.end = max((each.needed_at for each in self.saved), default=0.0)
         self.forward = [end - before for end, before in zip(ends, [0.0, *ends])]
         following = [self.end, *self.begins]  # backward goes on to the block before
@@ -111,6 +113,9 @@ def replay(
         )
         peak = max(peak, sum(present))
     again = sum(each.recompute for each, policy in zip(blocks.saved, chosen) if policy is RECOMPUTE)
+    again += sum(
+        blocks.rerun[block] for block in {blocks.index[n] for n, each in enumerate(chosen) if each is RECOMPUTE}
+    )
     swapped = [0] * len(blocks.names)
     for number, (each, policy) in enumerate(zip(blocks.saved, chosen)):
         if policy is SWAP:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hp_offload.torch.packed import Kept, address_of, unpack
 from hp_platform.frames import current_frame
 
-__all__ = ["Calls", "Filling", "Role", "Site", "Watched", "hand_back", "is_function", "layout_of"]
+__all__ = ["Calls", "Filling", "Role", "Site", "Watched", "hand_back", "is_function", "is_heavy", "layout_of"]
 
 T = torch.Tensor
 _native = torch._C._disabled_torch_dispatch_impl
@@ -44,6 +44,18 @@ _SITES = {
 }
 _KEEP_THEIR_DTYPE = {"embedding()", "grouped_mm()", "scaled_grouped_mm()"}
 """Functions whose arguments autocast leaves as they are."""
+
+
+_KERNELS = (
+    "mm addmm bmm baddbmm linear embedding convolution _scaled_dot_product _flash_attention _efficient_attention"
+    " _fused_attention npu_fusion_attention _grouped_mm _scaled_grouped_mm"
+).split()
+
+
+def is_heavy(operation: Any) -> bool:
+    """Tell an operation that heavy operations run from all others."""
+    name = str(operation).partition(".")[2].partition(".")[0]
+    return name in _KERNELS or name.startswith("_scaled_dot_product")
 
 
 def is_function(site: str | None) -> bool:

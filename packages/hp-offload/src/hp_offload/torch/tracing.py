@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hp_offload.saved import Saved, block_of
+from hp_offload.torch.functions import is_heavy
 from hp_offload.torch.packed import address_of, plain_torch
 from hp_offload.torch.surroundings import random_state, set_random_state
 from hp_offload.torch.walking import Sites, blocks_of, walking
@@ -27,21 +29,32 @@ __all__ = ["trace"]
 T = torch.Tensor
 
 
+_REPEATS = 3
+"""Steps: a first one is several times as slow as those that follow, so each operation counts by its fastest."""
+
+
 class _Clock(TorchDispatchMode):
-    """Adds up the seconds that operations take, and notes when and in which block a storage was computed."""
+    """Notes the seconds that operations take, and at which of them and in which block a storage was computed."""
 
     def __init__(self, sites: Sites) -> None:
         super().__init__()
         self._sites = sites
         self._devices = get_platform().devices
-        self.now = 0.0
-        self.made: dict[int, tuple[float, str]] = {}
+        self.operations: list[Any] = []
+        self.seconds: list[float] = []
+        self.made: dict[int, tuple[int, str]] = {}
+
+    @property
+    def now(self) -> int:
+        """The number of operations that have run."""
+        return len(self.seconds)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         begin = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         self._devices.synchronize()
-        self.now += time.perf_counter() - begin
+        self.seconds.append(time.perf_counter() - begin)
+        self.operations.append(func)
         given = {address_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, T)}
         block = block_of(self._sites.path[-1])
         for each in tree_leaves(out):
@@ -56,10 +69,13 @@ class _Storage:
 
     site: str
     bytes: int
-    made: float
+    made: int
+    """Operations that had run, as `needed`."""
     inside: bool
     """It was computed in the block that saves it, and no other block saves it."""
-    needed: float = 0.0
+    heavy: bool
+    """A second run is handed it back if it is kept."""
+    needed: int = 0
     aliases: list[str] = field(default_factory=list)
 
 
@@ -85,7 +101,7 @@ def trace(
     held = {address_of(each) for each in (*model.parameters(), *model.buffers())}
     held |= {address_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, T)}
     blocks = blocks_of(model)
-    begins: dict[str, float] = {}
+    begins: dict[str, int] = {}
     per_block: dict[str, Sites] = {}
 
     def pack(tensor: T) -> _Packed:
@@ -99,9 +115,10 @@ def trace(
                 return _Packed(tensor, None, clock)
             known = storages.get(address)
             if known is None:
-                made, where = clock.made.get(address, (0.0, ""))
+                made, where = clock.made.get(address, (0, ""))
                 inside = block in blocks and where == block
-                known = storages[address] = _Storage(site, tensor.untyped_storage().nbytes(), made, inside)
+                heavy = made > 0 and is_heavy(clock.operations[made - 1])
+                known = storages[address] = _Storage(site, tensor.untyped_storage().nbytes(), made, inside, heavy)
             elif new:
                 known.aliases.append(site)
                 known.inside = False
@@ -119,29 +136,43 @@ def trace(
     for name, block in blocks.items():
         hook = functools.partial(lambda name, _, args, kwargs: begin(name, (args, kwargs)), name)
         handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
-        with _unchanged(model), torch.enable_grad():
+    clocks = [clock]
+    with _unchanged(model) as restart, torch.enable_grad():
+        try:
             with saved_tensors_hooks(pack, _Packed.load), clock, walking(model, sites, ""):
                 total = _total(model(*args, **kwargs), loss)
             with clock:
                 total.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return _listed(storages, begins, clock.now)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for _ in range(_REPEATS - 1):
+            restart()
+            clocks.append(_Clock(Sites("")))
+            with clocks[-1]:
+                _total(model(*args, **kwargs), loss).backward()
+    return _listed(storages, begins, _fastest(clocks))
 
 
-def _listed(storages: Mapping[int, _Storage], begins: Mapping[str, float], end: float) -> list[Saved]:
+def _fastest(clocks: list[_Clock]) -> list[float]:
+    """Return the seconds until each operation of the first step, each by its fastest run."""
+    alike = [each.seconds for each in clocks if each.operations == clocks[0].operations]
+    return [0.0, *itertools.accumulate(map(min, *alike))] if len(alike) > 1 else [0.0, *itertools.accumulate(alike[0])]
+
+
+def _listed(storages: Mapping[int, _Storage], begins: Mapping[str, int], until: list[float]) -> list[Saved]:
     saved: list[Saved] = []
-    last = dict(begins)
+    last = {block: until[begin] for block, begin in begins.items()}
     for each in sorted(storages.values(), key=lambda each: each.made):
-        block = block_of(each.site)
-        cost = each.made - last[block] if each.inside else math.inf
+        block, made = block_of(each.site), until[each.made]
+        again, rerun = math.inf, 0.0
         if each.inside:
-            last[block] = each.made
-        needed = max(each.needed or end, each.made)
-        saved.append(Saved(each.site, each.bytes, each.made, needed, max(cost, 0.0), swappable=each.inside))
-        saved += [Saved(alias, 0, each.made, needed, math.inf, False, each.site) for alias in each.aliases]
+            since, own = max(made - last[block], 0.0), made - until[each.made - 1]
+            again = min(own, since) if each.heavy else 0.0
+            rerun, last[block] = since - again, made
+        needed = max(until[each.needed] if each.needed else until[-1], made)
+        saved.append(Saved(each.site, each.bytes, made, needed, again, swappable=each.inside, rerun=rerun))
+        saved += [Saved(alias, 0, made, needed, math.inf, False, each.site) for alias in each.aliases]
     return saved
 
 
@@ -161,19 +192,24 @@ def _total(output: Any, loss: Callable[..., T] | None) -> T:
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Leave gradients, buffers and random numbers as they were."""
+def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Leave gradients, buffers and random numbers as they were; yield what starts another step alike."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = random_state()
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
+
+    def restart() -> None:
         set_random_state(random)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for parameter, _ in gradients:
+            parameter.grad = None
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+    restart()
+    try:
+        yield restart
+    finally:
+        restart()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
