@@ -114,6 +114,7 @@ def measure_adamw(size: int, repeats: int) -> Row:
     steps: dict[str, Callable[[], object]] = {}
     for name in (
         "ours, fully_shard",
+        "ours, fully_shard, skip_nonfinite",
         "ours, plain",
         "torch fused, fully_shard",
         "torch fused, plain",
@@ -128,7 +129,8 @@ def measure_adamw(size: int, repeats: int) -> Row:
             elements = sum(p.numel() for p in parameters) // dist.get_world_size()
             parameters = [nn.Parameter(torch.randn(elements))]
             parameters[0].grad = torch.randn(elements)
-        steps[name] = (AdamW if "ours" in name else torch.optim.AdamW)(parameters, fused=True).step
+        options: dict[str, Any] = {"skip_nonfinite": True} if "skip" in name else {}
+        steps[name] = (AdamW if "ours" in name else torch.optim.AdamW)(parameters, fused=True, **options).step
     return take_turns(steps, repeats, time.process_time)
 
 

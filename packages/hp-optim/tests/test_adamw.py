@@ -237,6 +237,25 @@ def test_a_grad_scaler_skips_the_step():
     assert torch.equal(weight.detach(), other.detach())
 
 
+def test_a_gradient_that_is_not_finite_is_named_and_the_step_skipped():
+    model = net(torch.float32)
+    optimizer = AdamW(model.named_parameters(), skip_nonfinite=True)
+    give(model, 0)
+    optimizer.step()
+    before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in model.parameters()])
+    give(model, 1)
+    model.qkv.weight.grad[0, 0] = float("inf")  # type: ignore[index]
+    with pytest.warns(RuntimeWarning, match=r"AdamW: the gradients of 'qkv.weight' have values that are infinite"):
+        optimizer.step()
+    for parameter, (weight, state) in zip(model.parameters(), before):
+        assert torch.equal(parameter, weight)
+        assert all(torch.equal(optimizer.state[parameter][key], value) for key, value in state.items())
+    give(model, 1)
+    model.qkv.weight.grad[0, 0] = 1e30  # type: ignore[index]
+    optimizer.step()
+    assert not torch.equal(model.first.weight, before[0][0])
+
+
 def test_what_is_refused():
     weight = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match=r"AdamW: group 1 has no parameters; leave it out"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,28 @@ def test_a_group_of_fully_shard_is_one_run():
         optimizer.step()
         optimizer.zero_grad()
     assert len(optimizer._blocks) == 1 and len(optimizer._blocks[0].runs.sizes) == 1
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("lay", [ragged, tensor_parallel])
+def test_a_broken_gradient_on_one_rank_stops_all(lay: Callable[[Net], None], ranks: int):
+    model = net(torch.float32)
+    lay(model)
+    optimizer = AdamW(model.named_parameters(), skip_nonfinite=True)
+    for step in range(3):
+        give(model, step, torch.float32)
+        before = {name: value.clone() for name, value in whole(model).items()}
+        gradient = model.last.weight.grad.to_local()  # type: ignore[union-attr]
+        if step == 1 and dist.get_rank() == ranks - 1:
+            assert gradient.numel()
+            gradient.view(-1)[-1] = float("nan")
+        with count_collectives() as counts, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert dict(counts) == {"all_reduce": 1}
+        texts = [str(each.message) for each in caught]
+        assert len(texts) == (step == 1) and all("gradients of 'last.weight' have values" in text for text in texts)
+        assert all(torch.equal(value, before[name]) for name, value in whole(model).items()) == (step == 1)
 
 
 def hyper(model: nn.Module) -> ChainedOptimizer:

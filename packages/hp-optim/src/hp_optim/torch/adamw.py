@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from hp_dtensor.torch.extend import refuse_foreign
-from hp_optim.options import check_group, parameter_names
+from hp_optim.options import broken_gradient, check_group, parameter_names
 from hp_optim.torch.blocks import Block, Members, Resident
+from hp_optim.torch.finiteness import broken_gradients
 
 __all__ = ["AdamW"]
 
@@ -33,6 +35,9 @@ class AdamW(torch.optim.AdamW):
         maximize: ascend.
         foreach: use the foreach implementation. Default: where there is no fused one.
         fused: use the fused implementation. Default: on CPU and CUDA. With True a GradScaler lets it divide.
+        skip_nonfinite: before a step look whether all gradients are finite on all ranks, by one small all-reduce; where
+            they are not, all ranks warn with the parameters' names and leave weights and states as they are. After
+            `hp_fsdp.clip_grad_norm_` it is not needed: step only if the norm, the same on all ranks, is finite.
 
     Raises:
         ValueError: a number out of its range, an empty group, a parameter in two groups.
@@ -51,7 +56,9 @@ class AdamW(torch.optim.AdamW):
         *,
         foreach: bool | None = None,
         fused: bool | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
+        self.skip_nonfinite = skip_nonfinite
         self._blocks: list[Block] = []
         self._places: Any = self._placing()
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, fused=fused)
@@ -129,5 +136,19 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         with _plain():
+            if self.skip_nonfinite and self._skips():
+                return loss
             self._places.visit(self._complete(), lambda block: block.step(scale, found))
         return loss
+
+    def _skips(self) -> bool:
+        """Warn where some rank has a gradient that is not finite."""
+        named = [
+            pair
+            for n, group in enumerate(self.param_groups)
+            for pair in zip(parameter_names(group, n), group["params"])
+        ]
+        broken = broken_gradients([name for name, _ in named], [parameter for _, parameter in named])
+        if broken:
+            warnings.warn(broken_gradient(type(self).__name__, broken), RuntimeWarning, stacklevel=4)
+        return bool(broken)
