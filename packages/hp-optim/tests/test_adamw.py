@@ -262,6 +262,8 @@ def test_what_is_refused():
         AdamW([{"params": [weight]}, {"params": []}])
     with pytest.raises(ValueError, match="more than one parameter group"):
         AdamW([{"params": [weight]}, {"params": [weight]}])
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match=r"parameter 'params\[1\] of g"):
+        AdamW([weight, weight])
     with pytest.raises(ValueError, match=r"Invalid learning rate: -1"):
         AdamW([weight], lr=-1)
     with pytest.raises(ValueError, match=r"AdamW: lr must be at least 0, got -1"):

@@ -1,4 +1,4 @@
-"""AdamW's bits for any layout; states of Muon and AdamW that are saved on four ranks and loaded on fewer."""
+"""AdamW's bits for any layout, and its runs of memory under fully_shard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hp_dtensor import DeviceMesh, DTensor
-from hp_fsdp import StateDictOptions, fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
-from hp_optim import AdamW, ChainedOptimizer, get_hyper_optimizer
+from hp_dtensor import DTensor
+from hp_fsdp import fully_shard
+from hp_optim import AdamW
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 
@@ -24,7 +24,6 @@ from optim_layouts import both, give, hsdp, lay_plain, mesh_of, ragged, ragged_g
 from optim_models import Net, net
 
 pytestmark = pytest.mark.framework("torch")
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=False)
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -107,56 +106,3 @@ def test_a_broken_gradient_on_one_rank_stops_all(lay: Callable[[Net], None], ran
         texts = [str(each.message) for each in caught]
         assert len(texts) == (step == 1) and all("gradients of 'last.weight' have values" in text for text in texts)
         assert all(torch.equal(value, before[name]) for name, value in whole(model).items()) == (step == 1)
-
-
-def hyper(model: nn.Module) -> ChainedOptimizer:
-    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
-    return get_hyper_optimizer(model, matrices, ["*.bias"], {"lr": 0.03}, {"lr": 0.01})
-
-
-def steps(model: nn.Module, optimizer: ChainedOptimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        give(model, step, torch.float32)
-        optimizer.step()
-
-
-def save(path: Path) -> None:
-    torch.set_num_threads(1)
-    model = net(torch.float32)
-    fully_shard(model, mesh_of(4))
-    optimizer = hyper(model)
-    steps(model, optimizer, 0, 5)
-    keys = sorted(optimizer.state_dict()["state"])
-    everyone: list[Any] = [None] * 4
-    dist.all_gather_object(everyone, keys)
-    assert everyone == [keys] * 4 and len(keys) == 10
-    state = get_optimizer_state_dict(model, optimizer.optimizers.values(), options=FULL)
-    weights = whole(model)
-    if dist.get_rank() == 0:
-        torch.save({"model": weights, "optimizer": state}, path / "state.pt")
-
-
-def whole_on_one(model: nn.Module) -> dict[str, torch.Tensor]:
-    return whole(model)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("ranks_after", [1, 3])
-def test_a_run_goes_on_on_fewer_ranks(tmp_path: Path, ranks_after: int):
-    """Five steps on four ranks, five more on three or one: the bits of ten steps in one process."""
-    save(tmp_path)
-    dist.barrier()
-    if dist.get_rank() < ranks_after:
-        saved = torch.load(tmp_path / "state.pt")
-        model, truth = net(torch.float32), net(torch.float32)
-        reference = hyper(truth)
-        steps(truth, reference, 0, 10)
-        model.load_state_dict(saved["model"])
-        if ranks_after > 1:
-            fully_shard(model, DeviceMesh(device_type(), list(range(ranks_after)), mesh_dim_names=("dp",)))
-        optimizer = hyper(model)
-        set_optimizer_state_dict(model, optimizer.optimizers.values(), saved["optimizer"], options=FULL)
-        steps(model, optimizer, 5, 10)
-        for name, parameter in whole(model).items():
-            assert torch.equal(parameter, truth.get_parameter(name).detach()), name
-    dist.barrier()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hp_optim import get_hyper_lr_scheduler
 from hp_optim.schedules import Schedule
 
 STEPS = np.arange(1001, dtype=np.float64)
@@ -89,3 +90,61 @@ def test_warmup_ratio_counts_where_there_are_no_warmup_steps():
 def test_options_that_make_no_schedule(options: dict[str, Any], text: str):
     with pytest.raises(ValueError, match=text):
         Schedule(**{"total_steps": 100, **options})
+
+
+def megatron(step: int, style: str, warmup: int, end: int, anneal: int, shape: str) -> float:
+    """OptimizerParamScheduler.get_lr of Megatron-LM by its description; from 1e-6 up to 3e-3, down to 1e-5."""
+    top, low, first = 3e-3, 1e-5, 1e-6
+    if warmup > 0 and step <= warmup:
+        return first + (top - first) * step / warmup
+    if style == "constant":
+        return top
+    if step > end:
+        return low
+    if style == "WSD":
+        start = end - anneal
+        return top if step <= start else low + float(DECAYS[shape](np.float64((step - start) / anneal))) * (top - low)
+    return low + float(DECAYS[style](np.float64((step - warmup) / (end - warmup)))) * (top - low)
+
+
+@pytest.mark.parametrize("warmup", [0, 40])
+@pytest.mark.parametrize("ratio", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("style", "shape"),
+    [("constant", "linear"), ("linear", "linear"), ("cosine", "linear"), *(("WSD", s) for s in DECAYS)],
+)
+def test_megatrons_formulas(style: str, shape: str, warmup: int, ratio: float):
+    end = int(1000 * ratio)
+    options: dict[str, Any] = {"total_steps": 1000, "lr": 3e-3, "lr_min": 1e-5, "lr_start": 1e-6}
+    options |= {"warmup_steps": warmup, "decay_style": style, "lr_decay_ratio": ratio}
+    schedule = Schedule(**options, wsd_decay_steps=120, lr_wsd_decay_style=shape)
+    expected = [megatron(step, style, warmup, end, 120, shape) for step in range(1001)]
+    np.testing.assert_allclose(table(schedule), expected, rtol=1e-13, atol=0)
+
+
+class Optimizer:
+    """Groups, and no more."""
+
+    def __init__(self) -> None:
+        self.param_groups = [{"params": [], "lr": 2.0}, {"params": [], "lr": 0.5}]
+
+
+@pytest.mark.framework("torch")
+@pytest.mark.parametrize("style", ["cosine", "WSD"])
+@pytest.mark.parametrize("total", [1000, 1500])
+def test_a_schedule_goes_on_in_the_middle(style: str, total: int):
+    """Saved at step 437 of 1,000, loaded into one of as many steps, and of more."""
+
+    def scheduled(steps: int, **options: Any) -> tuple[Optimizer, Any]:
+        optimizer = Optimizer()
+        return optimizer, get_hyper_lr_scheduler(optimizer, steps, 50, decay_style=style, lr=1.0, lr_min=0.1, **options)
+
+    _, container = scheduled(1000)
+    for _ in range(437):
+        container.step()
+    optimizer, restored = scheduled(total, override_opt_param_scheduler=total != 1000)
+    restored.load_state_dict(container.state_dict())
+    truth = Schedule(total_steps=total, warmup_steps=50, decay_style=style, lr=1.0, lr_min=0.1)
+    for step in range(437, total + 1):
+        assert [group["lr"] for group in optimizer.param_groups] == [2.0 * truth(step), 0.5 * truth(step)]
+        restored.step()

@@ -131,7 +131,7 @@ def _power_sum_of_blocks(
     counts = [ceil(parameter.numel() / BLOCK) for parameter, _ in plain]
     zeros = [0] * len(plain)
     total = framework.total(framework.block_sums([g for _, g in plain], counts, zeros, norm_type, dtype, mesh))
-    for line in _block_lines(specs, mesh):
+    for line in _block_lines(specs):
         counted = [pairs[index][1] if use else None for index, use in zip(line.members, line.counted)]
         sums = framework.block_sums(counted, line.counts, line.firsts, norm_type, dtype, mesh)
         if line.group is not None:
@@ -220,20 +220,21 @@ class _BlockLine:
     others: tuple[Any, ...]
 
 
-def _block_lines(specs: Sequence[TensorSpec | None], mesh: DeviceMesh) -> list[_BlockLine]:
+def _block_lines(specs: Sequence[TensorSpec | None]) -> list[_BlockLine]:
     """Return the lines of all sharded parameters; plain ones, whose spec is None, are in no line."""
     members: dict[tuple[DeviceMesh, int], list[int]] = {}
     for index, spec in enumerate(specs):
         if spec is not None:
             members.setdefault((spec.mesh, _ragged_axis(spec)), []).append(index)
-    return [_line(own, axis, indices, specs, mesh) for (own, axis), indices in members.items()]
+    return [_line(own, axis, indices, specs) for (own, axis), indices in members.items()]
 
 
-def _line(own: DeviceMesh, axis: int, members: Sequence[int], specs: Sequence[Any], mesh: DeviceMesh) -> _BlockLine:
+def _line(own: DeviceMesh, axis: int, members: Sequence[int], specs: Sequence[Any]) -> _BlockLine:
     rank = own.get_local_rank(axis)
-    # Ranks that differ in the axes of data parallelism only (up to `axis`) have the same sum; the others add theirs.
-    others = _other_axes(own, axis, mesh)
-    place = mesh.get_coordinate() or ()
+    # Ranks that differ in the axes of data parallelism only (up to `axis`), or in axes that the parameters' mesh lacks,
+    # have the same sum; the others add theirs.
+    others = range(axis + 1, own.ndim)
+    place = own.get_coordinate() or (0,) * own.ndim
     counts, firsts, counted = [], [], []
     for spec in (specs[index] for index in members):
         units = spec.placements[axis].units
@@ -241,31 +242,16 @@ def _line(own: DeviceMesh, axis: int, members: Sequence[int], specs: Sequence[An
         assert start % BLOCK == 0 or units[rank] == 0, (start, units)
         counts.append(ceil(sum(units) / BLOCK))
         firsts.append(start // BLOCK)
-        counted.append(all(place[other] == 0 or _is_sharded(spec, mesh, other) for other in others))
+        counted.append(all(place[other] == 0 or not spec.placements[other].is_replicate() for other in others))
     return _BlockLine(
         tuple(members),
         tuple(counts),
         tuple(firsts),
         tuple(counted),
         own.get_group(axis) if own.size(axis) > 1 else None,
-        tuple(mesh.get_group(other) for other in others if mesh.size(other) > 1),
+        tuple(own.get_group(other) for other in others if own.size(other) > 1),
     )
 
 
 def _ragged_axis(spec: Any) -> int:
     return next(axis for axis, placement in enumerate(spec.placements) if hasattr(placement, "units"))
-
-
-def _other_axes(own: DeviceMesh, axis: int, mesh: DeviceMesh) -> list[int]:
-    if own == mesh:
-        return list(range(axis + 1, mesh.ndim))
-    data = set((own.mesh_dim_names or ())[: axis + 1])
-    return [index for index, name in enumerate(mesh.mesh_dim_names or ()) if name not in data]
-
-
-def _is_sharded(spec: Any, mesh: DeviceMesh, axis: int) -> bool:
-    if spec.mesh == mesh:
-        return not spec.placements[axis].is_replicate()
-    name = mesh.mesh_dim_names[axis]  # type: ignore[index]
-    names = spec.mesh.mesh_dim_names or ()
-    return name in names and not spec.placements[names.index(name)].is_replicate()

@@ -37,7 +37,7 @@ def check_number(caller: str, name: str, value: Any, low: float = 0.0, below: fl
 
 
 def check_group(caller: str, group: Mapping[str, Any], number: int) -> None:
-    """Raise for a parameter group without parameters, or with a hyperparameter that is out of its range.
+    """Raise for a group without parameters, with one twice, or with a hyperparameter out of its range.
 
     Args:
         caller: the optimizer, for the error.
@@ -49,6 +49,11 @@ def check_group(caller: str, group: Mapping[str, Any], number: int) -> None:
     """
     if not group["params"]:
         raise ValueError(f"{caller}: group {number} has no parameters; leave it out")
+    seen: set[int] = set()
+    for name, parameter in zip(parameter_names(group, number), group["params"]):
+        if id(parameter) in seen:
+            raise ValueError(f"{caller}: group {number} has parameter {name!r} twice, which would update it twice")
+        seen.add(id(parameter))
     for name in ("lr", "weight_decay"):
         check_number(caller, name, group[name])
     if "momentum" in group:

@@ -22,6 +22,7 @@ from hp_fsdp.managed_params import owner_of, refuse_unreduced, spec_of, unreduce
 from hp_fsdp.torch.context import hsdp_sync_stream
 from hp_fsdp.torch.other_libraries import check_optimizer_state
 from hp_fsdp.torch.state_dict import fill, sharded_axis
+from hp_platform import get_platform
 
 __all__ = ["adapted", "watch_optimizers"]
 
@@ -139,6 +140,8 @@ class _States:
                 own = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
             else:
                 own = torch.zeros_like(value)
+        if own.device.type == "cpu" and parameter.device.type != "cpu":
+            get_platform().devices.synchronize()  # a swapped state may still be on its way to the host
         fill(f"{name}.{key}", own, value)
         return own
 
