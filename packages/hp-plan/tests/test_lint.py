@@ -225,6 +225,24 @@ def test_patterns_of_parameters_that_an_optimizer_cannot_have(optimizer, expecte
     assert expected in text
 
 
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"optimizer": {"name": "sgd", "swap_slices": 4}}, "optimizer.swap_slices: the states of sgd can't be on the"),
+        ({"optimizer": {"swap_slices": -1}}, "optimizer.swap_slices: got -1 (int), expected a number of at least 0"),
+        ({"optimizer": {"swap_slice": 4}}, "[optimizer] has no key 'swap_slice'; did you mean 'swap_slices'?"),
+        ({"optimizer": {"name": "adamw8"}}, "did you mean 'adamw' or 'adamw8bit'?"),
+        (
+            {"optimizer": {"name": "adamw8bit"}, "mesh": {"dp_shard": 2}, "fsdp": {"groups": ["model.layers.*"]}},
+            "optimizer.name: dp_shard = 2 cuts parameters inside of blocks of states of eight bits",
+        ),
+    ],
+)
+def test_states_that_an_optimizer_cannot_have(sections, expected):
+    (text,) = texts(plan_of(**sections))
+    assert expected in text
+
+
 def test_memory_that_a_rank_needs_at_the_least():
     model = ModelOutline({}, elements=1000, trained=600)
 
@@ -235,6 +253,8 @@ def test_memory_that_a_rank_needs_at_the_least():
     assert least(mesh={"dp_shard": 2, "dp_replicate": 2}) == 4 * (1000 + 3 * 600) // 2
     assert least(mesh={"dp_shard": 4, "tp": 4}) == 4 * 1000, "each rank builds the whole model before it is cut"
     assert least(optimizer={"name": "muon"}) == 4 * (1000 + 3 * 600), "no hidden matrices here"
+    assert least(optimizer={"swap_slices": 12}) == 4 * (1000 + 1.5 * 600), "three slices of twelve"
+    assert least(optimizer={"name": "adamw8bit"}) == int(1000 + 600 * (1 + 2.03 / 4)) * 4
     assert least(optimizer={"name": "sgd"}, run={"dtype": "float64"}) == 8 * (1000 + 600)
     assert least(optimizer={"name": "sgd", "momentum": 0.9}, run={"dtype": "bfloat16"}) == 2 * (1000 + 2 * 600)
 

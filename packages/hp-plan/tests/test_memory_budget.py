@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("scipy", reason="a budget needs scipy, which hp-plan depends on")
 
 from hp_offload import SwapManager, trace_saved
-from hp_plan import MemorySection, ParallelPlan, PlanError, apply, build_model, lint
+from hp_optim import AdamW8bit
+from hp_plan import MemorySection, ParallelPlan, PlanError, apply, build_model, build_optimizer, lint
 from hp_plan.memory import training_bytes
 from hp_plan.port import models
 from hp_testing import device_type, on_ranks
@@ -72,3 +73,32 @@ def test_a_budget_for_the_weights_alone_is_refused() -> None:
         PlanError, match=r"got 1KiB, and weights, gradients and optimizer states take .* of it on each rank"
     ):
         apply(build_model(plan), plan)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_states_on_the_host_share_the_streams_of_activations(name) -> None:
+    losses = []
+    for slices in (0, 3):
+        larger = {"config": "LlamaConfig", "overrides": {**SMALL, "hidden_size": 64}}
+        plan = llama(optimizer={"name": name, "swap_slices": slices}, model=larger)
+        torch.manual_seed(0)
+        model = build_model(plan).to(device_type())
+        optimizer = build_optimizer(plan, model.named_parameters())
+        tokens = torch.arange(16, device=device_type()).view(2, 8)
+        for _ in range(3):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            optimizer.zero_grad()
+            loss.backward()
+            with SwapManager().record() as log:
+                optimizer.step()
+        losses.append(loss)
+        assert {what for what, _ in log} == ({"load", "update", "store"} if slices else set())
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)  # torch's AdamW against ours
+
+
+def test_states_of_eight_bits() -> None:
+    plan = llama(optimizer={"name": "adamw8bit", "lr": 0.01})
+    optimizer = build_optimizer(plan, build_model(plan).named_parameters())
+    with pytest.raises(PlanError, match="optimizer.swap_slices: the states of sgd can't be on the host"):
+        build_optimizer(llama(optimizer={"name": "sgd", "swap_slices": 2}), build_model(plan).named_parameters())
+    assert isinstance(optimizer, AdamW8bit) and optimizer.param_groups[0]["lr"] == 0.01

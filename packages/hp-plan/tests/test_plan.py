@@ -77,7 +77,8 @@ def test_every_fault_is_found_at_once():
         "styles": "got 'atuo', expected 'auto', 'auto-sequence' or a table of pattern = style; did you mean 'auto'?",
         "steps": "'steps' stands outside every section; it belongs to [run]: move it there",
         "optimzer": "there is no section or key 'optimzer'; did you mean 'optimizer'?",
-        "optimizer.name": "got 'adam' (str), expected one of adamw, sgd, muon; did you mean 'adamw'?",
+        "optimizer.name": "got 'adam' (str), expected one of adamw, sgd, muon, adamw8bit; did you mean 'adamw' or "
+        "'adamw8bit'?",
         "optimizer.lr": "got 0 (int), expected a number more than 0.0; write a number more than 0.0",
         "optimizer.betas": "got [1] (list), expected a list of 2 numbers; write a list of 2 numbers",
         "optimizer.steps": "[optimizer] has no key 'steps'; 'steps' belongs to [run]: move it there",

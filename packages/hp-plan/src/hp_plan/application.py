@@ -19,7 +19,7 @@ import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
 from hp_plan.diagnostics import PlanError
-from hp_plan.memory import check_memory, memory_left
+from hp_plan.memory import check_memory, check_states, memory_left
 from hp_plan.outline import matches
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
@@ -56,7 +56,8 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     platform, own = get_platform(), models()
     ranks = mesh.size() if mesh is not None else platform.groups.size()
     outline = own.outline(model)
-    diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_fsdp(plan), *check_memory(plan)]
+    diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_fsdp(plan)]
+    diagnostics += [*check_memory(plan), *check_states(plan)]
     diagnostics += check_model(plan, outline)
     if diagnostics:
         raise PlanError(diagnostics)

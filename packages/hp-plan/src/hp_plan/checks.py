@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
-from hp_plan.memory import check_memory
+from hp_plan.memory import check_memory, check_states
 from hp_plan.outline import ModelOutline, ModuleOutline, generalise, matching
 from hp_plan.plan import ParallelPlan
 from hp_plan.tables import StyleChoice, choose_styles
@@ -26,7 +26,7 @@ def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
         plan: the plan.
         world_size: number of ranks; None leaves that unchecked.
     """
-    own = [*check_fsdp(plan), *check_memory(plan)]
+    own = [*check_fsdp(plan), *check_memory(plan), *check_states(plan)]
     return [*check_mesh(plan, world_size), *_check_training(plan), *own, *_check_device(plan)]
 
 

@@ -11,7 +11,7 @@ from hp_plan.outline import ModelOutline, matching
 from hp_plan.plan import ParallelPlan
 from hp_platform import get_platform
 
-__all__ = ["BYTES", "check_memory", "memory_left", "training_bytes"]
+__all__ = ["BYTES", "check_memory", "check_states", "memory_left", "training_bytes"]
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,12 +23,17 @@ def training_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
         plan: says the dtype, the mesh and the optimizer.
         model: the number of elements of its parameters.
     """
+    states: float
     if plan.optimizer.name == "adamw":
         states = 2
+    elif plan.optimizer.name == "adamw8bit":
+        states = 2.03 / BYTES[plan.run.dtype]
     elif plan.optimizer.name == "muon":
         states = 2 - _hidden_part(plan, model)
     else:
         states = 1 if plan.optimizer.momentum else 0
+    if plan.optimizer.swap_slices:  # three slices are on the device at a time
+        states *= min(1.0, 3 / plan.optimizer.swap_slices)
     shard = int(model.elements + model.trained * (1 + states)) // (plan.mesh.world_size // plan.mesh.dp_replicate)
     return shard * BYTES[plan.run.dtype]
 
@@ -43,6 +48,23 @@ def _hidden_part(plan: ParallelPlan, model: ModelOutline) -> float:
     listed = {name for pattern in plan.optimizer.muon for name in matching(pattern, sizes)}
     hidden = [n for name, (dims, n) in sizes.items() if (name in listed if listed else is_hidden_matrix(name, dims))]
     return sum(hidden) / max(1, model.elements)
+
+
+def check_states(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that the optimizer's states can be on the host, or have eight bits, as the plan says."""
+    section, diagnostics = plan.optimizer, []
+    kind = "states on the host" if section.swap_slices else "adamw8bit"
+    key = "optimizer.swap_slices" if section.swap_slices else "optimizer.name"
+    if (section.swap_slices or section.name == "adamw8bit") and get_platform().name != "torch":
+        message = f"got {kind}, which this version does not support on MindSpore"
+        diagnostics.append(Diagnostic(key, message, "shard the states, by mesh.dp_shard"))
+    if section.swap_slices and section.name in ("sgd", "adamw8bit"):
+        message = f"the states of {section.name} can't be on the host"
+        diagnostics.append(Diagnostic(key, message, "leave it out, or write name = 'adamw' or 'muon'"))
+    if section.name == "adamw8bit" and plan.mesh.dp_shard > 1:
+        message = f"dp_shard = {plan.mesh.dp_shard} cuts parameters inside of blocks of states of eight bits"
+        diagnostics.append(Diagnostic("optimizer.name", message, "write name = 'adamw', or dp_replicate for dp_shard"))
+    return diagnostics
 
 
 def check_memory(plan: ParallelPlan) -> list[Diagnostic]:

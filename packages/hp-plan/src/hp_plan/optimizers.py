@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hp_optim import ChainedOptimizer, get_hyper_optimizer
+from hp_offload import SwapManager
+from hp_optim import ChainedOptimizer, SwapOptimizerConfig, get_hyper_optimizer, swap_optimizer
 from hp_optim.extend import default_patterns
+from hp_plan.diagnostics import PlanError
+from hp_plan.memory import check_states
 from hp_plan.outline import matching
 from hp_plan.plan import ParallelPlan
 
-__all__ = ["Schedules", "muon_and_adamw", "optimized", "with_decay"]
+__all__ = ["Schedules", "muon_and_adamw", "optimized", "swapped", "with_decay"]
 
 Named = list[tuple[str, Any]]
 
@@ -23,8 +26,11 @@ def optimized(parameters: Iterable[Any], plan: ParallelPlan) -> Named:
         plan: whose optimizer may need names.
 
     Raises:
+        PlanError: the optimizer's states can't be as the plan says.
         ValueError: the plan's optimizer goes by names, and there are none.
     """
+    if faults := check_states(plan):
+        raise PlanError(faults)
     listed = list(parameters)
     pairs = [each if isinstance(each, tuple) else ("", each) for each in listed]
     section = plan.optimizer
@@ -73,6 +79,19 @@ def muon_and_adamw(named: Named, plan: ParallelPlan) -> ChainedOptimizer:
         {"lr": section.lr, "momentum": section.muon_momentum},
         {"lr": section.lr, "betas": section.betas, "eps": section.eps},
     )
+
+
+def swapped(optimizer: Any, plan: ParallelPlan) -> Any:
+    """Move an optimizer's states to the host, if the plan says so, by the streams that swapped activations use.
+
+    Args:
+        optimizer: of hp_optim.
+        plan: the plan.
+    """
+    slices = plan.optimizer.swap_slices
+    if not slices:
+        return optimizer
+    return swap_optimizer(optimizer, SwapOptimizerConfig(swap_times=slices), link=SwapManager())
 
 
 class Schedules:

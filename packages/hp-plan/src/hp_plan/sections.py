@@ -121,7 +121,7 @@ class OptimizerSection:
     """The optimizer and its constants.
 
     Attributes:
-        name: `adamw`, `sgd` or `muon`.
+        name: `adamw`, `sgd`, `muon`, or `adamw8bit`: AdamW with states of eight bits, where `dp_shard` is 1.
         lr: the learning rate at the schedule's top.
         betas: AdamW's averaging of the gradient and of its square.
         eps: AdamW's divisor offset.
@@ -131,9 +131,11 @@ class OptimizerSection:
             matrices: all but embeddings, output layers, norms and biases.
         muon_momentum: Muon's averaging of the gradient.
         no_decay: patterns of parameters without weight decay.
+        swap_slices: of `adamw` and `muon`, keep states on the host, and bring them to the device in so many slices of a
+            step; 0 keeps them on the device.
     """
 
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    name: Literal["adamw", "sgd", "muon", "adamw8bit"] = "adamw"
     lr: float = _more_than(0.0, 1e-3)
     betas: tuple[float, float] = _each_within(0.0, 1.0, (0.9, 0.999))
     eps: float = _more_than(0.0, 1e-8)
@@ -142,6 +144,7 @@ class OptimizerSection:
     muon: tuple[str, ...] = ()
     muon_momentum: float = _within(0.0, 1.0, 0.95)
     no_decay: tuple[str, ...] = ()
+    swap_slices: int = _at_least(0, 0)
 
 
 @dataclass(frozen=True)

@@ -230,3 +230,18 @@ def test_optimizers_and_schedules_are_those_of_torch(name):
 def test_verify_names_what_to_use():
     with pytest.raises(NotImplementedError, match="verify runs on PyTorch only"):
         verify(ParallelPlan.from_dict(tables()))
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        (
+            {"swap_slices": 4},
+            "optimizer.swap_slices: got states on the host, which this version does not support on Mi",
+        ),
+        ({"name": "adamw8bit"}, "optimizer.name: got adamw8bit, which this version does not support on MindSpore"),
+    ],
+)
+def test_states_that_mindspore_does_not_have(section, text):
+    with pytest.raises(PlanError, match=text):
+        build_optimizer(ParallelPlan.from_dict({"optimizer": section}), [Parameter(Tensor(np.ones(3)), name="w")])

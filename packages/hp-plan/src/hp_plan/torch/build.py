@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_optim import ChainedOptimizer
+from hp_optim import AdamW, AdamW8bit, ChainedOptimizer
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.model_source import check_function, check_returned, check_weights, failed, load_weights, model_function
-from hp_plan.optimizers import Schedules, muon_and_adamw, optimized, with_decay
+from hp_plan.optimizers import Schedules, muon_and_adamw, optimized, swapped, with_decay
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
 from hp_plan.torch import pretrained
@@ -103,7 +103,8 @@ def build_optimizer(plan: ParallelPlan, parameters: Iterable[Any]) -> Any:
         parameters: `model.named_parameters()`, or `model.parameters()` where the plan goes by no names.
 
     Returns:
-        An optimizer of torch's; for `muon` an `hp_optim.ChainedOptimizer`.
+        An optimizer of torch's; for `muon` an `hp_optim.ChainedOptimizer`, for `adamw8bit` or states on the host one of
+        hp_optim's.
 
     Raises:
         ValueError: the plan goes by names, and the parameters have none.
@@ -111,7 +112,11 @@ def build_optimizer(plan: ParallelPlan, parameters: Iterable[Any]) -> Any:
     section = plan.optimizer
     trained = optimized(parameters, plan)
     if section.name == "muon":
-        return muon_and_adamw(trained, plan)
+        return swapped(muon_and_adamw(trained, plan), plan)
+    if section.name == "adamw8bit" or (section.name == "adamw" and section.swap_slices):
+        own = [{"params": each, "weight_decay": decay} for each, decay in with_decay(trained, plan)]
+        kind = AdamW8bit if section.name == "adamw8bit" else AdamW
+        return swapped(kind(own, lr=section.lr, betas=section.betas, eps=section.eps), plan)
     if section.name == "adamw":
         make = functools.partial(torch.optim.AdamW, betas=section.betas, eps=section.eps)
     else:
