@@ -240,6 +240,16 @@ def context(session: nox.Session) -> None:
     session.run("python", "packages/hp-plan/benchmarks/matrix_context_parallel.py", *session.posargs)
 
 
+@nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """Runs every packages/*/benchmarks/soak_*.py, a thousand steps and more; `-- hp-offload` for one package."""
+    install(session, *PACKAGES, extras="[torch,test]")
+    programs = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/benchmarks/soak_*.py"))
+    for path in programs:
+        if not session.posargs or any(part in path for part in session.posargs):
+            session.run("python", path)
+
+
 @nox.session
 def sweep(session: nox.Session) -> None:
     """Every operator of torch's own database on DTensors, ours and torch's; writes docs/operators.md."""

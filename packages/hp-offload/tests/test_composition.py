@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hp_dtensor import DTensor, init_device_mesh
-from hp_fsdp import fully_shard
+from hp_fsdp import CPUOffloadPolicy, fully_shard
 from hp_offload import (
     CheckpointPolicy,
     SwapManager,
@@ -21,6 +21,7 @@ from hp_offload import (
     swap_wrapper,
     trace_saved,
 )
+from hp_optim import AdamW, SwapOptimizerConfig, swap_optimizer
 from hp_platform import count_collectives, get_platform
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
@@ -166,3 +167,44 @@ def test_collectives_that_are_kept_do_not_run_again() -> None:
     assert counts[0] == counts[2] < counts[1], "in forward and backward; once more where all is computed again; kept"
     compare(models[1], models[0], bits=True)
     compare(models[2], models[0], bits=True)
+
+
+@on_ranks(2)
+def test_parameters_activations_and_states_share_one_link() -> None:
+    """Copies begin in the order of their deadlines: each party's for the block before, then the optimizer's slices."""
+    manager, models = SwapManager(), []
+    for link in (None, manager):
+        model = net(4, dropout=0.0).to(device_type())
+        for block in model.blocks:
+            if link is not None:
+                swap_wrapper(block)
+            fully_shard(block, offload_policy=CPUOffloadPolicy(link=link))
+        fully_shard(model, offload_policy=CPUOffloadPolicy(link=link))
+        optimizer = AdamW(model.named_parameters(), lr=0.1)
+        if link is not None and device_type() == "cpu":  # elsewhere states of parameters on the host are there already
+            swap_optimizer(optimizer, SwapOptimizerConfig(swap_times=2, min_numel=1), link=link)
+        for step in range(2):
+            optimizer.zero_grad()
+            with manager.record() as events:
+                model(batch(step=step)).backward()
+                optimizer.step()
+        models.append(model)
+    compare(models[1], models[0], bits=True)
+    groups = list(dict.fromkeys(name for what, name in events if what == "launch_offload"))
+    order = []
+    for what, name in events:
+        if what == "launch_load":
+            order.append(f"activations {groups.index(name)}")
+        elif what == "load":
+            order.append("states" if name.startswith("AdamW") else "parameters")
+    assert order[:5] == ["parameters"] * 5, "forward: the root and four blocks"
+    assert order[5:12] == [
+        "parameters",  # of block 3, whose activations never left
+        "parameters",  # of block 2, during block 3's backward
+        "activations 2",
+        "parameters",
+        "activations 1",
+        "parameters",
+        "activations 0",
+    ]
+    assert set(order[12:]) <= {"states"} and (len(order) > 13 or device_type() != "cpu")

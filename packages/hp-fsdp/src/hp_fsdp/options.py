@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from hp_fsdp.layout import BLOCK
+from hp_platform import get_platform
 
 __all__ = [
     "BucketPlan",
     "CPUOffloadPolicy",
+    "CopyLink",
     "GroupOptions",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -48,15 +50,31 @@ class OffloadPolicy:
     """Nothing is offloaded: the default, and the base of the other policies."""
 
 
+class CopyLink(Protocol):
+    """The streams of copies between device and host, which several may share; `hp_offload.SwapManager` is one."""
+
+    @property
+    def streams(self) -> tuple[Any, Any]:
+        """Get the streams of copies to the host and to the device."""
+        ...
+
+    def note(self, what: str, name: str) -> None:
+        """Take note of an event."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer states live on the host.
 
     Args:
         pin_memory: keep them in page-locked memory, so that copies overlap computation. Default True.
+        link: the streams of the copies. Default: their own; pass ``hp_offload.SwapManager()`` to share those of swapped
+            activations, so that copies run in the order in which they are needed.
     """
 
     pin_memory: bool = True
+    link: CopyLink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +244,7 @@ def _ours(policy: Any) -> Any:
     )
     if kind is None or not type(policy).__module__.startswith("torch.distributed."):
         return policy
-    return kind(**{field.name: getattr(policy, field.name) for field in fields(kind)})
+    return kind(**{field.name: getattr(policy, field.name) for field in fields(kind) if hasattr(policy, field.name)})
 
 
 def check_options(
@@ -273,6 +291,11 @@ def check_options(
             f" {type(shard_placement_fn).__name__}"
         )
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+    if offload is not None and offload.link is not None and get_platform().name != "torch":
+        raise NotImplementedError(
+            "fully_shard: CPUOffloadPolicy(link=...) is not supported on MindSpore, where copies are done at once;"
+            " leave it out"
+        )
     if comm_fusion_zero_copy not in (None, zero_copy):
         advice = "nothing is copied" if zero_copy else "no write to a view reaches its base"
         raise NotImplementedError(

@@ -15,11 +15,22 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their 
 from fsdp_cells import Net, data_mesh, pair, seeded
 
 from hp_dtensor import Replicate, Shard, init_device_mesh
-from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from hp_testing import device_type, on_ranks
+
+
+class _Link:
+    """A link without streams."""
+
+    streams = (None, None)
+
+    def note(self, what: str, name: str) -> None:
+        """Do nothing."""
+
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"comm_fusion_zero_copy": True}, NotImplementedError, "comm_fusion_zero_copy=True .* no write to a view reaches"),
+    ({"offload_policy": CPUOffloadPolicy(link=_Link())}, NotImplementedError, r"CPUOffloadPolicy\(link=...\) is not"),
     ({"shard_placement_fn": 3}, TypeError, "shard_placement_fn must be a function of a parameter, got int"),
     (
         {"shard_placement_fn": lambda p: Replicate()},

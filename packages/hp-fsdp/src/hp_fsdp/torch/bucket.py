@@ -179,7 +179,7 @@ class Bucket:
             self.gradients = kind(self.parameters, layout, self.axes, self.dtype, self.reduce_dtype, device)
             self.gradients.communication = self.communication
             if self.offload is not None and self.home != device:
-                self.gradients.pin = self.offload.pin_memory
+                self.gradients.pin, self.gradients.link = self.offload.pin_memory, self.offload.link
         self.source: torch.Tensor | None = None
         self.keep()
         self.prepared = True
@@ -231,9 +231,12 @@ class Bucket:
         self.full_storage.resize_(self.full_bytes)
         if self.post_forward_shard is not None:
             return self._all_gather(self.post_forward_shard, self.post_forward_group)
+        link = None if self.offload is None else self.offload.link
+        if link is not None:
+            link.note("load", self.owner)
         if self.home == self.device:
             return self._gather_from(self.shard)
-        with on_copy_stream(self.device):
+        with on_copy_stream(self.device, link):
             return self._gather_from(self.shard.to(self.device, non_blocking=True))
 
     def _gather_from(self, shard: torch.Tensor) -> Any:

@@ -22,6 +22,7 @@ import torch
 from hp_dtensor.torch.extend import grad_spec, reduce_partial_grads, wrap
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.layout import FlatLayout
+from hp_fsdp.options import CopyLink
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.host import D2HCopy
 from hp_fsdp.torch.parameter import ManagedParameter
@@ -78,6 +79,7 @@ class GradientBuffer:
         self.shaped = not axes.shards or any(parameter.front is not None for parameter in parameters)
         self.filled: set[int] = set()
         self.pin: bool | None = None
+        self.link: CopyLink | None = None
         self.divisor: float | None = None
         self.communication: Communication | None = None
         self.coming: list[D2HCopy] = []
@@ -184,7 +186,7 @@ class GradientBuffer:
         if self.pin is None:
             self.assign(reduced, missing)
             return True
-        self.coming.append(D2HCopy(reduced, self.pin, lambda copy: self.assign(copy, missing)))
+        self.coming.append(D2HCopy(reduced, self.pin, lambda copy: self.assign(copy, missing), self.link))
         return False
 
     def arrive(self) -> bool:

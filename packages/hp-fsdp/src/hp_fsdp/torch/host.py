@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hp_dtensor import DeviceMesh
+from hp_fsdp.options import CopyLink
 from hp_platform import collectives, get_platform
 
 __all__ = ["D2HCopy", "on_copy_stream", "empty_on_host", "largest", "transport"]
@@ -33,13 +34,21 @@ def empty_on_host(size: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="cpu", pin_memory=pin)
 
 
-def on_copy_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Issue work on the copy stream, after the work of the current stream: Note [Copy stream]. No effect on CPU."""
+def on_copy_stream(
+    device: torch.device, link: CopyLink | None = None, *, out: bool = False
+) -> AbstractContextManager[Any]:
+    """Issue work on the copy stream, after the work of the current stream: Note [Copy stream]. No effect on CPU.
+
+    Args:
+        device: of the copies.
+        link: whose streams to use; None uses this package's own.
+        out: the copies go to the host.
+    """
     if device.type == "cpu":
         return nullcontext()
     devices = get_platform().devices
     module = devices.device_module()
-    stream = _streams.get(device)
+    stream = _streams.get(device) if link is None else link.streams[0 if out else 1]
     if stream is None:
         stream = _streams[device] = devices.stream()
     stream.wait_stream(module.current_stream())
@@ -53,13 +62,20 @@ class D2HCopy:
         tensor: the source; kept until the copy is over.
         pin: see `empty_on_host`.
         then: called with the copy when it is done.
+        link: see `on_copy_stream`.
     """
 
-    def __init__(self, tensor: torch.Tensor, pin: bool, then: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        pin: bool,
+        then: Callable[[torch.Tensor], None],
+        link: CopyLink | None = None,
+    ) -> None:
         self._tensor = tensor
         self._then = then
         self._copy = empty_on_host(tensor.numel(), tensor.dtype, pin)
-        with on_copy_stream(tensor.device):
+        with on_copy_stream(tensor.device, link, out=True):
             self._copy.copy_(tensor, non_blocking=True)
             devices = get_platform().devices
             self._event = devices.device_module().Event()
