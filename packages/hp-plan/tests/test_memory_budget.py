@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("scipy", reason="a budget needs scipy, which hp-plan depends on")
 
+import hp_offload
 from hp_offload import SwapManager, trace_saved
 from hp_optim import AdamW8bit
-from hp_plan import MemorySection, ParallelPlan, PlanError, apply, build_model, build_optimizer, lint
+from hp_plan import MemorySection, ParallelPlan, PlanError, apply, build_model, build_optimizer, lint, verify
 from hp_plan.memory import training_bytes
 from hp_plan.port import models
 from hp_testing import device_type, on_ranks
@@ -102,3 +103,25 @@ def test_states_of_eight_bits() -> None:
     with pytest.raises(PlanError, match="optimizer.swap_slices: the states of sgd can't be on the host"):
         build_optimizer(llama(optimizer={"name": "sgd", "swap_slices": 2}), build_model(plan).named_parameters())
     assert isinstance(optimizer, AdamW8bit) and optimizer.param_groups[0]["lr"] == 0.01
+
+
+@on_ranks(2)
+def test_verify_keeps_to_the_budget(monkeypatch) -> None:
+    sections = {**MESHES["tp"], "data": {"batch_size": 2, "sequence_length": 8}}
+    plan, budgets = llama(**sections), []
+    fit = hp_offload.fit_memory
+
+    def noted(model, budget, **options):
+        budgets.append(budget)
+        return fit(model, budget, **options)
+
+    monkeypatch.setattr(hp_offload, "fit_memory", noted)
+    static = training_bytes(plan, models().outline(build_model(plan, device="meta")))
+    tokens = torch.arange(16, device=device_type()).view(2, 8)
+    saved = trace_saved(apply(build_model(plan, device=device_type()), plan), (), {"input_ids": tokens})
+    total = sum(each.bytes for each in saved)
+    budget = static + total - sum(each.bytes for each in saved if each.swappable) // 3
+    result = verify(
+        llama(**MESHES["tp"], data={"batch_size": 2, "sequence_length": 8}, memory={"budget": f"{budget} B"})
+    )
+    assert result.passed and budgets == [2 * (budget - static)]

@@ -14,7 +14,9 @@ from torch import nn
 from hp_dtensor import DTensor
 from hp_fsdp import clip_grad_norm_
 from hp_plan.application import apply
+from hp_plan.memory import BYTES, memory_left, training_bytes
 from hp_plan.plan import ParallelPlan, data_parallel_rows
+from hp_plan.port import models
 from hp_plan.sections import MemorySection
 from hp_plan.torch.build import build_model, build_optimizer, build_schedule
 from hp_plan.torch.float64 import Float64
@@ -239,5 +241,11 @@ def _tokens(plan: ParallelPlan, model: nn.Module, step: int) -> torch.Tensor:
 def _in_float64(plan: ParallelPlan) -> ParallelPlan:
     fsdp = dataclasses.replace(plan.fsdp, param_dtype=None, reduce_dtype=None)
     run = dataclasses.replace(plan.run, dtype="float64")
-    # A budget is for the plan's own dtype; what it changes has the same bits, whatever it is.
-    return dataclasses.replace(plan, fsdp=fsdp, run=run, memory=MemorySection())
+    memory = MemorySection()
+    double = dataclasses.replace(plan, fsdp=fsdp, run=run, memory=memory)
+    if plan.memory.budget is not None:
+        # The budget is for the plan's own dtype: activations in float64 get as many times more.
+        outline = models().outline(build_model(plan, device="meta"))
+        activations = memory_left(plan, outline) * BYTES["float64"] // BYTES[plan.fsdp.param_dtype or plan.run.dtype]
+        memory = dataclasses.replace(plan.memory, budget=f"{activations + training_bytes(double, outline)} B")
+    return dataclasses.replace(double, memory=memory)
