@@ -54,3 +54,10 @@ def test_no_ranks_is_an_error():
 def test_examples_of_the_docstrings():
     for module in (layout, order):
         assert doctest.testmod(module).failed == 0
+
+
+def test_large_parameters_are_cut_between_blocks():
+    layout = FlatLayout.of([10, 5000, 300], ranks=3, align=16, align_large=256)
+    assert layout.offsets == (0, 256, 5264) and layout.piece == 2048
+    assert layout.units(1) == (1792, 2048, 1160)
+    assert FlatLayout.of([10, 300], ranks=3, align=16, align_large=256) == FlatLayout.of([10, 300], ranks=3, align=16)

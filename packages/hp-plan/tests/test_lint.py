@@ -232,10 +232,6 @@ def test_patterns_of_parameters_that_an_optimizer_cannot_have(optimizer, expecte
         ({"optimizer": {"swap_slices": -1}}, "optimizer.swap_slices: got -1 (int), expected a number of at least 0"),
         ({"optimizer": {"swap_slice": 4}}, "[optimizer] has no key 'swap_slice'; did you mean 'swap_slices'?"),
         ({"optimizer": {"name": "adamw8"}}, "did you mean 'adamw' or 'adamw8bit'?"),
-        (
-            {"optimizer": {"name": "adamw8bit"}, "mesh": {"dp_shard": 2}, "fsdp": {"groups": ["model.layers.*"]}},
-            "optimizer.name: dp_shard = 2 cuts parameters inside of blocks of states of eight bits",
-        ),
     ],
 )
 def test_states_that_an_optimizer_cannot_have(sections, expected):

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 
-__all__ = ["BLOCK", "FlatLayout"]
+__all__ = ["BLOCK", "LARGE", "FlatLayout"]
+
+LARGE = 4096
+"""Elements from which on a parameter is cut where states of eight bits can be: `GroupOptions.alignment_of_large`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +44,30 @@ class FlatLayout:
     piece: int
 
     @staticmethod
-    def of(numels: Sequence[int], ranks: int, *, align: int = 1) -> FlatLayout:
+    def of(numels: Sequence[int], ranks: int, *, align: int = 1, align_large: int = 1) -> FlatLayout:
         """Lay the parameters out in order.
 
         Args:
             numels: number of elements of each parameter.
             ranks: number of ranks.
             align: parameters and pieces start at multiples of this number of elements.
+            align_large: the same of parameters of `LARGE` elements or more, and of pieces where there are such.
 
         Raises:
             ValueError: ``ranks`` or ``align`` below one.
         """
         if ranks < 1 or align < 1:
             raise ValueError(f"FlatLayout: ranks and align must be at least 1, got ranks={ranks}, align={align}")
+        large = lcm(align, align_large)
         offsets = []
         end = 0
         for numel in numels:
-            offsets.append(end)
-            end += ceil(numel / align) * align
-        piece = ceil(end / (ranks * align)) * align
+            step = large if numel >= LARGE else align
+            start = ceil(end / step) * step
+            offsets.append(start)
+            end = start + ceil(numel / align) * align
+        step = large if max(numels, default=0) >= LARGE else align
+        piece = ceil(end / (ranks * step)) * step
         return FlatLayout(tuple(numels), ranks, tuple(offsets), piece)
 
     @property

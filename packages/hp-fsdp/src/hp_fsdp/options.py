@@ -191,6 +191,14 @@ class GroupOptions:
             return math.lcm(plan.unit, BLOCK if self.deterministic else 1)
         return max(1, ALIGNMENT // itemsize)
 
+    def alignment_of_large(self, plan: BucketPlan) -> int:
+        """Return the alignment of parameters of many elements: blocks of 256, as states of eight bits have them.
+
+        Args:
+            plan: of the bucket.
+        """
+        return 1 if self.deterministic or plan.unit > 1 or plan.dim is not None else 256
+
     def sharding_of(self, name: str, parameter: Any, shape: Sequence[int]) -> tuple[int, int | None]:
         """Return how many elements of a parameter stay together, and the sharded dim, None for the first.
 

@@ -42,9 +42,9 @@ def check_blocks(
         return
     raise ValueError(
         f"AdamW8bit: parameter {name!r} of shape {tuple(shape)}, placed {placements} on a mesh of {mesh_shape}, is cut"
-        f" inside of blocks of {BLOCK} elements, so its states would depend on the layout. With"
-        " fully_shard(deterministic=True) ranks have multiples of 1,024 elements; a Shard is fine where each rank has"
-        f" multiples of {BLOCK} elements of a row, or whole rows of them. Or give the parameter to AdamW"
+        f" inside of blocks of {BLOCK} elements, so its states would depend on the layout."
+        " fully_shard cuts large parameters between blocks; with shard_placement_fn, as with a Shard of your own, each"
+        f" rank needs multiples of {BLOCK} elements of a row, or whole rows of them. Or give the parameter to AdamW"
     )
 
 

@@ -61,9 +61,6 @@ def check_states(plan: ParallelPlan) -> list[Diagnostic]:
     if section.swap_slices and section.name in ("sgd", "adamw8bit"):
         message = f"the states of {section.name} can't be on the host"
         diagnostics.append(Diagnostic(key, message, "leave it out, or write name = 'adamw' or 'muon'"))
-    if section.name == "adamw8bit" and plan.mesh.dp_shard > 1:
-        message = f"dp_shard = {plan.mesh.dp_shard} cuts parameters inside of blocks of states of eight bits"
-        diagnostics.append(Diagnostic("optimizer.name", message, "write name = 'adamw', or dp_replicate for dp_shard"))
     return diagnostics
 
 

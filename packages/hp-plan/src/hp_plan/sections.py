@@ -121,7 +121,7 @@ class OptimizerSection:
     """The optimizer and its constants.
 
     Attributes:
-        name: `adamw`, `sgd`, `muon`, or `adamw8bit`: AdamW with states of eight bits, where `dp_shard` is 1.
+        name: `adamw`, `sgd`, `muon`, or `adamw8bit`: AdamW with states of eight bits.
         lr: the learning rate at the schedule's top.
         betas: AdamW's averaging of the gradient and of its square.
         eps: AdamW's divisor offset.

@@ -70,6 +70,7 @@ class Bucket:
             [parameter.numel for parameter in self.parameters],
             axes.shard_size,
             align=options.alignment(plan, smallest),
+            align_large=options.alignment_of_large(plan),
         )
         self.post_forward_shard: torch.Tensor | None = None
         self.communication: Communication | None = None
