@@ -130,7 +130,8 @@ def mix(model: nn.Module, draw: random.Random) -> None:
 
 def gradients(model: nn.Module, rank: int) -> list[torch.Tensor]:
     torch.manual_seed(rank)
-    values = torch.linspace(-1, 1, 32, dtype=torch.float64, device=device_type()).view(4, 8)
+    dtype = next(model.parameters()).dtype
+    values = torch.linspace(-1, 1, 32, dtype=dtype, device=device_type()).view(4, 8)
     found = []
     for step in range(3):
         model.zero_grad()
@@ -148,6 +149,8 @@ def test_random_mixes(kind: str) -> None:
     torch.manual_seed(0)
     rank, draw = get_platform().groups.rank(), random.Random(0)
     single = (Mixture().double() if kind == "expert parallel" else net(3)).to(device_type())
+    if kind == "torch's fully_shard":
+        single = single.float()  # NPUs do not reduce float64
     shard, offset = KINDS[kind], rank if "fully_shard" in kind else 0
     plain = copy.deepcopy(single)
     shard(plain)
