@@ -1,0 +1,201 @@
+"""The proof, before anything is sent, that an order runs to its end.
+
+Note [Why an order that passes cannot hang]
+    Steps are nodes of one directed graph over all ranks: from each step to the next of its rank, and from what a step
+    needs (Note [What a step needs]) to the step. Each channel, of one rank to another in one direction, carries its
+    messages in one order, which both ends must have. Sends don't wait for their receivers and receives are posted
+    ahead, so a rank stands still only where it needs a step that is not done. Ranks can then reach their ends if and
+    only if the graph has no cycle: ``check`` lets them run in numbers, and where they stand still walks from need to
+    need until it comes back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+
+from hp_pipeline.lowering import is_lowered, lower
+from hp_pipeline.memory import peak_bytes
+from hp_pipeline.needs import Needs
+from hp_pipeline.pipeline import Pipeline
+from hp_pipeline.steps import COMPUTE, MetaStep, MetaStepType, Order, compute_parts
+
+__all__ = ["check"]
+
+_T = MetaStepType
+_SHOWN = 6
+_FORWARD = {_T.FWD_SEND: _T.FWD_RECV, _T.BWD_SEND: _T.BWD_RECV}
+
+
+def check(order: Order, pipeline: Pipeline, *, memory: float | None = None) -> tuple[float, ...]:
+    """Prove that an order computes everything once and runs to its end, within a limit of memory.
+
+    Args:
+        order: steps by rank, computing steps alone or all (``lower``).
+        pipeline: what it is for.
+        memory: bytes that a rank may hold at once, by ``pipeline.cost``; None for no limit.
+
+    Returns:
+        The most bytes that each rank holds at once.
+
+    Raises:
+        ValueError: a step is missing, there twice, of another rank, or unknown; a send without a receive, or in
+            another order than its receives; ranks that wait for each other, with the cycle in words; more memory than
+            the limit.
+    """
+    _check_ranks(order, pipeline)
+    split = _check_compute(order, pipeline)
+    whole = lower(order, pipeline)
+    if is_lowered(order):
+        _check_channels(whole, pipeline)
+    _check_runs(whole, Needs(pipeline, split, lowered=True))
+    peaks = peak_bytes(whole, pipeline)
+    if memory is not None and max(peaks) > memory:
+        rank = peaks.index(max(peaks))
+        raise ValueError(f"rank {rank} holds {peaks[rank]:g} bytes at once, more than the limit of {memory:g}.")
+    return peaks
+
+
+def _few(steps: list[MetaStep]) -> str:
+    more = f" and {len(steps) - _SHOWN} more" if len(steps) > _SHOWN else ""
+    return ", ".join(map(str, steps[:_SHOWN])) + more
+
+
+def _check_ranks(order: Order, pipeline: Pipeline) -> None:
+    if sorted(order) != list(range(pipeline.ranks)):
+        raise ValueError(f"the order names the ranks {sorted(order)}, the placement has {pipeline.ranks} from 0.")
+    stages = len(pipeline.placement)
+    for rank, steps in order.items():
+        for each in steps:
+            for part in compute_parts(each):
+                stage, micro = part.stage_index, part.micro_index
+                if stage is None or not 0 <= stage < stages:
+                    raise ValueError(f"rank {rank}: {part} names a stage that is not one of the {stages} there are.")
+                if pipeline.placement[stage] != rank:
+                    raise ValueError(
+                        f"rank {rank}: {part} is a step of rank {pipeline.placement[stage]}, where its stage is."
+                    )
+                inside = micro is None or 0 <= micro < pipeline.micro_batches
+                if not inside or not 0 <= part.seq_index < pipeline.seq_slices:
+                    raise ValueError(
+                        f"rank {rank}: {part} is outside of {pipeline.micro_batches} micro-batches of"
+                        f" {pipeline.seq_slices} slices."
+                    )
+
+
+def _check_compute(order: Order, pipeline: Pipeline) -> set[tuple[int, int, int]]:
+    """Check that each forward and backward is there once; return those whose backward is in halves."""
+    counts = Counter(
+        part for steps in order.values() for each in steps for part in compute_parts(each) if part.step_type in COMPUTE
+    )
+    doubled = sorted((part for part, count in counts.items() if count > 1), key=str)
+    if doubled:
+        raise ValueError(f"steps that are there twice: {_few(doubled)}.")
+    missing: list[MetaStep] = []
+    split = set()
+    for stage in range(len(pipeline.placement)):
+        for micro in range(pipeline.micro_batches):
+            for part in range(pipeline.seq_slices):
+                forward, backward, inputs, weights = (
+                    MetaStep(micro, kind, stage, None, part)
+                    for kind in (_T.FORWARD, _T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT)
+                )
+                if forward not in counts:
+                    missing.append(forward)
+                halves = [half for half in (inputs, weights) if half in counts]
+                if halves:
+                    split.add((stage, micro, part))
+                if not pipeline.has_backward:
+                    if halves or backward in counts:
+                        raise ValueError(f"{[*halves, backward][0]}: the pipeline has no backward.")
+                elif backward in counts and halves:
+                    raise ValueError(f"{backward} and {_few(halves)} are the same backward: the whole and its halves.")
+                elif backward not in counts and len(halves) < 2:
+                    missing += [half for half in (inputs, weights) if half not in counts] if halves else [backward]
+    if missing:
+        raise ValueError(f"steps that are missing: {_few(missing)}.")
+    return split
+
+
+def _check_channels(order: Order, pipeline: Pipeline) -> None:
+    """Check that both ends of each channel have the same messages in the same order."""
+    sends: dict[tuple[int, int, MetaStepType], list[MetaStep]] = defaultdict(list)
+    receives: dict[tuple[int, int, MetaStepType], list[MetaStep]] = defaultdict(list)
+    lowered = lower({rank: _computing(steps) for rank, steps in order.items()}, pipeline)
+    for rank, steps in order.items():
+        expected = Counter(each for each in lowered[rank] if each.step_type.value in ("FS", "FR", "BS", "BR"))
+        actual = Counter(each for each in steps if each.step_type.value in ("FS", "FR", "BS", "BR"))
+        for what, extra in (("missing", expected - actual), ("too many", actual - expected)):
+            if extra:
+                raise ValueError(f"rank {rank}: sends or receives {what}: {_few(sorted(extra.elements(), key=str))}.")
+        for each in steps:
+            micro, kind, stage, _, part = each
+            assert stage is not None
+            if kind in _FORWARD:
+                ahead = kind is _T.FWD_SEND
+                for other in pipeline.remote(stage, (pipeline.successors if ahead else pipeline.predecessors)[stage]):
+                    message = MetaStep(micro, _FORWARD[kind], other, None, part)
+                    sends[rank, pipeline.placement[other], _FORWARD[kind]].append(message)
+            elif kind in (_T.FWD_RECV, _T.BWD_RECV):
+                ahead = kind is _T.FWD_RECV
+                for other in pipeline.remote(stage, (pipeline.predecessors if ahead else pipeline.successors)[stage]):
+                    receives[pipeline.placement[other], rank, kind].append(each)
+    for source, target, kind in sends:
+        pairs = zip(sends[source, target, kind], receives[source, target, kind], strict=True)
+        for place, (sent, received) in enumerate(pairs):
+            if sent != received:
+                raise ValueError(
+                    f"message {place} from rank {source} to rank {target} is for {sent}, but the receive posted there"
+                    f" is {received}: a channel keeps the order of its sends."
+                )
+
+
+def _computing(steps: tuple[MetaStep, ...]) -> tuple[MetaStep, ...]:
+    return tuple(each for each in steps if each.sub_steps or each.step_type in COMPUTE)
+
+
+def _check_runs(order: Order, needs: Needs) -> None:
+    """Let the ranks run as far as they can; raise with the cycle if one of them does not reach its end."""
+    done: set[MetaStep] = set()
+    waiting: dict[MetaStep, list[int]] = defaultdict(list)
+    places = dict.fromkeys(order, 0)
+    ready = deque(order)
+    while ready:
+        rank = ready.popleft()
+        steps, place = order[rank], places[rank]
+        while place < len(steps):
+            each = steps[place]
+            need = next((need for need in needs(each) if need not in done), None)
+            if need is not None:
+                waiting[need].append(rank)
+                break
+            for part in (each, *(each.sub_steps or ())):
+                done.add(part)
+                if part in waiting:
+                    ready.extend(waiting.pop(part))
+            place += 1
+        places[rank] = place
+    stuck = {rank: steps[places[rank]] for rank, steps in order.items() if places[rank] < len(steps)}
+    if stuck:
+        raise ValueError(_cycle(order, places, stuck, needs, done))
+
+
+def _cycle(order: Order, places: dict[int, int], stuck: dict[int, MetaStep], needs: Needs, done: set[MetaStep]) -> str:
+    """Describe a cycle of ranks that wait for each other, or the step that nobody runs."""
+    owner = {
+        part: rank for rank in stuck for each in order[rank][places[rank] :] for part in (each, *(each.sub_steps or ()))
+    }
+    rank, seen = next(iter(stuck)), {}
+    links: list[str] = []
+    while rank not in seen:
+        seen[rank] = len(links)
+        each = stuck[rank]
+        need = next(need for need in needs(each) if need not in done)
+        if need not in owner:
+            return f"rank {rank}: {each} needs {need}, which is in no rank's steps."
+        links.append(f"rank {rank} is at {each} and needs {need} of rank {owner[need]}")
+        rank = owner[need]
+    if len(links) - seen[rank] == 1:
+        each = stuck[rank]
+        need = next(need for need in needs(each) if need not in done)
+        return f"rank {rank}: {each} needs {need}, which comes later on the same rank."
+    return f"a deadlock: {'; '.join(links[seen[rank] :])}."

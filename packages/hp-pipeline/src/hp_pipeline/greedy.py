@@ -1,0 +1,145 @@
+"""List scheduling: each rank takes the most urgent of its steps that can begin, under a limit of memory."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from typing import Any
+
+from hp_pipeline.needs import Needs
+from hp_pipeline.pipeline import Pipeline
+from hp_pipeline.steps import MetaStep, MetaStepType, Order
+
+__all__ = ["greedy"]
+
+_T = MetaStepType
+
+
+def greedy(pipeline: Pipeline, limit: int, *, prefer: str = "IFW") -> Order:
+    """Make an order by taking, whenever a rank is free, the most urgent step that can begin.
+
+    Backwards for the inputs come first, as other ranks wait for them; forwards while fewer than ``limit`` are open;
+    backwards for the weights, for which nobody waits, fill what is left, and run at once where the limit is reached. A
+    forward of an early stage leaves room for one of each later stage of its rank, so that the oldest micro-batch
+    always goes on.
+
+    Args:
+        pipeline: what it is for; its costs say when steps end.
+        limit: open forwards a rank, of one stage and micro-batch (and slice) each: those whose backward for the
+            weights is not done. At least the rank's number of stages.
+        prefer: the order of urgency of I, F and W.
+
+    Returns:
+        Computing steps by rank.
+
+    Raises:
+        ValueError: a limit that leaves no room for one micro-batch.
+    """
+    least = max(len(stages) for stages in pipeline.stages) * pipeline.seq_slices
+    if limit < least:
+        raise ValueError(f"greedy: a limit of {limit} open forwards; one micro-batch alone needs {least} on a rank.")
+    return _Ranks(pipeline, limit, prefer).run()
+
+
+class _Ranks:
+    """The state of all ranks at one time."""
+
+    def __init__(self, pipeline: Pipeline, limit: int, prefer: str) -> None:
+        self.pipeline, self.limit = pipeline, limit
+        stages, cost = len(pipeline.placement), pipeline.cost
+        self.seconds = {
+            _T.FORWARD: cost.of("forward", stages),
+            _T.BACKWARD_INPUT: cost.of("input", stages),
+            _T.BACKWARD_WEIGHT: cost.of("weight", stages),
+        }
+        self.chunk = {stage: place for own in pipeline.stages for place, stage in enumerate(own)}
+        self.steps: dict[int, list[MetaStep]] = {rank: [] for rank in range(pipeline.ranks)}
+        self.open = [0] * pipeline.ranks
+        # By rank, in the order of urgency: steps that can begin, the most urgent first.
+        self.ready: list[dict[_T, list[Any]]] = [{_T(letter): [] for letter in prefer} for _ in self.steps]
+        self.lacking: dict[MetaStep, int] = {}
+        self.followers: dict[MetaStep, list[MetaStep]] = defaultdict(list)
+
+    def run(self) -> Order:
+        """Take steps until all are taken."""
+        placement, send = self.pipeline.placement, self.pipeline.cost.send
+        begin = self._link()
+        # (when, number, rank, step that can begin there); without a step, the rank is free again.
+        events: list[tuple[float, int, int, MetaStep | None]] = []
+        for step in begin:
+            self._offer(step)
+        free = dict.fromkeys(self.steps, True)
+        touched, number, now = set(self.steps), 0, 0.0
+        while True:
+            for rank in sorted(touched):
+                if not free[rank] or (step := self._take(rank)) is None:
+                    continue
+                self.steps[rank].append(step)
+                assert step.stage_index is not None
+                end = now + self.seconds[step.step_type][step.stage_index]
+                free[rank] = False
+                for follower in self.followers[step]:
+                    self.lacking[follower] -= 1
+                    if not self.lacking[follower]:
+                        assert follower.stage_index is not None
+                        target = placement[follower.stage_index]
+                        number += 1
+                        heapq.heappush(events, (end + (send if target != rank else 0.0), number, target, follower))
+                number += 1
+                heapq.heappush(events, (end, number, rank, None))
+            if not events:
+                return {rank: tuple(steps) for rank, steps in self.steps.items()}
+            now, touched = events[0][0], set()
+            while events and events[0][0] == now:
+                _, _, rank, step = heapq.heappop(events)
+                touched.add(rank)
+                if step is None:
+                    free[rank] = True
+                else:
+                    self._offer(step)
+
+    def _link(self) -> list[MetaStep]:
+        """Note what each step needs; return those that need nothing."""
+        pipeline = self.pipeline
+        kinds = [_T.FORWARD, *((_T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT) if pipeline.has_backward else ())]
+        places = itertools.product(
+            range(len(pipeline.placement)), range(pipeline.micro_batches), range(pipeline.seq_slices)
+        )
+        listed = list(places)
+        needs = Needs(pipeline, set(listed), lowered=False)
+        begin = []
+        for stage, micro, part in listed:
+            for kind in kinds:
+                step = MetaStep(micro, kind, stage, None, part)
+                asked = needs(step)
+                self.lacking[step] = len(asked)
+                for need in asked:
+                    self.followers[need].append(step)
+                if not asked:
+                    begin.append(step)
+        return begin
+
+    def _offer(self, step: MetaStep) -> None:
+        micro, kind, stage, _, part = step
+        assert stage is not None and micro is not None
+        later = -self.chunk[stage]
+        key = (later, micro, part) if kind is _T.FORWARD else (micro, later, -part)
+        heapq.heappush(self.ready[self.pipeline.placement[stage]][kind], (key, step))
+
+    def _take(self, rank: int) -> MetaStep | None:
+        """Take the most urgent step that can begin within the limit."""
+        for kind, steps in self.ready[rank].items():
+            if not steps or kind is _T.FORWARD and not self._fits(rank, steps[0][1]):
+                continue
+            if self.pipeline.has_backward:
+                self.open[rank] += (kind is _T.FORWARD) - (kind is _T.BACKWARD_WEIGHT)
+            return heapq.heappop(steps)[1]
+        return None
+
+    def _fits(self, rank: int, step: MetaStep) -> bool:
+        """Tell whether a forward leaves room for one of each of its rank's later stages and slices."""
+        assert step.stage_index is not None
+        slices = self.pipeline.seq_slices
+        later = len(self.pipeline.stages[rank]) - 1 - self.chunk[step.stage_index]
+        return self.open[rank] + later * slices + slices - step.seq_index <= self.limit

@@ -1,0 +1,83 @@
+"""From what ranks compute to all that they do: sends, receives, and the steps of sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hp_pipeline.pipeline import Pipeline
+from hp_pipeline.steps import BACKWARDS, MetaStep, MetaStepType, Order, compute_parts
+
+__all__ = ["is_lowered", "lower"]
+
+_T = MetaStepType
+_TRANSFERS = frozenset({_T.FWD_SEND, _T.FWD_RECV, _T.BWD_SEND, _T.BWD_RECV})
+_GRADIENTS = frozenset({_T.BACKWARD, _T.BACKWARD_WEIGHT})
+
+
+def is_lowered(order: Order) -> bool:
+    """Tell whether sends and receives are among an order's steps."""
+    return any(step.step_type in _TRANSFERS for steps in order.values() for step in steps)
+
+
+def lower(order: Order, pipeline: Pipeline, *, sharded: Collection[int] = (), swapped: Collection[int] = ()) -> Order:
+    """Add to the computing steps of each rank all others that they ask for.
+
+    A receive stands before the step that needs it, a send after the step that makes what is sent; what passes between
+    two stages of one rank is neither. The runtime posts receives before it comes to them and does not wait for sends,
+    so that their places only say in which order messages are on each channel.
+
+    Args:
+        order: computing steps by rank.
+        pipeline: what it is for.
+        sharded: stages whose parameters are sharded: they are gathered before a stage's first step in each run of its
+            steps, and their gradients are reduced once, after its last.
+        swapped: stages whose saved tensors go to the host between forward and backward.
+
+    Returns:
+        The order with all steps; an order that has sends or receives comes back as it is.
+    """
+    if is_lowered(order):
+        return order
+    return {rank: _lowered(steps, pipeline, set(sharded), set(swapped)) for rank, steps in order.items()}
+
+
+def _lowered(
+    steps: tuple[MetaStep, ...], pipeline: Pipeline, sharded: set[int], swapped: set[int]
+) -> tuple[MetaStep, ...]:
+    placement, result = pipeline.placement, []
+    far_before = [bool(pipeline.remote(stage, pipeline.predecessors[stage])) for stage in range(len(placement))]
+    far_after = [bool(pipeline.remote(stage, pipeline.successors[stage])) for stage in range(len(placement))]
+    last = {part.stage_index: index for index, step in enumerate(steps) for part in compute_parts(step)}
+    gradients = {part.stage_index for step in steps for part in compute_parts(step) if part.step_type in _GRADIENTS}
+    gathered: int | None = None
+    for index, step in enumerate(steps):
+        after: list[MetaStep] = []
+        for micro, kind, stage, _, part in compute_parts(step):
+            if stage is None or not 0 <= stage < len(placement):  # ``check`` says so
+                continue
+            if stage in sharded and gathered != stage:
+                if gathered is not None:
+                    result.append(MetaStep(None, _T.RESHARD, gathered))
+                result.append(MetaStep(None, _T.UNSHARD, stage))
+                gathered = stage
+            if kind is _T.FORWARD:
+                if far_before[stage]:
+                    result.append(MetaStep(micro, _T.FWD_RECV, stage, None, part))
+                if far_after[stage]:
+                    after.append(MetaStep(micro, _T.FWD_SEND, stage, None, part))
+                if stage in swapped:
+                    after += [MetaStep(micro, each, stage, None, part) for each in (_T.OFFLOAD, _T.WAIT_OFFLOAD)]
+            elif kind in BACKWARDS:
+                if far_after[stage]:
+                    result.append(MetaStep(micro, _T.BWD_RECV, stage, None, part))
+                if stage in swapped:
+                    result += [MetaStep(micro, each, stage, None, part) for each in (_T.LOAD, _T.WAIT_LOAD)]
+                if far_before[stage]:
+                    after.append(MetaStep(micro, _T.BWD_SEND, stage, None, part))
+        result += [step, *after]
+        for stage in sorted({part.stage_index for part in compute_parts(step)} & sharded & gradients):  # type: ignore[type-var]
+            if last[stage] == index:
+                result.append(MetaStep(None, _T.REDUCE_GRAD, stage))
+    if gathered is not None:
+        result.append(MetaStep(None, _T.RESHARD, gathered))
+    return tuple(result)

@@ -1,0 +1,149 @@
+"""What a schedule is made for: where stages are, what they cost, what they pass on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["UNIT", "Costs", "Pipeline", "Shape", "placed"]
+
+PerStage = float | tuple[float, ...]
+Shape = Literal["line", "loop", "v", "w"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the steps of a stage cost. A number is every stage's; a tuple has one entry a stage.
+
+    Attributes:
+        forward: seconds of a forward of one micro-batch (of one slice, where sequences are sliced).
+        input: seconds of the backward for the inputs.
+        weight: seconds of the backward for the weights; a whole backward takes both.
+        send: seconds that a message between two ranks is under way.
+        saved: bytes that a forward saves for its backward.
+        held: bytes of them that are still there between the two halves of a split backward.
+        static: bytes that a stage takes at all times (parameters, gradients, optimizer states).
+    """
+
+    forward: PerStage = 1.0
+    input: PerStage = 1.0
+    weight: PerStage = 1.0
+    send: float = 0.0
+    saved: PerStage = 1.0
+    held: PerStage = 1.0
+    static: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "input", "weight", "send", "saved", "held", "static"):
+            value = getattr(self, name)
+            if any(each < 0 for each in (value if isinstance(value, tuple) else (value,))):
+                raise ValueError(f"Costs: {name} must not be negative, got {value}.")
+
+    def of(self, name: str, stages: int) -> tuple[float, ...]:
+        """List one of the costs by stage."""
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,) * stages
+
+
+UNIT = Costs()
+"""Forward, and each half of a backward, one second; a forward saves one byte; messages take no time."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a schedule is made for.
+
+    Attributes:
+        placement: the pipeline rank of each stage, by stage; every rank from 0 has at least one. A rank may itself be
+            several devices.
+        micro_batches: into how many a batch is cut, at least 1.
+        seq_slices: into how many slices each sequence is cut; 1 leaves it whole.
+        cost: of the stages.
+        boundaries: pairs of stages (from, to), the second of which takes what the first passes on; each leads to a
+            higher stage. None is a line: each stage takes what the one before passes on. Other pairs make skip
+            connections, or an encoder whose chain joins that of a language model.
+        has_backward: False for inference: forwards only.
+    """
+
+    placement: tuple[int, ...]
+    micro_batches: int
+    seq_slices: int = 1
+    cost: Costs = UNIT
+    boundaries: tuple[tuple[int, int], ...] | None = None
+    has_backward: bool = True
+    predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        stages = len(self.placement)
+        if sorted(set(self.placement)) != list(range(max(self.placement, default=-1) + 1)) or not stages:
+            raise ValueError(
+                f"Pipeline: placement is the rank of each stage and must name every rank from 0, got {self.placement}."
+            )
+        if self.micro_batches < 1 or self.seq_slices < 1:
+            raise ValueError(
+                "Pipeline: micro_batches and seq_slices must be at least 1, got"
+                f" {self.micro_batches} and {self.seq_slices}."
+            )
+        for name in ("forward", "input", "weight", "saved", "held", "static"):
+            if len(self.cost.of(name, stages)) != stages:
+                entries = len(self.cost.of(name, stages))
+                raise ValueError(f"Pipeline: Costs.{name} has {entries} entries for {stages} stages.")
+        pairs = self.boundaries
+        if pairs is None:
+            pairs = tuple((stage, stage + 1) for stage in range(stages - 1))
+        for source, target in pairs:
+            if not 0 <= source < target < stages:
+                raise ValueError(
+                    f"Pipeline: the boundary ({source}, {target}) must lead to a higher stage of the {stages} there"
+                    " are."
+                )
+        before = tuple(tuple(sorted(a for a, b in set(pairs) if b == stage)) for stage in range(stages))
+        after = tuple(tuple(sorted(b for a, b in set(pairs) if a == stage)) for stage in range(stages))
+        object.__setattr__(self, "predecessors", before)
+        object.__setattr__(self, "successors", after)
+
+    @property
+    def ranks(self) -> int:
+        """Count the pipeline ranks."""
+        return max(self.placement) + 1
+
+    @functools.cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """List the stages of each rank, in their order."""
+        listed: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.placement):
+            listed[rank].append(stage)
+        return tuple(map(tuple, listed))
+
+    def remote(self, stage: int, others: Sequence[int]) -> tuple[int, ...]:
+        """List those of the other stages that are on another rank than a stage."""
+        rank = self.placement[stage]
+        return tuple(other for other in others if self.placement[other] != rank)
+
+
+def placed(shape: Shape, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+    """Place stages on ranks.
+
+    Args:
+        shape: ``"line"``: one stage a rank; ``"loop"``: the ranks from first to last, over and over; ``"v"``: there and
+            back again; ``"w"``: there and back twice.
+        ranks: the pipeline ranks, at least 1.
+        chunks: stages a rank, for ``"loop"``, by default 2; for the others it follows from the shape.
+
+    Returns:
+        The rank of each stage.
+
+    Raises:
+        ValueError: another number of chunks than the shape has, or no ranks.
+    """
+    own = {"line": 1, "loop": chunks or 2, "v": 2, "w": 4}
+    if shape not in own:
+        raise ValueError(f"placed: shape is one of {sorted(own)}, got {shape!r}.")
+    if ranks < 1 or own[shape] < 1 or chunks not in (None, own[shape]):
+        raise ValueError(f"placed: {shape!r} on {ranks} ranks has {own[shape]} stages a rank, got chunks={chunks}.")
+    there, back = tuple(range(ranks)), tuple(reversed(range(ranks)))
+    legs = [there if shape in ("line", "loop") or not leg % 2 else back for leg in range(own[shape])]
+    return tuple(rank for leg in legs for rank in leg)

@@ -1,0 +1,268 @@
+"""Schedules: pure functions from a pipeline to the steps of each rank.
+
+Note [Phases]
+    Most schedules are a few phases for each rank: a pattern of steps and how often it comes. A pattern names steps by
+    type and chunk (the rank's own stages, from 0): ``"F0 I1 W1"``; ``"F0+B1"`` are two that run together. Forwards
+    take the chunk's micro-batches in order, and so do backwards; ``W1`` is the oldest backward for the weights that
+    waits in chunk 1, ``W`` in any. What goes beyond the last micro-batch is left out, so a pattern may come too often.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from hp_pipeline.blocks import block_order, turns
+from hp_pipeline.filling import fill
+from hp_pipeline.greedy import greedy
+from hp_pipeline.memory import open_forwards
+from hp_pipeline.pipeline import Pipeline, Shape, placed
+from hp_pipeline.simulation import simulate
+from hp_pipeline.steps import MetaStep, MetaStepType, Order
+
+__all__ = [
+    "dual_pipe_v",
+    "from_phases",
+    "gpipe",
+    "hanayo",
+    "interleaved",
+    "is_placed",
+    "looped_bfs",
+    "one_f_one_b",
+    "seq_pp",
+    "v_half",
+    "v_min",
+    "zb1p",
+    "zb2p",
+    "zbv",
+]
+
+Phases = Iterable[tuple[int, str]]
+_TYPES = {kind.value: kind for kind in MetaStepType}
+_SIMULATED = 12_000  # micro-batches times ranks, over all blocks that are compared
+
+
+def from_phases(pipeline: Pipeline, phases: Callable[[int], Phases]) -> Order:
+    """Write the order of phases out: Note [Phases].
+
+    Args:
+        pipeline: what it is for.
+        phases: for a rank, its pairs of (how often, pattern).
+    """
+    return {rank: _written(pipeline, rank, phases(rank)) for rank in range(pipeline.ranks)}
+
+
+def _written(pipeline: Pipeline, rank: int, phases: Phases) -> tuple[MetaStep, ...]:
+    counts: Counter[str] = Counter()
+    weights: list[tuple[str, int]] = []  # backwards for the weights that are to come: (chunk, index)
+    slices, steps = pipeline.seq_slices, []
+    total = pipeline.micro_batches * slices
+
+    def take(token: str) -> MetaStep | None:
+        kind, chunk = _TYPES[token[0]], token[1:]
+        if kind is MetaStepType.BACKWARD_WEIGHT:
+            waiting = next((each for each in weights if not chunk or each[0] == chunk), None)
+            if waiting is None:
+                return None
+            weights.remove(waiting)
+            chunk, index = waiting
+        else:
+            counter = "F" + chunk if kind is MetaStepType.FORWARD else chunk
+            index = counts[counter]
+            counts[counter] += 1
+            if index >= total:
+                return None
+            if kind is MetaStepType.BACKWARD_INPUT:
+                weights.append((chunk, index))
+        micro, part = divmod(index, slices)
+        part = part if kind is MetaStepType.FORWARD else slices - 1 - part
+        return MetaStep(micro, kind, pipeline.stages[rank][int(chunk)], None, part)
+
+    for times, pattern in phases:
+        tokens = pattern.split()
+        for _ in range(times):
+            before = len(steps)
+            for token in tokens:
+                parts = [part for part in map(take, token.split("+")) if part is not None]
+                if len(parts) == 2:
+                    ahead = parts[0].step_type is MetaStepType.FORWARD
+                    kind = MetaStepType.OVERLAP_F_B if ahead else MetaStepType.OVERLAP_B_F
+                    parts = [MetaStep(None, kind, None, (parts[0], parts[1]))]
+                steps += parts
+            if len(steps) == before:
+                break
+    return tuple(steps)
+
+
+def is_placed(pipeline: Pipeline, shape: Shape) -> bool:
+    """Tell whether a pipeline's stages are placed in a shape: see ``placed``."""
+    stages, ranks = len(pipeline.placement), pipeline.ranks
+    if stages % ranks or shape != "loop" and stages // ranks != {"line": 1, "v": 2, "w": 4}[shape]:
+        return False
+    return pipeline.placement == placed(shape, ranks, stages // ranks)
+
+
+def _chunks(pipeline: Pipeline, name: str, shape: Shape) -> int:
+    """Check that stages are placed as a schedule needs it; return the stages a rank."""
+    if not is_placed(pipeline, shape):
+        raise ValueError(
+            f"{name} needs stages placed as placed({shape!r}, {pipeline.ranks}), got {pipeline.placement}."
+        )
+    return len(pipeline.placement) // pipeline.ranks
+
+
+def gpipe(pipeline: Pipeline) -> Order:
+    """All forwards, then all backwards: every rank holds all micro-batches. GPipe, Huang et al. 2019.
+
+    With several stages a rank, each stage takes all micro-batches before the next (looped, breadth first: Lamy-Poirier
+    2023).
+    """
+    total = pipeline.micro_batches * pipeline.seq_slices
+
+    def phases(rank: int) -> Phases:
+        chunks = range(len(pipeline.stages[rank]))
+        ahead = [(total, f"F{chunk}") for chunk in chunks]
+        return ahead + [(total, f"B{chunk}") for chunk in reversed(chunks)] if pipeline.has_backward else ahead
+
+    return from_phases(pipeline, phases)
+
+
+looped_bfs = gpipe
+
+
+def one_f_one_b(pipeline: Pipeline) -> Order:
+    """One forward, one backward, as soon as there is a backward: rank r holds P - r micro-batches. PipeDream, 2019.
+
+    With slices of the sequence the schedule is SeqPP's: the slices of a micro-batch go ahead first to last and come
+    back last to first, and a rank holds P - r slices and those of one micro-batch.
+    """
+    _chunks(pipeline, "1F1B", "line")
+    total = pipeline.micro_batches * pipeline.seq_slices
+
+    def phases(rank: int) -> Phases:
+        warm = min(pipeline.ranks - 1 - rank + pipeline.seq_slices - 1, total)
+        return [(warm, "F0"), (total - warm, "F0 B0"), (warm, "B0")]
+
+    return from_phases(pipeline, phases)
+
+
+seq_pp = one_f_one_b
+
+
+def interleaved(pipeline: Pipeline, *, overlap: bool = False) -> Order:
+    """1F1B over several stages a rank, in rounds of at least P micro-batches: bubble 1 / V. Narayanan et al. 2021.
+
+    Args:
+        pipeline: with its stages in a loop; any number of micro-batches.
+        overlap: run a backward and the forward after it together: ``F, (B F)*, B``.
+    """
+    chunks = _chunks(pipeline, "interleaved 1F1B", "loop")
+    ranks, micros = pipeline.ranks, pipeline.micro_batches
+    rounds = max(1, micros // ranks)
+    sizes = [micros // rounds + (index < micros % rounds) for index in range(rounds)]
+    # Each of a round's micro-batches through one stage, then through the next.
+    ahead = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
+    back = [chunk for size in sizes for chunk in reversed(range(chunks)) for _ in range(size)]
+
+    def phases(rank: int) -> Phases:
+        warm = min((chunks - 1) * max(sizes) + 2 * (ranks - 1 - rank), len(ahead) - 1 if overlap else len(ahead))
+        phases = [(1, f"F{chunk}") for chunk in ahead[: warm + overlap]]
+        joint = "B{}+F{}" if overlap else "F{1} B{0}"
+        phases += [(1, joint.format(b, f)) for b, f in zip(back, ahead[warm + overlap :], strict=False)]
+        return phases + [(1, f"B{chunk}") for chunk in back[len(ahead) - warm - overlap :]]
+
+    return from_phases(pipeline, phases)
+
+
+def zb1p(pipeline: Pipeline) -> Order:
+    """Zero bubble at 1F1B's memory: bubble (P - 1)(F + I - W). ZB-H1 of Qi et al., 2401.10241."""
+    _chunks(pipeline, "ZB1P", "line")
+    total, last = pipeline.micro_batches * pipeline.seq_slices, pipeline.ranks - 1
+
+    def phases(rank: int) -> Phases:
+        # A rank is short of forwards by its number: as many backwards for the weights wait.
+        warm = last - rank + pipeline.seq_slices - 1
+        return [(warm, "F0"), (rank, "F0 I0"), (total, "F0 I0 W0"), (total, "W0")]
+
+    return from_phases(pipeline, phases)
+
+
+def zb2p(pipeline: Pipeline) -> Order:
+    """Zero bubble at twice 1F1B's memory: no rank waits between its first and its last step. ZB-H2, 2401.10241."""
+    _chunks(pipeline, "ZB2P", "line")
+    return greedy(pipeline, 2 * pipeline.ranks)
+
+
+def zbv(pipeline: Pipeline) -> Order:
+    """Zero bubble at 1F1B's memory, stages there and back: what is left is the fill. ZB-V of 2401.10241."""
+    _chunks(pipeline, "ZBV", "v")
+    ranks, total = pipeline.ranks, pipeline.micro_batches * pipeline.seq_slices
+
+    def phases(rank: int) -> Phases:
+        yield 2 * (ranks - rank) - 1, "F0"
+        yield rank, "F1 F0"
+        yield ranks - rank, "F1 I1 W1"
+        yield max(total, 2 * ranks) - ranks, "F0 I0 W0 F1 I1 W1"
+        yield rank, "I0 I1"
+        yield ranks - rank, "I0 W0"
+        yield total, "W1"
+        yield total, "W0"
+
+    return from_phases(pipeline, phases)
+
+
+def v_half(pipeline: Pipeline) -> Order:
+    """Half of 1F1B's memory, P / 2 + 1 micro-batches, and of its bubble, stages there and back. 2405.15362."""
+    return _from_blocks(pipeline, "V-Half", (1, 2, 1, 2), pipeline.ranks + 2)
+
+
+def v_min(pipeline: Pipeline) -> Order:
+    """Least memory, stages there and back: a third of 1F1B's and two thirds of its bubble. Qi et al., 2405.15362."""
+    return _from_blocks(pipeline, "V-Min", (1, 1, 1, 1), None)
+
+
+def _from_blocks(pipeline: Pipeline, name: str, ways: tuple[int, int, int, int], limit: int | None) -> Order:
+    """Return the fastest of the orders that repeat a block with these ways: Note [A block]."""
+    _chunks(pipeline, name, "v")
+    candidates = []
+    few = 1 + _SIMULATED // (pipeline.ranks * pipeline.micro_batches)
+    for gaps in turns(pipeline.ranks, ways)[:few]:
+        block = block_order(pipeline, ways, gaps)
+        filled = fill(block, pipeline, limit or max(open_forwards(block).values()))
+        if filled is not None:
+            trace = simulate(filled, pipeline)
+            candidates.append((0 if limit else max(trace.peaks), trace.makespan, len(candidates), filled))
+    return min(candidates)[-1] if candidates else greedy(pipeline, max(limit or 0, 2 * pipeline.seq_slices))
+
+
+def hanayo(pipeline: Pipeline) -> Order:
+    """Zero bubble at 1F1B's memory, stages there and back twice: half of ZBV's fill. Waves: Liu et al., 2023."""
+    limit = _chunks(pipeline, "Hanayo", "w") * pipeline.ranks
+    orders = [greedy(pipeline, limit, prefer=prefer) for prefer in ("IFW", "FIW")]
+    filled = [each for order in orders if (each := fill(order, pipeline, limit)) is not None]
+    return min([*filled, *orders], key=lambda order: simulate(order, pipeline).makespan)
+
+
+def dual_pipe_v(pipeline: Pipeline) -> Order:
+    """ZBV with forwards and backwards that run together, each hiding the other's exchanges. DeepSeek-AI, 2025.
+
+    With fewer than 2 P micro-batches there is nothing to run together for long, and the order is ZBV's.
+    """
+    _chunks(pipeline, "DualPipeV", "v")
+    ranks, total = pipeline.ranks, pipeline.micro_batches * pipeline.seq_slices
+    if total < 2 * ranks:
+        return zbv(pipeline)
+
+    def phases(rank: int) -> Phases:
+        rest = ranks - 1 - rank
+        yield 2 * rest, "F0"
+        yield rank + 1, "F0 F1"
+        yield rest, "I1 W1 F1"
+        yield total - 2 * ranks + rank + 1, "F0+B1 F1+B0"
+        yield rest, "B1 F1+B0"
+        yield (rank + 2) // 2, "B1 B0"
+        yield (rank + 1) // 2, "I1 I0"
+        yield rest, "W I0"
+        yield 2 * total, "W"
+
+    return from_phases(pipeline, phases)

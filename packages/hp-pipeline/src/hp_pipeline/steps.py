@@ -1,0 +1,106 @@
+"""What a rank does in a pipeline, as data: a step, and the order of steps by rank.
+
+Note [How steps are written]
+    In texts (errors, tables, pictures) a step is its stage, its type and its micro-batch: ``2F0`` is the forward of
+    stage 2 for micro-batch 0, and ``2F0.1`` that of its slice 1 of the sequence. Two steps that run together are
+    written with a plus: ``2F3+1B0``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+__all__ = ["BACKWARDS", "COMPUTE", "MetaStep", "MetaStepType", "Order", "compute_parts", "step"]
+
+
+class MetaStepType(enum.Enum):
+    """Types of steps; a value is the short form of a type in texts.
+
+    ``BACKWARD`` is the whole backward of a stage; ``BACKWARD_INPUT`` computes the gradients of the stage's inputs
+    alone and ``BACKWARD_WEIGHT`` those of its weights, later. The overlapped types have two ``sub_steps``, in the
+    order of their names. Sends and receives name the stage of their own rank: ``FWD_RECV`` of stage 2 receives what
+    stage 2 takes, ``BWD_SEND`` of stage 2 sends the gradients of what it took.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    OVERLAP_F_B = "OFB"
+    OVERLAP_B_F = "OBF"
+    FWD_SEND = "FS"
+    FWD_RECV = "FR"
+    BWD_SEND = "BS"
+    BWD_RECV = "BR"
+    UNSHARD = "FU"
+    RESHARD = "FRS"
+    REDUCE_GRAD = "FG"
+    OFFLOAD = "SO"
+    WAIT_OFFLOAD = "SW"
+    LOAD = "SL"
+    WAIT_LOAD = "SR"
+
+    __hash__ = object.__hash__  # steps are keys everywhere; Enum's own hash is a Python function
+
+
+class MetaStep(NamedTuple):
+    """One step of a rank. Immutable and hashable; its ``repr`` is its constructor.
+
+    Attributes:
+        micro_index: the micro-batch, from 0; None for composites and for steps of a whole stage.
+        step_type: what is done.
+        stage_index: the stage, counted over all ranks; None for composites.
+        sub_steps: of a composite, the two steps that run together; None otherwise.
+        seq_index: the slice of the sequence, from 0; 0 where sequences are not sliced.
+    """
+
+    micro_index: int | None
+    step_type: MetaStepType
+    stage_index: int | None
+    sub_steps: tuple[MetaStep, ...] | None = None
+    seq_index: int = 0
+
+    def __str__(self) -> str:
+        """Write the step as in Note [How steps are written]."""
+        if self.sub_steps:
+            return "+".join(map(str, self.sub_steps))
+        micro = "" if self.micro_index is None else self.micro_index
+        part = f".{self.seq_index}" if self.seq_index else ""
+        return f"{self.stage_index}{self.step_type.value}{micro}{part}"
+
+
+Order = Mapping[int, tuple[MetaStep, ...]]
+"""The steps of each pipeline rank, in the order in which it runs them."""
+
+_T = MetaStepType
+COMPUTE = frozenset({_T.FORWARD, _T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT})
+BACKWARDS = frozenset({_T.BACKWARD, _T.BACKWARD_INPUT})
+"""The types after which the gradients of a stage's inputs are there."""
+
+
+def step(text: str) -> MetaStep:
+    """Read a step from its short form: ``step("2F0.1")`` is the forward of stage 2 for slice 1 of micro-batch 0.
+
+    Raises:
+        ValueError: the text is no step.
+    """
+    parts = text.split("+")
+    if len(parts) == 2:
+        first, second = map(step, parts)
+        kind = _T.OVERLAP_F_B if first.step_type is _T.FORWARD else _T.OVERLAP_B_F
+        return MetaStep(None, kind, None, (first, second))
+    stage = text.rstrip(".0123456789").rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    micro = text.lstrip("0123456789").lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    kind_text = text[len(stage) : len(text) - len(micro)]
+    number, _, part = micro.partition(".")
+    kinds = {each.value: each for each in _T}
+    if not stage.isdigit() or kind_text not in kinds or not (micro == "" or number.isdigit()):
+        raise ValueError(f"{text!r} is not a step; a step is its stage, its type and its micro-batch, such as '2F0'.")
+    return MetaStep(int(number) if number else None, kinds[kind_text], int(stage), None, int(part or 0))
+
+
+def compute_parts(each: MetaStep) -> tuple[MetaStep, ...]:
+    """List the steps that a step consists of: the two of a composite, else itself."""
+    return each.sub_steps or (each,)

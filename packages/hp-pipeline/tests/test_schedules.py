@@ -1,0 +1,106 @@
+"""Every schedule is whole and free of deadlock at any size; bubbles and memory are those of the papers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+
+from hp_pipeline import Costs, MetaStep, MetaStepType, Pipeline, check, placed, schedules, simulate
+
+SCHEDULES = {
+    "gpipe": (schedules.gpipe, "line"),
+    "looped_bfs": (schedules.looped_bfs, "loop"),
+    "1f1b": (schedules.one_f_one_b, "line"),
+    "interleaved": (schedules.interleaved, "loop"),
+    "interleaved overlapped": (functools.partial(schedules.interleaved, overlap=True), "loop"),
+    "zb1p": (schedules.zb1p, "line"),
+    "zb2p": (schedules.zb2p, "line"),
+    "zbv": (schedules.zbv, "v"),
+    "v_half": (schedules.v_half, "v"),
+    "v_min": (schedules.v_min, "v"),
+    "hanayo": (schedules.hanayo, "w"),
+    "dual_pipe_v": (schedules.dual_pipe_v, "v"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_size_runs_to_its_end(name):
+    schedule, shape = SCHEDULES[name]
+    for ranks in range(1, 5):
+        for micro_batches in range(1, 2 * ranks + 2):
+            pipeline = Pipeline(placed(shape, ranks), micro_batches)
+            peaks = check(schedule(pipeline), pipeline)
+            assert len(peaks) == ranks
+
+
+def of_eight(schedule, shape, cost=None):
+    """Simulate on 8 ranks with 32 micro-batches; the bubble and the peak in units of a rank and micro-batch."""
+    pipeline = Pipeline(placed(shape, 8), 32, cost=cost or Costs())
+    order = schedule(pipeline)
+    check(order, pipeline)
+    trace = simulate(order, pipeline)
+    chunks = len(pipeline.placement) // 8
+    return trace.bubble / chunks, max(trace.peaks) / chunks
+
+
+def test_bubbles_and_memory_are_those_of_the_formulas():
+    # P = 8, forward, input and weight one second each; 1F1B's bubble is 3 (P - 1) = 21.
+    assert of_eight(schedules.gpipe, "line") == (21, 32)
+    assert of_eight(schedules.one_f_one_b, "line") == (21, 8)
+    assert of_eight(schedules.interleaved, "loop") == (10.5, 11.5)
+    assert of_eight(schedules.zb1p, "line") == (7, 8)
+    assert of_eight(schedules.zb2p, "line")[1] == 16
+    assert of_eight(schedules.zbv, "v") == (3.5, 8)
+    assert of_eight(schedules.v_half, "v") == (9.5, 5)
+    assert of_eight(schedules.v_min, "v") == (13.5, 4)
+    assert of_eight(schedules.hanayo, "w")[0] <= 1.75
+
+
+def test_zb1p_waits_for_the_first_forwards_and_what_inputs_cost_more_than_weights():
+    cost = Costs(forward=1.0, input=1.5, weight=1.0)
+    assert of_eight(schedules.zb1p, "line", cost)[0] == pytest.approx(7 * (1 + 1.5 - 1))
+
+
+def test_zb2p_never_waits_between_its_first_step_and_its_last():
+    pipeline = Pipeline(placed("line", 4), 16)
+    trace = simulate(schedules.zb2p(pipeline), pipeline)
+    for spans, busy in zip(trace.spans, trace.busy, strict=True):
+        assert spans[-1].end - spans[0].start == busy
+
+
+def test_slices_of_the_sequence_hold_less():
+    whole = Pipeline(placed("line", 4), 8, cost=Costs(saved=4.0))
+    sliced = dataclasses.replace(whole, seq_slices=4, cost=Costs(saved=1.0))
+    order = schedules.seq_pp(sliced)
+    assert max(check(order, sliced)) == 4 + 3 and max(check(schedules.one_f_one_b(whole), whole)) == 16
+    first = [step for step in order[3] if step.micro_index == 0]
+    assert [step.seq_index for step in first] == [0, 1, 2, 3, 3, 2, 1, 0]
+
+
+def test_overlapped_steps_are_pairs_of_a_backward_and_the_forward_after_it():
+    pipeline = Pipeline(placed("loop", 2), 4)
+    steps = schedules.interleaved(pipeline, overlap=True)[1]
+    kinds = [step.step_type for step in steps]
+    start = kinds.index(MetaStepType.OVERLAP_B_F)
+    assert {*kinds[:start]} == {MetaStepType.FORWARD}
+    assert {*kinds[start:]} == {MetaStepType.OVERLAP_B_F, MetaStepType.BACKWARD}
+    assert steps[start].sub_steps == (
+        MetaStep(0, MetaStepType.BACKWARD, 3),
+        MetaStep(1, MetaStepType.FORWARD, 3),
+    )
+
+
+def test_forwards_alone():
+    pipeline = Pipeline(placed("line", 3), 4, has_backward=False)
+    order = schedules.gpipe(pipeline)
+    assert {step.step_type for steps in order.values() for step in steps} == {MetaStepType.FORWARD}
+    assert check(order, pipeline) == (0, 0, 0)
+
+
+def test_a_placement_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"ZBV needs stages placed as placed\('v', 2\), got \(0, 1\)"):
+        schedules.zbv(Pipeline(placed("line", 2), 4))
+    with pytest.raises(ValueError, match=r"interleaved 1F1B needs stages placed as placed\('loop', 2\)"):
+        schedules.interleaved(Pipeline((0, 1, 1, 0), 4))
