@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+import hp_platform
 from hp_platform import count_collectives, get_platform
 from hp_testing import as_array, as_tensor, on_ranks
 
@@ -115,6 +116,39 @@ def test_movements_of_every_dtype(dtype, ranks):
         for step in steps if mine == 0 else reversed(steps):
             step()
         check(received, array[1 - mine], dtype)
+
+
+@on_ranks(2)
+@pytest.mark.framework("torch")
+def test_messages_in_both_directions_at_once():
+    collectives, group, mine = get_platform().collectives, world(), rank()
+    received = [as_tensor(np.zeros(3)) for _ in range(2)]
+    into = [collectives.recv(each, 1 - mine, group=group, tag=7, async_op=True) for each in received]
+    values = [as_tensor(np.full(3, 10.0 * mine + number)) for number in range(2)]
+    out = [collectives.send(each, 1 - mine, group=group, tag=7, async_op=True) for each in values]
+    for handle in (*into, *out):
+        handle.wait()
+    assert [as_array(each).tolist() for each in received] == [[10.0 * (1 - mine) + number] * 3 for number in range(2)]
+
+
+@on_ranks(2)
+@pytest.mark.framework("torch")
+def test_tags_tell_messages_apart():
+    collectives, group = get_platform().collectives, world()
+    if hp_platform.get_backend() != "gloo":
+        pytest.skip("only gloo has tags")
+    first, second = (as_tensor(np.full(3, value)) for value in (1.0, 2.0))
+    if rank() == 0:
+        sends = [
+            collectives.send(each, 1, group=group, tag=tag + 1, async_op=True)
+            for tag, each in enumerate((first, second))
+        ]
+        for handle in sends:
+            handle.wait()
+        return
+    for tensor, tag in ((first, 2), (second, 1)):
+        collectives.recv(tensor, 0, group=group, tag=tag)
+    assert (as_array(first)[0], as_array(second)[0]) == (2.0, 1.0)
 
 
 @on_ranks(4)

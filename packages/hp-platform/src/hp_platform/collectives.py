@@ -216,41 +216,54 @@ def broadcast(tensor: Tensor, group_src: int, *, group: Group, async_op: bool = 
     return _issue("broadcast", tensor, group, async_op, None, backend.broadcast, tensor, group_src, group, async_op)
 
 
-def send(tensor: Tensor, dst: int, *, group: Group) -> None:
+def send(tensor: Tensor, dst: int, *, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
     """Send a tensor to one rank of a group.
 
     Args:
-        tensor: contiguous.
+        tensor: contiguous; with ``async_op`` nobody writes to it until the handle has been waited for.
         dst: the receiver's rank inside the group.
         group: a group that holds both.
+        tag: tells messages between the same two ranks apart; messages of one tag arrive in their order. Only gloo has
+            tags: elsewhere all messages between two ranks of a group are in one order.
+        async_op: return at once, with a handle.
+
+    Returns:
+        With ``async_op`` the handle to wait for, else None.
 
     Raises:
         ValueError: the tensor is not contiguous, or the group has no such rank.
     """
-    _point_to_point("send", tensor, "dst", dst, group)
+    return _point_to_point("send", tensor, "dst", dst, group, tag, async_op)
 
 
-def recv(tensor: Tensor, src: int, *, group: Group) -> None:
+def recv(tensor: Tensor, src: int, *, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
     """Receive a tensor from one rank of a group, in place.
 
     Args:
         tensor: contiguous, the shape and dtype that were sent.
         src: the sender's rank inside the group.
         group: a group that holds both.
+        tag: that of the message: see ``send``.
+        async_op: return at once, with a handle; the tensor is filled when the handle has been waited for.
+
+    Returns:
+        With ``async_op`` the handle to wait for, else None.
 
     Raises:
         ValueError: the tensor is not contiguous, or the group has no such rank.
     """
-    _point_to_point("recv", tensor, "src", src, group)
+    return _point_to_point("recv", tensor, "src", src, group, tag, async_op)
 
 
-def _point_to_point(kind: str, tensor: Tensor, name: str, peer: int, group: Group) -> None:
+def _point_to_point(
+    kind: str, tensor: Tensor, name: str, peer: int, group: Group, tag: int, async_op: bool
+) -> Handle | None:
     if not tensor.is_contiguous():
         raise not_contiguous("tensor", tensor)
     backend, own = _primitives()
     check_peer(name, peer, own.size(group))
     primitive = backend.send if kind == "send" else backend.recv
-    _issue(kind, tensor, group, False, None, primitive, tensor, peer, group)
+    return _issue(kind, tensor, group, async_op, None, primitive, tensor, peer, group, tag, async_op)
 
 
 def barrier(group: Group | None = None) -> None:

@@ -86,8 +86,8 @@ def test_the_native_calls_fit_mindspores_signatures(monkeypatch):
     native.reduce_scatter(tensor, tensor, "avg", "pair", False)
     native.all_to_all(tensor, tensor, [1, 1], [], "pair", False)
     native.broadcast(tensor, 1, "pair", False)
-    native.send(tensor, 0, "pair")
-    native.recv(tensor, 1, "pair")
+    native.send(tensor, 0, "pair", 0, False)
+    native.recv(tensor, 1, "pair", 0, False)
     native.barrier("pair")
     names = [name for name, _ in calls]
     assert names == ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",

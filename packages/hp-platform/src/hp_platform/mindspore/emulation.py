@@ -139,19 +139,19 @@ def broadcast(tensor: Any, group_src: int, group: str, async_op: bool) -> None:
         _finish()
 
 
-def send(tensor: Any, dst: int, group: str) -> None:
+def send(tensor: Any, dst: int, group: str, tag: int, async_op: bool) -> None:
     """Send to one rank."""
     array = host_array(tensor)
     if array.size:
-        dist_comm_isend_op(_wire(array), dst, group, _TAG)
+        dist_comm_isend_op(_wire(array), dst, group, _TAG + tag)
         _finish()
 
 
-def recv(tensor: Any, src: int, group: str) -> None:
+def recv(tensor: Any, src: int, group: str, tag: int, async_op: bool) -> None:
     """Receive from one rank."""
     array = host_array(tensor)
     if array.size:
-        dist_comm_irecv_op(_wire(array), _TAG, src, group)
+        dist_comm_irecv_op(_wire(array), _TAG + tag, src, group)
         _finish()
 
 

@@ -40,12 +40,12 @@ def broadcast(tensor: Any, group_src: int, group: str, async_op: bool) -> Handle
     return dist.broadcast(tensor, groups.members(group)[group_src], group, async_op)
 
 
-def send(tensor: Any, dst: int, group: str) -> None:
+def send(tensor: Any, dst: int, group: str, tag: int, async_op: bool) -> None:
     """Send to one rank, which MindSpore wants by its global rank."""
     dist.send(tensor, groups.members(group)[dst], group)
 
 
-def recv(tensor: Any, src: int, group: str) -> None:
+def recv(tensor: Any, src: int, group: str, tag: int, async_op: bool) -> None:
     """Receive from one rank, which MindSpore wants by its global rank."""
     dist.recv(tensor, groups.members(group)[src], group)
 

@@ -97,22 +97,37 @@ def broadcast(tensor: torch.Tensor, group_src: int, group: ProcessGroup, async_o
     return group.broadcast([sendable(tensor) if tensor.dtype in SENT_AS else tensor], options)
 
 
-def send(tensor: torch.Tensor, dst: int, group: ProcessGroup) -> None:
+def send(tensor: torch.Tensor, dst: int, group: ProcessGroup, tag: int, async_op: bool) -> Any:
     """Send to one rank."""
     parts = sendable(tensor) if tensor.dtype in SENT_AS else tensor
-    _wait(group.send([parts.cpu() if _staged(tensor, group) else parts], dst, 0))
+    if not _staged(tensor, group):
+        return group.send([parts], dst, tag)
+    staged = parts.cpu()
+    return _Staged(group.send([staged], dst, tag), staged, None)
 
 
-def recv(tensor: torch.Tensor, src: int, group: ProcessGroup) -> None:
+def recv(tensor: torch.Tensor, src: int, group: ProcessGroup, tag: int, async_op: bool) -> Any:
     """Receive from one rank."""
     parts = sendable(tensor) if tensor.dtype in SENT_AS else tensor
     if not _staged(tensor, group):
-        _wait(group.recv([parts], src, 0))
-        return
-    received = parts.cpu()
-    _wait(group.recv([received], src, 0))
-    with torch.no_grad():
-        parts.copy_(received)
+        return group.recv([parts], src, tag)
+    received = torch.empty_like(parts, device="cpu")
+    return _Staged(group.recv([received], src, tag), received, parts)
+
+
+class _Staged:
+    """A message through the host's memory, and what it is copied to in the end."""
+
+    def __init__(self, work: Any, staged: torch.Tensor, target: torch.Tensor | None) -> None:
+        self.work, self.staged, self.target = work, staged, target
+
+    def wait(self) -> None:
+        """Wait for the message and copy it, once."""
+        _wait(self.work)
+        if self.target is not None:
+            with torch.no_grad():
+                self.target.copy_(self.staged)
+            self.target = None
 
 
 def _staged(tensor: torch.Tensor, group: ProcessGroup) -> bool:
