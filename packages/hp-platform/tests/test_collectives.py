@@ -121,6 +121,8 @@ def test_movements_of_every_dtype(dtype, ranks):
 @on_ranks(2)
 @pytest.mark.framework("torch")
 def test_messages_in_both_directions_at_once():
+    if hp_platform.get_backend() != "gloo":
+        pytest.skip("elsewhere all messages between two ranks of a group are in one order")
     collectives, group, mine = get_platform().collectives, world(), rank()
     received = [as_tensor(np.zeros(3)) for _ in range(2)]
     into = [collectives.recv(each, 1 - mine, group=group, tag=7, async_op=True) for each in received]

@@ -3,21 +3,109 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hp_platform.extend import load_port
 
+Tensor = Any
+
+
+class Deferred(Protocol):
+    """Gradients of weights that a backward put off."""
+
+    def run(self) -> None:
+        """Compute them, and give them to the parameters."""
+        ...
+
+
+class Arrival(Protocol):
+    """Tensors that came from another stage, at the root of a stage's graph."""
+
+    tensors: Sequence[Tensor]
+
+    def gradients(self) -> list[Tensor | None]:
+        """Take the gradients that a backward left for the tensors, one each; None where there is none."""
+        ...
+
 
 class Port(Protocol):
-    """Tensors; `<framework>/port.py`."""
+    """Tensors, trees and backward; `<framework>/port.py`."""
 
-    def is_floating(self, tensor: Any) -> bool:
-        """Tell whether the tensor's dtype is floating-point."""
+    def is_module(self, value: Any) -> bool: ...
+
+    def is_tensor(self, value: Any) -> bool: ...
+
+    def refuse(self, tensor: Tensor) -> str | None:
+        """Say why a tensor cannot be sent from stage to stage, or None."""
         ...
 
-    def copy(self, tensor: Any) -> Any:
-        """Copy a tensor's values to one of its own memory, without its history."""
+    def flatten(self, tree: Any) -> tuple[list[Any], Any]:
+        """Return the leaves of a nest of containers, and what ``unflatten`` and pickle take."""
         ...
+
+    def unflatten(self, leaves: Sequence[Any], structure: Any) -> Any: ...
+
+    def describe(self, tensor: Tensor) -> Any:
+        """Return what another rank makes an empty tensor of the same shape and dtype from; it is pickled and compared."""
+        ...
+
+    def empty(self, description: Any, device: Any) -> Tensor: ...
+
+    def from_bytes(self, data: bytes, device: Any) -> Tensor:
+        """Return a tensor of bytes."""
+        ...
+
+    def to_bytes(self, tensor: Tensor) -> bytes: ...
+
+    def numbers(self, values: Sequence[int], device: Any) -> Tensor:
+        """Return a tensor of 64-bit integers."""
+        ...
+
+    def to_numbers(self, tensor: Tensor) -> list[int]: ...
+
+    def sendable(self, tensor: Tensor) -> Tensor:
+        """Return the values in contiguous memory, without their graph."""
+        ...
+
+    def needs_gradient(self, tensor: Tensor) -> bool: ...
+
+    def arrive(self, tensors: Sequence[Tensor], needed: Sequence[bool]) -> Arrival:
+        """Put received tensors at the root of a graph; those that are needed get gradients, and may be written to."""
+        ...
+
+    def deferring(self, module: Any) -> tuple[Deferred, Any]:
+        """Return where gradients of weights are put off to, and the context for the forward that does so."""
+        ...
+
+    def prepare_split(self, module: Any) -> None:
+        """Let a module's heavy operations ask for their frame."""
+        ...
+
+    def without_gradients(self) -> Any:
+        """Return a context in which no graph is recorded."""
+        ...
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Run backward from outputs; None is the gradient of a scalar, one."""
+        ...
+
+    def scaled(self, loss: Tensor, factor: float) -> Tensor:
+        """Return the gradient that a scalar loss begins backward with."""
+        ...
+
+    def detach(self, tensor: Tensor) -> Tensor: ...
+
+    def cut(self, tensor: Tensor, dim: int, parts: int) -> list[Tensor]:
+        """Cut a tensor into so many equal views."""
+        ...
+
+    def concatenate(self, tensors: Sequence[Tensor], dim: int) -> Tensor: ...
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]: ...
+
+
+Function = Callable[..., Any]
 
 
 @functools.cache
