@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,12 @@ def test_chains_that_join():
 
 def test_mutated_orders_are_found_or_run():
     chance = random.Random(0)
-    sizes = [("line", schedules.one_f_one_b), ("line", schedules.zb1p), ("v", schedules.zbv), ("loop", schedules.gpipe)]
+    sizes: list[Any] = [
+        ("line", schedules.one_f_one_b),
+        ("line", schedules.zb1p),
+        ("v", schedules.zbv),
+        ("loop", schedules.gpipe),
+    ]
     broken = whole = 0
     for number in range(1000):
         shape, schedule = sizes[number % len(sizes)]

@@ -1,20 +1,48 @@
 """Pipelines: schedules as data, proved before they run."""
 
 from hp_pipeline import schedules
+from hp_pipeline.batches import BatchDimSpec
 from hp_pipeline.checking import check
 from hp_pipeline.lowering import lower
 from hp_pipeline.pipeline import UNIT, Costs, Pipeline, placed
+from hp_pipeline.runner import PipelineError
+from hp_pipeline.schedule import (
+    PipelineSchedule,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleVHalf,
+    ScheduleVMin,
+    ScheduleZB1P,
+    ScheduleZBV,
+)
 from hp_pipeline.simulation import Span, Trace, simulate
+from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType, Order, step
 from hp_pipeline.synthesis import synthesize
 
 __all__ = [
     "UNIT",
+    "BatchDimSpec",
     "Costs",
     "MetaStep",
     "MetaStepType",
     "Order",
     "Pipeline",
+    "PipelineError",
+    "PipelineSchedule",
+    "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZB1P",
+    "ScheduleZBV",
     "Span",
     "Trace",
     "check",

@@ -32,7 +32,8 @@ def turns(ranks: int, ways: tuple[int, int, int, int]) -> tuple[tuple[int, int, 
         ranks: the pipeline ranks.
         ways: the time from rank to rank on each of the four ways.
     """
-    gaps = sorted(itertools.product(range(1, _PERIOD + 1), repeat=3), key=sum)
+    times = range(1, _PERIOD + 1)
+    gaps = sorted(itertools.product(times, times, times), key=sum)
     return tuple(gap for gap in gaps if all(_distinct(_times(ranks, rank, ways, gap)) for rank in range(ranks)))
 
 

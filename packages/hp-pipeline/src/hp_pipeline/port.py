@@ -36,6 +36,10 @@ class Port(Protocol):
 
     def is_tensor(self, value: Any) -> bool: ...
 
+    def device_of(self, module: Any) -> Any:
+        """Return the device of a module's first parameter, or the current one."""
+        ...
+
     def refuse(self, tensor: Tensor) -> str | None:
         """Say why a tensor cannot be sent from stage to stage, or None."""
         ...
@@ -47,7 +51,7 @@ class Port(Protocol):
     def unflatten(self, leaves: Sequence[Any], structure: Any) -> Any: ...
 
     def describe(self, tensor: Tensor) -> Any:
-        """Return what another rank makes an empty tensor of the same shape and dtype from; it is pickled and compared."""
+        """Return what ``empty`` takes on another rank; it is pickled and compared."""
         ...
 
     def empty(self, description: Any, device: Any) -> Tensor: ...

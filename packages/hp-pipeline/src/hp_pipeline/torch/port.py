@@ -1,15 +1,229 @@
-"""Tensors of PyTorch."""
+"""PyTorch's part of hp-pipeline: see `hp_pipeline.port`.
+
+Note [What arrives]
+    A received tensor is the result of one node at the root of a stage's graph, not a leaf: a stage may write to it in
+    place as it may on one device, its hooks belong to this message alone, and the node is where backward leaves the
+    gradients that go back to the sender.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hp_platform import get_platform
+from hp_platform.frames import frame
+from hp_platform.torch.heavy import DeferredGradients, mark
+
+__all__ = [
+    "arrive",
+    "backward",
+    "concatenate",
+    "cut",
+    "deferring",
+    "describe",
+    "detach",
+    "device_of",
+    "empty",
+    "flatten",
+    "from_bytes",
+    "is_module",
+    "is_tensor",
+    "needs_gradient",
+    "numbers",
+    "prepare_split",
+    "refuse",
+    "scaled",
+    "sendable",
+    "shape",
+    "to_bytes",
+    "to_numbers",
+    "unflatten",
+    "without_gradients",
+]
+
+T = torch.Tensor
 
 
-def is_floating(tensor: torch.Tensor) -> bool:
-    """Tell whether the tensor's dtype is floating-point."""
-    return tensor.is_floating_point()
+def is_module(value: Any) -> bool:
+    """Tell a module from other callables."""
+    return isinstance(value, nn.Module)
 
 
-def copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor's values to one of its own memory, without its history."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+def device_of(module: Any) -> Any:
+    """Return the device of a module's first parameter, or the current one."""
+    if isinstance(module, nn.Module):
+        for tensor in (*module.parameters(), *module.buffers()):
+            return tensor.device
+    return get_platform().devices.current_device()
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell a tensor from other values."""
+    return isinstance(value, T)
+
+
+def refuse(tensor: T) -> str | None:
+    """Say why a tensor cannot be sent, or None."""
+    if is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "placements"):
+        return f"a {type(tensor).__name__}; return its local part, to_local(), and wrap it in the next stage"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}; only dense tensors are sent"
+    return None
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a nest, and its structure."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """Return the nest."""
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def describe(tensor: T) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype."""
+    return tuple(tensor.shape), tensor.dtype
+
+
+def empty(description: tuple[tuple[int, ...], torch.dtype], device: Any) -> T:
+    """Return an empty tensor of a description."""
+    return torch.empty(description[0], dtype=description[1], device=device)
+
+
+def from_bytes(data: bytes, device: Any) -> T:
+    """Return a tensor of bytes."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def to_bytes(tensor: T) -> bytes:
+    """Return the bytes of such a tensor."""
+    return tensor.cpu().numpy().tobytes()
+
+
+def numbers(values: Sequence[int], device: Any) -> T:
+    """Return a tensor of 64-bit integers."""
+    return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+
+def to_numbers(tensor: T) -> list[int]:
+    """Return the integers."""
+    return tensor.tolist()
+
+
+def sendable(tensor: T) -> T:
+    """Return the values, contiguous and without their graph."""
+    return tensor.detach().contiguous()
+
+
+def needs_gradient(tensor: T) -> bool:
+    """Tell whether backward goes on from here."""
+    return tensor.requires_grad
+
+
+class _Arrive(torch.autograd.Function):
+    """The root of a stage's graph: Note [What arrives]."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: T, arrival: Arrival) -> tuple[T, ...]:
+        ctx.arrival = arrival
+        ctx.set_materialize_grads(False)
+        tensors = tuple(tensor for tensor, needed in zip(arrival.received, arrival.needed, strict=True) if needed)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: T | None) -> tuple[None, None]:
+        ctx.arrival.add(gradients)
+        return None, None
+
+
+@functools.cache
+def _begin() -> T:
+    return torch.zeros((), requires_grad=True)
+
+
+class Arrival:
+    """Tensors from another stage, and their gradients."""
+
+    def __init__(self, tensors: Sequence[T], needed: Sequence[bool]) -> None:
+        self.received, self.needed = list(tensors), list(needed)
+        self._gradients: list[T | None] = [None] * sum(self.needed)
+        rooted = iter(_Arrive.apply(_begin(), self)) if any(self.needed) and torch.is_grad_enabled() else None
+        self.tensors = [
+            next(rooted) if need and rooted is not None else tensor
+            for tensor, need in zip(self.received, self.needed, strict=True)
+        ]
+        self.received = []
+
+    def add(self, gradients: Sequence[T | None]) -> None:
+        """Take gradients from a backward; several add up."""
+        for place, gradient in enumerate(gradients):
+            own = self._gradients[place]
+            self._gradients[place] = gradient if own is None or gradient is None else own + gradient
+            if gradient is None:
+                self._gradients[place] = own
+
+    def gradients(self) -> list[T | None]:
+        """Take the gradients, one for each tensor."""
+        taken = iter(self._gradients[:])
+        self._gradients[:] = [None] * len(self._gradients)
+        return [next(taken) if need else None for need in self.needed]
+
+
+def arrive(tensors: Sequence[T], needed: Sequence[bool]) -> Arrival:
+    """Put received tensors at the root of a graph."""
+    return Arrival(tensors, needed)
+
+
+def prepare_split(module: nn.Module) -> None:
+    """Let a module's heavy operations ask for their frame."""
+    mark(module)
+
+
+def deferring(module: nn.Module) -> tuple[DeferredGradients, AbstractContextManager[Any]]:
+    """Return a queue of weights' gradients and the frame that fills it."""
+    deferred = DeferredGradients()
+    return deferred, frame(weights=deferred)
+
+
+def without_gradients() -> AbstractContextManager[Any]:
+    """Record no graph."""
+    return torch.no_grad()
+
+
+def backward(outputs: Sequence[T], gradients: Sequence[T | None]) -> None:
+    """Run backward from outputs."""
+    torch.autograd.backward(outputs, gradients)  # type: ignore[arg-type]
+
+
+def scaled(loss: T, factor: float) -> T:
+    """Return the gradient that a loss begins with."""
+    return torch.full_like(loss, factor)
+
+
+def detach(tensor: T) -> T:
+    """Return the value without its graph."""
+    return tensor.detach()
+
+
+def cut(tensor: T, dim: int, parts: int) -> list[T]:
+    """Cut into equal views."""
+    return list(tensor.chunk(parts, dim))
+
+
+def concatenate(tensors: Sequence[T], dim: int) -> T:
+    """Join along a dim."""
+    return torch.cat(list(tensors), dim)
+
+
+def shape(tensor: T) -> tuple[int, ...]:
+    """Return the shape."""
+    return tuple(tensor.shape)

@@ -1,0 +1,90 @@
+"""A batch, cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hp_pipeline.port import port
+
+__all__ = ["BatchDimSpec", "cut"]
+
+
+class BatchDimSpec:
+    """The dim along which an input is cut into micro-batches.
+
+    Args:
+        batch_dim: the dim; -1 leaves the input whole, so that every micro-batch gets all of it.
+    """
+
+    def __init__(self, batch_dim: int) -> None:
+        if not isinstance(batch_dim, int) or batch_dim < -1:
+            raise ValueError(
+                f"BatchDimSpec: batch_dim must be a dim from 0, or -1 for an input not cut; got {batch_dim}."
+            )
+        self.batch_dim = batch_dim
+
+    def __repr__(self) -> str:
+        """Write the constructor."""
+        return f"BatchDimSpec({self.batch_dim})"
+
+    @classmethod
+    def from_tuple(cls, dims: Sequence[int]) -> tuple[BatchDimSpec, ...]:
+        """Return the dims of positional inputs."""
+        return tuple(map(cls, dims))
+
+    @classmethod
+    def from_dict(cls, dims: Mapping[str, int]) -> dict[str, BatchDimSpec]:
+        """Return the dims of keyword inputs."""
+        return {name: cls(dim) for name, dim in dims.items()}
+
+
+Dim = BatchDimSpec | int
+
+
+def cut(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parts: int,
+    args_dims: Sequence[Dim] | None,
+    kwargs_dims: Mapping[str, Dim] | None,
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Cut a batch into micro-batches.
+
+    Tensors are cut along dim 0 unless ``args_dims`` or ``kwargs_dims`` say otherwise; what is no tensor is every
+    micro-batch's.
+
+    Raises:
+        ValueError: a size that does not divide, a dim that a tensor has not, or a name that no input has.
+    """
+    dims = list(args_dims or ())
+    if len(dims) > len(args):
+        raise ValueError(f"args_batch_dim names {len(dims)} inputs, but {len(args)} positional ones were given.")
+    unknown = set(kwargs_dims or ()) - set(kwargs)
+    if unknown:
+        raise ValueError(f"kwargs_batch_dim names {sorted(unknown)}, but the keyword inputs are {sorted(kwargs)}.")
+    dims += [0] * (len(args) - len(dims))
+    columns = [_pieces(f"input {place}", value, dim, parts) for place, (value, dim) in enumerate(zip(args, dims))]
+    named = {
+        name: _pieces(f"input {name!r}", value, (kwargs_dims or {}).get(name, 0), parts)
+        for name, value in kwargs.items()
+    }
+    return [
+        (tuple(column[micro] for column in columns), {name: column[micro] for name, column in named.items()})
+        for micro in range(parts)
+    ]
+
+
+def _pieces(what: str, value: Any, dim: Dim, parts: int) -> list[Any]:
+    place = dim.batch_dim if isinstance(dim, BatchDimSpec) else dim
+    if place < 0 or not port().is_tensor(value):
+        return [value] * parts
+    shape = port().shape(value)
+    if place >= len(shape):
+        raise ValueError(f"{what} has shape {shape} and no dim {place} to cut; name its dim, or -1 to leave it whole.")
+    if shape[place] % parts:
+        raise ValueError(
+            f"{what} has {shape[place]} rows along dim {place}, which {parts} micro-batches do not divide; its shape is"
+            f" {shape}."
+        )
+    return port().cut(value, place, parts)

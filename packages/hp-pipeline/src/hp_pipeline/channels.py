@@ -1,0 +1,223 @@
+"""Messages between stages: any nest of tensors and plain values, over a channel for each pair and direction.
+
+Note [What goes before a message]
+    The first message of a channel is led by a header of two numbers, what follows and how many bytes of description:
+    the structure of the nest, the shape and dtype of each tensor and whether it needs a gradient, and the values that
+    are no tensors. While messages stay alike nothing but tensors is sent, and receives are posted before they are
+    needed. A message that differs is an error of the sender, unless the stage was declared with ``dyn_shape=True``;
+    then each message has a header.
+
+Note [A stage that failed]
+    A rank whose stage raised goes on sending and receiving, so that nobody waits for it in vain: zeros of the known
+    shapes where a channel's messages are known, a header that says "failed" where they are not; for
+    such a message there is no gradient either. When all are done the ranks tell each other who failed, and all raise.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_pipeline.port import port
+from hp_platform import get_platform
+
+__all__ = ["FAILED", "Channel", "Failed", "Message"]
+
+_SAME, _DESCRIBED, _BROKEN = range(3)
+_WINDOW = 2
+
+
+class Failed:
+    """Stands for a message whose sender had failed before the channel's messages were known."""
+
+
+FAILED = Failed()
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What messages of a channel look like."""
+
+    structure: Any
+    leaves: tuple[Any, ...]
+    """For each leaf: (True, description, needs a gradient), or (False, value)."""
+
+    def to_bytes(self) -> bytes:
+        """Write it for another rank: the nest itself, of the leaves' places."""
+        return pickle.dumps((port().unflatten(list(range(len(self.leaves))), self.structure), self.leaves))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Signature:
+        """Read what ``to_bytes`` wrote."""
+        nest, leaves = pickle.loads(data)
+        return cls(port().flatten(nest)[1], leaves)
+
+
+@dataclass
+class Message:
+    """A nest that has come, or goes.
+
+    Attributes:
+        leaves: tensors and plain values.
+        needed: for each leaf, whether it needs a gradient.
+        structure: what the leaves are put together by.
+    """
+
+    leaves: list[Any]
+    needed: list[bool]
+    structure: Any
+
+    @classmethod
+    def of(cls, tree: Any) -> Message:
+        """Take a nest apart."""
+        leaves, structure = port().flatten(tree)
+        return cls(leaves, [port().is_tensor(leaf) and port().needs_gradient(leaf) for leaf in leaves], structure)
+
+    def signature(self) -> Signature:
+        """Say what the message looks like."""
+        return Signature(
+            self.structure,
+            tuple(
+                (True, port().describe(leaf), need) if port().is_tensor(leaf) else (False, leaf)
+                for leaf, need in zip(self.leaves, self.needed, strict=True)
+            ),
+        )
+
+    def tensors(self) -> list[Any]:
+        """List the leaves that are tensors."""
+        return [leaf for leaf in self.leaves if port().is_tensor(leaf)]
+
+
+class Channel:
+    """One end of a channel.
+
+    Args:
+        name: for errors: "stage 0 -> stage 1, forward".
+        peer: the other end's rank inside the group.
+        group: holds both ends.
+        tag: of this channel's messages.
+        device: where received tensors are.
+        dynamic: messages may differ.
+    """
+
+    def __init__(self, name: str, peer: int, group: Any, tag: int, device: Any, dynamic: bool) -> None:
+        self.name, self.peer, self.group, self.tag, self.device, self.dynamic = name, peer, group, tag, device, dynamic
+        self.signature: Signature | None = None
+        self._posted: deque[tuple[list[Any], list[Any]]] = deque()
+        self._left = 0
+        self._sent: list[tuple[Any, Any]] = []
+        self._collectives = get_platform().collectives
+
+    # ---- sending ----
+    def send(self, message: Message) -> None:
+        """Send a message; its memory stays as it is until ``finish``.
+
+        Raises:
+            TypeError: a tensor that cannot be sent.
+            ValueError: a message unlike those before.
+        """
+        for leaf in message.tensors():
+            why = port().refuse(leaf)
+            if why:
+                raise TypeError(f"{self.name}: the stage returned {why}.")
+        signature = message.signature()
+        if self.dynamic or self.signature is None:
+            data = b"" if signature == self.signature else signature.to_bytes()
+            self._header(_DESCRIBED if data else _SAME, len(data))
+            if data:
+                self._put(port().from_bytes(data, self.device))
+            self.signature = signature
+        elif signature != self.signature:
+            raise ValueError(
+                f"{self.name}: the stage returned {_shown(signature)}, and {_shown(self.signature)} before. Messages"
+                " that differ need PipelineStage(..., dyn_shape=True)."
+            )
+        for leaf in message.tensors():
+            self._put(port().sendable(leaf))
+
+    def send_failed(self) -> bool:
+        """Send what the receiver waits for, without a message; return whether a gradient comes for it."""
+        if self.signature is None or self.dynamic:
+            self._header(_BROKEN, 0)
+            return False
+        for leaf in self.signature.leaves:
+            if leaf[0]:
+                self._put(port().empty(leaf[1], self.device))
+        return True
+
+    def _header(self, kind: int, size: int) -> None:
+        self._put(port().numbers((kind, size), self.device))
+
+    def _put(self, tensor: Any) -> None:
+        handle = self._collectives.send(tensor, self.peer, group=self.group, tag=self.tag, async_op=True)
+        self._sent.append((handle, tensor))
+
+    # ---- receiving ----
+    def expect(self, count: int) -> None:
+        """Begin to receive so many messages."""
+        self._left = count
+        self._post()
+
+    def _post(self) -> None:
+        if self.signature is None or self.dynamic:
+            return
+        while self._left and len(self._posted) < _WINDOW:
+            self._left -= 1
+            tensors = [port().empty(leaf[1], self.device) for leaf in self.signature.leaves if leaf[0]]
+            self._posted.append((tensors, [self._get(tensor) for tensor in tensors]))
+
+    def _get(self, tensor: Any) -> Any:
+        return self._collectives.recv(tensor, self.peer, group=self.group, tag=self.tag, async_op=True)
+
+    def receive(self) -> Message | Failed:
+        """Wait for the next message."""
+        if not self._posted:
+            self._left -= 1
+            header = port().numbers((0, 0), self.device)
+            self._get(header).wait()
+            kind, size = port().to_numbers(header)
+            if kind == _BROKEN:
+                return FAILED
+            if kind == _DESCRIBED:
+                data = port().from_bytes(bytes(size), self.device)
+                self._get(data).wait()
+                self.signature = Signature.from_bytes(port().to_bytes(data))
+            assert self.signature is not None
+            tensors = [port().empty(leaf[1], self.device) for leaf in self.signature.leaves if leaf[0]]
+            handles = [self._get(tensor) for tensor in tensors]
+        else:
+            tensors, handles = self._posted.popleft()
+        assert self.signature is not None
+        for handle in handles:
+            handle.wait()
+        self._post()
+        taken = iter(tensors)
+        leaves = [next(taken) if leaf[0] else leaf[1] for leaf in self.signature.leaves]
+        needed = [leaf[0] and leaf[2] for leaf in self.signature.leaves]
+        return Message(leaves, needed, self.signature.structure)
+
+    # ---- the end of a run ----
+    def finish(self) -> None:
+        """Wait until all that was sent has been taken."""
+        sent, self._sent = self._sent, []
+        for handle, _ in sent:
+            handle.wait()
+
+    def forget(self) -> None:
+        """Drop what is under way, after an error from which the ranks cannot go on."""
+        self._sent, self._left = [], 0
+        self._posted.clear()
+
+
+def _shown(signature: Signature) -> str:
+    return "(" + ", ".join(_leaf(leaf) for leaf in signature.leaves) + ")"
+
+
+def _leaf(leaf: Sequence[Any]) -> str:
+    if not leaf[0]:
+        return repr(leaf[1])
+    shape, dtype = leaf[1]
+    return f"{dtype} of shape {shape}" + (" with a gradient" if leaf[2] else "")

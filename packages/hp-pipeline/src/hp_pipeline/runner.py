@@ -1,0 +1,364 @@
+"""A rank's steps, bound to its stages and channels, and run.
+
+Note [The bound program]
+    What a step does is settled before the first run: its stage, its channels, where it finds its inputs. A run is a
+    walk over a list of functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hp_pipeline.channels import Channel, Failed, Message
+from hp_pipeline.port import Arrival, port
+from hp_pipeline.simulation import halves
+from hp_pipeline.stage import PipelineStage
+from hp_pipeline.steps import MetaStep, MetaStepType, Order
+from hp_platform import LostRankError, get_platform
+
+if TYPE_CHECKING:
+    from hp_pipeline.schedule import PipelineSchedule
+
+__all__ = ["PipelineError", "Runner"]
+
+_T = MetaStepType
+_TEXT = 2048  # bytes of a failure's text that other ranks are told
+
+Key = tuple[int, int, bool]
+"""A channel: from stage, to stage, forward."""
+
+
+class PipelineError(RuntimeError):
+    """A stage failed on some rank; every rank raises it, with the texts of all that failed."""
+
+
+class _Flow:
+    """What a stage keeps of one micro-batch between its steps.
+
+    Attributes:
+        arrivals: what came from the stages before.
+        outputs: what the stage returned, until backward.
+        gradients: for the outputs, one list of leaves from each stage after it.
+        deferred: the gradients of weights that backward put off.
+    """
+
+    __slots__ = ("arrivals", "deferred", "gradients", "outputs")
+
+    def __init__(self) -> None:
+        self.arrivals: list[_Arrived] = []
+        self.outputs: Message | None = None
+        self.gradients: list[Sequence[Any]] = []
+        self.deferred: Any = None
+
+
+class _Arrived(NamedTuple):
+    """A message at the root of a stage's graph; `places` are those of its tensors among its leaves."""
+
+    source: int
+    arrival: Arrival
+    places: list[int]
+    message: Message
+
+
+class Runner:
+    """One rank's part of a pipeline.
+
+    Args:
+        schedule: whose stages and options are used.
+        order: all steps of all ranks.
+        custom: functions that replace types of steps.
+    """
+
+    def __init__(self, schedule: PipelineSchedule, order: Order, custom: Mapping[_T, Callable[..., Any]]) -> None:
+        self.schedule, self.custom = schedule, custom
+        self.pipeline, self.rank, self.group = schedule.pipeline, schedule.rank, schedule.group
+        self.stages: dict[int, PipelineStage] = {stage.stage_index: stage for stage in schedule.stages}
+        self.split = {(stage, micro) for stage, micro, _ in halves(order)}
+        for stage in {stage for stage, _ in self.split} & set(self.stages):
+            if port().is_module(self.stages[stage].submodule):
+                port().prepare_split(self.stages[stage].submodule)
+        self.device = schedule.stages[0].device
+        self.channels = self._open(order)
+        self.expected = self._expected(order[self.rank])
+        self.program = [self._bound(step) for step in order[self.rank]]
+        # Of the run under way:
+        self.flows: dict[tuple[int, int], _Flow] = {}
+        self.inbox: dict[tuple[int, int, int], Message] = {}
+        self.outbox: dict[tuple[int, int, int], Message] = {}
+        self.dead: set[tuple[int, int, int]] = set()
+        self.failure: BaseException | None = None
+        self.text = ""
+        self.batches: Sequence[Any] = ()
+        self.losses: dict[int, Any] = {}
+
+    # ---- binding ----
+    def _open(self, order: Order) -> dict[Key, Channel]:
+        """Open this rank's ends of the channels: (from stage, to stage, forward)."""
+        groups, placement = get_platform().groups, self.pipeline.placement
+        members = groups.ranks(self.group)
+        tags = groups.backend(self.group) in ("gloo", "fake")
+        channels = {}
+        pairs = [(a, b) for b, before in enumerate(self.pipeline.predecessors) for a in before]
+        for index, (source, target) in enumerate(sorted(pairs)):
+            near, far = placement[source], placement[target]
+            if near == far:
+                continue
+            for ahead in (True, False):
+                if not ahead and not self.pipeline.has_backward or self.rank not in (near, far):
+                    continue
+                own, peer = (source, far) if self.rank == near else (target, near)
+                group = self.group if tags else groups.second_group([members[near], members[far]])
+                direction = "forward" if ahead else "backward"
+                channels[source, target, ahead] = Channel(
+                    f"stage {source} -> stage {target}, {direction}",
+                    peer if tags else groups.ranks(group).index(members[peer]),
+                    group,
+                    1 + 2 * index + ahead if tags else 0,
+                    self.stages[own].device,
+                    self.stages[own].dyn_shape,
+                )
+        return channels
+
+    def _expected(self, steps: Sequence[MetaStep]) -> Counter[Channel]:
+        counts: Counter[Channel] = Counter()
+        for step in steps:
+            if step.step_type in (_T.FWD_RECV, _T.BWD_RECV):
+                counts.update(self.channels[key] for key in self._keys(step))
+        return counts
+
+    def _keys(self, step: MetaStep) -> list[Key]:
+        """List the channels of a send or receive."""
+        stage, kind = step.stage_index, step.step_type
+        assert stage is not None
+        ahead = kind in (_T.FWD_SEND, _T.FWD_RECV)
+        if kind in (_T.FWD_RECV, _T.BWD_SEND):
+            others = self.pipeline.remote(stage, self.pipeline.predecessors[stage])
+            return [(other, stage, ahead) for other in others]
+        others = self.pipeline.remote(stage, self.pipeline.successors[stage])
+        return [(stage, other, ahead) for other in others]
+
+    def _bound(self, step: MetaStep) -> Callable[[], None]:
+        if step.sub_steps:
+            parts = [self._bound(part) for part in step.sub_steps]
+            return functools.partial(_run_all, parts)
+        kind, stage, micro = step.step_type, step.stage_index, step.micro_index
+        assert stage is not None and micro is not None
+        transfers = {
+            _T.FWD_RECV: self._receive,
+            _T.BWD_RECV: self._receive,
+            _T.FWD_SEND: self._send,
+            _T.BWD_SEND: self._send,
+        }
+        if kind in transfers:
+            channels = [(key, self.channels[key]) for key in self._keys(step)]
+            return functools.partial(transfers[kind], channels, micro)
+        compute = {
+            _T.FORWARD: self._forward,
+            _T.BACKWARD: self._backward,
+            _T.BACKWARD_INPUT: self._backward,
+            _T.BACKWARD_WEIGHT: self._weights,
+        }
+        work = functools.partial(compute[kind], stage, micro)
+        if kind in self.custom:
+            work = functools.partial(self.custom[kind], step, work)
+        return functools.partial(self._guarded, step, work)
+
+    # ---- steps ----
+    def _guarded(self, step: MetaStep, work: Callable[[], None]) -> None:
+        """Compute unless this rank failed before; a failure is kept for the end of the run."""
+        if self.failure is not None:
+            return
+        try:
+            work()
+        except LostRankError:
+            raise
+        except Exception as error:  # what a stage raises
+            self._fail(step, error)
+
+    def _fail(self, step: MetaStep, error: BaseException) -> None:
+        self.failure = error
+        self.text = f"rank {self.rank} at {step}: {type(error).__name__}: {error}"
+
+    def _receive(self, channels: Sequence[tuple[Key, Channel]], micro: int) -> None:
+        for (source, target, ahead), channel in channels:
+            if not ahead and (source, target, micro) in self.dead:
+                continue
+            message = channel.receive()
+            if isinstance(message, Failed):
+                if ahead:
+                    self.dead.add((source, target, micro))
+                if self.failure is None:
+                    self.failure = PipelineError(f"{channel.name}: the sender had failed")
+            elif ahead:
+                self.inbox[source, target, micro] = message
+            elif (flow := self.flows.get((source, micro))) is not None:
+                flow.gradients.append(message.leaves)
+
+    def _send(self, channels: Sequence[tuple[Key, Channel]], micro: int) -> None:
+        for (source, target, ahead), channel in channels:
+            if not ahead and (source, target, micro) in self.dead:
+                continue
+            if self.failure is None:
+                outputs = self.flows[source, micro].outputs if ahead else self.outbox.pop((source, target, micro))
+                assert outputs is not None
+                try:
+                    channel.send(outputs)
+                    continue
+                except (TypeError, ValueError) as error:
+                    own = source if ahead else target
+                    self._fail(MetaStep(micro, _T.FORWARD if ahead else _T.BACKWARD, own), error)
+            if not channel.send_failed() and ahead:
+                self.dead.add((source, target, micro))
+
+    def _forward(self, stage: int, micro: int) -> None:
+        flow = self.flows[stage, micro] = _Flow()
+        args, kwargs = self.batches[micro]
+        if self.pipeline.predecessors[stage]:
+            args = tuple(
+                each for source in self.pipeline.predecessors[stage] for each in self._arrive(source, stage, micro)
+            )
+        with contextlib.ExitStack() as context:
+            if not self.pipeline.has_backward:
+                context.enter_context(port().without_gradients())
+            elif (stage, micro) in self.split:
+                flow.deferred, deferring = port().deferring(self.stages[stage].submodule)
+                context.enter_context(deferring)
+            result = self.stages[stage].submodule(*args, **kwargs)
+        if self.pipeline.successors[stage]:
+            flow.outputs = Message.of(result)
+        elif self.pipeline.has_backward:
+            loss = getattr(result, "loss", result)
+            if not port().is_tensor(loss) or port().shape(loss) != ():
+                got = f"a tensor of shape {port().shape(loss)}" if port().is_tensor(loss) else type(loss).__name__
+                raise TypeError(
+                    f"the last stage must return a scalar loss, or something with .loss; it returned {got}."
+                )
+            self.losses[micro] = port().detach(loss)
+            flow.outputs = Message.of(loss)
+        else:
+            self.losses[micro] = result
+
+    def _arrive(self, source: int, stage: int, micro: int) -> tuple[Any, ...]:
+        """Put what a stage before passed on at the root of a stage's graph; return the stage's arguments."""
+        message = self.inbox.pop((source, stage, micro), None)
+        if message is None:  # the stage before is on this rank
+            outputs = self.flows[source, micro].outputs
+            assert outputs is not None
+            leaves = [port().detach(leaf) if port().is_tensor(leaf) else leaf for leaf in outputs.leaves]
+            message = Message(leaves, outputs.needed, outputs.structure)
+        leaves = list(message.leaves)
+        places = [place for place, leaf in enumerate(leaves) if port().is_tensor(leaf)]
+        arrival = port().arrive([leaves[place] for place in places], [message.needed[place] for place in places])
+        for place, tensor in zip(places, arrival.tensors, strict=True):
+            leaves[place] = tensor
+        if self.pipeline.has_backward:
+            empty = Message([None] * len(leaves), [False] * len(leaves), message.structure)
+            self.flows[stage, micro].arrivals.append(_Arrived(source, arrival, places, empty))
+        value = port().unflatten(leaves, message.structure)
+        return value if type(value) is tuple else (value,)
+
+    def _backward(self, stage: int, micro: int) -> None:
+        flow = self.flows[stage, micro]
+        outputs, flow.outputs = flow.outputs, None
+        assert outputs is not None
+        if self.pipeline.successors[stage]:
+            gradients = [_total(column) for column in zip(*flow.gradients, strict=True)]
+        else:
+            factor = 1 / self.schedule.micro_batch_num if self.schedule.scale_grads else 1.0
+            gradients = [port().scaled(leaf, factor) for leaf in outputs.leaves]
+        pairs = [
+            (leaf, gradient)
+            for leaf, need, gradient in zip(outputs.leaves, outputs.needed, gradients, strict=True)
+            if need and gradient is not None
+        ]
+        if pairs:
+            port().backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+        for source, arrival, places, message in flow.arrivals:
+            for place, gradient in zip(places, arrival.gradients(), strict=True):
+                message.leaves[place] = gradient
+            if self.pipeline.placement[source] == self.rank:
+                self.flows[source, micro].gradients.append(message.leaves)
+            else:
+                self.outbox[source, stage, micro] = message
+        flow.arrivals = []
+        if (stage, micro) not in self.split:
+            del self.flows[stage, micro]
+
+    def _weights(self, stage: int, micro: int) -> None:
+        self.flows.pop((stage, micro)).deferred.run()
+
+    # ---- a run ----
+    def run(self, batches: Sequence[Any], problem: Exception | None) -> list[Any]:
+        """Run all steps; see ``PipelineSchedule.run``."""
+        self._agree(problem)
+        self.batches, self.failure, self.text = batches, None, ""
+        for kept in (self.flows, self.inbox, self.outbox, self.dead, self.losses):
+            kept.clear()
+        try:
+            for channel, count in self.expected.items():
+                channel.expect(count)
+            for work in self.program:
+                work()
+            for channel in self.channels.values():
+                channel.finish()
+        except BaseException:
+            for channel in self.channels.values():
+                channel.forget()
+            raise
+        finally:
+            self.batches = ()
+            self.flows.clear()
+        self._report()
+        return [self.losses[micro] for micro in sorted(self.losses)]
+
+    def _agree(self, problem: Exception | None) -> None:
+        """Refuse a run, on all ranks alike, for which orders differ or an input does not fit."""
+        fingerprint = self.schedule.fingerprint
+        gathered = self._gather([fingerprint, int(problem is not None)])
+        others = [rank for rank, (number, _) in enumerate(gathered) if number != gathered[0][0]]
+        if others:
+            raise ValueError(
+                f"The ranks {others} of the pipeline have another order than rank 0: micro_batch_num"
+                f" ({self.schedule.micro_batch_num} on rank {self.rank}), the schedule and its options must be equal."
+            )
+        if any(failed for _, failed in gathered):
+            self._raise("An input does not fit", ValueError, problem, str(problem or ""))
+
+    def _report(self) -> None:
+        """Raise on all ranks if a stage failed on any."""
+        if any(failed for (failed,) in self._gather([int(self.failure is not None)])):
+            head = "A stage failed; gradients are incomplete, set them to zero before the next run"
+            self._raise(head, PipelineError, self.failure, self.text)
+
+    def _raise(self, head: str, kind: type[Exception], cause: BaseException | None, text: str) -> None:
+        data = text.encode()[:_TEXT].ljust(_TEXT)
+        texts = [bytes(row).decode(errors="replace").strip() for row in self._gather(list(data))]
+        raise kind("; ".join([head, *(text for text in texts if text)]) + ".") from cause
+
+    def _gather(self, values: list[int]) -> list[list[int]]:
+        """Return each rank's numbers."""
+        ranks, count = self.pipeline.ranks, len(values)
+        if ranks == 1:
+            return [values]
+        everyone = port().numbers([0] * (ranks * count), self.device)
+        get_platform().collectives.all_gather(everyone, port().numbers(values, self.device), group=self.group)
+        numbers = port().to_numbers(everyone)
+        return [numbers[rank * count : (rank + 1) * count] for rank in range(ranks)]
+
+
+def _run_all(parts: Sequence[Callable[[], None]]) -> None:
+    for part in parts:
+        part()
+
+
+def _total(gradients: Sequence[Any]) -> Any:
+    """Add gradients of the stages after one, in their order; None where there are none."""
+    total = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total

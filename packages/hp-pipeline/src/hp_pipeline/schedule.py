@@ -1,0 +1,236 @@
+"""Schedules that run: an order, the stages of this rank, and a step of the model.
+
+Note [A run]
+    At the first run all ranks compare their orders, so that a rank with another number of micro-batches is named
+    before anything is sent. Each rank then goes through its lowered steps. At the end they wait for their messages and
+    tell each other whether a stage failed (Note [A stage that failed]).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hp_pipeline import schedules
+from hp_pipeline.batches import Dim, cut
+from hp_pipeline.checking import check
+from hp_pipeline.lowering import lower
+from hp_pipeline.pipeline import Pipeline, Shape, placed
+from hp_pipeline.port import port
+from hp_pipeline.runner import Runner
+from hp_pipeline.stage import PipelineStage
+from hp_pipeline.steps import MetaStepType, Order
+from hp_platform import get_platform
+
+__all__ = [
+    "PipelineSchedule",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZB1P",
+    "ScheduleZBV",
+]
+
+Custom = Callable[..., Any]
+
+
+class PipelineSchedule:
+    """An order of steps and what is needed to run it.
+
+    Args:
+        stages: the stages of this rank, or its only one.
+        micro_batch_num: into how many micro-batches a batch is cut.
+        args_batch_dim: for each positional input the dim that is cut, -1 for none; by default 0.
+        kwargs_batch_dim: the same by name.
+        output_concat_dim: without backward, the dim along which the outputs of micro-batches are joined; None leaves a
+            list.
+        scale_grads: gradients are those of the mean of the micro-batches' losses; False leaves those of the sum.
+        group: the pipeline's ranks, in its order; None is all ranks.
+        placement: the pipeline rank of each stage; None is the schedule's own.
+        boundaries: pairs of stages between which something is passed on; None is a line: see ``Pipeline``. A stage that
+            takes from several gets what they return one after the other, in the order of the stages.
+        order: makes the order; None is the schedule's own.
+
+    Attributes:
+        pipeline: what the order is for.
+        exec_order: computing steps by rank. Another order may be assigned; it is checked at once.
+
+    Raises:
+        ValueError: stages that are not those of this rank's place, or an order that does not run to its end.
+    """
+
+    shape: Shape = "line"
+    make: Callable[[Pipeline], Order] | None = None
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        micro_batch_num: int,
+        args_batch_dim: Sequence[Dim] | None = None,
+        kwargs_batch_dim: Mapping[str, Dim] | None = None,
+        output_concat_dim: int | None = None,
+        *,
+        scale_grads: bool = True,
+        group: Any = None,
+        placement: Sequence[int] | None = None,
+        boundaries: Sequence[tuple[int, int]] | None = None,
+        order: Callable[[Pipeline], Order] | None = None,
+    ) -> None:
+        self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        groups = get_platform().groups
+        self.group = groups.default_group() if group is None else group
+        self.rank, ranks = groups.rank(self.group), groups.size(self.group)
+        self.micro_batch_num, self.scale_grads = micro_batch_num, scale_grads
+        self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
+        self.output_concat_dim = output_concat_dim
+        if not self.stages:
+            raise ValueError(f"{type(self).__name__}: rank {self.rank} has no stage.")
+        count = self.stages[0].stage_num
+        if placement is None:
+            chunks = count // ranks if self.shape == "loop" else None
+            placement = placed(self.shape, ranks, chunks)
+            if len(placement) != count:
+                raise ValueError(
+                    f"{type(self).__name__} on {ranks} ranks has {len(placement)} stages, stage_num is {count}."
+                )
+        backward = {stage.has_backward for stage in self.stages}
+        self.pipeline = Pipeline(
+            tuple(placement),
+            micro_batch_num,
+            boundaries=None if boundaries is None else tuple(boundaries),
+            has_backward=backward == {True},
+        )
+        own = [stage.stage_index for stage in self.stages]
+        if own != list(self.pipeline.stages[self.rank]) or {stage.stage_num for stage in self.stages} != {count}:
+            raise ValueError(
+                f"{type(self).__name__}: rank {self.rank} of {ranks} runs the stages"
+                f" {self.pipeline.stages[self.rank]} of {count}, got {self.stages}."
+            )
+        self._custom: dict[MetaStepType, Custom] = {}
+        self._runner: Runner | None = None
+        maker = order or self.make
+        assert maker is not None, "a schedule has an order"
+        self.exec_order = maker(self.pipeline)
+
+    @property
+    def exec_order(self) -> Order:
+        """Computing steps by rank."""
+        return self._order
+
+    @exec_order.setter
+    def exec_order(self, order: Order) -> None:
+        check(order, self.pipeline)
+        self._order = {rank: tuple(steps) for rank, steps in order.items()}
+        self._runner = None
+        vars(self).pop("fingerprint", None)
+
+    def register_custom_function(self, step_type: MetaStepType, fn: Custom) -> None:
+        """Replace what a type of step does.
+
+        Args:
+            step_type: a computing type.
+            fn: called as ``fn(step, run)``; ``run()`` is the step's own work.
+        """
+        self._custom[step_type] = fn
+        self._runner = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch, forwards and backwards; gradients are added to those that there are. All ranks call it.
+
+        Args:
+            *args: inputs of the first stage, on its rank.
+            **kwargs: keyword inputs of this rank's stages.
+
+        Returns:
+            On the last stage's rank one loss a micro-batch, without their graphs; [] on others. Without backward the
+            outputs, joined along ``output_concat_dim`` where that is not None.
+
+        Raises:
+            ValueError: an input that micro-batches do not divide, or a rank with another order: on all ranks.
+            PipelineError: a stage failed, on any rank: on all ranks. Gradients are incomplete; set them to zero.
+            LostRankError: the process of a rank has ended.
+        """
+        problem: Exception | None = None
+        batches: list[Any] = []
+        try:
+            batches = cut(args, kwargs, self.micro_batch_num, self.args_batch_dim, self.kwargs_batch_dim)
+        except ValueError as error:
+            problem = error
+        if self._runner is None:
+            self._runner = Runner(self, lower(self.exec_order, self.pipeline), self._custom)
+        outputs = self._runner.run(batches, problem)
+        if self.output_concat_dim is not None and not self.pipeline.has_backward and outputs:
+            return port().concatenate(outputs, self.output_concat_dim)
+        return outputs
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number that is the same on two ranks only if their orders are."""
+        text = repr((sorted(self.exec_order.items()), self.pipeline.placement, self.micro_batch_num, self.scale_grads))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+class ScheduleGPipe(PipelineSchedule):
+    """All forwards, then all backwards: see ``schedules.gpipe``."""
+
+    make = staticmethod(schedules.gpipe)
+
+
+class Schedule1F1B(PipelineSchedule):
+    """One forward, one backward: see ``schedules.one_f_one_b``."""
+
+    make = staticmethod(schedules.one_f_one_b)
+
+
+class ScheduleZB1P(PipelineSchedule):
+    """Backwards in two halves at 1F1B's memory: see ``schedules.zb1p``."""
+
+    make = staticmethod(schedules.zb1p)
+
+
+class ScheduleInterleaved1F1B(PipelineSchedule):
+    """1F1B over several stages a rank: see ``schedules.interleaved``."""
+
+    shape: Shape = "loop"
+    make = staticmethod(schedules.interleaved)
+
+
+class ScheduleLoopedBFS(PipelineSchedule):
+    """All micro-batches through each stage in turn: see ``schedules.looped_bfs``."""
+
+    shape: Shape = "loop"
+    make = staticmethod(schedules.looped_bfs)
+
+
+class ScheduleZBV(PipelineSchedule):
+    """Zero bubble, stages there and back: see ``schedules.zbv``."""
+
+    shape: Shape = "v"
+    make = staticmethod(schedules.zbv)
+
+
+class ScheduleVHalf(PipelineSchedule):
+    """Half of 1F1B's memory: see ``schedules.v_half``."""
+
+    shape: Shape = "v"
+    make = staticmethod(schedules.v_half)
+
+
+class ScheduleVMin(PipelineSchedule):
+    """The least memory: see ``schedules.v_min``."""
+
+    shape: Shape = "v"
+    make = staticmethod(schedules.v_min)
+
+
+class ScheduleDualPipeV(PipelineSchedule):
+    """Forwards and backwards in pairs, stages there and back: see ``schedules.dual_pipe_v``."""
+
+    shape: Shape = "v"
+    make = staticmethod(schedules.dual_pipe_v)

@@ -1,0 +1,66 @@
+"""A stage: the part of a model that a rank runs as one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hp_pipeline.port import port
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage:
+    """A part of a model in a pipeline.
+
+    The first stage is called with a micro-batch of what ``run`` was given; the others with what the stage before
+    returned: a tuple is their positional arguments, anything else their only one. Every stage also gets the keyword
+    arguments that ``run`` was given on its own rank. The last stage returns the loss of the micro-batch, a scalar, or
+    something with an attribute ``loss``.
+
+    Args:
+        module: a module, or a function of one.
+        stage_index: its place in the model, from 0.
+        stage_num: how many stages the model has, over all ranks.
+        device: where received tensors are; None is the device of the module's first parameter, or the current one.
+        dyn_shape: what the stage receives and returns may change its shapes from micro-batch to micro-batch, at the
+            cost of a header a message.
+        has_backward: False for a stage that is only run forwards.
+
+    Raises:
+        ValueError: an index outside of the number of stages.
+        TypeError: a module that cannot be called.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        stage_index: int,
+        stage_num: int,
+        device: Any = None,
+        *,
+        dyn_shape: bool = False,
+        has_backward: bool = True,
+    ) -> None:
+        if not 0 <= stage_index < stage_num:
+            raise ValueError(f"PipelineStage: stage_index={stage_index} is not one of stage_num={stage_num} from 0.")
+        if not callable(module):
+            raise TypeError(f"PipelineStage: module must be callable, got {type(module).__name__}.")
+        self.submodule = module
+        self.stage_index, self.stage_num = stage_index, stage_num
+        self.device = port().device_of(module) if device is None else device
+        self.dyn_shape, self.has_backward = dyn_shape, has_backward
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Tell whether the stage takes the model's inputs."""
+        return self.stage_index == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Tell whether the stage returns the loss."""
+        return self.stage_index == self.stage_num - 1
+
+    def __repr__(self) -> str:
+        """Name the stage by its place and what it runs."""
+        return f"PipelineStage({self.stage_index} of {self.stage_num}: {type(self.submodule).__name__})"

@@ -1,0 +1,256 @@
+"""Schedules that run, against one process in float64."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hp_pipeline
+from hp_pipeline import MetaStepType, PipelineError, PipelineSchedule, PipelineStage, placed, schedules
+from hp_testing import device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from pipeline_models import Net, Stage, batch, reference
+
+pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
+
+LINE = ["ScheduleGPipe", "Schedule1F1B", "ScheduleZB1P"]
+V = ["ScheduleZBV", "ScheduleVHalf", "ScheduleVMin", "ScheduleDualPipeV"]
+LOOP = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS"]
+
+
+def build(name, micro_batches, net, **options):
+    """Make this rank's part of a schedule."""
+    kind = getattr(hp_pipeline, name)
+    rank, stages = dist.get_rank(), len(net.parts)
+    placement = placed(kind.shape, dist.get_world_size(), stages // dist.get_world_size() if name in LOOP else None)
+    own = [PipelineStage(Stage(net, index), index, stages) for index, place in enumerate(placement) if place == rank]
+    return kind(own, micro_batches, **options)
+
+
+def train(name, micro_batches, stages, steps=2):
+    """Train for some steps; return the stages' module and the losses."""
+    rows = 2 * micro_batches
+    net = Net(stages).double().to(device_type())
+    schedule = build(name, micro_batches, net)
+    own = nn.ModuleList(stage.submodule for stage in schedule.stages)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x, target = batch(rows, device_type())
+        losses.append(schedule.run(x, target=target))
+        optimizer.step()
+    return own, losses
+
+
+def compare(name, micro_batches, stages, exact=False):
+    net, expected = reference(stages, 2 * micro_batches, micro_batches)
+    own, losses = train(name, micro_batches, stages)
+    names = {id(parameter): key for key, parameter in net.named_parameters()}
+    whole = dict(net.named_parameters())
+    assert len(names) == len(whole)
+    for stage in own:
+        for key, parameter in stage.named_parameters():
+            close(parameter, whole[key], exact)
+            close(parameter.grad, whole[key].grad, exact)
+    last = [stage for stage in own if hasattr(stage, "head")]
+    for got, wanted in zip(losses, expected, strict=True):
+        assert len(got) == (micro_batches if last else 0)
+        for one, other in zip(got, wanted, strict=bool(last)):
+            close(one, other, exact)
+
+
+def close(tensor, expected, exact):
+    tensor, expected = tensor.detach().cpu(), expected.detach()
+    assert torch.equal(tensor, expected) if exact else torch.allclose(tensor, expected, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("name", [*LINE, *V, *LOOP])
+def test_every_schedule_equals_one_process(name, ranks):
+    chunks = 1 if name in LINE else 2
+    for micro_batches in sorted({1, 2, ranks, 2 * ranks + 1} if ranks < 3 else {1, ranks, 2 * ranks + 1}):
+        compare(name, micro_batches, chunks * ranks, exact=device_type() == "cpu")
+
+
+@on_ranks(2)
+def test_forwards_alone():
+    net = Net(2).double().to(device_type())
+    rank = dist.get_rank()
+    stage = PipelineStage(Stage(net, rank), rank, 2, has_backward=False)
+    schedule = hp_pipeline.ScheduleGPipe(stage, 3, output_concat_dim=0)
+    x, _ = batch(6, device_type())
+    output = schedule.run(x)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    if rank:
+        whole = Net(2).double().to(device_type())
+        assert torch.equal(output, torch.cat([whole(part.clone()) for part in x.chunk(3)]))
+    else:
+        assert output == []
+
+
+class Nested(nn.Module):
+    """Passes on a nest: a tensor with a gradient, one without, integers, plain values, one that nobody uses."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.weight, self.unused, self.last = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), last
+
+    def forward(self, x, more=None, bonus=1.0):
+        if more is not None:
+            assert more["name"] == "first" and more["count"].dtype is torch.int64
+            assert not more["plain"].requires_grad and more["unused"].requires_grad
+            x = x + more["plain"]
+        x = x * self.weight
+        if self.last:
+            return (x * bonus).sum()
+        more = {"name": "first", "count": torch.arange(2), "plain": x.detach() * 2, "unused": x * self.unused}
+        return x, more
+
+
+@on_ranks(2)
+def test_nests_and_tensors_without_gradients():
+    rank, x = dist.get_rank(), torch.arange(6.0).view(2, 3)
+    stage = PipelineStage(Nested(rank == 1), rank, 2, device="cpu")
+    schedule = hp_pipeline.Schedule1F1B(stage, 2, kwargs_batch_dim={"bonus": -1} if rank else None)
+    losses = schedule.run(x, **({"bonus": torch.tensor(2.0)} if rank else {}))
+    if rank:
+        assert [loss.item() for loss in losses] == [2 * 3 * row.sum().item() for row in x]
+        assert torch.equal(stage.submodule.weight.grad, 3 * x.sum(0))
+    else:
+        assert torch.equal(stage.submodule.weight.grad, x.sum(0))
+        assert stage.submodule.unused.grad is None
+
+
+@on_ranks(2)
+def test_shapes_that_change():
+    rank = dist.get_rank()
+
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            if rank:
+                return (x * self.weight).sum()
+            return (x * self.weight)[:, : int(x[0, 0])]
+
+    x = torch.tensor([[1.0, 5.0, 7.0], [3.0, 5.0, 7.0]])
+    fixed = hp_pipeline.ScheduleGPipe(PipelineStage(Growing(), rank, 2, device="cpu"), 2)
+    text = (
+        r"rank 0 at 0F1: ValueError: stage 0 -> stage 1, forward: the stage returned \(torch.float32 of shape \(1, 3\)"
+        r" with a gradient\), and \(torch.float32 of shape \(1, 1\) .*dyn_shape=True"
+    )
+    with pytest.raises(PipelineError, match=text):
+        fixed.run(x)
+    stage = PipelineStage(Growing(), rank, 2, device="cpu", dyn_shape=True)
+    losses = hp_pipeline.ScheduleGPipe(stage, 2).run(x)
+    assert [loss.item() for loss in losses] == ([1.0, 15.0] if rank else [])
+    assert stage.submodule.weight.grad.item() == 8.0
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("place", ["0F0", "1F1", "2F1", "1B0"])
+def test_a_stage_that_raises_is_named_on_all_ranks_and_the_next_run_works(place):
+    stages, micro_batches = 3, 4
+    net = Net(stages).double().to(device_type())
+    schedule = build("Schedule1F1B", micro_batches, net)
+    failing = [True]
+
+    def custom(step, run):
+        if failing and str(step) == place:
+            raise ArithmeticError("too hot")
+        run()
+
+    x, target = batch(2 * micro_batches, device_type())
+    for warm in (False, True):
+        for kind in (MetaStepType.FORWARD, MetaStepType.BACKWARD):
+            schedule.register_custom_function(kind, custom)
+        if warm:
+            failing.clear()
+            schedule.run(x, target=target)
+            failing.append(True)
+        with pytest.raises(PipelineError, match=f"rank {place[0]} at {place}: ArithmeticError: too hot"):
+            schedule.run(x, target=target)
+        failing.clear()
+        net.zero_grad()
+        losses = schedule.run(x, target=target)
+        _, expected = reference(stages, 2 * micro_batches, micro_batches, steps=1)
+        for loss, wanted in zip(losses, expected[0], strict=False):
+            close(loss, wanted, False)
+        failing.append(True)
+
+
+@on_ranks(2)
+def test_bad_input_is_refused_on_all_ranks_before_anything_is_sent():
+    rank = dist.get_rank()
+    net = Net(2).double().to(device_type())
+    x, target = batch(6, device_type())
+    schedule = build("Schedule1F1B", 4, net)
+    with pytest.raises(ValueError, match="has 6 rows along dim 0, which 4 micro-batches do not divide"):
+        schedule.run(x, target=target)
+    schedule = build("Schedule1F1B", 3 if rank else 2, net)
+    with pytest.raises(ValueError, match=r"The ranks \[1\] of the pipeline have another order than rank 0"):
+        schedule.run(x, target=target)
+    schedule = build("Schedule1F1B", 2, net)
+    with pytest.raises(PipelineError, match=r"rank 1 at 1F0: TypeError: the last stage must return a scalar loss, .*"
+                       r"a tensor of shape \(3, 5\)"):  # fmt: skip
+        schedule.run(x)
+
+
+@on_ranks(2)
+def test_stages_that_are_not_this_ranks_are_refused():
+    net, rank = Net(2), dist.get_rank()
+    with pytest.raises(ValueError, match=rf"Schedule1F1B: rank {rank} of 2 runs the stages \({rank},\) of 2, got"):
+        hp_pipeline.Schedule1F1B(PipelineStage(Stage(net, 1 - rank), 1 - rank, 2), 2)
+    with pytest.raises(ValueError, match="ScheduleZBV on 2 ranks has 4 stages, stage_num is 2"):
+        hp_pipeline.ScheduleZBV(PipelineStage(Stage(net, rank), rank, 2), 2)
+    with pytest.raises(ValueError, match="stage_index=2 is not one of stage_num=2 from 0"):
+        PipelineStage(net, 2, 2)
+
+
+@on_ranks(2)
+def test_an_order_of_ones_own():
+    net = Net(2).double().to(device_type())
+    schedule = build("Schedule1F1B", 2, net)
+    with pytest.raises(ValueError, match="steps that are missing: 0F0"):
+        schedule.exec_order = {0: (), 1: schedule.exec_order[1]}
+    schedule.exec_order = schedules.gpipe(schedule.pipeline)
+    x, target = batch(4, device_type())
+    assert len(schedule.run(x, target=target)) == (2 if dist.get_rank() else 0)
+    own = PipelineSchedule(schedule.stages, 2, order=schedules.gpipe)
+    assert own.exec_order == schedule.exec_order
+
+
+@on_ranks(4)
+def test_chains_that_join():
+    # Stages 0 -> 1 -> 3 and 2 -> 3: an encoder beside the first part of a language model.
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)]
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def last(a, b):
+        return layers[3](torch.tanh(a) * b).pow(2).sum()
+
+    work = [layers[0], layers[1], layers[2], last][rank]
+    schedule = PipelineSchedule(
+        PipelineStage(work, rank, 4, device="cpu"),
+        2,
+        order=schedules.gpipe,
+        boundaries=[(0, 1), (1, 3), (2, 3)],
+    )
+    schedule.run(x)
+    gradient = layers[rank].weight.grad.clone()
+    for layer in layers:
+        layer.zero_grad()
+    for part in x.chunk(2):
+        (last(layers[1](layers[0](part)), layers[2](part)) / 2).backward()
+    assert torch.allclose(gradient, layers[rank].weight.grad, rtol=1e-12)
