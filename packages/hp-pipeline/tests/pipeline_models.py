@@ -42,14 +42,13 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.first = nn.Linear(4, WIDTH)
-        self.parts = nn.ModuleList(nn.ModuleList(Block() for _ in range(1 + index % 2)) for index in range(stages))
+        self.parts = nn.ModuleList(nn.Sequential(*(Block() for _ in range(1 + index % 2))) for index in range(stages))
         self.head = Head()
 
     def forward(self, x, target=None):
         x = self.first(x)
         for part in self.parts:
-            for block in part:
-                x = block(x)
+            x = part(x)
         return self.head(x, target)
 
 
@@ -68,8 +67,7 @@ class Stage(nn.Module):
         if hasattr(self, "first"):
             x = self.first(x)
         for part in self.parts.values():
-            for block in part:
-                x = block(x)
+            x = part(x)
         return self.head(x, target) if hasattr(self, "head") else x
 
 

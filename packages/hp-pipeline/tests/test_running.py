@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hp_pipeline
-from hp_pipeline import MetaStepType, PipelineError, PipelineSchedule, PipelineStage, placed, schedules
+from hp_pipeline import MetaStepType, PipelineError, PipelineSchedule, PipelineStage, lower, placed, schedules
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -222,6 +223,8 @@ def test_an_order_of_ones_own():
     schedule = build("Schedule1F1B", 2, net)
     with pytest.raises(ValueError, match="steps that are missing: 0F0"):
         schedule.exec_order = {0: (), 1: schedule.exec_order[1]}
+    with pytest.raises(NotImplementedError, match="does not run steps of type REDUCE_GRAD, RESHARD, UNSHARD; leave"):
+        schedule.exec_order = lower(schedule.exec_order, schedule.pipeline, sharded=[0, 1])
     schedule.exec_order = schedules.gpipe(schedule.pipeline)
     x, target = batch(4, device_type())
     assert len(schedule.run(x, target=target)) == (2 if dist.get_rank() else 0)
@@ -234,7 +237,7 @@ def test_chains_that_join():
     # Stages 0 -> 1 -> 3 and 2 -> 3: an encoder beside the first part of a language model.
     rank = dist.get_rank()
     torch.manual_seed(0)
-    layers = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)]
+    layers: Any = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)]
     x = torch.randn(4, 3, dtype=torch.float64)
 
     def last(a, b):

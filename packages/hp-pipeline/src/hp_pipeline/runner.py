@@ -23,10 +23,16 @@ from hp_platform import LostRankError, get_platform
 if TYPE_CHECKING:
     from hp_pipeline.schedule import PipelineSchedule
 
-__all__ = ["PipelineError", "Runner"]
+__all__ = ["RUN", "PipelineError", "Runner"]
 
 _T = MetaStepType
 _TEXT = 2048  # bytes of a failure's text that other ranks are told
+
+RUN = frozenset(
+    """FORWARD BACKWARD BACKWARD_INPUT BACKWARD_WEIGHT OVERLAP_F_B OVERLAP_B_F
+    FWD_SEND FWD_RECV BWD_SEND BWD_RECV""".split()
+)
+"""The types of steps that are run."""
 
 Key = tuple[int, int, bool]
 """A channel: from stage, to stage, forward."""

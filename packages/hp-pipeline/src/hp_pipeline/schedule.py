@@ -19,7 +19,7 @@ from hp_pipeline.checking import check
 from hp_pipeline.lowering import lower
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
-from hp_pipeline.runner import Runner
+from hp_pipeline.runner import RUN, Runner
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStepType, Order
 from hp_platform import get_platform
@@ -126,6 +126,12 @@ class PipelineSchedule:
     @exec_order.setter
     def exec_order(self, order: Order) -> None:
         check(order, self.pipeline)
+        other = {each.step_type.name for steps in order.values() for each in steps} - RUN
+        if other:
+            raise NotImplementedError(
+                f"{type(self).__name__}: the runtime does not run steps of type {', '.join(sorted(other))}; leave them"
+                " out."
+            )
         self._order = {rank: tuple(steps) for rank, steps in order.items()}
         self._runner = None
         vars(self).pop("fingerprint", None)

@@ -1,0 +1,116 @@
+"""What hp-pipeline costs beside torch.distributed.pipelining, in one process of a fake group, interleaved.
+
+Measured are CPU seconds of a whole step of rank 1 of 4 whose stages compute next to nothing, less those of the same computing
+without a pipeline, for each action (compute, send, receive). Medians, and the ratio.
+
+    python packages/hp-pipeline/benchmarks/bench_pipeline.py --repeats 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import hp_pipeline
+from hp_pipeline import PipelineStage, placed
+from hp_pipeline.channels import Message
+from hp_pipeline.runner import Runner
+
+RANKS, RANK, MICRO, WIDTH = 4, 1, 8, 4
+NAMES = {
+    "ScheduleGPipe": "ScheduleGPipe",
+    "Schedule1F1B": "Schedule1F1B",
+    "ScheduleInterleaved1F1B": "ScheduleInterleaved1F1B",
+    "ScheduleZBV": "ScheduleZBVZeroBubble",
+}
+
+
+def timed(run: Callable[[], object], times: int) -> float:
+    begin = time.process_time()
+    for _ in range(times):
+        run()
+    return (time.process_time() - begin) / times
+
+
+def ours(name: str) -> tuple[Callable[[], object], int]:
+    kind = getattr(hp_pipeline, name)
+    placement = placed(kind.shape, RANKS)
+    indices = [index for index, rank in enumerate(placement) if rank == RANK]
+    stages = [PipelineStage(nn.Linear(WIDTH, WIDTH), index, len(placement)) for index in indices]
+    schedule = kind(stages, MICRO)
+    order = hp_pipeline.lower(schedule.exec_order, schedule.pipeline)
+    runner = schedule._runner = Runner(schedule, order, {})
+    # A fake group delivers nothing: neither what ranks tell each other nor what messages look like.
+    runner._gather = lambda values: [values] * RANKS  # type: ignore[method-assign]
+    for (_, _, ahead), channel in runner.channels.items():
+        channel.signature = Message.of(torch.zeros(1, WIDTH, requires_grad=ahead)).signature()
+    x = torch.randn(MICRO, WIDTH)
+    return lambda: schedule.run(x), len(order[RANK])
+
+
+
+def theirs(name: str) -> Callable[[], object]:
+    kind = getattr(pipelining, NAMES[name])
+    single = name in ("ScheduleGPipe", "Schedule1F1B")
+    indices = [RANK] if single else ([RANK, 2 * RANKS - 1 - RANK] if name == "ScheduleZBV" else [RANK, RANK + RANKS])
+    count = RANKS if single else 2 * RANKS
+    example = torch.randn(1, WIDTH, requires_grad=True)
+    stages = [
+        pipelining.PipelineStage(
+            nn.Linear(WIDTH, WIDTH), index, count, torch.device("cpu"), input_args=(example,), output_args=(example,)
+        )
+        for index in indices
+    ]
+    for stage in stages:  # the ranks' vote to use the shapes that they were given, which a fake group does not deliver
+        if hasattr(stage, "_warmup_backward_result"):
+            stage._warmup_forward_vote = lambda *args, **kwargs: torch.ones(1, dtype=torch.int32)  # type: ignore[method-assign]
+            stage._warmup_backward_result = lambda *args, **kwargs: torch.ones(1, dtype=torch.int32)  # type: ignore[method-assign]
+    schedule = kind(stages[0] if single else stages, MICRO, loss_fn=lambda out, target: out.sum())
+    x = torch.randn(MICRO, WIDTH)
+    return lambda: schedule.step(target=x)
+
+
+def bare(chunks: int) -> Callable[[], object]:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(chunks)]
+    parts = torch.randn(MICRO, WIDTH).requires_grad_().chunk(MICRO)
+
+    def run() -> None:
+        for layer in layers:
+            for part in parts:
+                leaf = part.detach().requires_grad_()
+                layer(leaf).backward(leaf)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
+    print(f"{'schedule':26} {'actions':>8} {'ours us':>9} {'torch us':>9} {'ratio':>6}   (an action, over bare compute)")
+    for name in NAMES:
+        run, actions = ours(name)
+        peer, plain = theirs(name), bare(1 if name in ("ScheduleGPipe", "Schedule1F1B") else 2)
+        rows = []
+        for each in (run, peer, plain):
+            each()
+        for _ in range(repeats):
+            rows.append([timed(each, 10) for each in (run, peer, plain)])
+        own, other, base = (statistics.median(column) for column in zip(*rows, strict=True))
+        own, other = ((value - base) / actions * 1e6 for value in (own, other))
+        print(f"{name:26} {actions:8d} {own:9.1f} {other:9.1f} {own / other:6.2f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
