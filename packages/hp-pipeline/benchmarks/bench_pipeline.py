@@ -1,7 +1,7 @@
 """What hp-pipeline costs beside torch.distributed.pipelining, in one process of a fake group, interleaved.
 
-Measured are CPU seconds of a whole step of rank 1 of 4 whose stages compute next to nothing, less those of the same computing
-without a pipeline, for each action (compute, send, receive). Medians, and the ratio.
+Measured are CPU seconds of a whole step of rank 1 of 4 whose stages compute next to nothing, less those of the same
+computing without a pipeline, for each action (compute, send, receive). Medians, and the ratio.
 
     python packages/hp-pipeline/benchmarks/bench_pipeline.py --repeats 7
 """
@@ -56,7 +56,6 @@ def ours(name: str) -> tuple[Callable[[], object], int]:
     return lambda: schedule.run(x), len(order[RANK])
 
 
-
 def theirs(name: str) -> Callable[[], object]:
     kind = getattr(pipelining, NAMES[name])
     single = name in ("ScheduleGPipe", "Schedule1F1B")
@@ -97,7 +96,9 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
-    print(f"{'schedule':26} {'actions':>8} {'ours us':>9} {'torch us':>9} {'ratio':>6}   (an action, over bare compute)")
+    print(
+        f"{'schedule':26} {'actions':>8} {'ours us':>9} {'torch us':>9} {'ratio':>6}   (an action, over bare compute)"
+    )
     for name in NAMES:
         run, actions = ours(name)
         peer, plain = theirs(name), bare(1 if name in ("ScheduleGPipe", "Schedule1F1B") else 2)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hp_pipeline import Costs, MetaStep, MetaStepType, Pipeline, check, lower, placed, schedules, simulate, step
+from hp_pipeline import Costs, MetaStep, MetaStepType, Pipeline, check, lower, placed, schedules, simulate
 
 
 def steps(text):
-    return tuple(map(step, text.split()))
+    return tuple(map(MetaStep.of, text.split()))
 
 
 PAIR = Pipeline((0, 1), 2)
@@ -21,11 +21,11 @@ GOOD = {0: steps("0F0 0F1 0B0 0B1"), 1: steps("1F0 1B0 1F1 1B1")}
 
 def test_a_step_reads_and_writes_its_short_form():
     for text in ("2F0", "0B13", "1I2.3", "3FS1", "0FU", "2F3+1B0", "1B0+2F3"):
-        assert str(step(text)) == text
-    assert step("2F0.1") == MetaStep(0, MetaStepType.FORWARD, 2, None, 1)
+        assert str(MetaStep.of(text)) == text
+    assert MetaStep.of("2F0.1") == MetaStep(0, MetaStepType.FORWARD, 2, None, 1)
     for text in ("F0", "2X0", "2", "", "2F1x", "2F0+"):
         with pytest.raises(ValueError, match=f"{re.escape(repr(text.split('+')[-1]))} is not a step"):
-            step(text)
+            MetaStep.of(text)
 
 
 def test_a_good_order_says_what_each_rank_holds():
@@ -40,9 +40,12 @@ def test_a_good_order_says_what_each_rank_holds():
         ({0: GOOD[0], 1: steps("1F0 1B0 1F1 1I1")}, "steps that are missing: 1W1."),
         ({0: GOOD[0], 1: steps("1F0 1B0 1F1 1B1 1F0")}, "steps that are there twice: 1F0."),
         ({0: GOOD[0], 1: steps("1F0 1B0 1F1 1B1 1W1")}, "1B1 and 1W1 are the same backward: the whole and its halves."),
-        ({0: (*GOOD[0], step("1F0")), 1: GOOD[1]}, "rank 0: 1F0 is a step of rank 1, where its stage is."),
-        ({0: GOOD[0], 1: (*GOOD[1], step("2F0"))}, "rank 1: 2F0 names a stage that is not one of the 2 there are."),
-        ({0: GOOD[0], 1: (*GOOD[1], step("1F2"))}, "rank 1: 1F2 is outside of 2 micro-batches of 1 slices."),
+        ({0: (*GOOD[0], *steps("1F0")), 1: GOOD[1]}, "rank 0: 1F0 is a step of rank 1, where its stage is."),
+        (
+            {0: GOOD[0], 1: (*GOOD[1], *steps("2F0"))},
+            "rank 1: 2F0 names a stage that is not one of the 2 there are.",
+        ),
+        ({0: GOOD[0], 1: (*GOOD[1], *steps("1F2"))}, "rank 1: 1F2 is outside of 2 micro-batches of 1 slices."),
         ({0: GOOD[0]}, "the order names the ranks [0], the placement has 2 from 0."),
         ({0: GOOD[0], 1: steps("1B0 1F0 1F1 1B1")}, "rank 1: 1B0 needs 1F0, which comes later on the same rank."),
         (
@@ -62,7 +65,7 @@ def test_sends_and_receives_that_do_not_meet():
     with pytest.raises(ValueError, match=r"rank 1: sends or receives missing: 1FR1\."):
         check(lost, PAIR)
     with pytest.raises(ValueError, match=r"rank 1: sends or receives too many: 1BS1\."):
-        check({**good, 1: (*good[1], step("1BS1"))}, PAIR)
+        check({**good, 1: (*good[1], MetaStep.of("1BS1"))}, PAIR)
     crossed = {**good, 0: steps("0F0 0F1 0FS1 0FS0 0BR0 0B0 0BR1 0B1")}
     with pytest.raises(ValueError, match=r"message 0 from rank 0 to rank 1 is for 1FR1, but .* there is 1FR0"):
         check(crossed, PAIR)

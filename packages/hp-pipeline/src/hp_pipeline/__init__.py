@@ -4,7 +4,7 @@ from hp_pipeline import schedules
 from hp_pipeline.batches import BatchDimSpec
 from hp_pipeline.checking import check
 from hp_pipeline.lowering import lower
-from hp_pipeline.pipeline import UNIT, Costs, Pipeline, placed
+from hp_pipeline.pipeline import Costs, Pipeline, placed
 from hp_pipeline.runner import PipelineError
 from hp_pipeline.schedule import (
     PipelineSchedule,
@@ -20,11 +20,10 @@ from hp_pipeline.schedule import (
 )
 from hp_pipeline.simulation import Span, Trace, simulate
 from hp_pipeline.stage import PipelineStage
-from hp_pipeline.steps import MetaStep, MetaStepType, Order, step
+from hp_pipeline.steps import MetaStep, MetaStepType, Order
 from hp_pipeline.synthesis import synthesize
 
 __all__ = [
-    "UNIT",
     "BatchDimSpec",
     "Costs",
     "MetaStep",
@@ -50,6 +49,5 @@ __all__ = [
     "placed",
     "schedules",
     "simulate",
-    "step",
     "synthesize",
 ]

@@ -9,10 +9,11 @@ Note [How steps are written]
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["BACKWARDS", "COMPUTE", "MetaStep", "MetaStepType", "Order", "compute_parts", "step"]
+__all__ = ["BACKWARDS", "COMPUTE", "MetaStep", "MetaStepType", "Order", "compute_parts"]
 
 
 class MetaStepType(enum.Enum):
@@ -45,6 +46,10 @@ class MetaStepType(enum.Enum):
     __hash__ = object.__hash__  # steps are keys everywhere; Enum's own hash is a Python function
 
 
+_KINDS = {kind.value: kind for kind in MetaStepType}
+_SHORT = re.compile(r"(?P<stage>\d+)(?P<kind>[A-Z]+)(?P<micro>\d*)(\.(?P<part>\d+))?")
+
+
 class MetaStep(NamedTuple):
     """One step of a rank. Immutable and hashable; its ``repr`` is its constructor.
 
@@ -62,6 +67,27 @@ class MetaStep(NamedTuple):
     sub_steps: tuple[MetaStep, ...] | None = None
     seq_index: int = 0
 
+    @classmethod
+    def of(cls, text: str) -> MetaStep:
+        """Read a step from its short form: ``MetaStep.of("2F0.1")`` is stage 2's forward of slice 1 of micro-batch 0.
+
+        Raises:
+            ValueError: the text is no step.
+        """
+        parts = text.split("+")
+        if len(parts) == 2:
+            first, second = map(cls.of, parts)
+            ahead = first.step_type is MetaStepType.FORWARD
+            kind = MetaStepType.OVERLAP_F_B if ahead else MetaStepType.OVERLAP_B_F
+            return cls(None, kind, None, (first, second))
+        match = _SHORT.fullmatch(text)
+        if match is None or match["kind"] not in _KINDS:
+            raise ValueError(
+                f"{text!r} is not a step; a step is its stage, its type and its micro-batch, such as '2F0'."
+            )
+        micro = int(match["micro"]) if match["micro"] else None
+        return cls(micro, _KINDS[match["kind"]], int(match["stage"]), None, int(match["part"] or 0))
+
     def __str__(self) -> str:
         """Write the step as in Note [How steps are written]."""
         if self.sub_steps:
@@ -78,27 +104,6 @@ _T = MetaStepType
 COMPUTE = frozenset({_T.FORWARD, _T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT})
 BACKWARDS = frozenset({_T.BACKWARD, _T.BACKWARD_INPUT})
 """The types after which the gradients of a stage's inputs are there."""
-
-
-def step(text: str) -> MetaStep:
-    """Read a step from its short form: ``step("2F0.1")`` is the forward of stage 2 for slice 1 of micro-batch 0.
-
-    Raises:
-        ValueError: the text is no step.
-    """
-    parts = text.split("+")
-    if len(parts) == 2:
-        first, second = map(step, parts)
-        kind = _T.OVERLAP_F_B if first.step_type is _T.FORWARD else _T.OVERLAP_B_F
-        return MetaStep(None, kind, None, (first, second))
-    stage = text.rstrip(".0123456789").rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    micro = text.lstrip("0123456789").lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    kind_text = text[len(stage) : len(text) - len(micro)]
-    number, _, part = micro.partition(".")
-    kinds = {each.value: each for each in _T}
-    if not stage.isdigit() or kind_text not in kinds or not (micro == "" or number.isdigit()):
-        raise ValueError(f"{text!r} is not a step; a step is its stage, its type and its micro-batch, such as '2F0'.")
-    return MetaStep(int(number) if number else None, kinds[kind_text], int(stage), None, int(part or 0))
 
 
 def compute_parts(each: MetaStep) -> tuple[MetaStep, ...]:
