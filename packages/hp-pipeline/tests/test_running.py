@@ -18,7 +18,7 @@ from hp_testing import device_type, on_ranks
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from pipeline_models import Net, Stage, batch, reference
 
-pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
+pytestmark = pytest.mark.framework("torch")
 
 LINE = ["ScheduleGPipe", "Schedule1F1B", "ScheduleZB1P"]
 V = ["ScheduleZBV", "ScheduleVHalf", "ScheduleVMin", "ScheduleDualPipeV"]

@@ -104,9 +104,7 @@ class Runner:
     # ---- binding ----
     def _open(self, order: Order) -> dict[Key, Channel]:
         """Open this rank's ends of the channels: (from stage, to stage, forward)."""
-        groups, placement = get_platform().groups, self.pipeline.placement
-        members = groups.ranks(self.group)
-        tags = groups.backend(self.group) in ("gloo", "fake")
+        placement = self.pipeline.placement
         channels = {}
         pairs = [(a, b) for b, before in enumerate(self.pipeline.predecessors) for a in before]
         for index, (source, target) in enumerate(sorted(pairs)):
@@ -117,13 +115,12 @@ class Runner:
                 if not ahead and not self.pipeline.has_backward or self.rank not in (near, far):
                     continue
                 own, peer = (source, far) if self.rank == near else (target, near)
-                group = self.group if tags else groups.second_group([members[near], members[far]])
                 direction = "forward" if ahead else "backward"
                 channels[source, target, ahead] = Channel(
                     f"stage {source} -> stage {target}, {direction}",
-                    peer if tags else groups.ranks(group).index(members[peer]),
-                    group,
-                    1 + 2 * index + ahead if tags else 0,
+                    peer,
+                    self.group,
+                    1 + 2 * index + ahead,
                     self.stages[own].device,
                     self.stages[own].dyn_shape,
                 )

@@ -37,6 +37,7 @@ __all__ = [
     "ScheduleZBV",
 ]
 
+BACKENDS = ("gloo", "fake", "mccl")
 Custom = Callable[..., Any]
 
 
@@ -63,6 +64,7 @@ class PipelineSchedule:
 
     Raises:
         ValueError: stages that are not those of this rank's place, or an order that does not run to its end.
+        NotImplementedError: a group of several ranks whose backend is not gloo.
     """
 
     shape: Shape = "line"
@@ -86,6 +88,13 @@ class PipelineSchedule:
         groups = get_platform().groups
         self.group = groups.default_group() if group is None else group
         self.rank, ranks = groups.rank(self.group), groups.size(self.group)
+        backend = groups.backend(self.group)
+        if ranks > 1 and backend not in BACKENDS:
+            raise NotImplementedError(
+                f"{type(self).__name__}: a channel needs messages with tags, which {backend} has not, and a"
+                " communicator for each channel is not built yet; pass a group of backend gloo, which sends through"
+                " host memory."
+            )
         self.micro_batch_num, self.scale_grads = micro_batch_num, scale_grads
         self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
         self.output_concat_dim = output_concat_dim
