@@ -22,6 +22,7 @@ REDUCE = {
     "product": np.multiply.reduce,
 }
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+TAGS = ("gloo", "mccl")
 INTEGERS = ("int8", "int32", "int64", "uint8")
 every_size = on_ranks(1, 2, 3, 4)
 both_ways = pytest.mark.parametrize("async_op", [False, True])
@@ -119,9 +120,8 @@ def test_movements_of_every_dtype(dtype, ranks):
 
 
 @on_ranks(2)
-@pytest.mark.framework("torch")
 def test_messages_in_both_directions_at_once():
-    if hp_platform.get_backend() != "gloo":
+    if hp_platform.get_backend() not in TAGS:
         pytest.skip("elsewhere all messages between two ranks of a group are in one order")
     collectives, group, mine = get_platform().collectives, world(), rank()
     received = [as_tensor(np.zeros(3)) for _ in range(2)]
@@ -134,11 +134,10 @@ def test_messages_in_both_directions_at_once():
 
 
 @on_ranks(2)
-@pytest.mark.framework("torch")
 def test_tags_tell_messages_apart():
     collectives, group = get_platform().collectives, world()
-    if hp_platform.get_backend() != "gloo":
-        pytest.skip("only gloo has tags")
+    if hp_platform.get_backend() not in TAGS:
+        pytest.skip("only gloo and mccl have tags")
     first, second = (as_tensor(np.full(3, value)) for value in (1.0, 2.0))
     if rank() == 0:
         sends = [

@@ -223,8 +223,8 @@ def send(tensor: Tensor, dst: int, *, group: Group, tag: int = 0, async_op: bool
         tensor: contiguous; with ``async_op`` nobody writes to it until the handle has been waited for.
         dst: the receiver's rank inside the group.
         group: a group that holds both.
-        tag: tells messages between the same two ranks apart; messages of one tag arrive in their order. Only gloo has
-            tags: elsewhere all messages between two ranks of a group are in one order.
+        tag: tells messages between the same two ranks apart; messages of one tag arrive in their order. gloo and mccl
+            have tags: elsewhere all messages between two ranks of a group are in one order.
         async_op: return at once, with a handle.
 
     Returns:

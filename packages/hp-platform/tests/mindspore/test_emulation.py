@@ -58,6 +58,37 @@ def test_many_exchanges_in_a_row_keep_their_order():
         platform.collectives.all_reduce(received, "max", group=group)
 
 
+@on_ranks(2)
+def test_messages_of_groups_and_tags_are_told_apart_in_any_order_of_waiting():
+    platform, group = get_platform(), groups.world()
+    rank, other = platform.groups.rank(), platform.groups.second_group([0, 1])
+    sent = [(group, 1, 1), (group, 2, 3), (other, 1, 5), (group, 1, 7), (other, 1, 0)]
+    handles = []
+    for where, tag, size in sent:
+        message = Tensor(np.full(size, 100 * rank + size, np.float64))
+        handles.append(platform.collectives.send(message, 1 - rank, group=where, tag=tag, async_op=True))
+    received = [mint.empty((size,), dtype=mindspore.float64) for _, _, size in sent]
+    into = [
+        platform.collectives.recv(tensor, 1 - rank, group=where, tag=tag, async_op=True)
+        for tensor, (where, tag, _) in zip(received, sent, strict=True)
+    ]
+    for handle in (*reversed(into), *handles):
+        handle.wait()
+    expected = [[100.0 * (1 - rank) + size] * size for *_, size in sent]
+    assert [tensor.asnumpy().tolist() for tensor in received] == expected
+
+
+@on_ranks(2)
+def test_a_message_of_another_size_is_refused():
+    platform, group = get_platform(), groups.world()
+    if platform.groups.rank() == 0:
+        platform.collectives.send(Tensor(np.ones(3, np.float32)), 1, group=group)
+        return
+    with pytest.raises(ValueError, match=r"rank 0 of 'mccl_world_group' sent 12 bytes with tag 0; the tensor of shape"
+                       r" \(2,\) and float32 has 8"):  # fmt: skip
+        platform.collectives.recv(Tensor(np.ones(2, np.float32)), 0, group=group)
+
+
 def fail_late() -> None:
     Tensor(np.ones(4, np.float32)).fill_(2.0)  # this kernel is not there, which shows when its result is waited for
 
@@ -88,10 +119,12 @@ def test_the_native_calls_fit_mindspores_signatures(monkeypatch):
     native.broadcast(tensor, 1, "pair", False)
     native.send(tensor, 0, "pair", 0, False)
     native.recv(tensor, 1, "pair", 0, False)
+    native.send(tensor, 0, "pair", 0, True)
+    native.recv(tensor, 1, "pair", 0, True)
     native.barrier("pair")
     names = [name for name, _ in calls]
     assert names == ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
-                     "send", "recv", "barrier"]  # fmt: skip
+                     "send", "recv", "isend", "irecv", "barrier"]  # fmt: skip
     assert all(arguments["group"] == "pair" for _, arguments in calls)
     by_name = dict(calls)
     assert by_name["all_reduce"]["op"] == "prod" and by_name["all_reduce"]["async_op"] is True
@@ -100,3 +133,4 @@ def test_the_native_calls_fit_mindspores_signatures(monkeypatch):
     assert by_name["all_to_all_single"]["output_split_sizes"] == [1, 1]
     assert by_name["all_to_all_single"]["input_split_sizes"] is None
     assert by_name["broadcast"]["src"] == 7 and by_name["send"]["dst"] == 4 and by_name["recv"]["src"] == 7
+    assert by_name["isend"]["dst"] == 4 and by_name["irecv"]["src"] == 7

@@ -50,14 +50,14 @@ def broadcast(tensor: Any, group_src: int, group: str, async_op: bool) -> Handle
     return _backend().broadcast(tensor, group_src, group, async_op)
 
 
-def send(tensor: Any, dst: int, group: str, tag: int, async_op: bool) -> None:
+def send(tensor: Any, dst: int, group: str, tag: int, async_op: bool) -> Handle | None:
     """Send to one rank."""
-    _backend().send(tensor, dst, group, tag, async_op)
+    return _backend().send(tensor, dst, group, tag, async_op)
 
 
-def recv(tensor: Any, src: int, group: str, tag: int, async_op: bool) -> None:
+def recv(tensor: Any, src: int, group: str, tag: int, async_op: bool) -> Handle | None:
     """Receive from one rank."""
-    _backend().recv(tensor, src, group, tag, async_op)
+    return _backend().recv(tensor, src, group, tag, async_op)
 
 
 def barrier(group: str) -> None:

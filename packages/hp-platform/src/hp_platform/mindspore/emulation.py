@@ -3,13 +3,22 @@
 Note [Bytes on the host]: what mccl moves are bytes, so that every dtype moves; the pieces are sharded, put together and
 (where mccl can't) reduced with NumPy in the tensors' own memory. `Tensor.data_ptr` waits for the operators that still
 write to a tensor, and points into the base's memory for a view, which no operator of MindSpore's CPU can write to. Each
-call has done its work, or raised what failed in it, when it returns.
+collective has done its work, or raised what failed in it, when it returns.
+
+Note [One queue for two ranks]: mccl has a queue of bytes from a rank to another, for all groups, tags and collectives.
+A receive takes what is next, whatever it was sent for and however long it is; a send copies its bytes and does not wait
+for its receiver. A receive that is under way stops every operator behind it. So a message is led by a header (group,
+tag, bytes), what is for another receive is put by, and a receive reads from the queue no sooner than its handle is
+waited for. Messages must have been received before the same two ranks meet in a collective: it takes from the same
+queue.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import zlib
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,19 +149,78 @@ def broadcast(tensor: Any, group_src: int, group: str, async_op: bool) -> None:
 
 
 def send(tensor: Any, dst: int, group: str, tag: int, async_op: bool) -> None:
-    """Send to one rank."""
+    """Send to one rank, with a header: Note [One queue for two ranks]."""
     array = host_array(tensor)
-    if array.size:
-        dist_comm_isend_op(_wire(array), dst, group, _TAG + tag)
-        _finish()
+    for part in (np.array([*_key(group, tag), array.nbytes], np.int64), array):
+        if part.size:
+            dist_comm_isend_op(_wire(part), dst, group, _TAG)
+            _finish()
 
 
-def recv(tensor: Any, src: int, group: str, tag: int, async_op: bool) -> None:
-    """Receive from one rank."""
-    array = host_array(tensor)
-    if array.size:
-        dist_comm_irecv_op(_wire(array), _TAG + tag, src, group)
-        _finish()
+def recv(tensor: Any, src: int, group: str, tag: int, async_op: bool) -> Receive:
+    """Receive from one rank when the handle is waited for."""
+    return Receive(tensor, src, group, tag)
+
+
+Key = tuple[int, int, int]
+"""What messages are in order among: the sender's global rank, the group's digest, the tag."""
+
+_expected: defaultdict[Key, deque[Receive]] = defaultdict(deque)
+_put_by: defaultdict[Key, deque[np.ndarray]] = defaultdict(deque)
+
+
+class Receive:
+    """A receive that is filled when it is waited for, after those before it of its sender, group and tag."""
+
+    def __init__(self, tensor: Any, src: int, group: str, tag: int) -> None:
+        self.tensor, self.src, self.group, self.tag = tensor, src, group, tag
+        self.key = groups.members(group)[src], *_key(group, tag)
+        _expected[self.key].append(self)
+
+    def wait(self) -> None:
+        """Wait for the message.
+
+        Raises:
+            ValueError: the message has another size.
+        """
+        expected = _expected[self.key]
+        while self in expected:
+            expected.popleft()._fill()
+
+    def _fill(self) -> None:
+        array, put_by = host_array(self.tensor), _put_by[self.key]
+        while not put_by:
+            data = self._next()
+            if data is not None:
+                put_by.append(data)
+        data = put_by.popleft()
+        if data.nbytes != array.nbytes:
+            raise ValueError(
+                f"recv: rank {self.src} of {self.group!r} sent {data.nbytes} bytes with tag {self.tag}; the tensor of"
+                f" shape {tuple(array.shape)} and {array.dtype} has {array.nbytes}. Receive with the shape and dtype"
+                " that were sent."
+            )
+        array[...] = data.view(array.dtype).reshape(array.shape)
+
+    def _next(self) -> np.ndarray | None:
+        """Read a message from the queue; put it by and return None where it is for another receive."""
+        header = self._read(np.empty(3, np.int64))
+        data = self._read(np.empty(int(header[2]), np.uint8))
+        key = self.key[0], int(header[0]), int(header[1])
+        if key == self.key:
+            return data
+        _put_by[key].append(data)
+        return None
+
+    def _read(self, array: np.ndarray) -> np.ndarray:
+        if array.size:
+            dist_comm_irecv_op(_wire(array), _TAG, self.src, self.group)
+            _finish()
+        return array
+
+
+def _key(group: str, tag: int) -> tuple[int, int]:
+    return zlib.crc32(group.encode()), tag
 
 
 def barrier(group: str) -> None:

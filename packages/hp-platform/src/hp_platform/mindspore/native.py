@@ -40,14 +40,20 @@ def broadcast(tensor: Any, group_src: int, group: str, async_op: bool) -> Handle
     return dist.broadcast(tensor, groups.members(group)[group_src], group, async_op)
 
 
-def send(tensor: Any, dst: int, group: str, tag: int, async_op: bool) -> None:
-    """Send to one rank, which MindSpore wants by its global rank."""
+def send(tensor: Any, dst: int, group: str, tag: int, async_op: bool) -> Handle | None:
+    """Send to one rank, which MindSpore wants by its global rank; hccl has no tags."""
+    if async_op:
+        return dist.isend(tensor, groups.members(group)[dst], group)
     dist.send(tensor, groups.members(group)[dst], group)
+    return None
 
 
-def recv(tensor: Any, src: int, group: str, tag: int, async_op: bool) -> None:
-    """Receive from one rank, which MindSpore wants by its global rank."""
+def recv(tensor: Any, src: int, group: str, tag: int, async_op: bool) -> Handle | None:
+    """Receive from one rank, which MindSpore wants by its global rank; hccl has no tags."""
+    if async_op:
+        return dist.irecv(tensor, groups.members(group)[src], group)
     dist.recv(tensor, groups.members(group)[src], group)
+    return None
 
 
 def barrier(group: str) -> None:
