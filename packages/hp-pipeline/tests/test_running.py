@@ -215,6 +215,8 @@ def test_stages_that_are_not_this_ranks_are_refused():
         hp_pipeline.ScheduleZBV(PipelineStage(Stage(net, rank), rank, 2), 2)
     with pytest.raises(ValueError, match="stage_index=2 is not one of stage_num=2 from 0"):
         PipelineStage(net, 2, 2)
+    with pytest.raises(TypeError, match="PipelineStage: module must be callable, got int"):
+        PipelineStage(3, 0, 2)
 
 
 @on_ranks(2)
@@ -230,6 +232,19 @@ def test_an_order_of_ones_own():
     assert len(schedule.run(x, target=target)) == (2 if dist.get_rank() else 0)
     own = PipelineSchedule(schedule.stages, 2, order=schedules.gpipe)
     assert own.exec_order == schedule.exec_order
+
+
+@on_ranks(2)
+def test_gradients_are_taken():
+    net = Net(2).double().to(device_type())
+    schedule = build("Schedule1F1B", 2, net)
+    x, target = batch(4, device_type())
+    schedule.run(x, target=target)
+    parameters = list(net.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    taken = schedule.take_gradients(parameters)
+    assert all(one is other for one, other in zip(taken, gradients, strict=True)) and {*map(type, taken)} > {type(None)}
+    assert schedule.take_gradients(parameters) == (None,) * len(parameters)
 
 
 @on_ranks(4)

@@ -34,6 +34,10 @@ class Port(Protocol):
 
     def is_module(self, value: Any) -> bool: ...
 
+    def refuse_stage(self, module: Any) -> str | None:
+        """Say why something cannot be a stage, or None."""
+        ...
+
     def is_tensor(self, value: Any) -> bool: ...
 
     def device_of(self, module: Any) -> Any:
@@ -90,8 +94,18 @@ class Port(Protocol):
         """Return a context in which no graph is recorded."""
         ...
 
-    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Run backward from outputs; None is the gradient of a scalar, one."""
+    def recording(self) -> Any:
+        """Return a context in which a graph is recorded."""
+        ...
+
+    def backward(
+        self, module: Any, arrivals: Sequence[Any], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Run backward from outputs of a module, to its parameters and to what had arrived."""
+        ...
+
+    def take_gradient(self, parameter: Any) -> Tensor | None:
+        """Return a parameter's gradient as the framework's optimizers take it, and set it back to none."""
         ...
 
     def scaled(self, loss: Tensor, factor: float) -> Tensor:

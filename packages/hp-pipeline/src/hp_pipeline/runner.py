@@ -220,16 +220,14 @@ class Runner:
     def _forward(self, stage: int, micro: int) -> None:
         flow = self.flows[stage, micro] = _Flow()
         args, kwargs = self.batches[micro]
-        if self.pipeline.predecessors[stage]:
-            args = tuple(
-                each for source in self.pipeline.predecessors[stage] for each in self._arrive(source, stage, micro)
-            )
         with contextlib.ExitStack() as context:
-            if not self.pipeline.has_backward:
-                context.enter_context(port().without_gradients())
-            elif (stage, micro) in self.split:
+            context.enter_context(port().recording() if self.pipeline.has_backward else port().without_gradients())
+            if (stage, micro) in self.split:
                 flow.deferred, deferring = port().deferring(self.stages[stage].submodule)
                 context.enter_context(deferring)
+            before = self.pipeline.predecessors[stage]
+            if before:
+                args = tuple(each for source in before for each in self._arrive(source, stage, micro))
             result = self.stages[stage].submodule(*args, **kwargs)
         if self.pipeline.successors[stage]:
             flow.outputs = Message.of(result)
@@ -279,7 +277,9 @@ class Runner:
             if need and gradient is not None
         ]
         if pairs:
-            port().backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+            arrivals = [arrived.arrival for arrived in flow.arrivals]
+            roots = [leaf for leaf, _ in pairs]
+            port().backward(self.stages[stage].submodule, arrivals, roots, [gradient for _, gradient in pairs])
         for source, arrival, places, message in flow.arrivals:
             for place, gradient in zip(places, arrival.gradients(), strict=True):
                 message.leaves[place] = gradient

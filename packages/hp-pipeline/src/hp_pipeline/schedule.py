@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hp_pipeline import schedules
@@ -183,6 +183,21 @@ class PipelineSchedule:
         if self.output_concat_dim is not None and not self.pipeline.has_backward and outputs:
             return port().concatenate(outputs, self.output_concat_dim)
         return outputs
+
+    def take_gradients(self, parameters: Iterable[Any]) -> tuple[Any, ...]:
+        """Take the gradients that runs have left for parameters, and set them back to none.
+
+        On MindSpore, whose optimizers are called with gradients: ``optimizer(schedule.take_gradients(parameters))``. On
+        PyTorch optimizers find them where backward leaves them, in ``grad``.
+
+        Args:
+            parameters: those of this rank's stages, such as ``optimizer.parameters``.
+
+        Returns:
+            One gradient a parameter. For one without, None on PyTorch and zeros on MindSpore, as its
+            ``value_and_grad`` returns.
+        """
+        return tuple(map(port().take_gradient, parameters))
 
     @functools.cached_property
     def fingerprint(self) -> int:

@@ -19,7 +19,7 @@ class PipelineStage:
     something with an attribute ``loss``.
 
     Args:
-        module: a module, or a function of one.
+        module: a module; on PyTorch also a function of modules.
         stage_index: its place in the model, from 0.
         stage_num: how many stages the model has, over all ranks.
         device: where received tensors are; None is the device of the module's first parameter, or the current one.
@@ -29,7 +29,7 @@ class PipelineStage:
 
     Raises:
         ValueError: an index outside of the number of stages.
-        TypeError: a module that cannot be called.
+        TypeError: something that cannot be a stage.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class PipelineStage:
     ) -> None:
         if not 0 <= stage_index < stage_num:
             raise ValueError(f"PipelineStage: stage_index={stage_index} is not one of stage_num={stage_num} from 0.")
-        if not callable(module):
-            raise TypeError(f"PipelineStage: module must be callable, got {type(module).__name__}.")
+        why = port().refuse_stage(module)
+        if why:
+            raise TypeError(f"PipelineStage: module {why}.")
         self.submodule = module
         self.stage_index, self.stage_num = stage_index, stage_num
         self.device = port().device_of(module) if device is None else device

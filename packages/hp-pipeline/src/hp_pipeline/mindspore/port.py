@@ -1,15 +1,265 @@
-"""Tensors of MindSpore."""
+"""MindSpore's part of hp-pipeline: see `hp_pipeline.port`.
+
+Note [Backward of a stage]
+    MindSpore's engine is asked for the gradients of one stage and micro-batch: those of the tensors that arrived and
+    of the Cell's trainable parameters. It does not add them up itself, which it does wrongly for a gradient that is a
+    transposed view. The sums are in ``Parameter._grad``, where the engine would leave them, until ``take_gradients``.
+    A plain function has no parameters that could be listed, so a stage is a Cell.
+
+Note [Where errors show]
+    MindSpore runs operators later than Python does, and an operator that fails raises at a later call. A stage's
+    forward and backward wait for their operators, so that the step that failed is the one that is named.
+
+Note [No split backward]
+    MindSpore's engine cannot put the gradients of weights off. Schedules with backwards in two halves (ZB1P, ZBV,
+    VHalf, VMin, DualPipeV) run in their order and give the same gradients, but the whole backward runs in the half for
+    the inputs, and the half for the weights does nothing: they fill no bubbles here.
+"""
 
 from __future__ import annotations
 
-from mindspore import Tensor, ops
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, _no_grad, mint, nn, ops
+from mindspore import dtype as mstype
+from mindspore._c_expression import run_backward  # type: ignore[attr-defined]
+from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
+
+from hp_pipeline.mindspore.tree import flatten, unflatten
+from hp_platform import get_platform
+
+__all__ = [
+    "arrive",
+    "backward",
+    "concatenate",
+    "cut",
+    "deferring",
+    "describe",
+    "detach",
+    "device_of",
+    "empty",
+    "flatten",
+    "from_bytes",
+    "is_module",
+    "is_tensor",
+    "needs_gradient",
+    "numbers",
+    "prepare_split",
+    "recording",
+    "refuse",
+    "refuse_stage",
+    "scaled",
+    "sendable",
+    "shape",
+    "take_gradient",
+    "to_bytes",
+    "to_numbers",
+    "unflatten",
+    "without_gradients",
+]
 
 
-def is_floating(tensor: Tensor) -> bool:
-    """Tell whether the tensor's dtype is floating-point."""
-    return tensor.is_floating_point()
+def is_module(value: Any) -> bool:
+    """Tell a Cell from other callables."""
+    return isinstance(value, nn.Cell)
 
 
-def copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor's values to one of its own memory, without its history."""
+def refuse_stage(module: Any) -> str | None:
+    """Say why something cannot be a stage, or None: Note [Backward of a stage]."""
+    if isinstance(module, nn.Cell):
+        return None
+    return f"must be a Cell, whose parameters can be listed, got {type(module).__name__}; call it in a Cell's construct"
+
+
+def device_of(module: Any) -> Any:
+    """Return the process's device: MindSpore has one."""
+    return get_platform().devices.current_device()
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell a tensor from other values."""
+    return isinstance(value, Tensor)
+
+
+def refuse(tensor: Tensor) -> str | None:
+    """Say why a tensor cannot be sent, or None."""
+    if hasattr(tensor, "placements"):
+        return f"a {type(tensor).__name__}; return its local part, to_local(), and wrap it in the next stage"
+    return None
+
+
+def describe(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
+    """Return shape and dtype."""
+    return tuple(tensor.shape), tensor.dtype
+
+
+def empty(description: tuple[tuple[int, ...], Any], device: Any) -> Tensor:
+    """Return an empty tensor of a description."""
+    return mint.empty(description[0], dtype=description[1])
+
+
+def from_bytes(data: bytes, device: Any) -> Tensor:
+    """Return a tensor of bytes."""
+    return Tensor(np.frombuffer(data, np.uint8))
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of such a tensor."""
+    return tensor.asnumpy().tobytes()
+
+
+def numbers(values: Sequence[int], device: Any) -> Tensor:
+    """Return a tensor of 64-bit integers."""
+    return Tensor(np.array(values, np.int64))
+
+
+def to_numbers(tensor: Tensor) -> list[int]:
+    """Return the integers."""
+    return tensor.asnumpy().tolist()
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """Return the values, contiguous and without their graph."""
+    return ops.stop_gradient(tensor).contiguous()
+
+
+def needs_gradient(tensor: Tensor) -> bool:
+    """Tell whether backward goes on from here."""
+    return bool(tensor._requires_grad) and tensor.dtype in (*mstype.float_type, *mstype.complex_type)
+
+
+class Arrival:
+    """Tensors from another stage, leaves of a graph, and their gradients."""
+
+    def __init__(self, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self.tensors, self.needed = list(tensors), list(needed)
+        self._gradients: list[Tensor | None] = [None] * len(self.tensors)
+        for tensor, need in zip(self.tensors, self.needed, strict=True):
+            if need:
+                tensor.requires_grad_(True)
+
+    def leaves(self) -> list[Tensor]:
+        """List the tensors that need gradients."""
+        return [tensor for tensor, need in zip(self.tensors, self.needed, strict=True) if need]
+
+    def leave(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of the leaves, and let the tensors go."""
+        rest = iter(gradients)
+        self._gradients = [next(rest) if need else None for need in self.needed]
+        self.tensors = []
+
+    def gradients(self) -> list[Tensor | None]:
+        """Take the gradients, one for each tensor."""
+        gradients, self._gradients = self._gradients, [None] * len(self.needed)
+        return gradients
+
+
+def arrive(tensors: Sequence[Tensor], needed: Sequence[bool]) -> Arrival:
+    """Make received tensors the leaves of a graph."""
+    return Arrival(tensors, needed)
+
+
+def prepare_split(module: nn.Cell) -> None:
+    """Do nothing: Note [No split backward]."""
+
+
+class Nothing:
+    """Deferred gradients, of which there are none: Note [No split backward]."""
+
+    def run(self) -> None:
+        """Do nothing."""
+
+
+def deferring(module: nn.Cell) -> tuple[Nothing, AbstractContextManager[Any]]:
+    """Put nothing off: Note [No split backward]."""
+    return Nothing(), contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Record a graph, and wait for the operators in the end: Note [Where errors show]."""
+    before = _pynative_executor.grad_flag()
+    _pynative_executor.set_grad_flag(True)
+    try:
+        yield
+        _pynative_executor.sync()
+    finally:
+        _pynative_executor.set_grad_flag(before)
+
+
+@contextlib.contextmanager
+def without_gradients() -> Iterator[None]:
+    """Record no graph, and wait for the operators in the end: Note [Where errors show]."""
+    with _no_grad():
+        yield
+        _pynative_executor.sync()
+
+
+def backward(
+    module: nn.Cell, arrivals: Sequence[Arrival], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> None:
+    """Run backward from outputs: Note [Backward of a stage]."""
+    for output in outputs:
+        if hasattr(output, "placements"):
+            raise TypeError(
+                f"a stage returned a {type(output).__name__} of placements {output.placements}; on MindSpore backward"
+                " begins at plain tensors: return its full_tensor() or to_local()."
+            )
+    leaves = [leaf for arrival in arrivals for leaf in arrival.leaves()]
+    parameters = module.trainable_params()
+    inputs = (*leaves, *parameters)
+    if not inputs:
+        return
+    results = iter(run_backward(tuple(outputs), tuple(gradients), False, False, inputs, True, accumulate_grad=False))
+    for arrival in arrivals:
+        arrival.leave([next(results) for _ in arrival.leaves()])
+    with _no_grad():
+        for parameter, gradient in zip(parameters, results, strict=True):
+            if gradient is not None:
+                own = parameter._grad
+                parameter._grad = gradient if own is None else own + gradient
+    _pynative_executor.sync()
+
+
+def take_gradient(parameter: Any) -> Tensor:
+    """Return the sum of a parameter's gradients, zeros where there are none, and begin a new sum.
+
+    That of a DTensor is a DTensor of its placements, as ``parallelize_value_and_grad`` returns.
+    """
+    gradient, parameter._grad = parameter._grad, None
+    distributed = hasattr(parameter, "placements")
+    if gradient is None:
+        gradient = ops.zeros(tuple(parameter.local_shape if distributed else parameter.shape), parameter.dtype)
+    if not distributed:
+        return gradient
+    return parameter.from_local(gradient, parameter.device_mesh, parameter.placements, shape=tuple(parameter.shape))
+
+
+def scaled(loss: Tensor, factor: float) -> Tensor:
+    """Return the gradient that a loss begins with."""
+    return Tensor(factor, dtype=loss.dtype)
+
+
+def detach(tensor: Tensor) -> Tensor:
+    """Return a copy without its graph: a write to shared memory would change what backward computes with."""
     return ops.stop_gradient(tensor).copy()
+
+
+def cut(tensor: Tensor, dim: int, parts: int) -> list[Tensor]:
+    """Cut into equal views."""
+    rows = tensor.shape[dim] // parts
+    return [mint.narrow(tensor, dim, part * rows, rows) for part in range(parts)]
+
+
+def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Join along a dim."""
+    return mint.cat(list(tensors), dim)
+
+
+def shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape."""
+    return tuple(tensor.shape)

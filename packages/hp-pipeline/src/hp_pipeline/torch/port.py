@@ -39,10 +39,13 @@ __all__ = [
     "needs_gradient",
     "numbers",
     "prepare_split",
+    "recording",
     "refuse",
+    "refuse_stage",
     "scaled",
     "sendable",
     "shape",
+    "take_gradient",
     "to_bytes",
     "to_numbers",
     "unflatten",
@@ -55,6 +58,11 @@ T = torch.Tensor
 def is_module(value: Any) -> bool:
     """Tell a module from other callables."""
     return isinstance(value, nn.Module)
+
+
+def refuse_stage(module: Any) -> str | None:
+    """Say why something cannot be a stage, or None."""
+    return None if callable(module) else f"must be callable, got {type(module).__name__}"
 
 
 def device_of(module: Any) -> Any:
@@ -199,9 +207,20 @@ def without_gradients() -> AbstractContextManager[Any]:
     return torch.no_grad()
 
 
-def backward(outputs: Sequence[T], gradients: Sequence[T | None]) -> None:
-    """Run backward from outputs."""
-    torch.autograd.backward(outputs, gradients)  # type: ignore[arg-type]
+def recording() -> AbstractContextManager[Any]:
+    """Record a graph."""
+    return torch.enable_grad()
+
+
+def backward(module: Any, arrivals: Sequence[Arrival], outputs: Sequence[T], gradients: Sequence[T]) -> None:
+    """Run backward from outputs; the graph leads to the parameters and to what had arrived."""
+    torch.autograd.backward(outputs, gradients)
+
+
+def take_gradient(parameter: T) -> T | None:
+    """Return a parameter's ``grad``, and set it to None."""
+    gradient, parameter.grad = parameter.grad, None
+    return gradient
 
 
 def scaled(loss: T, factor: float) -> T:
