@@ -178,6 +178,7 @@ def test_a_mesh_makes_the_default_group_and_chooses_the_device(monkeypatch) -> N
 
     for module in ("device_mesh", "groups"):
         monkeypatch.setattr(f"hp_dtensor.mesh.{module}.get_platform", lambda: Platform)
+    monkeypatch.setattr("hp_dtensor.mesh.device_mesh.own_rank", lambda: 1 if "init" in calls else 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     early = _abstract([0, 1])
     assert early.get_coordinate() == (0,) and early.get_rank() == 0 and not calls
