@@ -81,7 +81,7 @@ def eight_bit(model: nn.Module) -> Any:
 
 
 def each(optimizer: Any) -> list[Any]:
-    return list(optimizer.optimizers.values()) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return list(optimizer) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:

@@ -67,6 +67,10 @@ class ChainedOptimizer:
                 f" ({', '.join(left[:5])}). Give them to one, or freeze them"
             )
 
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the optimizers, as `hp_fsdp.get_optimizer_state_dict` and torch's own do."""
+        return iter(self.optimizers.values())
+
     @property
     def param_groups(self) -> list[State]:
         """The groups of all optimizers, their own dictionaries."""
