@@ -74,6 +74,7 @@ def test_a_budget_for_the_weights_alone_is_refused() -> None:
         PlanError, match=r"got 1KiB, and weights, gradients and optimizer states take .* of it on each rank"
     ):
         apply(build_model(plan), plan)
+    assert [each.key for each in lint(plan)] == ["memory.budget"]
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from hp_plan.checks import check_model, check_plan, check_platform
 from hp_plan.diagnostics import Diagnostic, PlanError
-from hp_plan.memory import BYTES, training_bytes
+from hp_plan.memory import BYTES, check_budget, training_bytes
 from hp_plan.outline import ModelOutline
 from hp_plan.plan import ParallelPlan, read_plan, read_toml
 from hp_plan.port import build, models
@@ -112,7 +112,8 @@ def examine(
         except PlanError as error:
             return Report(plan, (*diagnostics, *error.diagnostics))
     outline = models().outline(model)
-    return Report(plan, (*diagnostics, *check_model(plan, outline)), outline)
+    diagnostics += [*check_model(plan, outline), *check_budget(plan, outline)]
+    return Report(plan, tuple(diagnostics), outline)
 
 
 def _without(plan: ParallelPlan, overrides: set[str]) -> ParallelPlan:

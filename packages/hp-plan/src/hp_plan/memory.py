@@ -11,7 +11,7 @@ from hp_plan.outline import ModelOutline, matching
 from hp_plan.plan import ParallelPlan
 from hp_platform import get_platform
 
-__all__ = ["BYTES", "check_memory", "check_states", "memory_left", "training_bytes"]
+__all__ = ["BYTES", "check_budget", "check_memory", "check_states", "memory_left", "training_bytes"]
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -75,6 +75,17 @@ def check_memory(plan: ParallelPlan) -> list[Diagnostic]:
     if get_platform().name != "torch":
         message = "got a budget, which this version does not support on MindSpore"
         return [Diagnostic("memory.budget", message, "leave [memory] out; hp_offload.checkpoint_wrapper saves memory")]
+    return []
+
+
+def check_budget(plan: ParallelPlan, outline: ModelOutline) -> list[Diagnostic]:
+    """Check that the budget leaves bytes for what backward needs; one that can't be read is `check_memory`'s."""
+    if plan.memory.budget is None or check_memory(plan):
+        return []
+    try:
+        memory_left(plan, outline)
+    except PlanError as error:
+        return list(error.diagnostics)
     return []
 
 
