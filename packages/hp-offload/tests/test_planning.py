@@ -177,7 +177,7 @@ def test_bad_input():
         plan_memory([one, one], 1, 1.0)
     with pytest.raises(ValueError, match="'b#0' is an alias of 'a#1', which is no storage; close: a#0"):
         plan_memory([one, Saved("b#0", 1, 1.0, 2.0, 1.0, alias_of="a#1")], 1, 1.0)
-    with pytest.raises(ValueError, match="budget is a number of at least 0, got -1"):
+    with pytest.raises(ValueError, match="budget is a number of bytes of at least 0, got -1"):
         plan_memory([one], -1, 1.0)
     with pytest.raises(ValueError, match="in_flight is a number of at least 1, got 0"):
         plan_memory([one], 1, 1.0, in_flight=0)

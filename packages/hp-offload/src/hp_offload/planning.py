@@ -89,7 +89,8 @@ def _check(saved: Sequence[Saved], budget: int, bandwidth: float, in_flight: int
             )
     for name, value, least in (("budget", budget, 0), ("bandwidth", bandwidth, 0), ("in_flight", in_flight, 1)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < least:
-            raise ValueError(f"plan_memory: {name} is a number of at least {least}, got {value!r}.")
+            unit = " of bytes" if name == "budget" else ""
+            raise ValueError(f"plan_memory: {name} is a number{unit} of at least {least}, got {value!r}.")
 
 
 def _milp(
