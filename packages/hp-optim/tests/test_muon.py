@@ -165,6 +165,13 @@ def test_options_that_are_refused(options: dict[str, Any], text: str):
         Muon(matrices(net()), **options)
 
 
+def test_rules_are_a_list():
+    text = r"rules must be a list of MatrixRule, such as rules=\[MatrixRule\(...\)\], got "
+    for rules, shown in ((MatrixRule("*"), "MatrixRule"), (["*"], r"\['\*'\]"), ("*", r"'\*'")):
+        with pytest.raises(TypeError, match=text + shown):
+            Muon(matrices(net()), rules=rules)
+
+
 def test_groups_that_are_refused():
     weight, bias = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=r"Muon: group 1 has no parameters; leave it out"):

@@ -12,7 +12,7 @@ from mindspore.experimental.optim.optimizer import Optimizer
 
 from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.mindspore.extend import DTensor, local_mode, local_view, set_local
-from hp_optim.head_wise import head_wise_rules
+from hp_optim.head_wise import all_rules
 from hp_optim.mindspore.exchange import Exchanger
 from hp_optim.mindspore.newton_schulz import compute_dtype, orthogonalize, scalar
 from hp_optim.newton_schulz import Orthogonalization
@@ -55,7 +55,7 @@ class Muon(Optimizer):
         ns_dtype: str | None = None,
         rules: Sequence[MatrixRule] = (),
     ) -> None:
-        rules = (*rules, *head_wise_rules(head_wise, head_dim, head_wise_patterns))
+        rules = all_rules(rules, head_wise, head_dim, head_wise_patterns)
         defaults = muon_defaults(
             lr,
             weight_decay,

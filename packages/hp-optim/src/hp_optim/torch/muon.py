@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
-from hp_optim.head_wise import head_wise_rules
+from hp_optim.head_wise import all_rules
 from hp_optim.newton_schulz import Orthogonalization
 from hp_optim.options import broken_gradient, check_group, muon_defaults, parameter_names, sparse_gradient
 from hp_optim.ownership import Placed
@@ -94,7 +94,7 @@ class Muon(Optimizer):
         ns_dtype: str | None = None,
         rules: Sequence[MatrixRule] = (),
     ) -> None:
-        self._rules = (*rules, *head_wise_rules(head_wise, head_dim, head_wise_patterns))
+        self._rules = all_rules(rules, head_wise, head_dim, head_wise_patterns)
         self._buckets: list[_Bucket] | None = None
         self._places: Any = Momenta()
         self._matrices: dict[torch.Tensor, Any] = {}
