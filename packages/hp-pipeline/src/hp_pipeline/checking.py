@@ -17,7 +17,7 @@ from hp_pipeline.lowering import is_lowered, lower
 from hp_pipeline.memory import peak_bytes
 from hp_pipeline.needs import Needs
 from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.steps import COMPUTE, MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.steps import COMPUTE, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts, computing
 
 __all__ = ["check"]
 
@@ -120,10 +120,10 @@ def _check_channels(order: Order, pipeline: Pipeline) -> None:
     """Check that both ends of each channel have the same messages in the same order."""
     sends: dict[tuple[int, int, MetaStepType], list[MetaStep]] = defaultdict(list)
     receives: dict[tuple[int, int, MetaStepType], list[MetaStep]] = defaultdict(list)
-    lowered = lower({rank: _computing(steps) for rank, steps in order.items()}, pipeline)
+    lowered = lower(computing(order), pipeline)
     for rank, steps in order.items():
-        expected = Counter(each for each in lowered[rank] if each.step_type.value in ("FS", "FR", "BS", "BR"))
-        actual = Counter(each for each in steps if each.step_type.value in ("FS", "FR", "BS", "BR"))
+        expected = Counter(each for each in lowered[rank] if each.step_type in TRANSFERS)
+        actual = Counter(each for each in steps if each.step_type in TRANSFERS)
         for what, extra in (("missing", expected - actual), ("too many", actual - expected)):
             if extra:
                 raise ValueError(f"rank {rank}: sends or receives {what}: {_few(sorted(extra.elements(), key=str))}.")
@@ -147,10 +147,6 @@ def _check_channels(order: Order, pipeline: Pipeline) -> None:
                     f"message {place} from rank {source} to rank {target} is for {sent}, but the receive posted there"
                     f" is {received}: a channel keeps the order of its sends."
                 )
-
-
-def _computing(steps: tuple[MetaStep, ...]) -> tuple[MetaStep, ...]:
-    return tuple(each for each in steps if each.sub_steps or each.step_type in COMPUTE)
 
 
 def _check_runs(order: Order, needs: Needs) -> None:

@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 
 from hp_pipeline.needs import needs_of
 from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.simulation import computing, halves
-from hp_pipeline.steps import MetaStep, MetaStepType, Order
+from hp_pipeline.simulation import halves
+from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts, computing
 
 __all__ = ["fill"]
 
@@ -30,10 +30,8 @@ def fill(order: Order, pipeline: Pipeline, limit: int | None = None) -> Order | 
     """
     order = computing(order)
     needs = needs_of(pipeline, halves(order))
-    stages, placement, send = len(pipeline.placement), pipeline.placement, pipeline.cost.send
-    forward, inputs, weights = (pipeline.cost.of(name, stages) for name in ("forward", "input", "weight"))
-    whole = tuple(a + b for a, b in zip(inputs, weights, strict=True))
-    seconds = {_T.FORWARD: forward, _T.BACKWARD_INPUT: inputs, _T.BACKWARD_WEIGHT: weights, _T.BACKWARD: whole}
+    placement, send, seconds = pipeline.placement, pipeline.cost.send, pipeline.seconds
+    weights = seconds[_T.BACKWARD_WEIGHT]
     queues = {
         rank: deque(each for each in steps if each.step_type is not _T.BACKWARD_WEIGHT) for rank, steps in order.items()
     }
@@ -44,14 +42,14 @@ def fill(order: Order, pipeline: Pipeline, limit: int | None = None) -> Order | 
     waiting: dict[MetaStep, list[int]] = defaultdict(list)
 
     def run(rank: int, step: MetaStep, start: float) -> None:
-        for part in step.sub_steps or (step,):
+        for part in compute_parts(step):
             assert part.stage_index is not None
             start += seconds[part.step_type][part.stage_index]
             kind = part.step_type
             opened[rank] += (kind is _T.FORWARD) - (kind in (_T.BACKWARD_WEIGHT, _T.BACKWARD))
             if kind is _T.BACKWARD_INPUT:
                 waiting_weights[rank].append(part._replace(step_type=_T.BACKWARD_WEIGHT))
-        for part in step.sub_steps or (step,):
+        for part in compute_parts(step):
             ends[part] = start
         clocks[rank] = start
         result[rank].append(step)
@@ -78,7 +76,7 @@ def fill(order: Order, pipeline: Pipeline, limit: int | None = None) -> Order | 
             if full:
                 return None
             run(rank, queue.popleft(), start)
-            for part in step.sub_steps or (step,):
+            for part in compute_parts(step):
                 ready.extend(waiting.pop(part, ()))
     if any(queues.values()):
         return None

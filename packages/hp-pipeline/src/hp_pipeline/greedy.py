@@ -47,12 +47,7 @@ class _Ranks:
 
     def __init__(self, pipeline: Pipeline, limit: int, prefer: str) -> None:
         self.pipeline, self.limit = pipeline, limit
-        stages, cost = len(pipeline.placement), pipeline.cost
-        self.seconds = {
-            _T.FORWARD: cost.of("forward", stages),
-            _T.BACKWARD_INPUT: cost.of("input", stages),
-            _T.BACKWARD_WEIGHT: cost.of("weight", stages),
-        }
+        self.seconds = pipeline.seconds
         self.chunk = {stage: place for own in pipeline.stages for place, stage in enumerate(own)}
         self.steps: dict[int, list[MetaStep]] = {rank: [] for rank in range(pipeline.ranks)}
         self.open = [0] * pipeline.ranks

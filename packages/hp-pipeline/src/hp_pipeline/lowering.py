@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.steps import BACKWARDS, MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.steps import BACKWARDS, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
 
 __all__ = ["is_lowered", "lower"]
 
 _T = MetaStepType
-_TRANSFERS = frozenset({_T.FWD_SEND, _T.FWD_RECV, _T.BWD_SEND, _T.BWD_RECV})
 _GRADIENTS = frozenset({_T.BACKWARD, _T.BACKWARD_WEIGHT})
 
 
 def is_lowered(order: Order) -> bool:
     """Tell whether sends and receives are among an order's steps."""
-    return any(step.step_type in _TRANSFERS for steps in order.values() for step in steps)
+    return any(step.step_type in TRANSFERS for steps in order.values() for step in steps)
 
 
 def lower(order: Order, pipeline: Pipeline, *, sharded: Collection[int] = (), swapped: Collection[int] = ()) -> Order:

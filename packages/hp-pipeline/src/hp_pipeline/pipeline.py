@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hp_pipeline.steps import MetaStepType
+
 __all__ = ["UNIT", "Costs", "Pipeline", "Shape", "placed"]
 
 PerStage = float | tuple[float, ...]
@@ -117,6 +119,17 @@ class Pipeline:
         for stage, rank in enumerate(self.placement):
             listed[rank].append(stage)
         return tuple(map(tuple, listed))
+
+    @functools.cached_property
+    def seconds(self) -> dict[MetaStepType, tuple[float, ...]]:
+        """Seconds of each type of computing step, by stage; a whole backward takes both its halves."""
+        forward, inputs, weights = (self.cost.of(name, len(self.placement)) for name in ("forward", "input", "weight"))
+        return {
+            MetaStepType.FORWARD: forward,
+            MetaStepType.BACKWARD_INPUT: inputs,
+            MetaStepType.BACKWARD_WEIGHT: weights,
+            MetaStepType.BACKWARD: tuple(a + b for a, b in zip(inputs, weights, strict=True)),
+        }
 
     def remote(self, stage: int, others: Sequence[int]) -> tuple[int, ...]:
         """List those of the other stages that are on another rank than a stage."""

@@ -17,7 +17,7 @@ from hp_pipeline.channels import Channel, Failed, Message
 from hp_pipeline.port import Arrival, port
 from hp_pipeline.simulation import halves
 from hp_pipeline.stage import PipelineStage
-from hp_pipeline.steps import MetaStep, MetaStepType, Order
+from hp_pipeline.steps import COMPUTE, TRANSFERS, MetaStep, MetaStepType, Order
 from hp_platform import LostRankError, get_platform
 
 if TYPE_CHECKING:
@@ -28,10 +28,7 @@ __all__ = ["RUN", "PipelineError", "Runner"]
 _T = MetaStepType
 _TEXT = 2048  # bytes of a failure's text that other ranks are told
 
-RUN = frozenset(
-    """FORWARD BACKWARD BACKWARD_INPUT BACKWARD_WEIGHT OVERLAP_F_B OVERLAP_B_F
-    FWD_SEND FWD_RECV BWD_SEND BWD_RECV""".split()
-)
+RUN = COMPUTE | TRANSFERS | {_T.OVERLAP_F_B, _T.OVERLAP_B_F}
 """The types of steps that are run."""
 
 Key = tuple[int, int, bool]
@@ -88,7 +85,7 @@ class Runner:
             if port().is_module(self.stages[stage].submodule):
                 port().prepare_split(self.stages[stage].submodule)
         self.device = schedule.stages[0].device
-        self.channels = self._open(order)
+        self.channels = self._open()
         self.expected = self._expected(order[self.rank])
         self.program = [self._bound(step) for step in order[self.rank]]
         # Of the run under way:
@@ -102,7 +99,7 @@ class Runner:
         self.losses: dict[int, Any] = {}
 
     # ---- binding ----
-    def _open(self, order: Order) -> dict[Key, Channel]:
+    def _open(self) -> dict[Key, Channel]:
         """Open this rank's ends of the channels: (from stage, to stage, forward)."""
         placement = self.pipeline.placement
         channels = {}

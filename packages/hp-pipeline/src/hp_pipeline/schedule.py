@@ -135,11 +135,11 @@ class PipelineSchedule:
     @exec_order.setter
     def exec_order(self, order: Order) -> None:
         check(order, self.pipeline)
-        other = {each.step_type.name for steps in order.values() for each in steps} - RUN
-        if other:
+        others = {each.step_type for steps in order.values() for each in steps} - RUN
+        if others:
+            names = ", ".join(sorted(kind.name for kind in others))
             raise NotImplementedError(
-                f"{type(self).__name__}: the runtime does not run steps of type {', '.join(sorted(other))}; leave them"
-                " out."
+                f"{type(self).__name__}: the runtime does not run steps of type {names}; leave them out."
             )
         self._order = {rank: tuple(steps) for rank, steps in order.items()}
         self._runner = None

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from hp_pipeline.memory import peak_bytes
 from hp_pipeline.needs import needs_of
 from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.steps import BACKWARDS, COMPUTE, MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.steps import BACKWARDS, MetaStep, MetaStepType, Order, compute_parts, computing
 
-__all__ = ["Span", "Trace", "computing", "halves", "simulate"]
+__all__ = ["Span", "Trace", "halves", "simulate"]
 
 _T = MetaStepType
 
@@ -57,14 +57,6 @@ class Trace:
         return self.bubble / self.makespan if self.makespan else 0.0
 
 
-def computing(order: Order) -> dict[int, tuple[MetaStep, ...]]:
-    """Leave of an order the steps that compute."""
-    return {
-        rank: tuple(each for each in steps if each.sub_steps or each.step_type in COMPUTE)
-        for rank, steps in order.items()
-    }
-
-
 def halves(order: Order) -> frozenset[tuple[int, int, int]]:
     """Return the (stage, micro-batch, slice) whose backward is in two halves."""
     return frozenset(
@@ -95,13 +87,8 @@ def simulate(order: Order, pipeline: Pipeline) -> Trace:
     """
     order = computing(order)
     needs = needs_of(pipeline, halves(order))
-    stages, placement, send = len(pipeline.placement), pipeline.placement, pipeline.cost.send
-    seconds = {
-        _T.FORWARD: pipeline.cost.of("forward", stages),
-        _T.BACKWARD_INPUT: (inputs := pipeline.cost.of("input", stages)),
-        _T.BACKWARD_WEIGHT: (weights := pipeline.cost.of("weight", stages)),
-        _T.BACKWARD: tuple(a + b for a, b in zip(inputs, weights, strict=True)),
-    }
+    placement, send = pipeline.placement, pipeline.cost.send
+    seconds = pipeline.seconds
     ends: dict[MetaStep, float] = {}
     arrivals: dict[tuple[MetaStep, int], float] = {}
     channels: dict[tuple[int, int, bool], float] = defaultdict(float)

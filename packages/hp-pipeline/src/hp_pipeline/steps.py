@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["BACKWARDS", "COMPUTE", "MetaStep", "MetaStepType", "Order", "compute_parts"]
+__all__ = ["BACKWARDS", "COMPUTE", "TRANSFERS", "MetaStep", "MetaStepType", "Order", "compute_parts", "computing"]
 
 
 class MetaStepType(enum.Enum):
@@ -102,6 +102,7 @@ Order = Mapping[int, tuple[MetaStep, ...]]
 
 _T = MetaStepType
 COMPUTE = frozenset({_T.FORWARD, _T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT})
+TRANSFERS = frozenset({_T.FWD_SEND, _T.FWD_RECV, _T.BWD_SEND, _T.BWD_RECV})
 BACKWARDS = frozenset({_T.BACKWARD, _T.BACKWARD_INPUT})
 """The types after which the gradients of a stage's inputs are there."""
 
@@ -109,3 +110,11 @@ BACKWARDS = frozenset({_T.BACKWARD, _T.BACKWARD_INPUT})
 def compute_parts(each: MetaStep) -> tuple[MetaStep, ...]:
     """List the steps that a step consists of: the two of a composite, else itself."""
     return each.sub_steps or (each,)
+
+
+def computing(order: Order) -> dict[int, tuple[MetaStep, ...]]:
+    """Leave of an order the steps that compute."""
+    return {
+        rank: tuple(each for each in steps if each.sub_steps or each.step_type in COMPUTE)
+        for rank, steps in order.items()
+    }
