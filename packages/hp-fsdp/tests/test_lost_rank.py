@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 
 from hp_testing import target
+from hp_testing.processes import rank_processes
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import lost_ranks
@@ -39,18 +38,9 @@ CASES = [
 def test_a_killed_rank_is_named(case: str, ranks: int, doomed: int):
     if lacking := target.missing():
         pytest.skip(lacking)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hp_testing.torch.ranks", "hp_dtensor", "hp_fsdp", "lost_ranks"])
-    processes, connections = [], []
+    preload = ["hp_testing.torch.ranks", "hp_dtensor", "hp_fsdp", "lost_ranks"]
     begin = time.monotonic()
-    try:
-        for rank in range(ranks):
-            here, there = context.Pipe()
-            args = (there, rank, ranks, case, doomed, dict(os.environ))
-            processes.append(context.Process(target=lost_ranks.main, args=args))
-            processes[-1].start()
-            there.close()
-            connections.append(here)
+    with rank_processes(lost_ranks.main, ranks, ranks, case, doomed, preload=preload) as (processes, connections):
         port = connections[0].recv()
         for connection in connections[1:]:
             connection.send(port)
@@ -58,12 +48,6 @@ def test_a_killed_rank_is_named(case: str, ranks: int, doomed: int):
         for process in processes:
             process.join(max(0.0, begin + LIMIT - time.monotonic()))
         codes = [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        for connection in connections:
-            connection.close()
     for rank, (kind, lost, text) in outcomes.items():
         assert (kind, lost) == ("LostRankError", (doomed,)), f"rank {rank}: {kind}: {text}"
         assert f"rank {doomed} was lost: its process has ended" in text

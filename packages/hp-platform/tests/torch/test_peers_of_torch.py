@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import hp_platform
 from hp_platform import LostRankError, get_platform
 from hp_platform.torch import peers
 from hp_testing import on_ranks, target
+from hp_testing.processes import rank_processes
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import user_made
@@ -49,24 +48,10 @@ def test_a_failure_with_all_ranks_alive_is_noted(monkeypatch):
 def test_groups_that_torch_made(tmp_path):
     if lacking := target.missing():
         pytest.skip(lacking)
-    context = multiprocessing.get_context("forkserver")
-    processes, connections = [], []
-    try:
-        for rank in range(3):
-            here, there = context.Pipe()
-            args = (there, rank, str(tmp_path / "store"), dict(os.environ))
-            processes.append(context.Process(target=user_made.main, args=args))
-            processes[-1].start()
-            there.close()
-            connections.append(here)
+    with rank_processes(user_made.main, 3, str(tmp_path / "store")) as (processes, connections):
         for rank in (0, 2):
             assert connections[rank].poll(30.0)
             assert connections[rank].recv() == ([((1,), "RuntimeError")] * 4, 0, None)
         for process in processes:
             process.join(30.0)
         assert [process.exitcode for process in processes] == [0, 3, 0]
-    finally:
-        for process, connection in zip(processes, connections):
-            process.kill()
-            process.join()
-            connection.close()
