@@ -13,12 +13,14 @@ from hp_pipeline.schedule import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
+    ScheduleSeqPP,
     ScheduleVHalf,
     ScheduleVMin,
     ScheduleZB1P,
     ScheduleZBV,
 )
 from hp_pipeline.simulation import Span, Trace, simulate
+from hp_pipeline.slices import SequenceState
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType, Order
 from hp_pipeline.synthesis import synthesize
@@ -38,10 +40,12 @@ __all__ = [
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
     "ScheduleLoopedBFS",
+    "ScheduleSeqPP",
     "ScheduleVHalf",
     "ScheduleVMin",
     "ScheduleZB1P",
     "ScheduleZBV",
+    "SequenceState",
     "Span",
     "Trace",
     "check",

@@ -1,13 +1,13 @@
-"""A batch, cut into micro-batches."""
+"""A batch, cut into micro-batches, and their sequences into slices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hp_pipeline.port import port
 
-__all__ = ["BatchDimSpec", "cut"]
+__all__ = ["BATCH", "SEQUENCE", "BatchDimSpec", "Dim", "cut"]
 
 
 class BatchDimSpec:
@@ -42,40 +42,54 @@ class BatchDimSpec:
 Dim = BatchDimSpec | int
 
 
+class Kind(NamedTuple):
+    """A way to cut inputs, and how errors speak of it."""
+
+    option: str
+    dim: int
+    parts: str
+    size: str
+
+
+BATCH = Kind("batch_dim", 0, "micro-batches", "rows")
+SEQUENCE = Kind("seq_dim", 1, "slices", "tokens")
+
+
 def cut(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     parts: int,
     args_dims: Sequence[Dim] | None,
     kwargs_dims: Mapping[str, Dim] | None,
+    kind: Kind = BATCH,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Cut a batch into micro-batches.
+    """Cut a batch into micro-batches, or sequences into slices.
 
-    Tensors are cut along dim 0 unless ``args_dims`` or ``kwargs_dims`` say otherwise; what is no tensor is every
-    micro-batch's.
+    Tensors are cut along ``kind.dim`` unless ``args_dims`` or ``kwargs_dims`` say otherwise; what is no tensor is every
+    part's.
 
     Raises:
         ValueError: a size that does not divide, a dim that a tensor has not, or a name that no input has.
     """
     dims = list(args_dims or ())
     if len(dims) > len(args):
-        raise ValueError(f"args_batch_dim names {len(dims)} inputs, but {len(args)} positional ones were given.")
+        raise ValueError(f"args_{kind.option} names {len(dims)} inputs, but {len(args)} positional ones were given.")
     unknown = set(kwargs_dims or ()) - set(kwargs)
     if unknown:
-        raise ValueError(f"kwargs_batch_dim names {sorted(unknown)}, but the keyword inputs are {sorted(kwargs)}.")
-    dims += [0] * (len(args) - len(dims))
-    columns = [_pieces(f"input {place}", value, dim, parts) for place, (value, dim) in enumerate(zip(args, dims))]
+        raise ValueError(f"kwargs_{kind.option} names {sorted(unknown)}, but the keyword inputs are {sorted(kwargs)}.")
+    dims += [kind.dim] * (len(args) - len(dims))
+    columns = [_pieces(f"input {place}", value, dim, parts, kind) for place, (value, dim) in enumerate(zip(args, dims))]
     named = {
-        name: _pieces(f"input {name!r}", value, (kwargs_dims or {}).get(name, 0), parts)
+        name: _pieces(f"input {name!r}", value, (kwargs_dims or {}).get(name, kind.dim), parts, kind)
         for name, value in kwargs.items()
     }
     return [
-        (tuple(column[micro] for column in columns), {name: column[micro] for name, column in named.items()})
-        for micro in range(parts)
+        (tuple(column[part] for column in columns), {name: column[part] for name, column in named.items()})
+        for part in range(parts)
     ]
 
 
-def _pieces(what: str, value: Any, dim: Dim, parts: int) -> list[Any]:
+def _pieces(what: str, value: Any, dim: Dim, parts: int, kind: Kind) -> list[Any]:
     place = dim.batch_dim if isinstance(dim, BatchDimSpec) else dim
     if place < 0 or not port().is_tensor(value):
         return [value] * parts
@@ -84,7 +98,7 @@ def _pieces(what: str, value: Any, dim: Dim, parts: int) -> list[Any]:
         raise ValueError(f"{what} has shape {shape} and no dim {place} to cut; name its dim, or -1 to leave it whole.")
     if shape[place] % parts:
         raise ValueError(
-            f"{what} has {shape[place]} rows along dim {place}, which {parts} micro-batches do not divide; its shape is"
-            f" {shape}."
+            f"{what} has {shape[place]} {kind.size} along dim {place}, which {parts} {kind.parts} do not divide; its"
+            f" shape is {shape}."
         )
     return port().cut(value, place, parts)

@@ -38,6 +38,14 @@ class Port(Protocol):
         """Say why something cannot be a stage, or None."""
         ...
 
+    def call_of(self, module: Any) -> Callable[..., Any]:
+        """Return the function whose signature is that of a call of a stage's module."""
+        ...
+
+    def is_recording(self) -> bool:
+        """Tell whether a graph is recorded here."""
+        ...
+
     def is_tensor(self, value: Any) -> bool: ...
 
     def device_of(self, module: Any) -> Any:

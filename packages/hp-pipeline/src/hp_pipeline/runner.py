@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hp_pipeline.channels import Channel, Failed, Message
 from hp_pipeline.port import Arrival, port
 from hp_pipeline.simulation import halves
+from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import COMPUTE, TRANSFERS, MetaStep, MetaStepType, Order
 from hp_platform import LostRankError, get_platform
@@ -34,28 +35,33 @@ RUN = COMPUTE | TRANSFERS | {_T.OVERLAP_F_B, _T.OVERLAP_B_F}
 Key = tuple[int, int, bool]
 """A channel: from stage, to stage, forward."""
 
+Piece = tuple[int, int]
+"""A micro-batch, and a slice of its sequences."""
+
 
 class PipelineError(RuntimeError):
     """A stage failed on some rank; every rank raises it, with the texts of all that failed."""
 
 
 class _Flow:
-    """What a stage keeps of one micro-batch between its steps.
+    """What a stage keeps of one piece between its steps.
 
     Attributes:
         arrivals: what came from the stages before.
         outputs: what the stage returned, until backward.
         gradients: for the outputs, one list of leaves from each stage after it.
         deferred: the gradients of weights that backward put off.
+        state: what slices of the sequence pass on to each other; None where sequences are whole.
     """
 
-    __slots__ = ("arrivals", "deferred", "gradients", "outputs")
+    __slots__ = ("arrivals", "deferred", "gradients", "outputs", "state")
 
     def __init__(self) -> None:
         self.arrivals: list[_Arrived] = []
         self.outputs: Message | None = None
         self.gradients: list[Sequence[Any]] = []
         self.deferred: Any = None
+        self.state: SequenceState | None = None
 
 
 class _Arrived(NamedTuple):
@@ -80,7 +86,7 @@ class Runner:
         self.schedule, self.custom = schedule, custom
         self.pipeline, self.rank, self.group = schedule.pipeline, schedule.rank, schedule.group
         self.stages: dict[int, PipelineStage] = {stage.stage_index: stage for stage in schedule.stages}
-        self.split = {(stage, micro) for stage, micro, _ in halves(order)}
+        self.split = {(stage, (micro, part)) for stage, micro, part in halves(order)}
         for stage in {stage for stage, _ in self.split} & set(self.stages):
             if port().is_module(self.stages[stage].submodule):
                 port().prepare_split(self.stages[stage].submodule)
@@ -89,14 +95,14 @@ class Runner:
         self.expected = self._expected(order[self.rank])
         self.program = [self._bound(step) for step in order[self.rank]]
         # Of the run under way:
-        self.flows: dict[tuple[int, int], _Flow] = {}
-        self.inbox: dict[tuple[int, int, int], Message] = {}
-        self.outbox: dict[tuple[int, int, int], Message] = {}
-        self.dead: set[tuple[int, int, int]] = set()
+        self.flows: dict[tuple[int, Piece], _Flow] = {}
+        self.inbox: dict[tuple[int, int, Piece], Message] = {}
+        self.outbox: dict[tuple[int, int, Piece], Message] = {}
+        self.dead: set[tuple[int, int, Piece]] = set()
         self.failure: BaseException | None = None
         self.text = ""
-        self.batches: Sequence[Any] = ()
-        self.losses: dict[int, Any] = {}
+        self.batches: Mapping[Piece, Any] = {}
+        self.losses: dict[Piece, Any] = {}
 
     # ---- binding ----
     def _open(self) -> dict[Key, Channel]:
@@ -147,6 +153,7 @@ class Runner:
             return functools.partial(_run_all, parts)
         kind, stage, micro = step.step_type, step.stage_index, step.micro_index
         assert stage is not None and micro is not None
+        piece = micro, step.seq_index
         transfers = {
             _T.FWD_RECV: self._receive,
             _T.BWD_RECV: self._receive,
@@ -155,14 +162,14 @@ class Runner:
         }
         if kind in transfers:
             channels = [(key, self.channels[key]) for key in self._keys(step)]
-            return functools.partial(transfers[kind], channels, micro)
+            return functools.partial(transfers[kind], channels, piece)
         compute = {
             _T.FORWARD: self._forward,
             _T.BACKWARD: self._backward,
             _T.BACKWARD_INPUT: self._backward,
             _T.BACKWARD_WEIGHT: self._weights,
         }
-        work = functools.partial(compute[kind], stage, micro)
+        work = functools.partial(compute[kind], stage, piece)
         if kind in self.custom:
             work = functools.partial(self.custom[kind], step, work)
         return functools.partial(self._guarded, step, work)
@@ -183,49 +190,54 @@ class Runner:
         self.failure = error
         self.text = f"rank {self.rank} at {step}: {type(error).__name__}: {error}"
 
-    def _receive(self, channels: Sequence[tuple[Key, Channel]], micro: int) -> None:
+    def _receive(self, channels: Sequence[tuple[Key, Channel]], piece: Piece) -> None:
         for (source, target, ahead), channel in channels:
-            if not ahead and (source, target, micro) in self.dead:
+            if not ahead and (source, target, piece) in self.dead:
                 continue
             message = channel.receive()
             if isinstance(message, Failed):
                 if ahead:
-                    self.dead.add((source, target, micro))
+                    self.dead.add((source, target, piece))
                 if self.failure is None:
                     self.failure = PipelineError(f"{channel.name}: the sender had failed")
             elif ahead:
-                self.inbox[source, target, micro] = message
-            elif (flow := self.flows.get((source, micro))) is not None:
+                self.inbox[source, target, piece] = message
+            elif (flow := self.flows.get((source, piece))) is not None:
                 flow.gradients.append(message.leaves)
 
-    def _send(self, channels: Sequence[tuple[Key, Channel]], micro: int) -> None:
+    def _send(self, channels: Sequence[tuple[Key, Channel]], piece: Piece) -> None:
         for (source, target, ahead), channel in channels:
-            if not ahead and (source, target, micro) in self.dead:
+            if not ahead and (source, target, piece) in self.dead:
                 continue
             if self.failure is None:
-                outputs = self.flows[source, micro].outputs if ahead else self.outbox.pop((source, target, micro))
+                outputs = self.flows[source, piece].outputs if ahead else self.outbox.pop((source, target, piece))
                 assert outputs is not None
                 try:
                     channel.send(outputs)
                     continue
                 except (TypeError, ValueError) as error:
                     own = source if ahead else target
-                    self._fail(MetaStep(micro, _T.FORWARD if ahead else _T.BACKWARD, own), error)
+                    self._fail(MetaStep(piece[0], _T.FORWARD if ahead else _T.BACKWARD, own, None, piece[1]), error)
             if not channel.send_failed() and ahead:
-                self.dead.add((source, target, micro))
+                self.dead.add((source, target, piece))
 
-    def _forward(self, stage: int, micro: int) -> None:
-        flow = self.flows[stage, micro] = _Flow()
-        args, kwargs = self.batches[micro]
+    def _forward(self, stage: int, piece: Piece) -> None:
+        flow = self.flows[stage, piece] = _Flow()
+        args, kwargs = self.batches[piece]
         with contextlib.ExitStack() as context:
             context.enter_context(port().recording() if self.pipeline.has_backward else port().without_gradients())
-            if (stage, micro) in self.split:
+            if (stage, piece) in self.split:
                 flow.deferred, deferring = port().deferring(self.stages[stage].submodule)
                 context.enter_context(deferring)
             before = self.pipeline.predecessors[stage]
             if before:
-                args = tuple(each for source in before for each in self._arrive(source, stage, micro))
+                args = tuple(each for source in before for each in self._arrive(source, stage, piece))
+            if self.pipeline.seq_slices > 1:
+                flow.state = self._state(stage, piece)
+                kwargs = {**kwargs, KEYWORD: flow.state}
             result = self.stages[stage].submodule(*args, **kwargs)
+            if flow.state is not None:
+                flow.state.close()
         if self.pipeline.successors[stage]:
             flow.outputs = Message.of(result)
         elif self.pipeline.has_backward:
@@ -235,16 +247,16 @@ class Runner:
                 raise TypeError(
                     f"the last stage must return a scalar loss, or something with .loss; it returned {got}."
                 )
-            self.losses[micro] = port().detach(loss)
+            self.losses[piece] = port().detach(loss)
             flow.outputs = Message.of(loss)
         else:
-            self.losses[micro] = result
+            self.losses[piece] = result
 
-    def _arrive(self, source: int, stage: int, micro: int) -> tuple[Any, ...]:
+    def _arrive(self, source: int, stage: int, piece: Piece) -> tuple[Any, ...]:
         """Put what a stage before passed on at the root of a stage's graph; return the stage's arguments."""
-        message = self.inbox.pop((source, stage, micro), None)
+        message = self.inbox.pop((source, stage, piece), None)
         if message is None:  # the stage before is on this rank
-            outputs = self.flows[source, micro].outputs
+            outputs = self.flows[source, piece].outputs
             assert outputs is not None
             leaves = [port().detach(leaf) if port().is_tensor(leaf) else leaf for leaf in outputs.leaves]
             message = Message(leaves, outputs.needed, outputs.structure)
@@ -255,44 +267,54 @@ class Runner:
             leaves[place] = tensor
         if self.pipeline.has_backward:
             empty = Message([None] * len(leaves), [False] * len(leaves), message.structure)
-            self.flows[stage, micro].arrivals.append(_Arrived(source, arrival, places, empty))
+            self.flows[stage, piece].arrivals.append(_Arrived(source, arrival, places, empty))
         value = port().unflatten(leaves, message.structure)
         return value if type(value) is tuple else (value,)
 
-    def _backward(self, stage: int, micro: int) -> None:
-        flow = self.flows[stage, micro]
+    def _state(self, stage: int, piece: Piece) -> SequenceState:
+        micro, part = piece
+        before = self.flows[stage, (micro, part - 1)].state if part else None
+        return SequenceState(part, self.pipeline.seq_slices, before)
+
+    def _backward(self, stage: int, piece: Piece) -> None:
+        flow = self.flows[stage, piece]
         outputs, flow.outputs = flow.outputs, None
         assert outputs is not None
         if self.pipeline.successors[stage]:
             gradients = [_total(column) for column in zip(*flow.gradients, strict=True)]
         else:
-            factor = 1 / self.schedule.micro_batch_num if self.schedule.scale_grads else 1.0
+            factor = 1 / len(self.batches) if self.schedule.scale_grads else 1.0
             gradients = [port().scaled(leaf, factor) for leaf in outputs.leaves]
         pairs = [
             (leaf, gradient)
             for leaf, need, gradient in zip(outputs.leaves, outputs.needed, gradients, strict=True)
             if need and gradient is not None
         ]
+        state, flow.state = flow.state, None
+        if state is not None:
+            pairs += state.roots()
         if pairs:
-            arrivals = [arrived.arrival for arrived in flow.arrivals]
+            arrivals = [arrived.arrival for arrived in flow.arrivals] + (state.arrivals() if state is not None else [])
             roots = [leaf for leaf, _ in pairs]
             port().backward(self.stages[stage].submodule, arrivals, roots, [gradient for _, gradient in pairs])
+        if state is not None:
+            state.pass_back()
         for source, arrival, places, message in flow.arrivals:
             for place, gradient in zip(places, arrival.gradients(), strict=True):
                 message.leaves[place] = gradient
             if self.pipeline.placement[source] == self.rank:
-                self.flows[source, micro].gradients.append(message.leaves)
+                self.flows[source, piece].gradients.append(message.leaves)
             else:
-                self.outbox[source, stage, micro] = message
+                self.outbox[source, stage, piece] = message
         flow.arrivals = []
-        if (stage, micro) not in self.split:
-            del self.flows[stage, micro]
+        if (stage, piece) not in self.split:
+            del self.flows[stage, piece]
 
-    def _weights(self, stage: int, micro: int) -> None:
-        self.flows.pop((stage, micro)).deferred.run()
+    def _weights(self, stage: int, piece: Piece) -> None:
+        self.flows.pop((stage, piece)).deferred.run()
 
     # ---- a run ----
-    def run(self, batches: Sequence[Any], problem: Exception | None) -> list[Any]:
+    def run(self, batches: Mapping[Piece, Any], problem: Exception | None) -> list[Any]:
         """Run all steps; see ``PipelineSchedule.run``."""
         self._agree(problem)
         self.batches, self.failure, self.text = batches, None, ""
@@ -310,10 +332,11 @@ class Runner:
                 channel.forget()
             raise
         finally:
-            self.batches = ()
+            self.batches = {}
             self.flows.clear()
         self._report()
-        return [self.losses[micro] for micro in sorted(self.losses)]
+        losses = [self.losses[piece] for piece in sorted(self.losses)]
+        return whole_losses(losses, self.pipeline.seq_slices, mean=self.schedule.scale_grads)
 
     def _agree(self, problem: Exception | None) -> None:
         """Refuse a run, on all ranks alike, for which orders differ or an input does not fit."""

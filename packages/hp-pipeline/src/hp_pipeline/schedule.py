@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hp_pipeline import schedules
-from hp_pipeline.batches import Dim, cut
+from hp_pipeline.batches import SEQUENCE, Dim, cut
 from hp_pipeline.checking import check
 from hp_pipeline.lowering import lower
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
-from hp_pipeline.runner import RUN, Runner
+from hp_pipeline.runner import RUN, Piece, Runner
+from hp_pipeline.slices import refuse_slices
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStepType, Order
 from hp_platform import get_platform
@@ -31,6 +32,7 @@ __all__ = [
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
     "ScheduleLoopedBFS",
+    "ScheduleSeqPP",
     "ScheduleVHalf",
     "ScheduleVMin",
     "ScheduleZB1P",
@@ -57,6 +59,9 @@ class PipelineSchedule:
         boundaries: pairs of stages between which something is passed on; None is a line: see ``Pipeline``. A stage that
             takes from several gets what they return one after the other, in the order of the stages.
         order: makes the order; None is the schedule's own.
+        seq_slices: into how many slices sequences are cut; stages then take a ``SequenceState``: Note [Slices].
+        args_seq_dim: for each positional input the dim that is cut into slices, -1 for none; by default 1.
+        kwargs_seq_dim: the same by name.
 
     Attributes:
         pipeline: what the order is for.
@@ -83,6 +88,9 @@ class PipelineSchedule:
         placement: Sequence[int] | None = None,
         boundaries: Sequence[tuple[int, int]] | None = None,
         order: Callable[[Pipeline], Order] | None = None,
+        seq_slices: int = 1,
+        args_seq_dim: Sequence[Dim] | None = None,
+        kwargs_seq_dim: Mapping[str, Dim] | None = None,
     ) -> None:
         self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         groups = get_platform().groups
@@ -98,6 +106,7 @@ class PipelineSchedule:
         self.micro_batch_num, self.scale_grads = micro_batch_num, scale_grads
         self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
         self.output_concat_dim = output_concat_dim
+        self.args_seq_dim, self.kwargs_seq_dim = args_seq_dim, kwargs_seq_dim
         if not self.stages:
             raise ValueError(f"{type(self).__name__}: rank {self.rank} has no stage.")
         count = self.stages[0].stage_num
@@ -112,6 +121,7 @@ class PipelineSchedule:
         self.pipeline = Pipeline(
             tuple(placement),
             micro_batch_num,
+            seq_slices,
             boundaries=None if boundaries is None else tuple(boundaries),
             has_backward=backward == {True},
         )
@@ -121,11 +131,24 @@ class PipelineSchedule:
                 f"{type(self).__name__}: rank {self.rank} of {ranks} runs the stages"
                 f" {self.pipeline.stages[self.rank]} of {count}, got {self.stages}."
             )
+        if seq_slices > 1:
+            self._check_slices()
         self._custom: dict[MetaStepType, Custom] = {}
         self._runner: Runner | None = None
         maker = order or self.make
         assert maker is not None, "a schedule has an order"
         self.exec_order = maker(self.pipeline)
+
+    def _check_slices(self) -> None:
+        if not self.pipeline.has_backward:
+            raise ValueError(
+                f"{type(self).__name__}: seq_slices={self.pipeline.seq_slices} is for training; a stage with"
+                " has_backward=False runs whole sequences, seq_slices=1."
+            )
+        for stage in self.stages:
+            why = refuse_slices(stage.submodule)
+            if why:
+                raise ValueError(f"{type(self).__name__}: the module of {stage} {why}.")
 
     @property
     def exec_order(self) -> Order:
@@ -163,7 +186,8 @@ class PipelineSchedule:
             **kwargs: keyword inputs of this rank's stages.
 
         Returns:
-            On the last stage's rank one loss a micro-batch, without their graphs; [] on others. Without backward the
+            On the last stage's rank one loss a micro-batch, without their graphs; [] on others. That of a micro-batch
+            in slices is their mean, with ``scale_grads=False`` their sum, as gradients are. Without backward the
             outputs, joined along ``output_concat_dim`` where that is not None.
 
         Raises:
@@ -172,9 +196,9 @@ class PipelineSchedule:
             LostRankError: the process of a rank has ended.
         """
         problem: Exception | None = None
-        batches: list[Any] = []
+        batches: dict[Piece, Any] = {}
         try:
-            batches = cut(args, kwargs, self.micro_batch_num, self.args_batch_dim, self.kwargs_batch_dim)
+            batches = self._cut(args, kwargs)
         except ValueError as error:
             problem = error
         if self._runner is None:
@@ -183,6 +207,17 @@ class PipelineSchedule:
         if self.output_concat_dim is not None and not self.pipeline.has_backward and outputs:
             return port().concatenate(outputs, self.output_concat_dim)
         return outputs
+
+    def _cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Piece, Any]:
+        batches = cut(args, kwargs, self.micro_batch_num, self.args_batch_dim, self.kwargs_batch_dim)
+        slices = self.pipeline.seq_slices
+        if slices == 1:
+            return {(micro, 0): inputs for micro, inputs in enumerate(batches)}
+        return {
+            (micro, part): inputs
+            for micro, batch in enumerate(batches)
+            for part, inputs in enumerate(cut(*batch, slices, self.args_seq_dim, self.kwargs_seq_dim, SEQUENCE))
+        }
 
     def take_gradients(self, parameters: Iterable[Any]) -> tuple[Any, ...]:
         """Take the gradients that runs have left for parameters, and set them back to none.
@@ -222,6 +257,17 @@ class ScheduleZB1P(PipelineSchedule):
     """Backwards in two halves at 1F1B's memory: see ``schedules.zb1p``."""
 
     make = staticmethod(schedules.zb1p)
+
+
+class ScheduleSeqPP(Schedule1F1B):
+    """1F1B over slices of sequences: see ``schedules.seq_pp``.
+
+    ``ScheduleSeqPP(stage, micro_batch_num, seq_slices=4)``; other arguments are those of ``PipelineSchedule``. Losses
+    are those of slices: their mean is that of the whole where each is a mean over as many tokens. Where tokens are left
+    out of a loss (padding), divide sums by the count in the whole batch and pass ``scale_grads=False``.
+    """
+
+    make = staticmethod(schedules.seq_pp)
 
 
 class ScheduleInterleaved1F1B(PipelineSchedule):

@@ -19,7 +19,7 @@ Note [No split backward]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,6 +35,7 @@ from hp_platform import get_platform
 __all__ = [
     "arrive",
     "backward",
+    "call_of",
     "concatenate",
     "cut",
     "deferring",
@@ -45,6 +46,7 @@ __all__ = [
     "flatten",
     "from_bytes",
     "is_module",
+    "is_recording",
     "is_tensor",
     "needs_gradient",
     "numbers",
@@ -73,6 +75,16 @@ def refuse_stage(module: Any) -> str | None:
     if isinstance(module, nn.Cell):
         return None
     return f"must be a Cell, whose parameters can be listed, got {type(module).__name__}; call it in a Cell's construct"
+
+
+def call_of(module: nn.Cell) -> Callable[..., Any]:
+    """Return a Cell's construct."""
+    return module.construct
+
+
+def is_recording() -> bool:
+    """Tell whether gradients are recorded."""
+    return bool(_pynative_executor.enable_grad())
 
 
 def device_of(module: Any) -> Any:

@@ -9,7 +9,7 @@ Note [What arrives]
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,7 @@ from hp_platform.torch.heavy import DeferredGradients, mark
 __all__ = [
     "arrive",
     "backward",
+    "call_of",
     "concatenate",
     "cut",
     "deferring",
@@ -35,6 +36,7 @@ __all__ = [
     "flatten",
     "from_bytes",
     "is_module",
+    "is_recording",
     "is_tensor",
     "needs_gradient",
     "numbers",
@@ -63,6 +65,16 @@ def is_module(value: Any) -> bool:
 def refuse_stage(module: Any) -> str | None:
     """Say why something cannot be a stage, or None."""
     return None if callable(module) else f"must be callable, got {type(module).__name__}"
+
+
+def call_of(module: Any) -> Callable[..., Any]:
+    """Return a module's forward, or the function."""
+    return module.forward if isinstance(module, nn.Module) else module
+
+
+def is_recording() -> bool:
+    """Tell whether gradients are enabled."""
+    return torch.is_grad_enabled()
 
 
 def device_of(module: Any) -> Any:

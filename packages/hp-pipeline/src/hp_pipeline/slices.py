@@ -1,0 +1,164 @@
+"""What the slices of a sequence pass on to each other inside of a stage.
+
+Note [Slices]
+    A sequence that is cut into slices goes through a stage slice by slice, and each token meets those before it: the
+    keys and values of causal attention, the state of a recurrence. A stage puts such tensors into its ``SequenceState``
+    and finds there what earlier slices put. Each slice has a graph of its own. Backward goes through the slices from
+    the last to the first; that of a later slice leaves the gradients of what it took of an earlier one, whose backward
+    then begins from its outputs and from what it had put.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hp_pipeline.port import port
+
+__all__ = ["KEYWORD", "SequenceState", "refuse_slices", "whole_losses"]
+
+KEYWORD = "seq_state"
+"""The keyword by which a stage takes its state."""
+
+
+class _Taken(NamedTuple):
+    """What a slice took of an earlier one."""
+
+    source: SequenceState
+    name: str
+    arrival: Any
+
+
+class SequenceState:
+    """What a stage keeps of the earlier slices of a sequence, and leaves to later ones: Note [Slices].
+
+    A stage's module that runs in slices takes it by the keyword ``seq_state``. For a module that also runs on whole
+    sequences, ``SequenceState()`` is that of a sequence in one slice::
+
+        def forward(self, x, seq_state):
+            query, key, value = self.qkv(x).chunk(3, -1)
+            key = seq_state.extend("key", key, dim=1)
+            value = seq_state.extend("value", value, dim=1)
+
+    Args:
+        index: the slice, from 0.
+        slices: into how many the sequence is cut.
+        before: the state of the slice before.
+
+    Attributes:
+        index: the slice, from 0.
+        slices: into how many the sequence is cut.
+    """
+
+    def __init__(self, index: int = 0, slices: int = 1, before: SequenceState | None = None) -> None:
+        self.index, self.slices = index, slices
+        self._before = before
+        self._values: dict[str, Any] = {}
+        self._gradients: dict[str, Any] = {}
+        self._taken: list[_Taken] = []
+        self._earlier: dict[str, list[Any]] = {}
+        self._closed = False
+        self._recording = port().is_recording()
+
+    def put(self, name: str, tensor: Any) -> None:
+        """Leave a tensor to later slices.
+
+        Args:
+            name: by which they take it; of this module alone, such as ``"layers.0.key"``.
+            tensor: what is left; not to be written to.
+
+        Raises:
+            ValueError: this slice has put something under the name before.
+            RuntimeError: gradients are not recorded here though the stage's are: they would be lost.
+        """
+        if self._closed:  # the stage is computed again, for its backward
+            return
+        if name in self._values:
+            raise ValueError(
+                f"SequenceState: slice {self.index} has put {name!r} already; each layer needs a name of its own."
+            )
+        if self._recording and not port().is_recording():
+            raise RuntimeError(
+                f"SequenceState: {name!r} is put where no gradients are recorded, so those of later slices would be"
+                " lost. Put it outside of no_grad; a checkpoint must not be reentrant (use_reentrant=False)."
+            )
+        self._values[name] = tensor
+
+    def earlier(self, name: str) -> list[Any]:
+        """List what the earlier slices have put under a name, the first slice's first; gradients flow back to them."""
+        if name not in self._earlier:
+            self._earlier[name] = [self._take(state, name) for state in self._chain() if name in state._values]
+        return list(self._earlier[name])
+
+    def extend(self, name: str, tensor: Any, dim: int) -> Any:
+        """Put a tensor, and return it behind those of the earlier slices, joined along a dim."""
+        self.put(name, tensor)
+        earlier = self.earlier(name)
+        return port().concatenate([*earlier, tensor], dim) if earlier else tensor
+
+    def _chain(self) -> list[SequenceState]:
+        chain: list[SequenceState] = []
+        state = self._before
+        while state is not None:
+            chain.append(state)
+            state = state._before
+        return chain[::-1]
+
+    def _take(self, source: SequenceState, name: str) -> Any:
+        value = source._values[name]
+        arrival = port().arrive([port().detach(value)], [port().needs_gradient(value)])
+        self._taken.append(_Taken(source, name, arrival))
+        return arrival.tensors[0]
+
+    # ---- for the runner ----
+    def close(self) -> None:
+        """End the slice's forward."""
+        self._closed = True
+
+    def arrivals(self) -> list[Any]:
+        """List the roots of the slice's graph that earlier slices put."""
+        return [taken.arrival for taken in self._taken]
+
+    def roots(self) -> list[tuple[Any, Any]]:
+        """List what the slice put and later slices differentiated, with their gradients."""
+        gradients, self._gradients = self._gradients, {}
+        return [(self._values[name], gradient) for name, gradient in gradients.items()]
+
+    def pass_back(self) -> None:
+        """Leave the gradients of what was taken to the slices that put it, after backward."""
+        for source, name, arrival in self._taken:
+            (gradient,) = arrival.gradients()
+            if gradient is not None:
+                own = source._gradients.get(name)
+                source._gradients[name] = gradient if own is None else own + gradient
+        self._taken, self._earlier = [], {}
+
+
+def refuse_slices(module: Callable[..., Any]) -> str | None:
+    """Say why a stage's module cannot run in slices of sequences, or None."""
+    try:
+        parameters = inspect.signature(port().call_of(module)).parameters
+    except (TypeError, ValueError):  # written in C
+        parameters = {}
+    if KEYWORD in parameters:
+        return None
+    return (
+        f"takes no {KEYWORD!r}, so tokens of a slice would not meet those of the slices before. Let it take the keyword"
+        f" {KEYWORD!r}, a SequenceState, and pass on its keys and values (or whatever later tokens need) by it; a"
+        " module whose tokens do not meet may ignore it"
+    )
+
+
+def whole_losses(losses: Sequence[Any], slices: int, *, mean: bool) -> list[Any]:
+    """Return the loss of each micro-batch.
+
+    Args:
+        losses: of all slices, those of a micro-batch one after the other.
+        slices: into how many sequences are cut.
+        mean: take the mean of a micro-batch's slices, else the sum.
+    """
+    if slices == 1:
+        return list(losses)
+    divisor = slices if mean else 1
+    return [sum(losses[at + 1 : at + slices], losses[at]) / divisor for at in range(0, len(losses), slices)]
