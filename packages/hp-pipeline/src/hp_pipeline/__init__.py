@@ -19,6 +19,7 @@ from hp_pipeline.schedule import (
     ScheduleZB1P,
     ScheduleZBV,
 )
+from hp_pipeline.shared import SharedParameterInfo
 from hp_pipeline.simulation import Span, Trace, simulate
 from hp_pipeline.slices import SequenceState
 from hp_pipeline.stage import PipelineStage
@@ -46,6 +47,7 @@ __all__ = [
     "ScheduleZB1P",
     "ScheduleZBV",
     "SequenceState",
+    "SharedParameterInfo",
     "Span",
     "Trace",
     "check",

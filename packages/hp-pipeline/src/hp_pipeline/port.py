@@ -112,6 +112,42 @@ class Port(Protocol):
         """Run backward from outputs of a module, to its parameters and to what had arrived."""
         ...
 
+    def named_parameters(self, module: Any) -> dict[str, Any]:
+        """Return a module's parameters by all their names; none of what is no module."""
+        ...
+
+    def describe_parameter(self, parameter: Any) -> str:
+        """Return what must be equal for two ranks to hold copies of one parameter, and that it can be compared.
+
+        Raises:
+            NotImplementedError: it cannot be shared.
+        """
+        ...
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor, which shares its memory."""
+        ...
+
+    def device_of_tensor(self, tensor: Tensor) -> Any: ...
+
+    def fill(self, parameter: Any, value: Tensor) -> None:
+        """Write values to this rank's part of a parameter."""
+        ...
+
+    def gradient(self, parameter: Any) -> Tensor | None:
+        """Return the gradient that backward has left for a parameter."""
+        ...
+
+    def set_gradient(self, parameter: Any, gradient: Tensor | None) -> None: ...
+
+    def gradient_of(self, parameter: Any, value: Tensor) -> Tensor:
+        """Return values as a gradient of a parameter's layout."""
+        ...
+
+    def added(self, gradient: Tensor, other: Tensor) -> Tensor:
+        """Return the sum of two gradients of one parameter; it may be written into the first."""
+        ...
+
     def take_gradient(self, parameter: Any) -> Tensor | None:
         """Return a parameter's gradient as the framework's optimizers take it, and set it back to none."""
         ...

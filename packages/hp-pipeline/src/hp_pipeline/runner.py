@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hp_pipeline.channels import Channel, Failed, Message
 from hp_pipeline.port import Arrival, port
+from hp_pipeline.shared import SharedParameters, gather_bytes
 from hp_pipeline.simulation import halves
 from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
 from hp_pipeline.stage import PipelineStage
@@ -91,6 +92,7 @@ class Runner:
             if port().is_module(self.stages[stage].submodule):
                 port().prepare_split(self.stages[stage].submodule)
         self.device = schedule.stages[0].device
+        self.shared: SharedParameters | None = None
         self.channels = self._open()
         self.expected = self._expected(order[self.rank])
         self.program = [self._bound(step) for step in order[self.rank]]
@@ -317,6 +319,8 @@ class Runner:
     def run(self, batches: Mapping[Piece, Any], problem: Exception | None) -> list[Any]:
         """Run all steps; see ``PipelineSchedule.run``."""
         self._agree(problem)
+        shared = self._shared()
+        shared.set_aside()
         self.batches, self.failure, self.text = batches, None, ""
         for kept in (self.flows, self.inbox, self.outbox, self.dead, self.losses):
             kept.clear()
@@ -334,7 +338,7 @@ class Runner:
         finally:
             self.batches = {}
             self.flows.clear()
-        self._report()
+        shared.add(self._report(shared.present()))
         losses = [self.losses[piece] for piece in sorted(self.losses)]
         return whole_losses(losses, self.pipeline.seq_slices, mean=self.schedule.scale_grads)
 
@@ -351,11 +355,22 @@ class Runner:
         if any(failed for _, failed in gathered):
             self._raise("An input does not fit", ValueError, problem, str(problem or ""))
 
-    def _report(self) -> None:
-        """Raise on all ranks if a stage failed on any."""
-        if any(failed for (failed,) in self._gather([int(self.failure is not None)])):
+    def _shared(self) -> SharedParameters:
+        """Get this rank's copies of shared weights; at the first run all ranks compare them."""
+        if self.shared is None:
+            shared = SharedParameters(self.schedule.stages, self.pipeline, self.rank, self.group)
+            size = max(size for (size,) in self._gather([len(shared.facts)]))
+            shared.agree(gather_bytes(shared.facts, self._gather, size) if size else [])
+            self.shared = shared
+        return self.shared
+
+    def _report(self, numbers: list[int]) -> list[list[int]]:
+        """Raise on all ranks if a stage failed on any; return each rank's numbers."""
+        gathered = self._gather([int(self.failure is not None), *numbers])
+        if any(row[0] for row in gathered):
             head = "A stage failed; gradients are incomplete, set them to zero before the next run"
             self._raise(head, PipelineError, self.failure, self.text)
+        return [row[1:] for row in gathered]
 
     def _raise(self, head: str, kind: type[Exception], cause: BaseException | None, text: str) -> None:
         data = text.encode()[:_TEXT].ljust(_TEXT)

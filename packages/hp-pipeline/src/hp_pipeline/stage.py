@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_pipeline.port import port
+from hp_pipeline.shared import SharedParameterInfo
 
 __all__ = ["PipelineStage"]
 
@@ -26,9 +27,10 @@ class PipelineStage:
         dyn_shape: what the stage receives and returns may change its shapes from micro-batch to micro-batch, at the
             cost of a header a message.
         has_backward: False for a stage that is only run forwards.
+        shared_parameters: weights that other stages have too, such as an embedding that is also the output layer.
 
     Raises:
-        ValueError: an index outside of the number of stages.
+        ValueError: an index outside of the number of stages, here or in ``shared_parameters``.
         TypeError: something that cannot be a stage.
     """
 
@@ -41,12 +43,20 @@ class PipelineStage:
         *,
         dyn_shape: bool = False,
         has_backward: bool = True,
+        shared_parameters: Sequence[SharedParameterInfo] | None = None,
     ) -> None:
         if not 0 <= stage_index < stage_num:
             raise ValueError(f"PipelineStage: stage_index={stage_index} is not one of stage_num={stage_num} from 0.")
         why = port().refuse_stage(module)
         if why:
             raise TypeError(f"PipelineStage: module {why}.")
+        self.shared_parameters = tuple(shared_parameters or ())
+        for info in self.shared_parameters:
+            if stage_index not in info.shared_stage or not set(info.shared_stage) <= set(range(stage_num)):
+                raise ValueError(
+                    f"PipelineStage: {info} of stage {stage_index} must name this stage and others below"
+                    f" stage_num={stage_num}."
+                )
         self.submodule = module
         self.stage_index, self.stage_num = stage_index, stage_num
         self.device = port().device_of(module) if device is None else device

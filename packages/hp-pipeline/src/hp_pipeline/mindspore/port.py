@@ -33,6 +33,7 @@ from hp_pipeline.mindspore.tree import flatten, unflatten
 from hp_platform import get_platform
 
 __all__ = [
+    "added",
     "arrive",
     "backward",
     "call_of",
@@ -40,14 +41,21 @@ __all__ = [
     "cut",
     "deferring",
     "describe",
+    "describe_parameter",
     "detach",
     "device_of",
+    "device_of_tensor",
     "empty",
+    "fill",
     "flatten",
     "from_bytes",
+    "gradient",
+    "gradient_of",
     "is_module",
     "is_recording",
     "is_tensor",
+    "local",
+    "named_parameters",
     "needs_gradient",
     "numbers",
     "prepare_split",
@@ -56,6 +64,7 @@ __all__ = [
     "refuse_stage",
     "scaled",
     "sendable",
+    "set_gradient",
     "shape",
     "take_gradient",
     "to_bytes",
@@ -235,6 +244,61 @@ def backward(
                 own = parameter._grad
                 parameter._grad = gradient if own is None else own + gradient
     _pynative_executor.sync()
+
+
+def named_parameters(module: nn.Cell) -> dict[str, Any]:
+    """Return a Cell's parameters by their places."""
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, cell in module.cells_and_names()
+        for name, parameter in cell._params.items()
+        if parameter is not None
+    }
+
+
+def describe_parameter(parameter: Any) -> str:
+    """Describe a parameter."""
+    if hasattr(parameter, "placements"):
+        raise NotImplementedError(
+            f"a DTensor of placements {parameter.placements}: on MindSpore plain parameters are shared alone"
+        )
+    return f"{parameter.dtype} of shape {tuple(parameter.shape)}" + ("" if parameter.requires_grad else ", frozen")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the tensor: only plain ones come here."""
+    return tensor
+
+
+def device_of_tensor(tensor: Tensor) -> Any:
+    """Return the process's device: MindSpore has one."""
+    return get_platform().devices.current_device()
+
+
+def fill(parameter: Any, value: Tensor) -> None:
+    """Write values to a parameter."""
+    parameter.set_data(value)
+
+
+def gradient(parameter: Any) -> Tensor | None:
+    """Return the sum of a parameter's gradients: Note [Backward of a stage]."""
+    return parameter._grad
+
+
+def set_gradient(parameter: Any, gradient: Tensor | None) -> None:
+    """Set it."""
+    parameter._grad = gradient
+
+
+def gradient_of(parameter: Any, value: Tensor) -> Tensor:
+    """Return the values."""
+    return value
+
+
+def added(gradient: Tensor, other: Tensor) -> Tensor:
+    """Return the sum."""
+    with _no_grad():
+        return gradient + other
 
 
 def take_gradient(parameter: Any) -> Tensor:

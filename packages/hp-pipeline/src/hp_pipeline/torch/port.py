@@ -23,6 +23,7 @@ from hp_platform.frames import frame
 from hp_platform.torch.heavy import DeferredGradients, mark
 
 __all__ = [
+    "added",
     "arrive",
     "backward",
     "call_of",
@@ -30,14 +31,21 @@ __all__ = [
     "cut",
     "deferring",
     "describe",
+    "describe_parameter",
     "detach",
     "device_of",
+    "device_of_tensor",
     "empty",
+    "fill",
     "flatten",
     "from_bytes",
+    "gradient",
+    "gradient_of",
     "is_module",
     "is_recording",
     "is_tensor",
+    "local",
+    "named_parameters",
     "needs_gradient",
     "numbers",
     "prepare_split",
@@ -46,6 +54,7 @@ __all__ = [
     "refuse_stage",
     "scaled",
     "sendable",
+    "set_gradient",
     "shape",
     "take_gradient",
     "to_bytes",
@@ -227,6 +236,66 @@ def recording() -> AbstractContextManager[Any]:
 def backward(module: Any, arrivals: Sequence[Arrival], outputs: Sequence[T], gradients: Sequence[T]) -> None:
     """Run backward from outputs; the graph leads to the parameters and to what had arrived."""
     torch.autograd.backward(outputs, gradients)
+
+
+def named_parameters(module: Any) -> dict[str, T]:
+    """Return a module's parameters by all their names."""
+    return dict(module.named_parameters(remove_duplicate=False)) if isinstance(module, nn.Module) else {}
+
+
+def describe_parameter(parameter: T) -> str:
+    """Describe a parameter, and this rank's part of it."""
+    text = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
+    if parameter.is_meta:
+        raise NotImplementedError("a parameter on the meta device: initialise it before the first run")
+    if not parameter.requires_grad:
+        text += ", frozen"
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return text
+    part = tuple(local(parameter).shape)
+    return f"{text}, {parameter.placements} on a mesh of shape {tuple(mesh.shape)} at {mesh.get_coordinate()}: {part}"  # type: ignore[attr-defined]
+
+
+def local(tensor: T) -> T:
+    """Return this rank's part of a DTensor."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "placements") else tensor.detach()  # type: ignore[attr-defined]
+
+
+def device_of_tensor(tensor: T) -> torch.device:
+    """Return the device of a tensor."""
+    return tensor.device
+
+
+def fill(parameter: T, value: T) -> None:
+    """Write values to this rank's part of a parameter."""
+    local(parameter).copy_(value)
+
+
+def gradient(parameter: T) -> T | None:
+    """Return a parameter's ``grad``."""
+    return parameter.grad
+
+
+def set_gradient(parameter: T, gradient: T | None) -> None:
+    """Set a parameter's ``grad``."""
+    parameter.grad = gradient
+
+
+def gradient_of(parameter: T, value: T) -> T:
+    """Return values as a gradient of a parameter's layout."""
+    if not hasattr(parameter, "placements"):
+        return value
+    result = torch.zeros_like(parameter, requires_grad=False)
+    local(result).copy_(value)
+    return result
+
+
+def added(gradient: T, other: T) -> T:
+    """Add to a gradient."""
+    local(gradient).add_(local(other))
+    return gradient
 
 
 def take_gradient(parameter: T) -> T | None:

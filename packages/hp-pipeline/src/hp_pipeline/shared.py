@@ -1,0 +1,242 @@
+"""Weights that several stages hold, such as the embedding of tokens that is also the output layer.
+
+Note [One weight on several ranks]
+    Each rank has a copy. At the first run all ranks compare what their stages declare, and the first stage of
+    ``shared_stage`` sends its values to the others. After each run the ranks of a weight exchange the gradients of this
+    run, and each adds them in the order of the stages: the copies stay the same, bit by bit. What earlier
+    runs have left is set aside before, for it holds the other ranks' part already. Stages on one rank have one
+    Parameter, whose gradients backward adds up itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hp_pipeline.pipeline import Pipeline
+from hp_pipeline.port import port
+from hp_platform import get_platform
+
+if TYPE_CHECKING:
+    from hp_pipeline.stage import PipelineStage
+
+__all__ = ["SharedParameterInfo", "SharedParameters"]
+
+Key = tuple[tuple[int, ...], int]
+"""A shared weight: its stages, and its place among those that these stages share."""
+
+
+@dataclass(frozen=True)
+class SharedParameterInfo:
+    """A weight that a stage shares with others.
+
+    Every stage that has it lists it. Several weights of the same stages are listed in the same order on all.
+
+    Attributes:
+        parameter: its name in the stage's module, or the Parameter itself.
+        shared_stage: all stages that have it; the first one's values are used.
+
+    Raises:
+        ValueError: fewer than two stages, or one twice.
+    """
+
+    parameter: Any
+    shared_stage: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_stage", tuple(self.shared_stage))
+        if len(self.shared_stage) < 2 or len(set(self.shared_stage)) < len(self.shared_stage):
+            raise ValueError(
+                "SharedParameterInfo: shared_stage lists two stages or more, each once, the owner of the values first;"
+                f" got {self.shared_stage}."
+            )
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """This rank's copy of a weight that other ranks have too; ``ranks`` are all that have it, by their first stage."""
+
+    parameter: Any
+    ranks: tuple[int, ...]
+    owner: int
+
+
+class SharedParameters:
+    """The shared weights of one rank's stages: Note [One weight on several ranks].
+
+    Args:
+        stages: of this rank.
+        pipeline: where stages are.
+        rank: this rank.
+        group: the pipeline's ranks.
+
+    Attributes:
+        keys: the weights that are on several ranks, once the ranks have compared them: the same list on all.
+    """
+
+    def __init__(self, stages: Sequence[PipelineStage], pipeline: Pipeline, rank: int, group: Any) -> None:
+        self.pipeline, self.rank, self.group = pipeline, rank, group
+        self.keys: list[Key] = []
+        self._parameters: dict[tuple[int, Key], Any] = {}
+        self._copies: dict[Key, _Copy] = {}
+        self._aside: dict[Key, Any] = {}
+        self._collectives = get_platform().collectives
+        facts = {(stage.stage_index, key): self._facts(stage, key, info) for stage, key, info in _infos(stages)}
+        self.facts = pickle.dumps(facts) if facts else b""
+        """What this rank's stages declare, for the other ranks."""
+
+    def _facts(self, stage: PipelineStage, key: Key, info: SharedParameterInfo) -> tuple[bool, str]:
+        """Describe a weight: (True, its description), or (False, an error)."""
+        try:
+            parameter = _find(info, stage.submodule)
+            for (other, known), each in self._parameters.items():
+                if known != key and each is parameter:
+                    raise ValueError(f"the parameter {info.parameter!r}, which stage {other} shares as another weight")
+                if known == key and each is not parameter:
+                    raise ValueError(f"a Parameter of its own, but stage {other} is on the same rank: use one object")
+            self._parameters[stage.stage_index, key] = parameter
+            return True, port().describe_parameter(parameter)
+        except (ValueError, NotImplementedError) as error:
+            return False, str(error)
+
+    def agree(self, everyone: Sequence[bytes]) -> None:
+        """Compare what all ranks declare, and send the values of each weight from its first stage to the others.
+
+        Args:
+            everyone: the ``facts`` of each rank.
+
+        Raises:
+            ValueError: stages that declare different weights, or weights that differ: on all ranks, before anything
+                is sent.
+        """
+        facts = {at: fact for data in everyone if data for at, fact in pickle.loads(data).items()}
+        for (stage, (stages, place)), (right, text) in sorted(facts.items()):
+            if not right:
+                raise ValueError(f"The weight {place} that the stages {stages} share: stage {stage} has {text}.")
+        for (stage, (stages, place)), (_, text) in sorted(facts.items()):
+            head = f"The weight {place} that the stages {stages} share"
+            for other in stages:
+                if (other, (stages, place)) not in facts:
+                    raise ValueError(
+                        f"{head} is not listed by stage {other}: pass SharedParameterInfo(..., {stages}) in the"
+                        " shared_parameters of each of these stages."
+                    )
+                if facts[other, (stages, place)][1] != text:
+                    raise ValueError(
+                        f"{head} is {text} on stage {stage}, but {facts[other, (stages, place)][1]} on stage {other}."
+                        " It must have the same shape, dtype and layout on all; what is sharded in groups of parameters"
+                        " must be a group of its own, as fully_shard(layer) makes it."
+                    )
+        placement = self.pipeline.placement
+        for key in sorted({key for _, key in facts}):
+            ranks = tuple(dict.fromkeys(placement[stage] for stage in sorted(key[0])))
+            if len(ranks) == 1:
+                continue
+            self.keys.append(key)
+            own = [parameter for (_, known), parameter in self._parameters.items() if known == key]
+            if own:
+                self._copies[key] = _Copy(own[0], ranks, placement[key[0][0]])
+        for copy in self._copies.values():
+            self._send_values(copy)
+
+    def _send_values(self, copy: _Copy) -> None:
+        value = port().sendable(port().local(copy.parameter))
+        if self.rank != copy.owner:
+            port().fill(copy.parameter, self._receive(value, copy.owner))
+            return
+        for rank in copy.ranks:
+            if rank != self.rank:
+                self._collectives.send(value, rank, group=self.group)
+
+    def _receive(self, like: Any, rank: int) -> Any:
+        tensor = port().empty(port().describe(like), port().device_of_tensor(like))
+        self._collectives.recv(tensor, rank, group=self.group)
+        return tensor
+
+    def set_aside(self) -> None:
+        """Before a run: keep what earlier runs have left apart from what this one adds."""
+        self._aside = {key: port().gradient(copy.parameter) for key, copy in self._copies.items()}
+        for copy in self._copies.values():
+            port().set_gradient(copy.parameter, None)
+
+    def present(self) -> list[int]:
+        """After a run: tell for each of ``keys`` whether this rank has a gradient of it."""
+        return [
+            int(key in self._copies and port().gradient(self._copies[key].parameter) is not None) for key in self.keys
+        ]
+
+    def add(self, present: Sequence[Sequence[int]]) -> None:
+        """After a run: add the gradients of all ranks to what was set aside.
+
+        Args:
+            present: by rank, what ``present`` says there.
+        """
+        for place, key in enumerate(self.keys):
+            copy = self._copies.get(key)
+            if copy is None:
+                continue
+            total = self._total(copy, [rank for rank in copy.ranks if present[rank][place]])
+            aside = self._aside.pop(key, None)
+            if total is not None:
+                own = port().gradient_of(copy.parameter, total)
+                aside = own if aside is None else port().added(aside, own)
+            port().set_gradient(copy.parameter, aside)
+
+    def _total(self, copy: _Copy, givers: Sequence[int]) -> Any:
+        """Exchange the gradients of those ranks that have one, and add them in their order.
+
+        Of two ranks the one that comes first sends first, so that no backend without tags waits for itself.
+        """
+        gradient = port().gradient(copy.parameter)
+        own = None if gradient is None else port().sendable(port().local(gradient))
+        like = port().sendable(port().local(copy.parameter)) if own is None else own
+        parts = {self.rank: own}
+        handles = []
+        for one, other in ((a, b) for place, a in enumerate(copy.ranks) for b in copy.ranks[place + 1 :]):
+            for source, target in ((one, other), (other, one)):
+                if source not in givers or self.rank not in (source, target):
+                    continue
+                if self.rank == source:
+                    handle = self._collectives.send(own, target, group=self.group, async_op=True)
+                else:
+                    parts[source] = port().empty(port().describe(like), port().device_of_tensor(like))
+                    handle = self._collectives.recv(parts[source], source, group=self.group, async_op=True)
+                handles.append(handle)
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+        total = None
+        for rank in givers:
+            total = parts[rank] if total is None else total + parts[rank]
+        return total
+
+
+def _find(info: SharedParameterInfo, module: Any) -> Any:
+    """Return the Parameter; a name is looked up anew, for sharding a module replaces its parameters.
+
+    Raises:
+        ValueError: the stage's module has none of the name, or another object of it.
+    """
+    named = port().named_parameters(module)
+    if not isinstance(info.parameter, str):
+        if named and not any(each is info.parameter for each in named.values()):
+            raise ValueError("a Parameter that is not in the stage's module; name it, or pass the present one")
+        return info.parameter
+    if info.parameter not in named:
+        raise ValueError(f"no parameter {info.parameter!r}; the stage's module has {sorted(named)}")
+    return named[info.parameter]
+
+
+def _infos(stages: Sequence[PipelineStage]) -> Iterator[tuple[PipelineStage, Key, SharedParameterInfo]]:
+    for stage in stages:
+        counts: dict[tuple[int, ...], int] = {}
+        for info in stage.shared_parameters:
+            place = counts[info.shared_stage] = counts.get(info.shared_stage, -1) + 1
+            yield stage, (info.shared_stage, place), info
+
+
+def gather_bytes(data: bytes, gather: Callable[[list[int]], list[list[int]]], size: int) -> list[bytes]:
+    """Return each rank's bytes; ``size`` is the most that one has."""
+    return [bytes(row).rstrip(b"\0") for row in gather(list(data.ljust(size, b"\0")))]
