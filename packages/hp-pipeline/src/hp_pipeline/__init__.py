@@ -1,11 +1,11 @@
 """Pipelines: schedules as data, proved before they run."""
 
 from hp_pipeline import schedules
+from hp_pipeline.agreement import PipelineError
 from hp_pipeline.batches import BatchDimSpec
 from hp_pipeline.checking import check
 from hp_pipeline.lowering import lower
 from hp_pipeline.pipeline import Costs, Pipeline, placed
-from hp_pipeline.runner import PipelineError
 from hp_pipeline.schedule import (
     PipelineSchedule,
     Schedule1F1B,

@@ -13,22 +13,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hp_pipeline.agreement import Agreement, PipelineError
 from hp_pipeline.channels import Channel, Failed, Message
 from hp_pipeline.port import Arrival, port
-from hp_pipeline.shared import SharedParameters, gather_bytes
+from hp_pipeline.shared import SharedParameters
 from hp_pipeline.simulation import halves
 from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import COMPUTE, TRANSFERS, MetaStep, MetaStepType, Order
-from hp_platform import LostRankError, get_platform
+from hp_platform import LostRankError
 
 if TYPE_CHECKING:
     from hp_pipeline.schedule import PipelineSchedule
 
-__all__ = ["RUN", "PipelineError", "Runner"]
+__all__ = ["RUN", "Runner"]
 
 _T = MetaStepType
-_TEXT = 2048  # bytes of a failure's text that other ranks are told
 
 RUN = COMPUTE | TRANSFERS | {_T.OVERLAP_F_B, _T.OVERLAP_B_F}
 """The types of steps that are run."""
@@ -38,10 +38,6 @@ Key = tuple[int, int, bool]
 
 Piece = tuple[int, int]
 """A micro-batch, and a slice of its sequences."""
-
-
-class PipelineError(RuntimeError):
-    """A stage failed on some rank; every rank raises it, with the texts of all that failed."""
 
 
 class _Flow:
@@ -92,6 +88,7 @@ class Runner:
             if port().is_module(self.stages[stage].submodule):
                 port().prepare_split(self.stages[stage].submodule)
         self.device = schedule.stages[0].device
+        self.ranks = Agreement(self.group, self.rank, self.pipeline.ranks, self.device)
         self.shared: SharedParameters | None = None
         self.channels = self._open()
         self.expected = self._expected(order[self.rank])
@@ -318,7 +315,7 @@ class Runner:
     # ---- a run ----
     def run(self, batches: Mapping[Piece, Any], problem: Exception | None) -> list[Any]:
         """Run all steps; see ``PipelineSchedule.run``."""
-        self._agree(problem)
+        self.ranks.begin(self.schedule.fingerprint, self.schedule.micro_batch_num, problem)
         shared = self._shared()
         shared.set_aside()
         self.batches, self.failure, self.text = batches, None, ""
@@ -338,54 +335,17 @@ class Runner:
         finally:
             self.batches = {}
             self.flows.clear()
-        shared.add(self._report(shared.present()))
+        shared.add(self.ranks.end(self.failure, self.text, shared.present()))
         losses = [self.losses[piece] for piece in sorted(self.losses)]
         return whole_losses(losses, self.pipeline.seq_slices, mean=self.schedule.scale_grads)
-
-    def _agree(self, problem: Exception | None) -> None:
-        """Refuse a run, on all ranks alike, for which orders differ or an input does not fit."""
-        fingerprint = self.schedule.fingerprint
-        gathered = self._gather([fingerprint, int(problem is not None)])
-        others = [rank for rank, (number, _) in enumerate(gathered) if number != gathered[0][0]]
-        if others:
-            raise ValueError(
-                f"The ranks {others} of the pipeline have another order than rank 0: micro_batch_num"
-                f" ({self.schedule.micro_batch_num} on rank {self.rank}), the schedule and its options must be equal."
-            )
-        if any(failed for _, failed in gathered):
-            self._raise("An input does not fit", ValueError, problem, str(problem or ""))
 
     def _shared(self) -> SharedParameters:
         """Get this rank's copies of shared weights; at the first run all ranks compare them."""
         if self.shared is None:
             shared = SharedParameters(self.schedule.stages, self.pipeline, self.rank, self.group)
-            size = max(size for (size,) in self._gather([len(shared.facts)]))
-            shared.agree(gather_bytes(shared.facts, self._gather, size) if size else [])
+            shared.agree(self.ranks.gather_bytes(shared.facts))
             self.shared = shared
         return self.shared
-
-    def _report(self, numbers: list[int]) -> list[list[int]]:
-        """Raise on all ranks if a stage failed on any; return each rank's numbers."""
-        gathered = self._gather([int(self.failure is not None), *numbers])
-        if any(row[0] for row in gathered):
-            head = "A stage failed; gradients are incomplete, set them to zero before the next run"
-            self._raise(head, PipelineError, self.failure, self.text)
-        return [row[1:] for row in gathered]
-
-    def _raise(self, head: str, kind: type[Exception], cause: BaseException | None, text: str) -> None:
-        data = text.encode()[:_TEXT].ljust(_TEXT)
-        texts = [bytes(row).decode(errors="replace").strip() for row in self._gather(list(data))]
-        raise kind("; ".join([head, *(text for text in texts if text)]) + ".") from cause
-
-    def _gather(self, values: list[int]) -> list[list[int]]:
-        """Return each rank's numbers."""
-        ranks, count = self.pipeline.ranks, len(values)
-        if ranks == 1:
-            return [values]
-        everyone = port().numbers([0] * (ranks * count), self.device)
-        get_platform().collectives.all_gather(everyone, port().numbers(values, self.device), group=self.group)
-        numbers = port().to_numbers(everyone)
-        return [numbers[rank * count : (rank + 1) * count] for rank in range(ranks)]
 
 
 def _run_all(parts: Sequence[Callable[[], None]]) -> None:

@@ -11,7 +11,7 @@ Note [One weight on several ranks]
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -235,8 +235,3 @@ def _infos(stages: Sequence[PipelineStage]) -> Iterator[tuple[PipelineStage, Key
         for info in stage.shared_parameters:
             place = counts[info.shared_stage] = counts.get(info.shared_stage, -1) + 1
             yield stage, (info.shared_stage, place), info
-
-
-def gather_bytes(data: bytes, gather: Callable[[list[int]], list[list[int]]], size: int) -> list[bytes]:
-    """Return each rank's bytes; ``size`` is the most that one has."""
-    return [bytes(row).rstrip(b"\0") for row in gather(list(data.ljust(size, b"\0")))]
