@@ -15,6 +15,7 @@ SCHEDULES = {
     "1f1b": (schedules.one_f_one_b, "line"),
     "interleaved": (schedules.interleaved, "loop"),
     "interleaved overlapped": (functools.partial(schedules.interleaved, overlap=True), "loop"),
+    "interleaved in halves": (functools.partial(schedules.interleaved, overlap=True, split=True), "loop"),
     "zb1p": (schedules.zb1p, "line"),
     "zb2p": (schedules.zb2p, "line"),
     "zbv": (schedules.zbv, "v"),

@@ -107,9 +107,17 @@ class Port(Protocol):
         ...
 
     def backward(
-        self, module: Any, arrivals: Sequence[Any], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
+        self,
+        module: Any,
+        arrivals: Sequence[Any],
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        deferred: Deferred | None,
     ) -> None:
-        """Run backward from outputs of a module, to its parameters and to what had arrived."""
+        """Run backward from outputs of a module, to its parameters and to what had arrived.
+
+        What is computed again meanwhile puts gradients of weights off as its first computation did, to ``deferred``.
+        """
         ...
 
     def named_parameters(self, module: Any) -> dict[str, Any]:

@@ -295,7 +295,8 @@ class Runner:
         if pairs:
             arrivals = [arrived.arrival for arrived in flow.arrivals] + (state.arrivals() if state is not None else [])
             roots = [leaf for leaf, _ in pairs]
-            port().backward(self.stages[stage].submodule, arrivals, roots, [gradient for _, gradient in pairs])
+            starts = [gradient for _, gradient in pairs]
+            port().backward(self.stages[stage].submodule, arrivals, roots, starts, flow.deferred)
         if state is not None:
             state.pass_back()
         for source, arrival, places, message in flow.arrivals:

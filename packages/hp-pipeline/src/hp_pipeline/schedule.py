@@ -22,7 +22,7 @@ from hp_pipeline.port import port
 from hp_pipeline.runner import RUN, Piece, Runner
 from hp_pipeline.slices import refuse_slices
 from hp_pipeline.stage import PipelineStage
-from hp_pipeline.steps import MetaStepType, Order
+from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts
 from hp_platform import get_platform
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
 
 BACKENDS = ("gloo", "fake", "mccl")
 Custom = Callable[..., Any]
+Steps = Mapping[int, str | Iterable[MetaStep]]
 
 
 class PipelineSchedule:
@@ -149,6 +150,39 @@ class PipelineSchedule:
             why = refuse_slices(stage.submodule)
             if why:
                 raise ValueError(f"{type(self).__name__}: the module of {stage} {why}.")
+
+    @classmethod
+    def from_steps(
+        cls, order: Steps, stages: PipelineStage | Sequence[PipelineStage], **options: Any
+    ) -> PipelineSchedule:
+        """Return the schedule of an order: its micro-batches, slices and placement are those that the steps name.
+
+        ``PipelineSchedule.from_steps({0: "0F0 0F1 0B0 0B1", 1: "1F0 1B0 1F1 1B1"}, stage)`` is 1F1B on two ranks.
+
+        Args:
+            order: for each rank its computing steps, or their short forms in one text: Note [How steps are written].
+            stages: the stages of this rank, or its only one.
+            **options: those of the constructor.
+
+        Raises:
+            ValueError: a text that is no step, a stage that two ranks run, or an order that does not run to its end.
+        """
+        read = {
+            rank: tuple(map(MetaStep.of, own.split()) if isinstance(own, str) else own) for rank, own in order.items()
+        }
+        parts = [(rank, part) for rank, own in read.items() for step in own for part in compute_parts(step)]
+        places: dict[int, int] = {}
+        for rank, part in parts:
+            assert part.stage_index is not None
+            if places.setdefault(part.stage_index, rank) != rank:
+                ranks = sorted({places[part.stage_index], rank})
+                raise ValueError(f"{cls.__name__}: the ranks {ranks} both run stage {part.stage_index}, at {part}.")
+        if sorted(places) != list(range(len(places))) or not places:
+            raise ValueError(f"{cls.__name__}: the steps name the stages {sorted(places)}, not all from 0.")
+        micro_batches = 1 + max(part.micro_index or 0 for _, part in parts)
+        slices = 1 + max(part.seq_index for _, part in parts)
+        options = {"placement": [places[stage] for stage in sorted(places)], "seq_slices": slices, **options}
+        return PipelineSchedule(stages, micro_batches, order=lambda pipeline: read, **options)
 
     @property
     def exec_order(self) -> Order:
@@ -271,10 +305,38 @@ class ScheduleSeqPP(Schedule1F1B):
 
 
 class ScheduleInterleaved1F1B(PipelineSchedule):
-    """1F1B over several stages a rank: see ``schedules.interleaved``."""
+    """1F1B over several stages a rank: see ``schedules.interleaved``.
+
+    Args:
+        stages: the stages of this rank.
+        micro_batch_num: into how many micro-batches a batch is cut.
+        overlap_b_f: a backward and the forward after it run together, ``F, (B F)*, B``: see ``CommComputeOverlap``.
+        enable_dxdw_split: of a backward that runs together with a forward only the half for the inputs does; the half
+            for the weights comes after.
+        **options: those of ``PipelineSchedule``.
+
+    Raises:
+        ValueError: ``enable_dxdw_split`` without ``overlap_b_f``.
+    """
 
     shape: Shape = "loop"
-    make = staticmethod(schedules.interleaved)
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        micro_batch_num: int,
+        *,
+        overlap_b_f: bool = False,
+        enable_dxdw_split: bool = False,
+        **options: Any,
+    ) -> None:
+        if enable_dxdw_split and not overlap_b_f:
+            raise ValueError(
+                "ScheduleInterleaved1F1B: enable_dxdw_split=True splits the backwards that run together with a forward;"
+                " it needs overlap_b_f=True. ScheduleZB1P and ScheduleZBV split backwards without."
+            )
+        order = functools.partial(schedules.interleaved, overlap=overlap_b_f, split=enable_dxdw_split)
+        super().__init__(stages, micro_batch_num, **{"order": order, **options})
 
 
 class ScheduleLoopedBFS(PipelineSchedule):

@@ -149,12 +149,14 @@ def one_f_one_b(pipeline: Pipeline) -> Order:
 seq_pp = one_f_one_b
 
 
-def interleaved(pipeline: Pipeline, *, overlap: bool = False) -> Order:
+def interleaved(pipeline: Pipeline, *, overlap: bool = False, split: bool = False) -> Order:
     """1F1B over several stages a rank, in rounds of at least P micro-batches: bubble 1 / V. Narayanan et al. 2021.
 
     Args:
         pipeline: with its stages in a loop; any number of micro-batches.
         overlap: run a backward and the forward after it together: ``F, (B F)*, B``.
+        split: each backward in two halves, the one for the weights right after the one for the inputs and what runs
+            together with it: the gradients of the inputs are sent before.
     """
     chunks = _chunks(pipeline, "interleaved 1F1B", "loop")
     ranks, micros = pipeline.ranks, pipeline.micro_batches
@@ -167,9 +169,10 @@ def interleaved(pipeline: Pipeline, *, overlap: bool = False) -> Order:
     def phases(rank: int) -> Phases:
         warm = min((chunks - 1) * max(sizes) + 2 * (ranks - 1 - rank), len(ahead) - 1 if overlap else len(ahead))
         phases = [(1, f"F{chunk}") for chunk in ahead[: warm + overlap]]
-        joint = "B{}+F{}" if overlap else "F{1} B{0}"
+        joint = ("I{0}+F{1} W{0}" if split else "B{0}+F{1}") if overlap else "F{1} I{0} W{0}" if split else "F{1} B{0}"
+        alone = "I{0} W{0}" if split else "B{0}"
         phases += [(1, joint.format(b, f)) for b, f in zip(back, ahead[warm + overlap :], strict=False)]
-        return phases + [(1, f"B{chunk}") for chunk in back[len(ahead) - warm - overlap :]]
+        return phases + [(1, alone.format(chunk)) for chunk in back[len(ahead) - warm - overlap :]]
 
     return from_phases(pipeline, phases)
 

@@ -221,7 +221,11 @@ def without_gradients() -> Iterator[None]:
 
 
 def backward(
-    module: nn.Cell, arrivals: Sequence[Arrival], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
+    module: nn.Cell,
+    arrivals: Sequence[Arrival],
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    deferred: Nothing | None,
 ) -> None:
     """Run backward from outputs: Note [Backward of a stage]."""
     for output in outputs:

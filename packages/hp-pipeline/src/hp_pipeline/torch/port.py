@@ -233,9 +233,19 @@ def recording() -> AbstractContextManager[Any]:
     return torch.enable_grad()
 
 
-def backward(module: Any, arrivals: Sequence[Arrival], outputs: Sequence[T], gradients: Sequence[T]) -> None:
+def backward(
+    module: Any,
+    arrivals: Sequence[Arrival],
+    outputs: Sequence[T],
+    gradients: Sequence[T],
+    deferred: DeferredGradients | None,
+) -> None:
     """Run backward from outputs; the graph leads to the parameters and to what had arrived."""
-    torch.autograd.backward(outputs, gradients)
+    if deferred is None:
+        torch.autograd.backward(outputs, gradients)
+        return
+    with frame(weights=deferred):  # for checkpoints, which compute layers again
+        torch.autograd.backward(outputs, gradients)
 
 
 def named_parameters(module: Any) -> dict[str, T]:
