@@ -134,6 +134,14 @@ def test_messages_in_both_directions_at_once():
 
 
 @on_ranks(2)
+def test_what_messages_can_do_is_known():
+    collectives, here = get_platform().collectives, get_platform().devices.current_device()
+    backend = hp_platform.get_backend()
+    assert collectives.has_tags(world(), here) == (backend in TAGS)
+    assert collectives.receives_ahead(world(), here) == (backend != "hccl")
+
+
+@on_ranks(2)
 def test_tags_tell_messages_apart():
     collectives, group = get_platform().collectives, world()
     if hp_platform.get_backend() not in TAGS:

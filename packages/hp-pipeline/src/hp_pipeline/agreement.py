@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hp_pipeline.port import port
@@ -28,6 +29,7 @@ class Agreement:
 
     def __init__(self, group: Any, rank: int, ranks: int, device: Any) -> None:
         self.group, self.rank, self.ranks, self.device = group, rank, ranks, device
+        self._inputs: list[Any] = []
 
     def gather(self, values: list[int]) -> list[list[int]]:
         """Return each rank's numbers."""
@@ -46,17 +48,27 @@ class Agreement:
             return [data] * self.ranks
         return [bytes(row).rstrip(b"\0") for row in self.gather(list(data.ljust(size, b"\0")))]
 
-    def begin(self, fingerprint: int, micro_batches: int, problem: Exception | None) -> None:
-        """Refuse a run, on all ranks alike, for which orders differ or an input does not fit."""
-        gathered = self.gather([fingerprint, int(problem is not None)])
-        others = [rank for rank, (number, _) in enumerate(gathered) if number != gathered[0][0]]
+    def begin(
+        self, fingerprint: int, micro_batches: int, batches: Mapping[Any, Any], problem: Exception | None
+    ) -> bool:
+        """Refuse a run, on all ranks alike, for which orders differ or an input does not fit.
+
+        Returns:
+            True if the tensors of some rank's batches have other shapes or dtypes than in the run before.
+        """
+        leaves = port().flatten(next(iter(batches.values()), None))[0]
+        inputs = [port().describe(leaf) for leaf in leaves if port().is_tensor(leaf)]
+        gathered = self.gather([fingerprint, int(problem is not None), int(inputs != self._inputs)])
+        others = [rank for rank, (number, *_) in enumerate(gathered) if number != gathered[0][0]]
         if others:
             raise ValueError(
                 f"The ranks {others} of the pipeline have another order than rank 0: micro_batch_num"
                 f" ({micro_batches} on rank {self.rank}), the schedule and its options must be equal."
             )
-        if any(failed for _, failed in gathered):
+        if any(failed for _, failed, _ in gathered):
             self._raise("An input does not fit", ValueError, problem, str(problem or ""))
+        self._inputs = inputs
+        return any(changed for *_, changed in gathered)
 
     def end(self, failure: BaseException | None, text: str, numbers: list[int]) -> list[list[int]]:
         """Raise on all ranks if a stage failed on any; return each rank's numbers."""

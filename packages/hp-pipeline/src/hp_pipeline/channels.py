@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hp_pipeline.links import Link
 from hp_pipeline.port import port
 from hp_platform import get_platform
 
 __all__ = ["FAILED", "Channel", "Failed", "Message"]
 
 _SAME, _DESCRIBED, _BROKEN = range(3)
-_WINDOW = 2
 
 
 class Failed:
@@ -96,24 +96,22 @@ class Channel:
 
     Args:
         name: for errors: "stage 0 -> stage 1, forward".
-        peer: the other end's rank inside the group.
-        group: holds both ends.
-        tag: of this channel's messages.
+        link: the way to the other end.
         device: where received tensors are.
         dynamic: messages may differ.
     """
 
-    def __init__(self, name: str, peer: int, group: Any, tag: int, device: Any, dynamic: bool) -> None:
-        self.name, self.peer, self.group, self.tag, self.device, self.dynamic = name, peer, group, tag, device, dynamic
+    def __init__(self, name: str, link: Link, device: Any, dynamic: bool) -> None:
+        self.name, self.link, self.device, self.dynamic = name, link, device, dynamic
         self.signature: Signature | None = None
         self._posted: deque[tuple[list[Any], list[Any]]] = deque()
         self._left = 0
-        self._sent: list[tuple[Any, Any]] = []
+        self._sent: dict[Any, list[tuple[Any, Any]]] = {}
         self._collectives = get_platform().collectives
 
     # ---- sending ----
-    def send(self, message: Message) -> None:
-        """Send a message; its memory stays as it is until ``finish``.
+    def send(self, message: Message, piece: Any) -> None:
+        """Send a message of a piece; its memory stays as it is until it has been ``taken``.
 
         Raises:
             TypeError: a tensor that cannot be sent.
@@ -126,9 +124,9 @@ class Channel:
         signature = message.signature()
         if self.dynamic or self.signature is None:
             data = b"" if signature == self.signature else signature.to_bytes()
-            self._header(_DESCRIBED if data else _SAME, len(data))
+            self._header(_DESCRIBED if data else _SAME, len(data), piece)
             if data:
-                self._put(port().from_bytes(data, self.device))
+                self._put(port().from_bytes(data, self.device), piece)
             self.signature = signature
         elif signature != self.signature:
             raise ValueError(
@@ -136,24 +134,30 @@ class Channel:
                 " that differ need PipelineStage(..., dyn_shape=True)."
             )
         for leaf in message.tensors():
-            self._put(port().sendable(leaf))
+            self._put(port().sendable(leaf), piece)
 
-    def send_failed(self) -> bool:
+    def send_failed(self, piece: Any) -> bool:
         """Send what the receiver waits for, without a message; return whether a gradient comes for it."""
         if self.signature is None or self.dynamic:
-            self._header(_BROKEN, 0)
+            self._header(_BROKEN, 0, piece)
             return False
         for leaf in self.signature.leaves:
             if leaf[0]:
-                self._put(port().empty(leaf[1], self.device))
+                self._put(port().empty(leaf[1], self.device), piece)
         return True
 
-    def _header(self, kind: int, size: int) -> None:
-        self._put(port().numbers((kind, size), self.device))
+    def _header(self, kind: int, size: int, piece: Any) -> None:
+        self._put(port().numbers((kind, size), self.device), piece)
 
-    def _put(self, tensor: Any) -> None:
-        handle = self._collectives.send(tensor, self.peer, group=self.group, tag=self.tag, async_op=True)
-        self._sent.append((handle, tensor))
+    def _put(self, tensor: Any, piece: Any) -> None:
+        group, peer, tag, _ = self.link
+        handle = self._collectives.send(tensor, peer, group=group, tag=tag, async_op=True)
+        self._sent.setdefault(piece, []).append((handle, tensor))
+
+    def taken(self, piece: Any) -> None:
+        """Let go of what was sent of a piece, which the receiver has."""
+        for handle, _ in self._sent.pop(piece, ()):
+            handle.wait()
 
     # ---- receiving ----
     def expect(self, count: int) -> None:
@@ -162,34 +166,30 @@ class Channel:
         self._post()
 
     def _post(self) -> None:
-        if self.signature is None or self.dynamic:
-            return
-        while self._left and len(self._posted) < _WINDOW:
-            self._left -= 1
-            tensors = [port().empty(leaf[1], self.device) for leaf in self.signature.leaves if leaf[0]]
-            self._posted.append((tensors, [self._get(tensor) for tensor in tensors]))
+        if self.signature is not None and not self.dynamic:
+            while self._left and len(self._posted) < self.link.window:
+                self._posted.append(self._begin())
+
+    def _begin(self) -> tuple[list[Any], list[Any]]:
+        """Begin to receive a message whose signature is known."""
+        assert self.signature is not None
+        self._left -= 1
+        tensors = [port().empty(leaf[1], self.device) for leaf in self.signature.leaves if leaf[0]]
+        return tensors, [self._get(tensor) for tensor in tensors]
 
     def _get(self, tensor: Any) -> Any:
-        return self._collectives.recv(tensor, self.peer, group=self.group, tag=self.tag, async_op=True)
+        group, peer, tag, _ = self.link
+        return self._collectives.recv(tensor, peer, group=group, tag=tag, async_op=True)
 
     def receive(self) -> Message | Failed:
         """Wait for the next message."""
-        if not self._posted:
-            self._left -= 1
-            header = port().numbers((0, 0), self.device)
-            self._get(header).wait()
-            kind, size = port().to_numbers(header)
-            if kind == _BROKEN:
-                return FAILED
-            if kind == _DESCRIBED:
-                data = port().from_bytes(bytes(size), self.device)
-                self._get(data).wait()
-                self.signature = Signature.from_bytes(port().to_bytes(data))
-            assert self.signature is not None
-            tensors = [port().empty(leaf[1], self.device) for leaf in self.signature.leaves if leaf[0]]
-            handles = [self._get(tensor) for tensor in tensors]
-        else:
+        if self._posted:
             tensors, handles = self._posted.popleft()
+        elif (self.signature is None or self.dynamic) and not self._read_header():
+            self._left -= 1
+            return FAILED
+        else:
+            tensors, handles = self._begin()
         assert self.signature is not None
         for handle in handles:
             handle.wait()
@@ -199,16 +199,26 @@ class Channel:
         needed = [leaf[0] and leaf[2] for leaf in self.signature.leaves]
         return Message(leaves, needed, self.signature.structure)
 
+    def _read_header(self) -> bool:
+        """Read what goes before a message; return whether a message follows."""
+        header = port().numbers((0, 0), self.device)
+        self._get(header).wait()
+        kind, size = port().to_numbers(header)
+        if kind == _DESCRIBED:
+            data = port().from_bytes(bytes(size), self.device)
+            self._get(data).wait()
+            self.signature = Signature.from_bytes(port().to_bytes(data))
+        return kind != _BROKEN
+
     # ---- the end of a run ----
     def finish(self) -> None:
         """Wait until all that was sent has been taken."""
-        sent, self._sent = self._sent, []
-        for handle, _ in sent:
-            handle.wait()
+        for piece in list(self._sent):
+            self.taken(piece)
 
     def forget(self) -> None:
         """Drop what is under way, after an error from which the ranks cannot go on."""
-        self._sent, self._left = [], 0
+        self._sent, self._left = {}, 0
         self._posted.clear()
 
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hp_pipeline.agreement import Agreement, PipelineError
 from hp_pipeline.channels import Channel, Failed, Message
+from hp_pipeline.links import links
 from hp_pipeline.port import Arrival, port
+from hp_pipeline.receipts import Key, Piece, receipts
 from hp_pipeline.shared import SharedParameters
 from hp_pipeline.simulation import halves
 from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
@@ -32,12 +34,6 @@ _T = MetaStepType
 
 RUN = COMPUTE | TRANSFERS | {_T.OVERLAP_F_B, _T.OVERLAP_B_F}
 """The types of steps that are run."""
-
-Key = tuple[int, int, bool]
-"""A channel: from stage, to stage, forward."""
-
-Piece = tuple[int, int]
-"""A micro-batch, and a slice of its sequences."""
 
 
 class _Flow:
@@ -90,9 +86,11 @@ class Runner:
         self.device = schedule.stages[0].device
         self.ranks = Agreement(self.group, self.rank, self.pipeline.ranks, self.device)
         self.shared: SharedParameters | None = None
-        self.channels = self._open()
-        self.expected = self._expected(order[self.rank])
-        self.program = [self._bound(step) for step in order[self.rank]]
+        self.order = order
+        self.channels: dict[Key, Channel] = {}
+        self.expected: Counter[Channel] = Counter()
+        self.receipts: dict[tuple[Key, Piece], list[tuple[Key, Piece]]] = {}
+        self.program: list[Callable[[], None]] | None = None
         # Of the run under way:
         self.flows: dict[tuple[int, Piece], _Flow] = {}
         self.inbox: dict[tuple[int, int, Piece], Message] = {}
@@ -104,28 +102,29 @@ class Runner:
         self.losses: dict[Piece, Any] = {}
 
     # ---- binding ----
+    def _bind(self) -> list[Callable[[], None]]:
+        """Open the channels, which all ranks do at once after they have compared their orders; bind the steps."""
+        self.channels = self._open()
+        steps = self.order[self.rank]
+        self.expected = self._expected(steps)
+        self.receipts = receipts(self.order, self.pipeline.placement, self.rank, self._keys)
+        return [self._bound(step) for step in steps]
+
     def _open(self) -> dict[Key, Channel]:
         """Open this rank's ends of the channels: (from stage, to stage, forward)."""
         placement = self.pipeline.placement
+        pairs = sorted((a, b) for b, before in enumerate(self.pipeline.predecessors) for a in before)
+        directions = (True, False) if self.pipeline.has_backward else (True,)
+        keys = [(*pair, ahead) for pair in pairs for ahead in directions if placement[pair[0]] != placement[pair[1]]]
+        ends = [(source, target) if ahead else (target, source) for source, target, ahead in keys]
+        routes = [(placement[sender], placement[receiver]) for sender, receiver in ends]
         channels = {}
-        pairs = [(a, b) for b, before in enumerate(self.pipeline.predecessors) for a in before]
-        for index, (source, target) in enumerate(sorted(pairs)):
-            near, far = placement[source], placement[target]
-            if near == far:
-                continue
-            for ahead in (True, False):
-                if not ahead and not self.pipeline.has_backward or self.rank not in (near, far):
-                    continue
-                own, peer = (source, far) if self.rank == near else (target, near)
-                direction = "forward" if ahead else "backward"
-                channels[source, target, ahead] = Channel(
-                    f"stage {source} -> stage {target}, {direction}",
-                    peer,
-                    self.group,
-                    1 + 2 * index + ahead,
-                    self.stages[own].device,
-                    self.stages[own].dyn_shape,
-                )
+        for key, link in zip(keys, links(self.group, self.device, routes), strict=True):
+            if link is not None:
+                source, target, ahead = key
+                own = self.stages[source if placement[source] == self.rank else target]
+                name = f"stage {source} -> stage {target}, {'forward' if ahead else 'backward'}"
+                channels[key] = Channel(name, link, own.device, own.dyn_shape)
         return channels
 
     def _expected(self, steps: Sequence[MetaStep]) -> Counter[Channel]:
@@ -194,6 +193,8 @@ class Runner:
             if not ahead and (source, target, piece) in self.dead:
                 continue
             message = channel.receive()
+            for key, sent in self.receipts.get(((source, target, ahead), piece), ()):
+                self.channels[key].taken(sent)
             if isinstance(message, Failed):
                 if ahead:
                     self.dead.add((source, target, piece))
@@ -212,12 +213,12 @@ class Runner:
                 outputs = self.flows[source, piece].outputs if ahead else self.outbox.pop((source, target, piece))
                 assert outputs is not None
                 try:
-                    channel.send(outputs)
+                    channel.send(outputs, piece)
                     continue
                 except (TypeError, ValueError) as error:
                     own = source if ahead else target
                     self._fail(MetaStep(piece[0], _T.FORWARD if ahead else _T.BACKWARD, own, None, piece[1]), error)
-            if not channel.send_failed() and ahead:
+            if not channel.send_failed(piece) and ahead:
                 self.dead.add((source, target, piece))
 
     def _forward(self, stage: int, piece: Piece) -> None:
@@ -316,7 +317,12 @@ class Runner:
     # ---- a run ----
     def run(self, batches: Mapping[Piece, Any], problem: Exception | None) -> list[Any]:
         """Run all steps; see ``PipelineSchedule.run``."""
-        self.ranks.begin(self.schedule.fingerprint, self.schedule.micro_batch_num, problem)
+        fresh = self.ranks.begin(self.schedule.fingerprint, self.schedule.micro_batch_num, batches, problem)
+        if self.program is None:
+            self.program = self._bind()
+        if fresh:  # other batches make other messages: they are described anew
+            for channel in self.channels.values():
+                channel.signature = None
         shared = self._shared()
         shared.set_aside()
         self.batches, self.failure, self.text = batches, None, ""

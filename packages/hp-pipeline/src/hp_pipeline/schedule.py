@@ -39,7 +39,6 @@ __all__ = [
     "ScheduleZBV",
 ]
 
-BACKENDS = ("gloo", "fake", "mccl")
 Custom = Callable[..., Any]
 Steps = Mapping[int, str | Iterable[MetaStep]]
 
@@ -70,7 +69,6 @@ class PipelineSchedule:
 
     Raises:
         ValueError: stages that are not those of this rank's place, or an order that does not run to its end.
-        NotImplementedError: a group of several ranks whose backend is not gloo.
     """
 
     shape: Shape = "line"
@@ -97,13 +95,6 @@ class PipelineSchedule:
         groups = get_platform().groups
         self.group = groups.default_group() if group is None else group
         self.rank, ranks = groups.rank(self.group), groups.size(self.group)
-        backend = groups.backend(self.group)
-        if ranks > 1 and backend not in BACKENDS:
-            raise NotImplementedError(
-                f"{type(self).__name__}: a channel needs messages with tags, which {backend} has not, and a"
-                " communicator for each channel is not built yet; pass a group of backend gloo, which sends through"
-                " host memory."
-            )
         self.micro_batch_num, self.scale_grads = micro_batch_num, scale_grads
         self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
         self.output_concat_dim = output_concat_dim
@@ -126,6 +117,9 @@ class PipelineSchedule:
             boundaries=None if boundaries is None else tuple(boundaries),
             has_backward=backward == {True},
         )
+        if ranks > 1:
+            for stage in self.stages:
+                get_platform().collectives.has_tags(self.group, stage.device)  # raises where it has no messages at all
         own = [stage.stage_index for stage in self.stages]
         if own != list(self.pipeline.stages[self.rank]) or {stage.stage_num for stage in self.stages} != {count}:
             raise ValueError(
@@ -271,7 +265,9 @@ class PipelineSchedule:
     @functools.cached_property
     def fingerprint(self) -> int:
         """A number that is the same on two ranks only if their orders are."""
-        text = repr((sorted(self.exec_order.items()), self.pipeline.placement, self.micro_batch_num, self.scale_grads))
+        pipeline = self.pipeline
+        shape = pipeline.placement, pipeline.predecessors, pipeline.has_backward
+        text = repr((sorted(self.exec_order.items()), shape, self.micro_batch_num, self.scale_grads))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 

@@ -255,6 +255,32 @@ def recv(tensor: Tensor, src: int, *, group: Group, tag: int = 0, async_op: bool
     return _point_to_point("recv", tensor, "src", src, group, tag, async_op)
 
 
+def has_tags(group: Group, device: Any) -> bool:
+    """Tell whether a group tells messages between the same two ranks apart by their tags: see ``send``.
+
+    Args:
+        group: a group.
+        device: where the messages are.
+
+    Raises:
+        ValueError: the group does not communicate from this device.
+    """
+    return _primitives()[0].has_tags(group, device)
+
+
+def receives_ahead(group: Group, device: Any) -> bool:
+    """Tell whether a receive may be posted before its message is sent, and then holds up no other work.
+
+    Args:
+        group: a group.
+        device: where the messages are.
+
+    Raises:
+        ValueError: the group does not communicate from this device.
+    """
+    return _primitives()[0].receives_ahead(group, device)
+
+
 def _point_to_point(
     kind: str, tensor: Tensor, name: str, peer: int, group: Group, tag: int, async_op: bool
 ) -> Handle | None:

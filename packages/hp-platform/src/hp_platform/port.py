@@ -78,6 +78,14 @@ class Collectives(Protocol):
 
     def recv(self, tensor: Tensor, src: int, group: Group, tag: int, async_op: bool) -> Handle | None: ...
 
+    def has_tags(self, group: Group, device: Any) -> bool:
+        """Tell whether messages between two ranks are told apart by their tags."""
+        ...
+
+    def receives_ahead(self, group: Group, device: Any) -> bool:
+        """Tell whether a receive may be posted before its message is sent, and holds up nothing else meanwhile."""
+        ...
+
     def barrier(self, group: Group) -> Handle | None: ...
 
     def averages(self, tensor: Tensor, group: Group) -> bool:

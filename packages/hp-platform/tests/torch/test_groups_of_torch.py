@@ -84,3 +84,22 @@ def test_the_environment_of_torchrun():
         assert run_ranks(2, join_by_environment, port) == [(2, False)] * 2
     finally:
         close_pools()
+
+
+@on_ranks(3)
+def test_a_group_of_some_ranks_does_not_split_the_communicator_of_a_bound_world():
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda", 0)  # as init_process_group(device_id=...) leaves it
+    try:
+        if dist.get_rank() != 1:
+            group = get_platform().groups.second_group([0, 2])
+            assert group.bound_device_id is None and world.bound_device_id == torch.device("cuda", 0)
+            assert group.size() == 2
+    finally:
+        world.bound_device_id = None
+
+
+@on_ranks(2)
+def test_a_device_that_a_group_does_not_reach_is_named():
+    with pytest.raises(ValueError, match="of backend .* does not communicate from meta: use a device of that backend"):
+        get_platform().collectives.has_tags(dist.group.WORLD, "meta")

@@ -60,6 +60,16 @@ def recv(tensor: Any, src: int, group: str, tag: int, async_op: bool) -> Handle 
     return _backend().recv(tensor, src, group, tag, async_op)
 
 
+def has_tags(group: str, device: Any) -> bool:
+    """Tell whether messages have tags; those of hccl have none."""
+    return not devices.capabilities.native_collectives
+
+
+def receives_ahead(group: str, device: Any) -> bool:
+    """Tell whether receives may be posted ahead; on hccl one may hold the host until its message comes."""
+    return not devices.capabilities.native_collectives
+
+
 def barrier(group: str) -> None:
     """Wait for all ranks."""
     issued[group] += 1

@@ -140,6 +140,16 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
+def has_tags(group: ProcessGroup, device: Any) -> bool:
+    """Tell whether messages have tags."""
+    return _backend_on(device, group) in ("gloo", "fake", "mpi", "ucc")
+
+
+def receives_ahead(group: ProcessGroup, device: Any) -> bool:
+    """Tell whether receives may be posted ahead; on hccl one may hold the host until its message comes."""
+    return _backend_on(device, group) != "hccl"
+
+
 def barrier(group: ProcessGroup) -> Any:
     """Wait for all ranks."""
     options = c10d.BarrierOptions()
@@ -166,3 +176,13 @@ def pending(work: Any, kind: str, group: ProcessGroup) -> Handle:
 
 def _backend_name(tensor: torch.Tensor, group: ProcessGroup) -> str:
     return group._get_backend(tensor.device).name()
+
+
+def _backend_on(device: Any, group: ProcessGroup) -> str:
+    try:
+        return group._get_backend(torch.device(device)).name()
+    except RuntimeError as error:
+        raise ValueError(
+            f"a process group of backend {dist.get_backend(group)} does not communicate from {device}: use a device of"
+            " that backend, or a group with a backend for this one."
+        ) from error

@@ -74,6 +74,9 @@ def create(
     backend, store = c10d._world.pg_map[world]
     name: Any = hashlib.sha1(f"{ranks} {number}".encode(), usedforsecurity=False).hexdigest()
     own_options = backend_options(pg_options, str(backend))
+    # A device that the world is bound to makes torch split the world's communicator, for which nccl waits for all
+    # ranks of the world, and only the members are here.
+    bound, world.bound_device_id = world.bound_device_id, None
     try:
         group, _ = c10d._new_process_group_helper(
             len(ranks),
@@ -84,12 +87,13 @@ def create(
             name,
             backend_options=own_options,
             timeout=timeout_of(pg_options, timeout) or c10d._get_default_timeout(backend),
-            device_id=world.bound_device_id,
             group_desc=group_desc,
         )
     except RuntimeError as error:
         peers.raise_if_lost(error, "new_group", ranks)
         raise
+    finally:
+        world.bound_device_id = bound
     assert isinstance(group, ProcessGroup), "this process is a member"
     restore_priority(pg_options, group, str(backend))
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
