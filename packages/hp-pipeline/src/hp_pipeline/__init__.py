@@ -1,5 +1,7 @@
 """Pipelines: schedules as data, proved before they run."""
 
+from typing import TYPE_CHECKING
+
 from hp_pipeline import schedules
 from hp_pipeline.agreement import PipelineError
 from hp_pipeline.batches import BatchDimSpec
@@ -22,9 +24,14 @@ from hp_pipeline.schedule import (
 from hp_pipeline.shared import SharedParameterInfo
 from hp_pipeline.simulation import Span, Trace, simulate
 from hp_pipeline.slices import SequenceState
+from hp_pipeline.split import Split, split_model
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType, Order
 from hp_pipeline.synthesis import synthesize
+from hp_platform.extend import lazy_exports
+
+if TYPE_CHECKING:
+    from hp_pipeline.torch.model import PipelinedModel
 
 __all__ = [
     "BatchDimSpec",
@@ -36,6 +43,7 @@ __all__ = [
     "PipelineError",
     "PipelineSchedule",
     "PipelineStage",
+    "PipelinedModel",
     "Schedule1F1B",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
@@ -49,11 +57,15 @@ __all__ = [
     "SequenceState",
     "SharedParameterInfo",
     "Span",
+    "Split",
     "Trace",
     "check",
     "lower",
     "placed",
     "schedules",
     "simulate",
+    "split_model",
     "synthesize",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__, {"PipelinedModel": "model"})

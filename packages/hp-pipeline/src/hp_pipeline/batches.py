@@ -65,8 +65,8 @@ def cut(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Cut a batch into micro-batches, or sequences into slices.
 
-    Tensors are cut along ``kind.dim`` unless ``args_dims`` or ``kwargs_dims`` say otherwise; what is no tensor is every
-    part's.
+    Tensors are cut along ``kind.dim`` unless ``args_dims`` or ``kwargs_dims`` say otherwise; what is no tensor, or
+    has no dims, is every part's.
 
     Raises:
         ValueError: a size that does not divide, a dim that a tensor has not, or a name that no input has.
@@ -91,9 +91,9 @@ def cut(
 
 def _pieces(what: str, value: Any, dim: Dim, parts: int, kind: Kind) -> list[Any]:
     place = dim.batch_dim if isinstance(dim, BatchDimSpec) else dim
-    if place < 0 or not port().is_tensor(value):
+    shape = port().shape(value) if port().is_tensor(value) else ()
+    if place < 0 or not shape:
         return [value] * parts
-    shape = port().shape(value)
     if place >= len(shape):
         raise ValueError(f"{what} has shape {shape} and no dim {place} to cut; name its dim, or -1 to leave it whole.")
     if shape[place] % parts:

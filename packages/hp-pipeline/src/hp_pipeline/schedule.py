@@ -237,6 +237,8 @@ class PipelineSchedule:
         return outputs
 
     def _cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Piece, Any]:
+        for stage in self.stages if self.scale_grads else ():
+            kwargs = stage.prepare_batch(kwargs, self.micro_batch_num)
         batches = cut(args, kwargs, self.micro_batch_num, self.args_batch_dim, self.kwargs_batch_dim)
         slices = self.pipeline.seq_slices
         if slices == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hp_pipeline.port import port
@@ -71,6 +71,14 @@ class PipelineStage:
     def is_last_stage(self) -> bool:
         """Tell whether the stage returns the loss."""
         return self.stage_index == self.stage_num - 1
+
+    def prepare_batch(self, kwargs: Mapping[str, Any], micro_batches: int) -> Mapping[str, Any]:
+        """Return the keyword inputs of a whole batch as the module wants them, before they are cut.
+
+        A module may have a method of this name, to weight the losses of micro-batches: see ``split_model``.
+        """
+        prepare = getattr(self.submodule, "prepare_batch", None)
+        return kwargs if prepare is None else prepare(kwargs, micro_batches)
 
     def __repr__(self) -> str:
         """Name the stage by its place and what it runs."""

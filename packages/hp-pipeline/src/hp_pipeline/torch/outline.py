@@ -1,0 +1,345 @@
+"""A model of transformers as a line of units.
+
+Note [What runs where]
+    Which modules run before the blocks and which after is read off a forward of fake tensors, the
+    blocks replaced by recorders that begin a new graph. A parameter runs before if the first block's input has a
+    gradient for it, and after if the outputs have. The same forward tells what cannot be cut: a block that does not
+    take just what the one before returned, or takes something else that parameters or other blocks have part in. At
+    last stages are cut out of the recorders, and run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from hp_pipeline.partition import Unit
+from hp_pipeline.torch.counting import count_unit
+from hp_pipeline.torch.stages import REFUSED, Cut, cut_stage
+from hp_pipeline.torch.stand_ins import FORMS, PassThrough, Relay, copied
+
+__all__ = ["outline"]
+
+T = torch.Tensor
+_LENGTH = 128
+_PLAIN = ("ForMaskedLMLoss", "ForTokenClassification")
+
+
+class Outline:
+    """A model as a line of units, and where it is cut.
+
+    Args:
+        cut: what cutting takes.
+        units: before, each block, after.
+    """
+
+    def __init__(self, cut: Cut, units: tuple[Unit, ...]) -> None:
+        self.cut, self.units = cut, units
+
+    def stage(self, first: int, end: int) -> nn.Module:
+        """Return the stage of the blocks from first to before end."""
+        return cut_stage(self.cut, first, end)
+
+    @functools.cached_property
+    def uses(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Parameters that several units use: by the first name, each name and its unit."""
+        names = {name: index for index, unit in enumerate(self.units) for name in unit.names}
+        uses: dict[int, list[tuple[str, int]]] = {}
+        for name, parameter in self.cut.model.named_parameters(remove_duplicate=False):
+            unit = next(index for owner, index in names.items() if name.startswith(owner + "."))
+            uses.setdefault(id(parameter), []).append((name, unit))
+        return {listed[0][0]: tuple(listed) for listed in uses.values() if len({unit for _, unit in listed}) > 1}
+
+
+def outline(model: nn.Module, example: Mapping[str, Any] | None, blocks: str | None) -> Outline:
+    """Read a model: see ``split_model``."""
+    path = _find_blocks(model, blocks)
+    _refuse(model, path)
+    inputs = {"input_ids": torch.zeros(1, _LENGTH, dtype=torch.int64)} if example is None else dict(example)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = {name: torch.empty_like(each) if isinstance(each, T) else each for name, each in inputs.items()}
+        cut = _Trace(model, path, fake).cut()
+    ids = inputs.get("input_ids")
+    rows, length = (1, _LENGTH) if ids is None else (ids.shape[0], ids.shape[-1])
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    listed = model.get_submodule(path)
+    parts = [cut.before, *([f"{path}.{name}"] for name, _ in listed.named_children()), cut.after]
+    units = (count_unit(names, [model.get_submodule(name) for name in names], config, rows, length) for names in parts)
+    return Outline(cut, tuple(units))
+
+
+def _find_blocks(model: nn.Module, blocks: str | None) -> str:
+    """Return the name of the list of blocks."""
+    name = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"split_model: {name} is an encoder and a decoder, each with blocks of its own, and the decoder's take"
+            " what the encoder returns; write the stages by hand as modules, and join them by boundaries=."
+        )
+    lists = [path for path, module in _outermost(model, "") if len(module) > 1]
+    if blocks is not None:
+        if blocks not in lists:
+            raise ValueError(
+                f"split_model: {name} has no list of blocks {blocks!r}; its lists of two modules or more are {lists}."
+            )
+        return blocks
+    if not lists:
+        raise ValueError(
+            f"split_model: {name} has no list of blocks, a ModuleList of two modules or more; write its stages by hand."
+        )
+    if len(lists) > 1:
+        raise ValueError(
+            f"split_model: {name} has {len(lists)} lists of modules, {lists}; pass that of the blocks, blocks=."
+        )
+    return lists[0]
+
+
+def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield prefix + name, child
+        else:
+            yield from _outermost(child, f"{prefix}{name}.")
+
+
+def _refuse(model: nn.Module, path: str) -> None:
+    """Raise for what stages would silently get wrong."""
+    name, module = type(model).__name__, model
+    for part in (*path.split("."), None):
+        own = [each for each, _ in module.named_parameters(recurse=False)]
+        if own:
+            raise ValueError(
+                f"split_model: {type(module).__name__} has {own} of its own, beside its modules, so that it is not"
+                " known which stage uses them; put them into a module."
+            )
+        if "forward" in vars(module):
+            raise ValueError(
+                f"split_model: the forward of this {type(module).__name__} has been replaced; split the model first,"
+                " and wrap its stages."
+            )
+        module = module if part is None else module.get_submodule(part)
+    sharded = [each for each, parameter in model.named_parameters() if hasattr(parameter, "placements")]
+    if sharded:
+        raise ValueError(
+            f"split_model: {sharded[0]!r} of {name} is a DTensor; split the model first, and shard its stages."
+        )
+    config = getattr(model, "config", None)
+    for option in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if getattr(config, option, False):
+            raise ValueError(f"split_model: {name}.config.{option} is set: {REFUSED[option]}; set it to False.")
+
+
+class _Untraceable(Exception):
+    """What a model does cannot be cut."""
+
+
+class _Call:
+    """A recorder's call."""
+
+    __slots__ = ("kwargs", "received", "returned")
+
+    def __init__(self, received: T, kwargs: dict[str, Any], returned: T) -> None:
+        self.received, self.kwargs, self.returned = received, kwargs, returned
+
+
+class _Recorder(PassThrough):
+    """A block of the traced model: keeps what it gets, and begins a new graph."""
+
+    def __init__(self, block: nn.Module, form: Callable[[T], Any], calls: list[_Call]) -> None:
+        super().__init__(block, Relay(), form)
+        self.calls = calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        received, *others = args or (kwargs.pop("hidden_states", None),)
+        if not isinstance(received, T) or received.dim() != 3:
+            raise _Untraceable(f"block {len(self.calls)} takes no hidden states of 3 dims first")
+        if self.calls and (received is not self.calls[-1].returned or received._version != 0):
+            raise _Untraceable(f"block {len(self.calls)} does not take just what block {len(self.calls) - 1} returns")
+        others = {f"positional input {place + 1}": each for place, each in enumerate(others)}
+        leaf = torch.empty(received.shape, dtype=received.dtype, device=received.device, requires_grad=True)
+        self.calls.append(_Call(received, {**others, **kwargs}, leaf.clone()))
+        return self.form(self.calls[-1].returned)
+
+
+class _Watch(TorchFunctionMode):
+    """Follows what is computed of a tensor."""
+
+    def __init__(self, tensor: T) -> None:
+        super().__init__()
+        self.seen = {id(tensor): tensor}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "__get__" and self.reaches((args, kwargs)):
+            self.seen.update((id(leaf), leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, T))
+        return result
+
+    def reaches(self, tree: Any) -> bool:
+        """Return True if the tensor has part in one of a nest."""
+        return any(id(leaf) in self.seen for leaf in pytree.tree_leaves(tree))
+
+
+class _Trace:
+    """A forward of a model on fake tensors: Note [What runs where]."""
+
+    def __init__(self, model: nn.Module, path: str, inputs: dict[str, Any]) -> None:
+        self.model, self.path, self.inputs = model, path, inputs
+        self.name, self.count = type(model).__name__, len(model.get_submodule(path))  # type: ignore[arg-type]
+        self.calls: list[_Call] = []
+
+    def cut(self) -> Cut:
+        """Return what cutting stages takes, after some have been cut out of the recorders."""
+        problems = []
+        for form in range(len(FORMS)):
+            skeleton = self.skeleton(form)
+            try:
+                output = self.run(skeleton, self.inputs)
+                if len(self.calls) != self.count:
+                    raise _Untraceable(f"the model calls {len(self.calls)} of its {self.count} blocks")
+                break
+            except Exception as error:  # what a model raises
+                problems.append(f"{type(error).__name__}: {error}" if not isinstance(error, _Untraceable) else error)
+        else:
+            self.refuse(str(problems[0]))
+        before, after = self.sides(skeleton, output)
+        cut = Cut(skeleton, self.path, before, after, form, loss=self.loss(skeleton))
+        needs_ids = self.run_stages(cut)
+        return dataclasses.replace(cut, model=self.model, needs_ids=needs_ids)
+
+    def refuse(self, problem: str) -> None:
+        raise ValueError(
+            f"split_model: {self.name} cannot be cut at {self.path}: {problem}. If its forward needs other inputs than"
+            " input_ids, pass example=; else write its stages by hand."
+        )
+
+    def skeleton(self, form: int) -> Any:
+        """Copy the model with fake tensors and recorders for blocks; parameters that are tied are so no more."""
+        root = node = copied(self.model)
+        original = self.model
+        for part in self.path.split("."):
+            original = original.get_submodule(part)
+            clone = copied(original)
+            node._modules[part] = node = clone
+        for name, block in original.named_children():
+            node._modules[name] = _Recorder(block, FORMS[form], self.calls)
+        tensors = [*root.parameters(), *root.buffers()]
+        memo = {id(each): torch.empty_like(each, device="cpu") for each in tensors}
+        memo[id(self.calls)] = self.calls  # type: ignore[assignment]
+        skeleton = copy.deepcopy(root, memo)
+        for module in skeleton.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_floating_point():
+                    module._parameters[name] = nn.Parameter(torch.empty_like(parameter))
+        return skeleton
+
+    def run(self, module: Any, inputs: Mapping[str, Any], *args: Any) -> Any:
+        self.calls.clear()
+        options = {"use_cache": False} if "use_cache" in _signature(module) else {}
+        with torch.enable_grad():
+            return module(*args, **{**options, **inputs})
+
+    def sides(self, skeleton: nn.Module, output: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the modules that run before and after the blocks."""
+        for index, call in enumerate(self.calls):
+            for name, value in call.kwargs.items():
+                if any(isinstance(leaf, T) and leaf.requires_grad for leaf in pytree.tree_leaves(value)):
+                    self.refuse(f"block {index} takes {name}, which depends on parameters or on other blocks")
+        named = {name: each for name, each in skeleton.named_parameters() if each.requires_grad}
+        outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, T) and leaf.requires_grad]
+        earlier = _gradients(outputs, [call.returned for call in self.calls[:-1]])
+        if any(gradient is not None for gradient in earlier):
+            self.refuse("what follows the blocks takes what others than the last return")
+        first = self.calls[0].received
+        sides = []
+        for roots in ([first] if first.requires_grad else [], outputs):
+            gradients = _gradients(roots, list(named.values()))
+            sides.append({name for name, gradient in zip(named, gradients, strict=True) if gradient is not None})
+        before, after = [], []
+        for module in _siblings(skeleton, self.path):
+            names = {name for name in named if name.startswith(module + ".")}
+            if names & sides[0] and names & sides[1]:
+                self.refuse(f"{module} runs both before and after the blocks")
+            if any(True for _ in skeleton.get_submodule(module).parameters()):
+                (after if names & sides[1] else before).append(module)
+        return tuple(before), tuple(after)
+
+    def loss(self, skeleton: Any) -> str:
+        """Return how the model averages its loss over labels: see ``Cut``."""
+        function, taken = getattr(skeleton, "loss_function", None), []
+        if function is None or "labels" not in _signature(skeleton):
+            return "inline"
+
+        def stand_in(*args: Any, **kwargs: Any) -> T:
+            taken.append("num_items_in_batch" in kwargs)
+            return torch.zeros(())
+
+        skeleton._loss_function = stand_in
+        try:
+            labels = torch.zeros_like(self.inputs["input_ids"])
+            self.run(skeleton, {**self.inputs, "labels": labels, "num_items_in_batch": 1})
+        except Exception:  # labels of another form
+            return "inline"
+        finally:
+            del skeleton._loss_function
+        if taken != [True]:
+            return "inline"
+        name = getattr(function, "__name__", "")
+        return "shifted" if name == "ForCausalLMLoss" else "plain" if name in _PLAIN else "custom"
+
+    def run_stages(self, cut: Cut) -> bool:
+        """Run stages of one recorder each; return True if later ones use the tokens beyond their embedding."""
+        self.run(cut.model, self.inputs)
+        hidden = self.calls[0].received.detach()
+        uses, places = False, sorted({0, min(1, self.count - 1), self.count - 1})
+        for index in places:
+            stage = cut_stage(cut, index, index + 1)
+            inputs = {name: each for name, each in self.inputs.items() if name == "attention_mask" or not index}
+            received = hidden.clone()
+            watch = _Watch(self.inputs["input_ids"])
+            if index:
+                inputs["input_ids"] = self.inputs["input_ids"]
+            try:
+                with watch if index else contextlib.nullcontext():
+                    output = self.run(stage, inputs, *([received] if index else []))
+            except Exception as error:  # what a model raises
+                self.refuse(f"its stage of block {index} alone fails: {type(error).__name__}: {error}")
+            (call,) = self.calls
+            if index and call.received is not received:
+                self.refuse(f"block {index} alone does not get what its stage received")
+            if index < self.count - 1 and output is not call.returned:
+                self.refuse(f"the stage of block {index} does not return what the block does")
+            uses |= watch.reaches((output, call.kwargs))
+        return uses
+
+
+def _gradients(outputs: list[T], inputs: list[T]) -> tuple[T | None, ...]:
+    if not outputs or not inputs:
+        return (None,) * len(inputs)
+    ones = [torch.ones_like(each) for each in outputs]
+    return torch.autograd.grad(outputs, inputs, ones, retain_graph=True, allow_unused=True)
+
+
+def _siblings(model: nn.Module, path: str) -> Iterator[str]:
+    """List the modules beside those that lead to the blocks."""
+    prefix = ""
+    for part in path.split("."):
+        for name, _ in model.named_children():
+            if name != part:
+                yield prefix + name
+        model, prefix = model.get_submodule(part), f"{prefix}{part}."
+
+
+def _signature(module: Any) -> Mapping[str, Any]:
+    return inspect.signature(type(module).forward).parameters

@@ -1,0 +1,163 @@
+"""The stages of a model: Note [How a model is split]."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_pipeline.torch.stand_ins import FORMS, PassThrough, Relay, copied, placeholder, without_parameters
+
+__all__ = ["IGNORED", "Cut", "count_labels", "cut_stage"]
+
+T = torch.Tensor
+
+IGNORED = -100
+"""The label of a token that has no part in the loss."""
+LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch", "start_positions", "end_positions")
+REFUSED = {
+    "past_key_values": "a cache of all blocks is on no rank",
+    "use_cache": "a cache of all blocks is on no rank",
+    "output_hidden_states": "those of other stages are not on this rank",
+    "output_attentions": "those of other stages are not on this rank",
+    "output_router_logits": "the load balancing loss takes those of all blocks, which are on several ranks",
+}
+"""Keyword inputs for which a stage would need what other stages have."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What cutting stages out of a model takes.
+
+    Attributes:
+        model: the whole model.
+        path: the name of the list of blocks.
+        before: the modules with parameters that run before the blocks.
+        after: those that run after them.
+        form: the place in ``FORMS`` of what blocks return.
+        needs_ids: later stages use ``input_ids`` too, beyond the embedding.
+        loss: how labels are averaged: ``"shifted"``, ``"plain"``: over all tokens, of a causal model all but the first;
+            ``"custom"``: by a function that takes ``num_items_in_batch``; ``"inline"``: by the model's own.
+    """
+
+    model: nn.Module
+    path: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    form: int = 0
+    needs_ids: bool = False
+    loss: str = "inline"
+
+
+def cut_stage(cut: Cut, first: int, end: int) -> Any:
+    """Return the module that runs the blocks from first to before end."""
+    relay, original, prefix = Relay(), cut.model, ""
+    root = node = copied(original)
+    blocks = original.get_submodule(cut.path)
+    assert isinstance(blocks, nn.ModuleList)
+    is_first, is_last = first == 0, end == len(blocks)
+    for part in cut.path.split("."):
+        for name, child in original._modules.items():
+            full = prefix + name
+            if name == part or child is None:
+                continue
+            if full in cut.before and not is_first:
+                node._modules[name] = placeholder(child, relay, ahead=True)
+            elif full in cut.after and not is_last:
+                node._modules[name] = placeholder(child, relay, ahead=False)
+            elif full not in cut.before and full not in cut.after:
+                node._modules[name] = without_parameters(child)
+        original, prefix = original.get_submodule(part), f"{prefix}{part}."
+        clone = copied(original)
+        node._modules[part] = node = clone
+    roles = {first - 1: "inject", end: "capture"}
+    for index, (name, block) in enumerate(blocks.named_children()):
+        if not first <= index < end:
+            node._modules[name] = PassThrough(block, relay, FORMS[cut.form], roles.get(index, ""))
+    root.forward = _Forward(root, relay, cut, is_first, is_last)
+    if is_last:
+        root.prepare_batch = root.forward.prepare_batch
+    return root
+
+
+class _Forward:
+    """The forward of a stage: the model's own, fed with what was received."""
+
+    def __init__(self, root: nn.Module, relay: Relay, cut: Cut, first: bool, last: bool) -> None:
+        self.root, self.relay = root, relay
+        self.first, self.last, self.needs_ids, self.loss = first, last, cut.needs_ids, cut.loss
+        self.own = inspect.signature(type(root).forward).parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self.root).__name__
+        for name in REFUSED.keys() & kwargs.keys():
+            if kwargs[name] is not None and kwargs[name] is not False and not (self.first and self.last):
+                raise ValueError(f"{kind} in stages takes no {name}: {REFUSED[name]}; leave it out.")
+        if "use_cache" in self.own and not (self.first and self.last):
+            kwargs["use_cache"] = False
+        if not self.last:
+            kwargs = {name: value for name, value in kwargs.items() if name not in LOSS_INPUTS}
+            if "logits_to_keep" in self.own:
+                kwargs["logits_to_keep"] = 1  # of zeros
+        try:
+            if not self.first:
+                args, kwargs = (), self._received(args, kwargs)
+            result = type(self.root).forward(self.root, *args, **kwargs)
+            return result if self.last else self.relay.sent
+        finally:
+            self.relay.clear()
+
+    def _received(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Take the hidden states; return the model's inputs."""
+        kind = type(self.root).__name__
+        if len(args) != 1 or not isinstance(args[0], T):
+            got = ", ".join(type(each).__name__ for each in args)
+            raise TypeError(
+                f"A later stage of {kind} takes the hidden states of the stage before, one tensor; got {got}."
+            )
+        hidden = self.relay.received = args[0]
+        kwargs.pop("inputs_embeds", None)
+        if kwargs.get("input_ids") is None:
+            if self.needs_ids:
+                raise ValueError(
+                    f"{kind} uses input_ids beyond its embedding, here on a later stage: pass run(input_ids=...) by"
+                    " keyword on every rank."
+                )
+            kwargs["input_ids"] = torch.full((), -1, device=hidden.device).expand(hidden.shape[:-1])
+        return kwargs
+
+    def prepare_batch(self, kwargs: Mapping[str, Any], micro_batches: int) -> Mapping[str, Any]:
+        """Weight the micro-batches' losses by their tokens: their mean is that of the whole batch.
+
+        A schedule calls it on its whole batch's keyword inputs.
+
+        Raises:
+            ValueError: the model averages by itself, and micro-batches have different numbers of labels.
+        """
+        labels = kwargs.get("shift_labels", kwargs.get("labels"))
+        if micro_batches == 1 or labels is None:
+            return kwargs
+        items = kwargs.get("num_items_in_batch")
+        if self.loss in ("shifted", "plain") and items is None:
+            items = count_labels(labels, self.loss == "shifted" and kwargs.get("shift_labels") is None)
+        if self.loss != "inline" and items is not None:
+            return {**kwargs, "num_items_in_batch": items / micro_batches}
+        if not labels.is_floating_point():
+            for shifted in (False, True)[: labels.dim()]:
+                counts = [int(count_labels(part, shifted)) for part in labels.chunk(micro_batches)]
+                if len(set(counts)) > 1:
+                    raise ValueError(
+                        f"{type(self.root).__name__} averages its loss by itself, and the micro-batches have {counts}"
+                        f" labels other than {IGNORED}: the mean of their losses is not that of the batch. Pass"
+                        " num_items_in_batch where the model takes it, or equal numbers of labels."
+                    )
+        return kwargs
+
+
+def count_labels(labels: T, shifted: bool) -> T:
+    """Count the labels that have a part in the loss; those of a causal model leave out the first of a row."""
+    return (labels[..., 1:] if shifted else labels).ne(IGNORED).sum()

@@ -1,0 +1,239 @@
+"""Splits as values: what each stage has, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hp_pipeline import Pipeline, placed, schedules, simulate, split_model
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from pipeline_transformers import batch, build
+
+pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
+
+
+def on_meta(family, head="ForCausalLM", **options):
+    with torch.device("meta"):
+        return build(family, head, **options)
+
+
+def test_stages_have_the_models_own_parameters_and_no_others():
+    model = build("Gemma2")
+    before = {name: (id(module), dict(vars(module))) for name, module in model.named_modules()}
+    split = split_model(model, 3, split=[1, 2, 1])
+    named = dict(model.named_parameters(remove_duplicate=False))
+    seen = set()
+    for index in range(3):
+        stage = split.stage(index)
+        assert stage is split.stage(index)
+        assert set(stage.state_dict()) == {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+        for name, parameter in stage.named_parameters():
+            assert parameter is named[name]
+            seen.add(name)
+        summary = split.stages[index]
+        owners = (*summary.blocks, *summary.modules)
+        assert all(name.startswith(owners) for name in stage.state_dict())
+        assert summary.parameters == sum(each.numel() * each.element_size() for each in stage.parameters())
+    assert seen == set(named)
+    assert [stage.blocks for stage in split.stages][1] == ("model.layers.1", "model.layers.2")
+    assert split.stages[0].modules == ("model.embed_tokens",)
+    (info,) = split.shared
+    assert (info.parameter, info.shared_stage) == ("model.embed_tokens.weight", (0, 2))
+    assert [[each.parameter for each in split.shared_in(index)] for index in range(3)] == [
+        ["model.embed_tokens.weight"],
+        [],
+        ["lm_head.weight"],
+    ]
+    assert {name: (id(module), dict(vars(module))) for name, module in model.named_modules()} == before
+
+
+def test_a_model_on_meta_is_split_without_memory():
+    model = on_meta("Llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, vocab_size=128256)
+    split = split_model(model, 4)
+    assert all(each.is_meta for index in range(4) for each in split.stage(index).parameters())
+    # The head costs as much as some blocks, so the last stage has fewer.
+    counts = [len(stage.blocks) for stage in split.stages]
+    assert counts == [20, 20, 21, 19]
+    times = [stage.forward for stage in split.stages]
+    assert max(times) - min(times) <= times[0] / counts[0]  # a block
+
+
+def test_counted_operations_are_those_of_the_shapes():
+    split = split_model(on_meta("Llama"), 2, example={"input_ids": torch.zeros(3, 10, dtype=torch.int64)})
+    block = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24  # q, k and v, o, the three of the MLP
+    attention = 4 * 30 * 5 * 16
+    assert split.stages[0].forward == 2 * (2 * 30 * block + attention)
+    assert split.stages[1].weight == 2 * 30 * (2 * block + 16 * 37)
+    assert split.stages[0].input == 2 * (2 * 30 * block + 2 * attention)
+    experts = split_model(on_meta("Mixtral"), 4).stages[1]
+    assert experts.weight == 2 * 128 * (block - 3 * 16 * 24 + 2 * 3 * 16 * 24 + 4 * 16)  # two experts of four, a router
+
+
+def test_costs_are_those_of_a_pipeline():
+    split = split_model(on_meta("Llama"), 4, costs=[0.0, 1.0, 2.0, 1.0, 1.0, 0.5])
+    cost = split.cost()
+    assert cost.forward == (1.0, 2.0, 1.0, 1.5)
+    pipeline = Pipeline(placed("line", 4), micro_batches=8, cost=cost)
+    assert simulate(schedules.one_f_one_b(pipeline), pipeline).makespan > 8 * 3 * 2
+    assert split_model(on_meta("Llama"), 2, costs=[0.0, 5.0, 1.0, 1.0, 1.0, 1.0]).stages[0].blocks == (
+        "model.layers.0",
+    )
+    counted = split_model(on_meta("Llama"), 2)
+    assert counted.cost(1e6).forward[0] == counted.stages[0].forward / 1e6
+
+
+def test_splits_by_hand():
+    model = on_meta("Llama")
+
+    def counts(**options):
+        return [len(stage.blocks) for stage in split_model(model, **options).stages]
+
+    assert counts(stages=3, split="even") == [2, 1, 1]
+    assert counts(stages=2, split=[3, 1]) == [3, 1]
+    assert counts(stages=3, split=["model.layers.1", "model.layers.2"]) == [1, 1, 2]
+    assert counts(stages=1) == [4]
+    sizes = [stage.parameters for stage in split_model(model, 4).stages]
+    assert counts(stages=2, memory=sizes[0] + 2 * sizes[1]) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stages": 5}, r"5 stages cannot be cut out of 4 blocks \(model.layers.0 to model.layers.3\).*from 1 to 4"),
+        ({"stages": 0}, "0 stages cannot be cut out of 4 blocks"),
+        ({"stages": 2, "split": [3, 2]}, r"split=\[3, 2\] must list 2 numbers of blocks.* sum to 4"),
+        ({"stages": 2, "split": ["model.layers.9"]}, r"split names \['model.layers.9'\], and the blocks are"),
+        ({"stages": 2, "split": ["model.layers.1", "model.layers.2"]}, "must name the first block of each of the 2"),
+        ({"stages": 2, "split": "odd"}, "split is 'auto', 'even', the number of blocks.*got 'odd'"),
+        ({"stages": 2, "costs": [1.0] * 4}, "costs has 4 entries, and the model 6 units.* 4 blocks"),
+        ({"stages": 2, "costs": [1.0] * 5 + [-1.0]}, "costs must not be negative, got -1.0"),
+        ({"stages": 2, "memory": 10}, "no cut of 4 blocks into 2 stages keeps each stage within 10 bytes"),
+        ({"stages": 2, "memory": 10, "split": "even"}, "memory=10 limits split='auto' alone, got split='even'"),
+        ({"stages": 2, "blocks": "model.blocks"}, r"no list of blocks 'model.blocks'; .* \['model.layers'\]"),
+    ],
+)
+def test_numbers_that_do_not_fit(options, text):
+    with pytest.raises(ValueError, match=text):
+        split_model(on_meta("Llama"), **options)
+
+
+class Skipping(nn.Module):
+    """Blocks in a list, run in ways that cannot be cut."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.embed, self.head = way, nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, input_ids):
+        first = x = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            if self.way == "between":
+                x = x + 1
+            if self.way != "one left out" or index:
+                x = block(x, first) if self.way == "beside" else block(x)
+        return self.head(x + first if self.way == "around" else x)
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("between", "block 1 does not take just what block 0 returns"),
+        ("beside", "block 0 takes positional input 1, which depends on parameters or on other blocks"),
+        ("around", "embed runs both before and after the blocks"),
+        ("one left out", "the model calls 2 of its 3 blocks"),
+    ],
+)
+def test_blocks_that_cannot_be_cut(way, text):
+    with pytest.raises(ValueError, match=f"split_model: Skipping cannot be cut at blocks: {text}"):
+        split_model(Skipping(way), 2)
+
+
+def test_models_that_cannot_be_cut():
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder and a decoder"):
+        split_model(on_meta("T5", "ForConditionalGeneration", d_model=16, d_ff=8, d_kv=8, num_heads=2), 2)
+    with pytest.raises(ValueError, match="Linear has no list of blocks"):
+        split_model(nn.Linear(2, 2), 2)
+    with pytest.raises(ValueError, match=r"Mixtral.*config.output_router_logits is set: the load balancing loss takes"):
+        split_model(on_meta("Mixtral", output_router_logits=True), 2)
+    model = on_meta("Llama")
+    model.forward = lambda *args: None
+    with pytest.raises(
+        ValueError, match="the forward of this LlamaForCausalLM has been replaced; split the model first"
+    ):
+        split_model(model, 2)
+    with pytest.raises(ValueError, match=r"2 lists of modules, \['a.blocks', 'b.blocks'\]; pass .* blocks="):
+        split_model(nn.ModuleDict({"a": Skipping(""), "b": Skipping("")}), 2)
+
+
+def run(split, *args, **kwargs):
+    hidden = args
+    for index in range(len(split.stages)):
+        hidden = (split.stage(index)(*hidden, **kwargs),)
+    return hidden[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [("Bert", "ForMaskedLM"), ("Qwen2", "ForTokenClassification"), ("OPT", "ForCausalLM"), ("Falcon", "ForCausalLM")],
+)
+def test_stages_after_each_other_return_what_the_model_does(family, head):
+    model = build(
+        family, head, **({"word_embed_proj_dim": 8, "do_layer_norm_before": False} if family == "OPT" else {})
+    )
+    model.eval()
+    ids, _ = batch(2)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    assert torch.equal(
+        run(split_model(model, 3), ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits
+    )
+
+
+def test_a_head_that_reads_tokens_asks_for_them_on_later_stages():
+    model = build("Llama", "ForSequenceClassification", pad_token_id=3)
+    split = split_model(model, 2)
+    ids, _ = batch(3)
+    ids[0, 4:] = ids[1, 3:] = 3
+    hidden = split.stage(0)(ids)
+    assert torch.equal(split.stage(1)(hidden, input_ids=ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match=r"uses input_ids beyond its embedding.*run\(input_ids=...\) by keyword"):
+        split.stage(1)(hidden)
+
+
+def test_inputs_that_a_stage_cannot_serve():
+    split = split_model(build("Llama"), 2)
+    with pytest.raises(ValueError, match="in stages takes no output_hidden_states: those of other stages"):
+        split.stage(0)(batch(2)[0], output_hidden_states=True)
+    with pytest.raises(TypeError, match="takes the hidden states of the stage before, one tensor; got int"):
+        split.stage(1)(3)
+    with pytest.raises(ValueError, match="index=2 is not one of 2 stages"):
+        split.stage(2)
+
+
+def test_micro_batches_are_weighted_by_their_tokens():
+    model = build("Llama").float()
+    model.loss_function = None
+    del model._loss_function
+    split = split_model(model, 2)
+    last = split.stage(1)
+    ids, labels = batch(4, ignored=True)
+    items = last.prepare_batch({"labels": labels}, 2)["num_items_in_batch"]
+    assert items == labels[:, 1:].ne(-100).sum() / 2
+    assert last.prepare_batch({"labels": labels, "num_items_in_batch": 10}, 2)["num_items_in_batch"] == 5
+    assert last.prepare_batch({"labels": labels}, 1) == {"labels": labels}
+    hidden = split.stage(0)(ids)
+    losses = [
+        last(own, labels=part, num_items_in_batch=items).loss
+        for own, part in zip(hidden.chunk(2), labels.chunk(2), strict=True)
+    ]
+    torch.testing.assert_close(torch.stack(losses).mean(), model(ids, labels=labels).loss, rtol=1e-5, atol=1e-6)
+    inline = split_model(on_meta("Qwen2", "ForTokenClassification"), 2).stage(1)
+    with pytest.raises(ValueError, match=r"averages its loss by itself, and the micro-batches have \[9, 5\] labels"):
+        inline.prepare_batch({"labels": labels}, 2)
+    assert inline.prepare_batch({"labels": ids}, 2) == {"labels": ids}
