@@ -29,6 +29,22 @@ class Arrival(Protocol):
         ...
 
 
+class ShardedModule(Protocol):
+    """A module whose parameters are sharded: what hp-fsdp's ``fully_shard`` and torch's make of one."""
+
+    def unshard(self, async_op: bool = False) -> Any: ...
+
+    def reshard(self) -> None: ...
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None: ...
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool) -> None: ...
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool) -> None: ...
+
+
 class Port(Protocol):
     """Tensors, trees and backward; `<framework>/port.py`."""
 
@@ -96,6 +112,23 @@ class Port(Protocol):
 
     def prepare_split(self, module: Any) -> None:
         """Let a module's heavy operations ask for their frame."""
+        ...
+
+    def sharded_modules(self, module: Any) -> list[ShardedModule]:
+        """List the modules inside, the module itself too, whose parameters a schedule gathers; outer before inner."""
+        ...
+
+    def outermost(self, modules: Sequence[ShardedModule]) -> list[ShardedModule]:
+        """Leave of sharded modules those that are inside no other."""
+        ...
+
+    def reduce_gradients(self, module: ShardedModule, fill: bool) -> None:
+        """Start to reduce what backwards without a reduction have left, in an outermost module and those inside.
+
+        Args:
+            module: the module.
+            fill: gradients may be missing on this rank alone; it takes part with zeros.
+        """
         ...
 
     def without_gradients(self) -> Any:

@@ -20,6 +20,7 @@ from hp_pipeline.lowering import lower
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
 from hp_pipeline.runner import RUN, Piece, Runner
+from hp_pipeline.sharded import sharded_stages, without_reduction
 from hp_pipeline.slices import refuse_slices
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts
@@ -130,6 +131,7 @@ class PipelineSchedule:
             self._check_slices()
         self._custom: dict[MetaStepType, Custom] = {}
         self._runner: Runner | None = None
+        self._kinds: list[type] = []
         maker = order or self.make
         assert maker is not None, "a schedule has an order"
         self.exec_order = maker(self.pipeline)
@@ -229,8 +231,13 @@ class PipelineSchedule:
             batches = self._cut(args, kwargs)
         except ValueError as error:
             problem = error
-        if self._runner is None:
-            self._runner = Runner(self, lower(self.exec_order, self.pipeline), self._custom)
+        kinds = [type(stage.submodule) for stage in self.stages]
+        if self._runner is None or kinds != self._kinds:  # sharding a module changes its class
+            own = [(stage.stage_index, stage.submodule) for stage in self.stages]
+            order = lower(self.exec_order, self.pipeline, sharded=sharded_stages(self.exec_order, self.rank, own))
+            text = without_reduction(order, self.rank, own)
+            problem = problem if text is None else ValueError(text)
+            self._runner, self._kinds = Runner(self, order, self._custom), kinds if text is None else []
         outputs = self._runner.run(batches, problem)
         if self.output_concat_dim is not None and not self.pipeline.has_backward and outputs:
             return port().concatenate(outputs, self.output_concat_dim)

@@ -58,14 +58,17 @@ __all__ = [
     "named_parameters",
     "needs_gradient",
     "numbers",
+    "outermost",
     "prepare_split",
     "recording",
+    "reduce_gradients",
     "refuse",
     "refuse_stage",
     "scaled",
     "sendable",
     "set_gradient",
     "shape",
+    "sharded_modules",
     "take_gradient",
     "to_bytes",
     "to_numbers",
@@ -186,6 +189,20 @@ def arrive(tensors: Sequence[Tensor], needed: Sequence[bool]) -> Arrival:
 
 def prepare_split(module: nn.Cell) -> None:
     """Do nothing: Note [No split backward]."""
+
+
+def sharded_modules(module: nn.Cell) -> list[Any]:
+    """Return nothing: on MindSpore a sharded Cell's backward is one function that gathers and reduces."""
+    return []
+
+
+def outermost(modules: Sequence[Any]) -> list[Any]:
+    """Return the modules."""
+    return list(modules)
+
+
+def reduce_gradients(module: Any, fill: bool) -> None:
+    """Do nothing: there are no such modules."""
 
 
 class Nothing:
