@@ -18,9 +18,10 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from hp_pipeline.layouts import TensorLayout, distributed
 from hp_pipeline.links import Link
 from hp_pipeline.port import port
 from hp_platform import get_platform
@@ -43,7 +44,7 @@ class Signature:
 
     structure: Any
     leaves: tuple[Any, ...]
-    """For each leaf: (True, description, needs a gradient), or (False, value)."""
+    """For each leaf: (True, description, needs a gradient, layout or None), or (False, value)."""
 
     def to_bytes(self) -> bytes:
         """Write it for another rank: the nest itself, of the leaves' places."""
@@ -64,25 +65,33 @@ class Message:
         leaves: tensors and plain values.
         needed: for each leaf, whether it needs a gradient.
         structure: what the leaves are put together by.
+        layouts: of those leaves that are local tensors of distributed ones, by place.
     """
 
     leaves: list[Any]
     needed: list[bool]
     structure: Any
+    layouts: dict[int, TensorLayout] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tree: Any) -> Message:
         """Take a nest apart."""
         leaves, structure = port().flatten(tree)
-        return cls(leaves, [port().is_tensor(leaf) and port().needs_gradient(leaf) for leaf in leaves], structure)
+        layouts = {place: TensorLayout.of(leaf) for place, leaf in enumerate(leaves) if distributed(leaf)}
+        for place in layouts:
+            leaves[place] = leaves[place].to_local()
+        needed = [port().is_tensor(leaf) and port().needs_gradient(leaf) for leaf in leaves]
+        return cls(leaves, needed, structure, layouts)
 
     def signature(self) -> Signature:
         """Say what the message looks like."""
         return Signature(
             self.structure,
             tuple(
-                (True, port().describe(leaf), need) if port().is_tensor(leaf) else (False, leaf)
-                for leaf, need in zip(self.leaves, self.needed, strict=True)
+                (True, port().describe(leaf), need, self.layouts.get(place))
+                if port().is_tensor(leaf)
+                else (False, leaf)
+                for place, (leaf, need) in enumerate(zip(self.leaves, self.needed, strict=True))
             ),
         )
 
@@ -197,7 +206,8 @@ class Channel:
         taken = iter(tensors)
         leaves = [next(taken) if leaf[0] else leaf[1] for leaf in self.signature.leaves]
         needed = [leaf[0] and leaf[2] for leaf in self.signature.leaves]
-        return Message(leaves, needed, self.signature.structure)
+        layouts = {place: leaf[3] for place, leaf in enumerate(self.signature.leaves) if leaf[0] and leaf[3]}
+        return Message(leaves, needed, self.signature.structure, layouts)
 
     def _read_header(self) -> bool:
         """Read what goes before a message; return whether a message follows."""
@@ -230,4 +240,5 @@ def _leaf(leaf: Sequence[Any]) -> str:
     if not leaf[0]:
         return repr(leaf[1])
     shape, dtype = leaf[1]
-    return f"{dtype} of shape {shape}" + (" with a gradient" if leaf[2] else "")
+    layout = "" if leaf[3] is None else f", {leaf[3]}"
+    return f"{dtype} of shape {shape}{layout}" + (" with a gradient" if leaf[2] else "")

@@ -57,6 +57,10 @@ class Port(Protocol):
         """Say why a tensor cannot be sent from stage to stage, or None."""
         ...
 
+    def sends_distributed(self) -> bool:
+        """Tell whether distributed tensors may go from stage to stage."""
+        ...
+
     def flatten(self, tree: Any) -> tuple[list[Any], Any]:
         """Return the leaves of a nest of containers, and what ``unflatten`` and pickle take."""
         ...

@@ -246,11 +246,13 @@ class Runner:
                 flow.state = self._state(stage, piece)
                 kwargs = {**kwargs, KEYWORD: flow.state}
             result = self.stages[stage].submodule(*args, **kwargs)
+            if self.pipeline.successors[stage]:
+                flow.outputs = Message.of(result)
             if flow.state is not None:
                 flow.state.close()
         if self.pipeline.successors[stage]:
-            flow.outputs = Message.of(result)
-        elif self.pipeline.has_backward:
+            return
+        if self.pipeline.has_backward:
             loss = getattr(result, "loss", result)
             if not port().is_tensor(loss) or port().shape(loss) != ():
                 got = f"a tensor of shape {port().shape(loss)}" if port().is_tensor(loss) else type(loss).__name__
@@ -269,12 +271,14 @@ class Runner:
             outputs = self.flows[source, piece].outputs
             assert outputs is not None
             leaves = [port().detach(leaf) if port().is_tensor(leaf) else leaf for leaf in outputs.leaves]
-            message = Message(leaves, outputs.needed, outputs.structure)
+            message = Message(leaves, outputs.needed, outputs.structure, outputs.layouts)
         leaves = list(message.leaves)
         places = [place for place, leaf in enumerate(leaves) if port().is_tensor(leaf)]
         arrival = port().arrive([leaves[place] for place in places], [message.needed[place] for place in places])
         for place, tensor in zip(places, arrival.tensors, strict=True):
             leaves[place] = tensor
+        for place, layout in message.layouts.items():
+            leaves[place] = layout.wrapped(leaves[place], self.stages[stage].mesh_of(layout))
         if self.pipeline.has_backward:
             empty = Message([None] * len(leaves), [False] * len(leaves), message.structure)
             self.flows[stage, piece].arrivals.append(_Arrived(source, arrival, places, empty))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hp_pipeline.layouts import TensorLayout, mesh_like
 from hp_pipeline.port import port
 from hp_pipeline.shared import SharedParameterInfo
 
@@ -28,6 +29,8 @@ class PipelineStage:
             cost of a header a message.
         has_backward: False for a stage that is only run forwards.
         shared_parameters: weights that other stages have too, such as an embedding that is also the output layer.
+        mesh: where DTensors that the stage before returns are put; they keep their placements. None looks for a mesh of
+            the same axes among those of the module's own DTensors.
 
     Raises:
         ValueError: an index outside of the number of stages, here or in ``shared_parameters``.
@@ -44,6 +47,7 @@ class PipelineStage:
         dyn_shape: bool = False,
         has_backward: bool = True,
         shared_parameters: Sequence[SharedParameterInfo] | None = None,
+        mesh: Any = None,
     ) -> None:
         if not 0 <= stage_index < stage_num:
             raise ValueError(f"PipelineStage: stage_index={stage_index} is not one of stage_num={stage_num} from 0.")
@@ -61,6 +65,15 @@ class PipelineStage:
         self.stage_index, self.stage_num = stage_index, stage_num
         self.device = port().device_of(module) if device is None else device
         self.dyn_shape, self.has_backward = dyn_shape, has_backward
+        self.mesh = mesh
+        self._meshes: dict[Any, Any] = {}
+
+    def mesh_of(self, layout: TensorLayout) -> Any:
+        """Find the mesh of this stage for a layout that a tensor had on the sender's."""
+        key = layout.axes, layout.place
+        if key not in self._meshes:
+            self._meshes[key] = mesh_like(layout, self.mesh, port().named_parameters(self.submodule).values())
+        return self._meshes[key]
 
     @property
     def is_first_stage(self) -> bool:

@@ -65,6 +65,7 @@ __all__ = [
     "refuse_stage",
     "scaled",
     "sendable",
+    "sends_distributed",
     "set_gradient",
     "shape",
     "surroundings",
@@ -123,6 +124,11 @@ def refuse(tensor: Tensor) -> str | None:
     if hasattr(tensor, "placements"):
         return f"a {type(tensor).__name__}; return its local part, to_local(), and wrap it in the next stage"
     return None
+
+
+def sends_distributed() -> bool:
+    """Refuse DTensors between stages."""
+    return False
 
 
 def describe(tensor: Tensor) -> tuple[tuple[int, ...], Any]:

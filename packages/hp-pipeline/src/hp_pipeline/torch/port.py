@@ -56,6 +56,7 @@ __all__ = [
     "refuse_stage",
     "scaled",
     "sendable",
+    "sends_distributed",
     "set_gradient",
     "shape",
     "surroundings",
@@ -104,11 +105,16 @@ def is_tensor(value: Any) -> bool:
 
 def refuse(tensor: T) -> str | None:
     """Say why a tensor cannot be sent, or None."""
-    if is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "placements"):
-        return f"a {type(tensor).__name__}; return its local part, to_local(), and wrap it in the next stage"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__}; return the plain tensors in it, and wrap them in the next stage"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}; only dense tensors are sent"
     return None
+
+
+def sends_distributed() -> bool:
+    """Let DTensors go from stage to stage."""
+    return True
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
