@@ -74,8 +74,8 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
     if program is not None and shutil.which(program) is None:
         session.skip(f"{backend} {needs}")
     framework = backend.split("-")[0]
-    adapters = ["peft"] if framework == "torch" and "hp-plan" in packages else []  # for tests only
-    others = ("pytest-xdist", *requirements, *adapters)
+    models = {"hp-plan": "peft", "hp-pipeline": "transformers"} if framework == "torch" else {}  # for tests only
+    others = ("pytest-xdist", *requirements, *(models[name] for name in packages if name in models))
     install(session, *packages, extras=f"[{framework},test]", others=others, framework=framework)
     named = any(argument.startswith("packages/") for argument in session.posargs)
     folders = [] if named else [f"packages/{name}" for name in packages]

@@ -14,12 +14,14 @@ WIDTH, CLASSES = 6, 5
 class Block(nn.Module):
     """A residual block that writes to its input in place, as models do."""
 
+    in_place = True
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
-        x *= 1.25
+        x = x.mul_(1.25) if self.in_place else x * 1.25
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 

@@ -93,6 +93,18 @@ def test_sharded_stages_are_gathered_for_each_run_of_their_steps_and_reduced_onc
     assert texts[-3:] == ["0B1", "0FG", "0FRS"]
 
 
+def test_steps_of_sharded_stages_that_do_not_fit():
+    for text, error in [
+        ("0F0 1F0 1B0 0FG 0B0", "rank 0: 0B0 comes after 0FG, which reduces gradients"),
+        ("0F0 1F0 1B0 0B0 0FG 0FG", "steps that are there twice: 0FG"),
+        ("0FU 0FU 0F0 1F0 1B0 0B0 0FG", "rank 0: 0FU, but stage 0 is gathered already"),
+        ("0F0 0FRS 1F0 1B0 0B0 0FG", "rank 0: 0FRS, but stage 0 is not gathered"),
+        ("0FU 0F0 1F0 1B0 0B0 0FG", r"rank 0: the stages \[0\] are gathered at the end; add RESHARD"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            check({0: steps(text)}, Pipeline(placed("v", 1), 1))
+
+
 def test_chains_that_join():
     # An encoder on ranks 0 and 1 and a language model's first stage on rank 2 both lead to rank 3.
     pipeline = Pipeline((0, 1, 2, 3), 3, boundaries=((0, 1), (1, 3), (2, 3)))

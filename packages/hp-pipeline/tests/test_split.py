@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,10 +173,10 @@ def test_models_that_cannot_be_cut():
 
 
 def run(split, *args, **kwargs):
-    hidden = args
+    outputs: Any = args
     for index in range(len(split.stages)):
-        hidden = (split.stage(index)(*hidden, **kwargs),)
-    return hidden[0]
+        outputs = split.stage(index)(*(outputs if type(outputs) is tuple else (outputs,)), **kwargs)
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -210,8 +211,16 @@ def test_inputs_that_a_stage_cannot_serve():
     split = split_model(build("Llama"), 2)
     with pytest.raises(ValueError, match="in stages takes no output_hidden_states: those of other stages"):
         split.stage(0)(batch(2)[0], output_hidden_states=True)
-    with pytest.raises(TypeError, match="takes the hidden states of the stage before, one tensor; got int"):
+    with pytest.raises(TypeError, match="takes what the stage before returns, hidden states; got int"):
         split.stage(1)(3)
+    ids, _ = batch(2)
+    text = (
+        r"stage before was run with the keyword inputs \[attention_mask\], this one with \[\]; pass all but input_ids"
+    )
+    with pytest.raises(ValueError, match=text):
+        split.stage(1)(*split.stage(0)(ids, torch.ones_like(ids)))
+    with pytest.raises(ValueError, match=r"keyword inputs \[\], this one with \[attention_mask\]"):
+        split.stage(1)(split.stage(0)(ids), attention_mask=torch.ones_like(ids))
     with pytest.raises(ValueError, match="index=2 is not one of 2 stages"):
         split.stage(2)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import hp_pipeline
 from hp_testing import on_ranks
@@ -65,3 +66,102 @@ def test_two_ranks_equal_one_process(family, schedule):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_ranks_equal_one_process(family):
     compare(family, "Schedule1F1B", split="even")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "schedule", ["ScheduleGPipe", "ScheduleZB1P", "ScheduleInterleaved1F1B", "ScheduleVHalf", "ScheduleDualPipeV"]
+)
+def test_other_schedules_equal_one_process(schedule):
+    compare("Gemma2", schedule, ignored=True)
+
+
+class Encoder(nn.Module):
+    """Features of an image, in the LLM's width."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(8)
+        self.patches, self.project = nn.Linear(5, 12), nn.Linear(12, 16)
+
+    def forward(self, pixels):
+        return self.project(torch.tanh(self.patches(pixels)))
+
+
+class Embedded(nn.Module):
+    """The LLM's first stage: features take the places of its first tokens."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+
+    def forward(self, features, input_ids, **inputs):
+        return self.first(inputs_embeds=join(self.first, features, input_ids), **inputs)
+
+
+class Added(nn.Module):
+    """A later stage of the LLM: features are added to the hidden states of its first tokens."""
+
+    def __init__(self, later):
+        super().__init__()
+        self.later = later
+
+    def forward(self, features, hidden, **inputs):
+        return self.later(add(features, hidden), **inputs)
+
+
+def join(model, features, ids):
+    return torch.cat([features, model.get_input_embeddings()(ids)[:, features.shape[1] :]], 1)
+
+
+def add(features, hidden):
+    return torch.cat([hidden[:, :2] + features, hidden[:, 2:]], 1)
+
+
+def encode_and_train(way, encoder, model, pixels, ids, labels, micro_batches):
+    """Train in one process."""
+    optimizer = torch.optim.SGD([*encoder.parameters(), *model.parameters()], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for part, own, goal in zip(*(each.chunk(micro_batches) for each in (pixels, ids, labels)), strict=True):
+            features = encoder(part)
+            if way == "embeds":
+                loss = model(inputs_embeds=join(model, features, own), labels=goal).loss
+            else:
+                hook = model.model.layers[1].register_forward_pre_hook(
+                    lambda block, args, features=features: (add(features, args[0]), *args[1:])
+                )
+                loss = model(own, labels=goal).loss
+                hook.remove()
+            (loss / micro_batches).backward()
+        optimizer.step()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("way", "boundaries"), [("embeds", [(0, 1), (1, 2), (2, 3)]), ("adds", [(0, 2), (1, 2), (2, 3)])]
+)
+def test_an_encoder_on_one_rank_and_a_language_model_on_three(way, boundaries):
+    torch.set_num_threads(1)
+    rank, micro_batches = dist.get_rank(), 4
+    encoder, whole = Encoder().double(), build("Llama")
+    ids, labels = batch(8)
+    pixels = torch.randn(8, 2, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    split = hp_pipeline.split_model(copy.deepcopy(whole), 3, split=[1, 2, 1])
+    module = copy.deepcopy(encoder) if rank == 0 else split.stage(rank - 1)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    joined = {("embeds", 1): Embedded, ("adds", 2): Added}.get((way, rank), lambda module: module)(module)
+    stage = hp_pipeline.PipelineStage(joined, rank, 4)
+    schedule = hp_pipeline.Schedule1F1B(stage, micro_batches, boundaries=boundaries)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        inputs = {0: {"pixels": pixels}, 1: {"input_ids": ids}, 3: {"labels": labels}}
+        schedule.run(**inputs.get(rank, {}))
+        optimizer.step()
+    encode_and_train(way, encoder, whole, pixels, ids, labels, micro_batches)
+    expected = dict((whole if rank else encoder).named_parameters())
+    for parameter in module.parameters():
+        name = names[id(parameter)]
+        close(parameter.grad, expected[name].grad, f"gradient of {name}")
+        close(parameter, expected[name], name)

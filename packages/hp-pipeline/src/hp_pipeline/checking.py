@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 
 from hp_pipeline.lowering import is_lowered, lower
-from hp_pipeline.meetings import Meetings, check_meetings
 from hp_pipeline.memory import peak_bytes
 from hp_pipeline.needs import Needs
 from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.steps import COMPUTE, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts, computing
+from hp_pipeline.steps import COMPUTE, SHARDING, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts, computing
 
 __all__ = ["check"]
 
@@ -27,32 +26,29 @@ _SHOWN = 6
 _FORWARD = {_T.FWD_SEND: _T.FWD_RECV, _T.BWD_SEND: _T.BWD_RECV}
 
 
-def check(
-    order: Order, pipeline: Pipeline, *, memory: float | None = None, meetings: Meetings | None = None
-) -> tuple[float, ...]:
+def check(order: Order, pipeline: Pipeline, *, memory: float | None = None) -> tuple[float, ...]:
     """Prove that an order computes everything once and runs to its end, within a limit of memory.
 
     Args:
         order: steps by rank, computing steps alone or all (``lower``).
         pipeline: what it is for.
         memory: bytes that a rank may hold at once, by ``pipeline.cost``; None for no limit.
-        meetings: by stage, where its forward meets a backward that runs together with it: Note [Meetings].
 
     Returns:
         The most bytes that each rank holds at once.
 
     Raises:
         ValueError: a step is missing, there twice, of another rank, or unknown; a send without a receive, or in
-            another order than its receives; ranks that wait for each other, with the cycle in words; more memory than
-            the limit; two steps that run together and meet in the same role.
+            another order than its receives; ranks that wait for each other, with the cycle in words; a stage that is
+            gathered twice, or whose gradients are reduced before its last backward; more memory than the limit.
     """
     _check_ranks(order, pipeline)
+    _check_sharding(order)
     split = _check_compute(order, pipeline)
     whole = lower(order, pipeline)
     if is_lowered(order):
         _check_channels(whole, pipeline)
     _check_runs(whole, Needs(pipeline, split, lowered=True))
-    check_meetings(order, meetings or {})
     peaks = peak_bytes(whole, pipeline)
     if memory is not None and max(peaks) > memory:
         rank = peaks.index(max(peaks))
@@ -119,6 +115,33 @@ def _check_compute(order: Order, pipeline: Pipeline) -> set[tuple[int, int, int]
     if missing:
         raise ValueError(f"steps that are missing: {_few(missing)}.")
     return split
+
+
+def _check_sharding(order: Order) -> None:
+    """Check that stages are gathered and freed in turn, and gradients reduced once, after the last backward."""
+    for rank, steps in order.items():
+        if not any(each.step_type in SHARDING for each in steps):
+            continue
+        gathered: set[int | None] = set()
+        reduced: set[int | None] = set()
+        for each in steps:
+            stage, kind = each.stage_index, each.step_type
+            if (kind is _T.UNSHARD and stage in gathered) or (kind is _T.RESHARD and stage not in gathered):
+                state = "gathered already" if kind is _T.UNSHARD else "not gathered"
+                raise ValueError(f"rank {rank}: {each}, but stage {stage} is {state}.")
+            if kind is _T.REDUCE_GRAD and stage in reduced:
+                raise ValueError(f"steps that are there twice: {each}.")
+            for part in compute_parts(each):
+                if part.stage_index in reduced and part.step_type in COMPUTE - {_T.FORWARD}:
+                    raise ValueError(f"rank {rank}: {part} comes after {part.stage_index}FG, which reduces gradients.")
+            if kind is _T.UNSHARD:
+                gathered.add(stage)
+            elif kind is _T.RESHARD:
+                gathered.remove(stage)
+            elif kind is _T.REDUCE_GRAD:
+                reduced.add(stage)
+        if gathered:
+            raise ValueError(f"rank {rank}: the stages {sorted(gathered)} are gathered at the end; add RESHARD.")  # type: ignore[type-var]
 
 
 def _check_channels(order: Order, pipeline: Pipeline) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hp_platform.extend import load_port
@@ -28,6 +27,22 @@ class Arrival(Protocol):
     def gradients(self) -> list[Tensor | None]:
         """Take the gradients that a backward left for the tensors, one each; None where there is none."""
         ...
+
+
+class ShardedModule(Protocol):
+    """A module whose parameters are sharded: what hp-fsdp's ``fully_shard`` and torch's make of one."""
+
+    def unshard(self, async_op: bool = False) -> Any: ...
+
+    def reshard(self) -> None: ...
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None: ...
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool) -> None: ...
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool) -> None: ...
 
 
 class Port(Protocol):
@@ -103,20 +118,29 @@ class Port(Protocol):
         """Let a module's heavy operations ask for their frame."""
         ...
 
+    def sharded_modules(self, module: Any) -> list[ShardedModule]:
+        """List the modules inside, the module itself too, whose parameters a schedule gathers; outer before inner."""
+        ...
+
+    def outermost(self, modules: Sequence[ShardedModule]) -> list[ShardedModule]:
+        """Leave of sharded modules those that are inside no other."""
+        ...
+
+    def reduce_gradients(self, module: ShardedModule, fill: bool) -> None:
+        """Start to reduce what backwards without a reduction have left, in an outermost module and those inside.
+
+        Args:
+            module: the module.
+            fill: gradients may be missing on this rank alone; it takes part with zeros.
+        """
+        ...
+
     def without_gradients(self) -> Any:
         """Return a context in which no graph is recorded."""
         ...
 
     def recording(self) -> Any:
         """Return a context in which a graph is recorded."""
-        ...
-
-    def surroundings(self) -> Callable[[], AbstractContextManager[Any]] | None:
-        """Return what another thread enters to compute as this one does; None where steps must run in this thread."""
-        ...
-
-    def hooked(self, tree: Any, backward: Callable[[], None]) -> Any:
-        """Pass a nest on; call a function when the gradients of its tensors are there, before they go further."""
         ...
 
     def backward(

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hp_pipeline.agreement import Agreement, PipelineError
 from hp_pipeline.channels import Channel, Failed, Message
 from hp_pipeline.links import links
-from hp_pipeline.meetings import parts_of
 from hp_pipeline.port import Arrival, port
 from hp_pipeline.receipts import Key, Piece, receipts
+from hp_pipeline.sharded import ShardedStage
 from hp_pipeline.shared import SharedParameters
 from hp_pipeline.simulation import halves
 from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
 from hp_pipeline.stage import PipelineStage
-from hp_pipeline.steps import COMPUTE, TRANSFERS, MetaStep, MetaStepType, Order
+from hp_pipeline.steps import COMPUTE, SHARDING, TRANSFERS, MetaStep, MetaStepType, Order
 from hp_platform import LostRankError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ __all__ = ["RUN", "Runner"]
 
 _T = MetaStepType
 
-RUN = COMPUTE | TRANSFERS | {_T.OVERLAP_F_B, _T.OVERLAP_B_F}
+RUN = COMPUTE | TRANSFERS | SHARDING | {_T.OVERLAP_F_B, _T.OVERLAP_B_F}
 """The types of steps that are run."""
 
 
@@ -87,6 +87,8 @@ class Runner:
         self.device = schedule.stages[0].device
         self.ranks = Agreement(self.group, self.rank, self.pipeline.ranks, self.device)
         self.shared: SharedParameters | None = None
+        reduced = {each.stage_index for each in order[self.rank] if each.step_type in SHARDING}
+        self.sharded = {stage: ShardedStage(self.stages[stage].submodule) for stage in self.stages if stage in reduced}
         self.order = order
         self.channels: dict[Key, Channel] = {}
         self.expected: Counter[Channel] = Counter()
@@ -148,9 +150,13 @@ class Runner:
 
     def _bound(self, step: MetaStep) -> Callable[[], None]:
         if step.sub_steps:
-            return self._bound_pair(step)
+            parts = [self._bound(part) for part in step.sub_steps]
+            return functools.partial(_run_all, parts)
         kind, stage, micro = step.step_type, step.stage_index, step.micro_index
-        assert stage is not None and micro is not None
+        assert stage is not None
+        if kind in SHARDING:
+            return self._bound_sharding(step, self.sharded[stage])
+        assert micro is not None
         piece = micro, step.seq_index
         transfers = {
             _T.FWD_RECV: self._receive,
@@ -167,32 +173,37 @@ class Runner:
             _T.BACKWARD_INPUT: self._backward,
             _T.BACKWARD_WEIGHT: self._weights,
         }
-        return self._customized(step, functools.partial(compute[kind], stage, piece))
-
-    def _customized(self, step: MetaStep, work: Callable[[], object]) -> Callable[[], None]:
-        if step.step_type in self.custom:
-            work = functools.partial(self.custom[step.step_type], step, work)
+        work = functools.partial(compute[kind], stage, piece)
+        if kind in self.custom:
+            work = functools.partial(self.custom[kind], step, work)
         return functools.partial(self._guarded, step, work)
 
-    def _bound_pair(self, step: MetaStep) -> Callable[[], None]:
-        parts, overlap = [self._bound(part) for part in step.sub_steps or ()], self.schedule.overlap
-        forward, backward = parts_of(step)
-        if overlap is not None and overlap.meets(forward.stage_index or 0, backward.stage_index or 0):
-            ahead, back = parts if step.step_type is _T.OVERLAP_F_B else reversed(parts)
-            return self._customized(step, functools.partial(overlap.run, ahead, back))
-        return self._customized(step, functools.partial(_run_all, parts))
+    def _bound_sharding(self, step: MetaStep, sharded: ShardedStage) -> Callable[[], None]:
+        """Bind a step of the ranks of a stage's shards: they take it together, after a failure too."""
+        works: dict[_T, Callable[[], None]] = {
+            _T.UNSHARD: sharded.unshard,
+            _T.RESHARD: sharded.reshard,
+            _T.REDUCE_GRAD: lambda: sharded.reduce(self.failure is not None),
+        }
+        work = works[step.step_type]
+        if step.step_type in self.custom:
+            work = functools.partial(self.custom[step.step_type], step, work)
+        return functools.partial(self._tried, step, work)
 
     # ---- steps ----
-    def _guarded(self, step: MetaStep, work: Callable[[], object]) -> None:
+    def _guarded(self, step: MetaStep, work: Callable[[], None]) -> None:
         """Compute unless this rank failed before; a failure is kept for the end of the run."""
-        if self.failure is not None:
-            return
+        if self.failure is None:
+            self._tried(step, work)
+
+    def _tried(self, step: MetaStep, work: Callable[[], None]) -> None:
         try:
             work()
         except LostRankError:
             raise
         except Exception as error:  # what a stage raises
-            self._fail(step, error)
+            if self.failure is None:
+                self._fail(step, error)
 
     def _fail(self, step: MetaStep, error: BaseException) -> None:
         self.failure = error
@@ -342,6 +353,8 @@ class Runner:
         self.batches, self.failure, self.text = batches, None, ""
         for kept in (self.flows, self.inbox, self.outbox, self.dead, self.losses):
             kept.clear()
+        for sharded in self.sharded.values():
+            sharded.begin()
         try:
             for channel, count in self.expected.items():
                 channel.expect(count)
@@ -349,6 +362,8 @@ class Runner:
                 work()
             for channel in self.channels.values():
                 channel.finish()
+            for sharded in self.sharded.values():
+                sharded.end()
         except BaseException:
             for channel in self.channels.values():
                 channel.forget()

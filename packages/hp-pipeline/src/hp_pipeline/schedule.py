@@ -17,10 +17,10 @@ from hp_pipeline import schedules
 from hp_pipeline.batches import SEQUENCE, Dim, cut
 from hp_pipeline.checking import check
 from hp_pipeline.lowering import lower
-from hp_pipeline.overlap import CommComputeOverlap
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
 from hp_pipeline.runner import RUN, Piece, Runner
+from hp_pipeline.sharded import sharded_stages, without_reduction
 from hp_pipeline.slices import refuse_slices
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts
@@ -63,7 +63,6 @@ class PipelineSchedule:
         seq_slices: into how many slices sequences are cut; stages then take a ``SequenceState``: Note [Slices].
         args_seq_dim: for each positional input the dim that is cut into slices, -1 for none; by default 1.
         kwargs_seq_dim: the same by name.
-        overlap: runs the two steps of a pair together; None runs them one after the other.
 
     Attributes:
         pipeline: what the order is for.
@@ -92,7 +91,6 @@ class PipelineSchedule:
         seq_slices: int = 1,
         args_seq_dim: Sequence[Dim] | None = None,
         kwargs_seq_dim: Mapping[str, Dim] | None = None,
-        overlap: CommComputeOverlap | None = None,
     ) -> None:
         self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         groups = get_platform().groups
@@ -101,7 +99,7 @@ class PipelineSchedule:
         self.micro_batch_num, self.scale_grads = micro_batch_num, scale_grads
         self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
         self.output_concat_dim = output_concat_dim
-        self.args_seq_dim, self.kwargs_seq_dim, self.overlap = args_seq_dim, kwargs_seq_dim, overlap
+        self.args_seq_dim, self.kwargs_seq_dim = args_seq_dim, kwargs_seq_dim
         if not self.stages:
             raise ValueError(f"{type(self).__name__}: rank {self.rank} has no stage.")
         count = self.stages[0].stage_num
@@ -133,6 +131,7 @@ class PipelineSchedule:
             self._check_slices()
         self._custom: dict[MetaStepType, Custom] = {}
         self._runner: Runner | None = None
+        self._kinds: list[type] = []
         maker = order or self.make
         assert maker is not None, "a schedule has an order"
         self.exec_order = maker(self.pipeline)
@@ -188,7 +187,7 @@ class PipelineSchedule:
 
     @exec_order.setter
     def exec_order(self, order: Order) -> None:
-        check(order, self.pipeline, meetings=self.overlap.meetings if self.overlap is not None else None)
+        check(order, self.pipeline)
         others = {each.step_type for steps in order.values() for each in steps} - RUN
         if others:
             names = ", ".join(sorted(kind.name for kind in others))
@@ -203,7 +202,7 @@ class PipelineSchedule:
         """Replace what a type of step does.
 
         Args:
-            step_type: a computing type, also one of two steps that run together.
+            step_type: a computing type.
             fn: called as ``fn(step, run)``; ``run()`` is the step's own work.
         """
         self._custom[step_type] = fn
@@ -232,8 +231,13 @@ class PipelineSchedule:
             batches = self._cut(args, kwargs)
         except ValueError as error:
             problem = error
-        if self._runner is None:
-            self._runner = Runner(self, lower(self.exec_order, self.pipeline), self._custom)
+        kinds = [type(stage.submodule) for stage in self.stages]
+        if self._runner is None or kinds != self._kinds:  # sharding a module changes its class
+            own = [(stage.stage_index, stage.submodule) for stage in self.stages]
+            order = lower(self.exec_order, self.pipeline, sharded=sharded_stages(self.exec_order, self.rank, own))
+            text = without_reduction(order, self.rank, own)
+            problem = problem if text is None else ValueError(text)
+            self._runner, self._kinds = Runner(self, order, self._custom), kinds if text is None else []
         outputs = self._runner.run(batches, problem)
         if self.output_concat_dim is not None and not self.pipeline.has_backward and outputs:
             return port().concatenate(outputs, self.output_concat_dim)

@@ -90,9 +90,9 @@ class Split:
         """Return a stage's module, the same one each time.
 
         Its parameters are the model's own objects under the whole model's names; of other stages it has none. The
-        first stage is called as the model is, the others with the hidden states of the stage before.
-        All take ``attention_mask``, ``position_ids`` and the like; each leaves aside what is not its own:
-        ``input_ids`` if not the first, ``labels`` if not the last.
+        first stage is called as the model is, the others with what the stage before returns, hidden states.
+        All take ``attention_mask``, ``position_ids`` and the like, and refuse a run in which not all stages have them;
+        each leaves aside what is not its own: ``input_ids`` if not the first, ``labels`` if not the last.
         """
         if not 0 <= index < len(self.stages):
             raise ValueError(f"Split.stage: index={index} is not one of {len(self.stages)} stages from 0.")

@@ -13,7 +13,17 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["BACKWARDS", "COMPUTE", "TRANSFERS", "MetaStep", "MetaStepType", "Order", "compute_parts", "computing"]
+__all__ = [
+    "BACKWARDS",
+    "COMPUTE",
+    "SHARDING",
+    "TRANSFERS",
+    "MetaStep",
+    "MetaStepType",
+    "Order",
+    "compute_parts",
+    "computing",
+]
 
 
 class MetaStepType(enum.Enum):
@@ -103,6 +113,7 @@ Order = Mapping[int, tuple[MetaStep, ...]]
 _T = MetaStepType
 COMPUTE = frozenset({_T.FORWARD, _T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT})
 TRANSFERS = frozenset({_T.FWD_SEND, _T.FWD_RECV, _T.BWD_SEND, _T.BWD_RECV})
+SHARDING = frozenset({_T.UNSHARD, _T.RESHARD, _T.REDUCE_GRAD})
 BACKWARDS = frozenset({_T.BACKWARD, _T.BACKWARD_INPUT})
 """The types after which the gradients of a stage's inputs are there."""
 

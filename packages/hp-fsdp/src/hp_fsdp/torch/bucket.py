@@ -44,7 +44,12 @@ class Bucket:
         device: of the buffers; meta if the parameters are materialised later.
         options: the arguments of `fully_shard`.
         owner: text that names the group in errors.
+
+    Attributes:
+        optimizer_steps: steps of torch's optimizers in this process.
     """
+
+    optimizer_steps = 0
 
     def __init__(
         self,
@@ -290,17 +295,22 @@ class Bucket:
 
     def keep(self) -> None:
         """Record the state that `stale` compares with, for a bucket that stays gathered after forward."""
-        self.kept_versions = self._versions()
+        self.kept_versions, self.kept_step = self._versions(), Bucket.optimizer_steps
         with _plain():
             self.kept_with_gradients = any(_get_grad(parameter.sharded) is not None for parameter in self.parameters)
 
-    def stale(self) -> bool:
+    def stale(self, by_user: bool) -> bool:
         """Tell whether the sharded parameters may have changed since `keep`.
 
         Fused optimizers do not change the version counter; but an optimizer writes only parameters with gradients, and
         later gradients come from a backward pass, which reshards.
+
+        Args:
+            by_user: the user gathered them by ``unshard``, perhaps to add to gradients that there are; then only an
+                optimizer of torch's counts that has stepped since.
         """
-        return self.kept_with_gradients or self.kept_versions != self._versions()
+        stepped = self.kept_step != Bucket.optimizer_steps if by_user else self.kept_with_gradients
+        return stepped or self.kept_versions != self._versions()
 
     def _versions(self) -> list[int]:
         with _plain():

@@ -198,6 +198,14 @@ class RootContext(Context[ParameterGroup]):
         if not left:
             arriving.pop(self, None)
 
+    def reduce_collected(self) -> None:
+        """Start the reductions of what backward passes without one have left, of all groups."""
+        if self.backward or self.outermost is not None:  # a pass that raised
+            self.abandon()
+        for group in reversed(self.groups):
+            self.advance(self.spare)
+            self.started(group, group.reduce(on_all_ranks=True))
+
     def drain(self, *, put_off: bool = False) -> None:
         """Wait for the reductions under way.
 

@@ -151,7 +151,7 @@ class ParameterGroup(Group):
             bucket.keep()
 
     def stale(self) -> bool:
-        return any(bucket.stale() for bucket in self.buckets)
+        return any(bucket.stale(self.user_unsharded) for bucket in self.buckets)
 
     # ---- gradients ----
     def collect(self, *, differentiable: bool = False) -> None:
@@ -198,30 +198,42 @@ class ParameterGroup(Group):
             return attribute_to(self.modules, self._end_micro_batch, number, op)
 
     def _end_micro_batch(self, number: int, op: str | None) -> list[Started]:
-        started = []
-        buffers = [bucket.gradients for bucket in self.buckets if bucket.prepared]
-        for gradients in buffers:
-            assert isinstance(gradients, MicroBatchBuffer)
+        for gradients in self._micro_batch_buffers():
             gradients.end_micro_batch(number, keeps=op is None)
-        if op is not None:
-            used = any(gradients.used for gradients in buffers)
-            for gradients in buffers:
-                gradients.divisor = self.total_divisor
-                if used and gradients.trains:
-                    started.append(Exchange(gradients, number + 1, op, self.modules))  # type: ignore[arg-type]
-                else:
-                    gradients.release()
+        return [] if op is None else self._exchange(number + 1, op)
+
+    def _micro_batch_buffers(self) -> list[MicroBatchBuffer]:
+        return [bucket.gradients for bucket in self.buckets if bucket.prepared]  # type: ignore[misc]
+
+    def _exchange(self, count: int, op: str) -> list[Started]:
+        started: list[Started] = []
+        buffers = self._micro_batch_buffers()
+        used = any(gradients.used for gradients in buffers)
+        for gradients in buffers:
+            gradients.divisor = self.total_divisor
+            if used and gradients.trains:
+                started.append(Exchange(gradients, count, op, self.modules))
+            else:
+                gradients.release()
         return started
 
-    def reduce(self) -> list[Started]:
-        """Start the reductions of the collected gradients."""
-        with self._reduce_range, torch.no_grad(), _plain():
-            return attribute_to(self.modules, self._reduce)
+    def reduce(self, *, on_all_ranks: bool = False) -> list[Started]:
+        """Start the reductions of the collected gradients.
 
-    def _reduce(self) -> list[Started]:
+        Args:
+            on_all_ranks: outside of a backward pass; this rank takes part whether it has gradients or not.
+        """
+        with self._reduce_range, torch.no_grad(), _plain():
+            if on_all_ranks and self.deterministic:
+                count, self.micro_batches, self.agreed = self.micro_batches, 0, None
+                self.agree(count)
+                return attribute_to(self.modules, self._exchange, count, self.reduce_op) if count else []
+            return attribute_to(self.modules, self._reduce, on_all_ranks)
+
+    def _reduce(self, on_all_ranks: bool) -> list[Started]:
         started = []
         buckets = [bucket for bucket in self.buckets if bucket.prepared]
-        used = self.reduces_at_end or any(b.gradients.used or b.gradients.alone for b in buckets)
+        used = on_all_ranks or self.reduces_at_end or any(b.gradients.used or b.gradients.alone for b in buckets)
         for bucket in buckets:
             if used and (bucket.gradients.used or bucket.gradients.trains):
                 op, divisor = self.reduce_op, self.total_divisor

@@ -54,6 +54,14 @@ class HSDPModule(ModuleAPI):
         """
         self._context().last_backward = is_last_backward
 
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that backward passes with ``set_requires_gradient_sync(False)`` have left.
+
+        For who learns only afterwards which pass was the last, as in a pipeline. All ranks call it on the root module,
+        between backward passes. A rank whose passes left no gradients, or raised, takes part.
+        """
+        self._context().reduce_collected()
+
     def _context(self) -> RootContext:
         return self._hsdp_group.context or RootContext.of(self._hsdp_group)
 

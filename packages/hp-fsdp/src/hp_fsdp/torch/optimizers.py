@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hp_fsdp.managed_params import owner_of, refuse_unreduced, spec_of, unreduced
+from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.context import hsdp_sync_stream
 from hp_fsdp.torch.other_libraries import check_optimizer_state
 from hp_fsdp.torch.state_dict import fill, sharded_axis
@@ -38,6 +39,7 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     hsdp_sync_stream()
+    Bucket.optimizer_steps += 1
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _in_order.get(optimizer) != count and _check(optimizer):
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -49,7 +49,6 @@ __all__ = [
     "fill",
     "flatten",
     "from_bytes",
-    "hooked",
     "gradient",
     "gradient_of",
     "is_module",
@@ -59,8 +58,10 @@ __all__ = [
     "named_parameters",
     "needs_gradient",
     "numbers",
+    "outermost",
     "prepare_split",
     "recording",
+    "reduce_gradients",
     "refuse",
     "refuse_stage",
     "scaled",
@@ -68,7 +69,7 @@ __all__ = [
     "sends_distributed",
     "set_gradient",
     "shape",
-    "surroundings",
+    "sharded_modules",
     "take_gradient",
     "to_bytes",
     "to_numbers",
@@ -87,16 +88,6 @@ def refuse_stage(module: Any) -> str | None:
     if isinstance(module, nn.Cell):
         return None
     return f"must be a Cell, whose parameters can be listed, got {type(module).__name__}; call it in a Cell's construct"
-
-
-def surroundings() -> None:
-    """Return None: MindSpore runs steps in one thread, so steps in pairs run one after the other."""
-    return
-
-
-def hooked(tree: Any, backward: Callable[[], None]) -> Any:
-    """Pass a nest on as it is: there is nobody to meet."""
-    return tree
 
 
 def call_of(module: nn.Cell) -> Callable[..., Any]:
@@ -204,6 +195,20 @@ def arrive(tensors: Sequence[Tensor], needed: Sequence[bool]) -> Arrival:
 
 def prepare_split(module: nn.Cell) -> None:
     """Do nothing: Note [No split backward]."""
+
+
+def sharded_modules(module: nn.Cell) -> list[Any]:
+    """Return nothing: on MindSpore a sharded Cell's backward is one function that gathers and reduces."""
+    return []
+
+
+def outermost(modules: Sequence[Any]) -> list[Any]:
+    """Return the modules."""
+    return list(modules)
+
+
+def reduce_gradients(module: Any, fill: bool) -> None:
+    """Do nothing: there are no such modules."""
 
 
 class Nothing:

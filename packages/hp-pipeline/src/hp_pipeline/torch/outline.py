@@ -11,10 +11,10 @@ Note [What runs where]
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -225,24 +225,23 @@ class _Trace:
         )
 
     def skeleton(self, form: int) -> Any:
-        """Copy the model with fake tensors and recorders for blocks; parameters that are tied are so no more."""
-        root = node = copied(self.model)
-        original = self.model
-        for part in self.path.split("."):
-            original = original.get_submodule(part)
-            clone = copied(original)
-            node._modules[part] = node = clone
-        for name, block in original.named_children():
-            node._modules[name] = _Recorder(block, FORMS[form], self.calls)
-        tensors = [*root.parameters(), *root.buffers()]
-        memo = {id(each): torch.empty_like(each, device="cpu") for each in tensors}
-        memo[id(self.calls)] = self.calls  # type: ignore[assignment]
-        skeleton = copy.deepcopy(root, memo)
-        for module in skeleton.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_floating_point():
-                    module._parameters[name] = nn.Parameter(torch.empty_like(parameter))
-        return skeleton
+        """Copy the model with fake tensors and recorders for blocks, without hooks; tied parameters are so no more."""
+        blocks = self.model.get_submodule(self.path)
+        copies: dict[nn.Module, Any] = {}
+
+        def fake(module: nn.Module) -> Any:
+            if module in copies:
+                return copies[module]
+            clone = copies[module] = copied(module)
+            clone._forward_hooks, clone._forward_pre_hooks = OrderedDict(), OrderedDict()
+            for tensors in (clone._parameters, clone._buffers):
+                tensors.update((name, _fake(each)) for name, each in tensors.items() if each is not None)
+            for name, child in module.named_children():
+                recorder = module is blocks
+                clone._modules[name] = _Recorder(child, FORMS[form], self.calls) if recorder else fake(child)
+            return clone
+
+        return fake(self.model)
 
     def run(self, module: Any, inputs: Mapping[str, Any], *args: Any) -> Any:
         self.calls.clear()
@@ -302,7 +301,8 @@ class _Trace:
         """Run stages of one recorder each; return True if later ones use the tokens beyond their embedding."""
         self.run(cut.model, self.inputs)
         hidden = self.calls[0].received.detach()
-        uses, places = False, sorted({0, min(1, self.count - 1), self.count - 1})
+        uses, masked = False, self.inputs.get("attention_mask") is not None
+        places = sorted({0, min(1, self.count - 1), self.count - 1})
         for index in places:
             stage = cut_stage(cut, index, index + 1)
             inputs = {name: each for name, each in self.inputs.items() if name == "attention_mask" or not index}
@@ -312,16 +312,22 @@ class _Trace:
                 inputs["input_ids"] = self.inputs["input_ids"]
             try:
                 with watch if index else contextlib.nullcontext():
-                    output = self.run(stage, inputs, *([received] if index else []))
+                    output = self.run(stage, inputs, *([received, "attention_mask"][: 1 + masked] if index else []))
             except Exception as error:  # what a model raises
                 self.refuse(f"its stage of block {index} alone fails: {type(error).__name__}: {error}")
             (call,) = self.calls
             if index and call.received is not received:
                 self.refuse(f"block {index} alone does not get what its stage received")
-            if index < self.count - 1 and output is not call.returned:
+            sent = output[0] if masked and index < self.count - 1 else output
+            if index < self.count - 1 and sent is not call.returned:
                 self.refuse(f"the stage of block {index} does not return what the block does")
             uses |= watch.reaches((output, call.kwargs))
         return uses
+
+
+def _fake(tensor: T) -> T:
+    empty = torch.empty_like(tensor, device="cpu")
+    return nn.Parameter(empty) if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else empty
 
 
 def _gradients(outputs: list[T], inputs: list[T]) -> tuple[T | None, ...]:

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hp_pipeline.torch.together import hooked, surroundings
 from hp_platform import get_platform
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import DeferredGradients, mark
@@ -39,7 +38,6 @@ __all__ = [
     "empty",
     "fill",
     "flatten",
-    "hooked",
     "from_bytes",
     "gradient",
     "gradient_of",
@@ -50,8 +48,10 @@ __all__ = [
     "named_parameters",
     "needs_gradient",
     "numbers",
+    "outermost",
     "prepare_split",
     "recording",
+    "reduce_gradients",
     "refuse",
     "refuse_stage",
     "scaled",
@@ -59,7 +59,7 @@ __all__ = [
     "sends_distributed",
     "set_gradient",
     "shape",
-    "surroundings",
+    "sharded_modules",
     "take_gradient",
     "to_bytes",
     "to_numbers",
@@ -230,6 +230,37 @@ def deferring(module: nn.Module) -> tuple[DeferredGradients, AbstractContextMana
     """Return a queue of weights' gradients and the frame that fills it."""
     deferred = DeferredGradients()
     return deferred, frame(weights=deferred)
+
+
+_SHARDED = ("unshard", "reshard", "set_requires_gradient_sync", "set_is_last_backward", "set_reshard_after_backward")
+
+
+def sharded_modules(module: Any) -> list[Any]:
+    """List the modules that have the methods of `ShardedModule`."""
+    if not isinstance(module, nn.Module):
+        return []
+    return [each for each in module.modules() if all(callable(getattr(each, name, None)) for name in _SHARDED)]
+
+
+def outermost(modules: Sequence[Any]) -> list[Any]:
+    """Leave the modules that are inside no other."""
+    inside = {id(child) for module in modules for child in module.modules() if child is not module}
+    return [module for module in modules if id(module) not in inside]
+
+
+def reduce_gradients(module: Any, fill: bool) -> None:
+    """Start to reduce what backwards without a reduction have left.
+
+    torch's own schedules call the same function of FSDP2, which has no public one.
+    """
+    if hasattr(module, "reduce_gradients"):
+        module.reduce_gradients()
+        return
+    if fill:  # FSDP2 reduces a group on those ranks alone that have a gradient of it
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def without_gradients() -> AbstractContextManager[Any]:

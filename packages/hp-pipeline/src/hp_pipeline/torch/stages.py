@@ -27,6 +27,8 @@ REFUSED = {
     "output_router_logits": "the load balancing loss takes those of all blocks, which are on several ranks",
 }
 """Keyword inputs for which a stage would need what other stages have."""
+SOME_STAGES = {"input_ids", "inputs_embeds", *LOSS_INPUTS, *REFUSED}
+"""Keyword inputs that not every stage takes."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +87,27 @@ def cut_stage(cut: Cut, first: int, end: int) -> Any:
 
 
 class _Forward:
-    """The forward of a stage: the model's own, fed with what was received."""
+    """The forward of a stage: the model's own, fed with what was received.
+
+    Beside hidden states it returns the names of its keyword inputs if there are any, such as an attention mask: that a
+    later stage does not have it would not show otherwise.
+    """
 
     def __init__(self, root: nn.Module, relay: Relay, cut: Cut, first: bool, last: bool) -> None:
         self.root, self.relay = root, relay
         self.first, self.last, self.needs_ids, self.loss = first, last, cut.needs_ids, cut.loss
-        self.own = inspect.signature(type(root).forward).parameters
+        self.own = list(inspect.signature(type(root).forward).parameters)[1:]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kind = type(self.root).__name__
+        kind, whole = type(self.root).__name__, self.first and self.last
         for name in REFUSED.keys() & kwargs.keys():
-            if kwargs[name] is not None and kwargs[name] is not False and not (self.first and self.last):
+            if kwargs[name] is not None and kwargs[name] is not False and not whole:
                 raise ValueError(f"{kind} in stages takes no {name}: {REFUSED[name]}; leave it out.")
-        if "use_cache" in self.own and not (self.first and self.last):
+        if self.first:
+            args, kwargs = (), {**dict(zip(self.own, args, strict=False)), **kwargs}
+        shared = [name for name, value in kwargs.items() if value is not None and name not in SOME_STAGES]
+        names = ",".join(sorted(shared))
+        if "use_cache" in self.own and not whole:
             kwargs["use_cache"] = False
         if not self.last:
             kwargs = {name: value for name, value in kwargs.items() if name not in LOSS_INPUTS}
@@ -105,21 +115,26 @@ class _Forward:
                 kwargs["logits_to_keep"] = 1  # of zeros
         try:
             if not self.first:
-                args, kwargs = (), self._received(args, kwargs)
-            result = type(self.root).forward(self.root, *args, **kwargs)
-            return result if self.last else self.relay.sent
+                kwargs = self._received(names, args, kwargs)
+            result = type(self.root).forward(self.root, **kwargs)
+            hidden = self.relay.sent
         finally:
             self.relay.clear()
+        return result if self.last else (hidden, names) if names else hidden
 
-    def _received(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _received(self, names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Take the hidden states; return the model's inputs."""
         kind = type(self.root).__name__
-        if len(args) != 1 or not isinstance(args[0], T):
-            got = ", ".join(type(each).__name__ for each in args)
-            raise TypeError(
-                f"A later stage of {kind} takes the hidden states of the stage before, one tensor; got {got}."
+        hidden, before = (*args, "", "")[:2]
+        if not isinstance(hidden, T) or not isinstance(before, str) or len(args) > 2:
+            got = ", ".join(type(each).__name__ for each in args) or "nothing"
+            raise TypeError(f"A later stage of {kind} takes what the stage before returns, hidden states; got {got}.")
+        if names != before:
+            raise ValueError(
+                f"{kind}: the stage before was run with the keyword inputs [{before}], this one with [{names}]; pass"
+                " all but input_ids (first stage) and labels (last stage) to run() on every rank."
             )
-        hidden = self.relay.received = args[0]
+        self.relay.received = hidden
         kwargs.pop("inputs_embeds", None)
         if kwargs.get("input_ids") is None:
             if self.needs_ids:

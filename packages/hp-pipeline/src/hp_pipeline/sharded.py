@@ -1,0 +1,108 @@
+"""Stages whose parameters are sharded over further ranks: by hp-fsdp's ``fully_shard`` or torch's.
+
+Note [Who gathers and reduces]
+    A sharded module gathers its parameters around each forward and backward, and reduces gradients after each. In a
+    run the schedule does both: UNSHARD gathers all of a stage, RESHARD frees it, and REDUCE_GRAD, after the last
+    backward of the stage, reduces what all micro-batches have left. Between UNSHARD and REDUCE_GRAD nothing is
+    communicated, so a stage that raises on one rank leaves no other waiting; that rank goes on gathering and reducing
+    like the others. Between runs the modules do it themselves again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from hp_pipeline.port import ShardedModule, port
+from hp_pipeline.steps import SHARDING, MetaStepType, Order, computing
+
+__all__ = ["ShardedStage", "sharded_stages", "without_reduction"]
+
+_T = MetaStepType
+
+
+class ShardedStage:
+    """The sharded modules of a stage.
+
+    Args:
+        module: the stage's; without sharded modules all methods do nothing.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.modules: list[ShardedModule] = port().sharded_modules(module)
+        self.outermost: list[ShardedModule] = port().outermost(self.modules)
+        self._gathering: list[Any] | None = None
+
+    def begin(self) -> None:
+        """Before a run: leave gathering and reducing to the schedule."""
+        self.reshard()
+        for module in self.outermost:
+            module.set_is_last_backward(False)
+            module.set_requires_gradient_sync(False)
+            module.set_reshard_after_forward(False)
+            module.set_reshard_after_backward(False)
+
+    def unshard(self) -> None:
+        """Gather all parameters; forward waits for them."""
+        if self._gathering is None:
+            self._gathering = [module.unshard(async_op=True) for module in self.modules]
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        if self._gathering is not None:
+            self._wait()
+            self._gathering = None
+            for module in self.modules:
+                module.reshard()
+
+    def _wait(self) -> None:
+        """Wait for what no forward waited for, because another stage had failed."""
+        for handle in self._gathering or ():
+            if handle is not None:
+                handle.wait()
+
+    def reduce(self, failed: bool) -> None:
+        """Start to reduce the gradients of all micro-batches; readers of gradients wait for them.
+
+        Args:
+            failed: the stage raised on this rank, so that gradients may be missing.
+        """
+        if failed:
+            self._wait()
+        for module in self.outermost:
+            module.set_is_last_backward(True)
+            module.set_requires_gradient_sync(True)
+            port().reduce_gradients(module, failed and self._gathering is not None)
+
+    def end(self) -> None:
+        """After a run: let the modules gather and reduce by themselves again.
+
+        After forward their parameters stay gathered from now on: what the user chose there cannot be read.
+        """
+        self._gathering = self._gathering or []
+        self.reshard()
+        for module in self.outermost:
+            module.set_is_last_backward(True)
+            module.set_requires_gradient_sync(True)
+            module.set_reshard_after_backward(True)
+
+
+def sharded_stages(order: Order, rank: int, stages: Collection[tuple[int, Any]]) -> list[int]:
+    """List the stages of a rank for which ``lower`` adds steps: the sharded ones, unless the order has such steps."""
+    if any(each.step_type in SHARDING for each in order[rank]):
+        return []
+    return [index for index, module in stages if port().sharded_modules(module)]
+
+
+def without_reduction(order: Order, rank: int, stages: Collection[tuple[int, Any]]) -> str | None:
+    """Return the error of an order in which a sharded stage has backwards but no REDUCE_GRAD after them; or None."""
+    steps = order[rank]
+    reduced = {each.stage_index for each in steps if each.step_type is _T.REDUCE_GRAD}
+    backward = {each.stage_index for each in computing(order)[rank] if each.step_type is not _T.FORWARD}
+    missing = [index for index, module in stages if index in backward - reduced and port().sharded_modules(module)]
+    if not missing:
+        return None
+    return (
+        f"The parameters of the stages {missing} are sharded, but exec_order has no REDUCE_GRAD for them; assign"
+        " lower(order, pipeline, sharded=stages), or computing steps alone"
+    )
