@@ -307,10 +307,10 @@ def describe_parameter(parameter: T) -> str:
     return f"{text}, {parameter.placements} on a mesh of shape {tuple(mesh.shape)} at {mesh.get_coordinate()}: {part}"  # type: ignore[attr-defined]
 
 
+@torch.no_grad()
 def local(tensor: T) -> T:
     """Return this rank's part of a DTensor."""
-    with torch.no_grad():
-        return tensor.to_local() if hasattr(tensor, "placements") else tensor.detach()  # type: ignore[attr-defined]
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor.detach()  # type: ignore[attr-defined]
 
 
 def device_of_tensor(tensor: T) -> torch.device:
@@ -318,6 +318,7 @@ def device_of_tensor(tensor: T) -> torch.device:
     return tensor.device
 
 
+@torch.no_grad()
 def fill(parameter: T, value: T) -> None:
     """Write values to this rank's part of a parameter."""
     local(parameter).copy_(value)
@@ -333,6 +334,7 @@ def set_gradient(parameter: T, gradient: T | None) -> None:
     parameter.grad = gradient
 
 
+@torch.no_grad()
 def gradient_of(parameter: T, value: T) -> T:
     """Return values as a gradient of a parameter's layout."""
     if not hasattr(parameter, "placements"):
@@ -342,6 +344,7 @@ def gradient_of(parameter: T, value: T) -> T:
     return result
 
 
+@torch.no_grad()
 def added(gradient: T, other: T) -> T:
     """Add to a gradient."""
     local(gradient).add_(local(other))
