@@ -67,8 +67,20 @@ def test_sends_and_receives_that_do_not_meet():
     with pytest.raises(ValueError, match=r"rank 1: sends or receives too many: 1BS1\."):
         check({**good, 1: (*good[1], MetaStep.of("1BS1"))}, PAIR)
     crossed = {**good, 0: steps("0F0 0F1 0FS1 0FS0 0BR0 0B0 0BR1 0B1")}
-    with pytest.raises(ValueError, match=r"message 0 from rank 0 to rank 1 is for 1FR1, but .* there is 1FR0"):
+    with pytest.raises(ValueError, match="from rank 0 to rank 1, of stage 0 to stage 1, is for 1FR1, but .* is 1FR0"):
         check(crossed, PAIR)
+
+
+def test_messages_are_received_in_the_order_in_which_they_are_made():
+    order = {0: steps("0F1 0F0 0B0 0B1"), 1: steps("1F0 1F1 1B1 1B0")}
+    lowered = lower(order, PAIR)
+    check(lowered, PAIR)
+    assert lowered[0] == steps("0F1 0FS1 0F0 0FS0 0BR1 0BR0 0B0 0B1")
+    assert lowered[1] == steps("1FR1 1FR0 1F0 1F1 1B1 1BS1 1B0 1BS0")
+    join = Pipeline((0, 1, 2), 2, boundaries=((0, 2), (1, 2)))
+    crossed = {0: steps("0F0 0F1 0B0 0B1"), 1: steps("1F1 1F0 1B1 1B0"), 2: steps("2F0 2F1 2B0 2B1")}
+    with pytest.raises(ValueError, match="from rank 1 to rank 2, of stage 1 to stage 2, is for 2FR1, but .* is 2FR0"):
+        check(crossed, join)
 
 
 def test_a_limit_of_memory():

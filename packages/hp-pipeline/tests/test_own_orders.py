@@ -52,6 +52,13 @@ def test_an_order_as_text():
 
 
 @on_ranks(2)
+def test_a_rank_may_take_micro_batches_in_another_order_than_they_come():
+    rank = dist.get_rank()
+    order = {0: "0F0 0F2 0F1 0B0 0B2 0B1", 1: "1F0 1B0 1F1 1F2 1B1 1B2"}
+    compare(lambda net: PipelineSchedule.from_steps(order, stage_of(net, rank)), 2, 3, exact=False)
+
+
+@on_ranks(2)
 def test_orders_that_are_no_schedule():
     stage = stage_of(Net(2), dist.get_rank())
     with pytest.raises(ValueError, match=r"the ranks \[0, 1\] both run stage 0, at 0B0"):

@@ -47,7 +47,8 @@ def check(order: Order, pipeline: Pipeline, *, memory: float | None = None) -> t
     split = _check_compute(order, pipeline)
     whole = lower(order, pipeline)
     if is_lowered(order):
-        _check_channels(whole, pipeline)
+        _check_transfers(whole, pipeline)
+    _check_channels(whole, pipeline)
     _check_runs(whole, Needs(pipeline, split, lowered=True))
     peaks = peak_bytes(whole, pipeline)
     if memory is not None and max(peaks) > memory:
@@ -144,10 +145,8 @@ def _check_sharding(order: Order) -> None:
             raise ValueError(f"rank {rank}: the stages {sorted(gathered)} are gathered at the end; add RESHARD.")  # type: ignore[type-var]
 
 
-def _check_channels(order: Order, pipeline: Pipeline) -> None:
-    """Check that both ends of each channel have the same messages in the same order."""
-    sends: dict[tuple[int, int, MetaStepType], list[MetaStep]] = defaultdict(list)
-    receives: dict[tuple[int, int, MetaStepType], list[MetaStep]] = defaultdict(list)
+def _check_transfers(order: Order, pipeline: Pipeline) -> None:
+    """Check that each rank sends and receives what its computing steps make and need, once."""
     lowered = lower(computing(order), pipeline)
     for rank, steps in order.items():
         expected = Counter(each for each in lowered[rank] if each.step_type in TRANSFERS)
@@ -155,25 +154,34 @@ def _check_channels(order: Order, pipeline: Pipeline) -> None:
         for what, extra in (("missing", expected - actual), ("too many", actual - expected)):
             if extra:
                 raise ValueError(f"rank {rank}: sends or receives {what}: {_few(sorted(extra.elements(), key=str))}.")
+
+
+def _check_channels(order: Order, pipeline: Pipeline) -> None:
+    """Check that both ends of each channel have the same messages in the same order."""
+    sends: dict[tuple[int, int, MetaStepType], list[MetaStep]] = defaultdict(list)
+    receives: dict[tuple[int, int, MetaStepType], list[MetaStep]] = defaultdict(list)
+    for steps in order.values():
         for each in steps:
             micro, kind, stage, _, part = each
-            assert stage is not None
             if kind in _FORWARD:
+                assert stage is not None
                 ahead = kind is _T.FWD_SEND
                 for other in pipeline.remote(stage, (pipeline.successors if ahead else pipeline.predecessors)[stage]):
                     message = MetaStep(micro, _FORWARD[kind], other, None, part)
-                    sends[rank, pipeline.placement[other], _FORWARD[kind]].append(message)
+                    sends[stage, other, _FORWARD[kind]].append(message)
             elif kind in (_T.FWD_RECV, _T.BWD_RECV):
+                assert stage is not None
                 ahead = kind is _T.FWD_RECV
                 for other in pipeline.remote(stage, (pipeline.predecessors if ahead else pipeline.successors)[stage]):
-                    receives[pipeline.placement[other], rank, kind].append(each)
+                    receives[other, stage, kind].append(each)
     for source, target, kind in sends:
         pairs = zip(sends[source, target, kind], receives[source, target, kind], strict=True)
         for place, (sent, received) in enumerate(pairs):
             if sent != received:
+                ranks = f"rank {pipeline.placement[source]} to rank {pipeline.placement[target]}"
                 raise ValueError(
-                    f"message {place} from rank {source} to rank {target} is for {sent}, but the receive posted there"
-                    f" is {received}: a channel keeps the order of its sends."
+                    f"message {place} from {ranks}, of stage {source} to stage {target}, is for {sent}, but the receive"
+                    f" posted there is {received}: a channel keeps the order of its sends."
                 )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping
 
 from hp_pipeline.pipeline import Pipeline
 from hp_pipeline.steps import BACKWARDS, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
@@ -10,6 +11,7 @@ from hp_pipeline.steps import BACKWARDS, TRANSFERS, MetaStep, MetaStepType, Orde
 __all__ = ["is_lowered", "lower"]
 
 _T = MetaStepType
+Piece = tuple[int | None, int]
 _GRADIENTS = frozenset({_T.BACKWARD, _T.BACKWARD_WEIGHT})
 
 
@@ -23,7 +25,8 @@ def lower(order: Order, pipeline: Pipeline, *, sharded: Collection[int] = (), sw
 
     A receive stands before the step that needs it, a send after the step that makes what is sent; what passes between
     two stages of one rank is neither. The runtime posts receives before it comes to them and does not wait for sends,
-    so that their places only say in which order messages are on each channel.
+    so that their places only say in which order messages are on each channel: that in which they are made. Where a rank
+    takes them in another, it receives those that come earlier too.
 
     Args:
         order: computing steps by rank.
@@ -37,13 +40,42 @@ def lower(order: Order, pipeline: Pipeline, *, sharded: Collection[int] = (), sw
     """
     if is_lowered(order):
         return order
-    return {rank: _lowered(steps, pipeline, set(sharded), set(swapped)) for rank, steps in order.items()}
+    made = _made(order)
+    return {rank: _lowered(steps, pipeline, made, set(sharded), set(swapped)) for rank, steps in order.items()}
+
+
+def _made(order: Order) -> dict[tuple[int | None, bool], list[Piece]]:
+    """List, for each stage and direction, the pieces of the batch in the order in which the stage computes them."""
+    made: dict[tuple[int | None, bool], list[Piece]] = defaultdict(list)
+    for steps in order.values():
+        for step in steps:
+            for micro, kind, stage, _, part in compute_parts(step):
+                if kind is _T.FORWARD or kind in BACKWARDS:
+                    made[stage, kind is _T.FORWARD].append((micro, part))
+    return made
 
 
 def _lowered(
-    steps: tuple[MetaStep, ...], pipeline: Pipeline, sharded: set[int], swapped: set[int]
+    steps: tuple[MetaStep, ...],
+    pipeline: Pipeline,
+    made: Mapping[tuple[int | None, bool], list[Piece]],
+    sharded: set[int],
+    swapped: set[int],
 ) -> tuple[MetaStep, ...]:
     placement, result = pipeline.placement, []
+    due: dict[tuple[int, bool], deque[Piece]] = {}
+
+    def receive(stage: int, ahead: bool, piece: Piece) -> None:
+        """Receive a piece, and first those that are made before it."""
+        if (stage, ahead) not in due:
+            others = (pipeline.predecessors if ahead else pipeline.successors)[stage]
+            due[stage, ahead] = deque(made[pipeline.remote(stage, others)[0], ahead])
+        waiting = due[stage, ahead]
+        kind = _T.FWD_RECV if ahead else _T.BWD_RECV
+        while piece in waiting:
+            micro, part = waiting.popleft()
+            result.append(MetaStep(micro, kind, stage, None, part))
+
     far_before = [bool(pipeline.remote(stage, pipeline.predecessors[stage])) for stage in range(len(placement))]
     far_after = [bool(pipeline.remote(stage, pipeline.successors[stage])) for stage in range(len(placement))]
     last = {part.stage_index: index for index, step in enumerate(steps) for part in compute_parts(step)}
@@ -61,14 +93,14 @@ def _lowered(
                 gathered = stage
             if kind is _T.FORWARD:
                 if far_before[stage]:
-                    result.append(MetaStep(micro, _T.FWD_RECV, stage, None, part))
+                    receive(stage, True, (micro, part))
                 if far_after[stage]:
                     after.append(MetaStep(micro, _T.FWD_SEND, stage, None, part))
                 if stage in swapped:
                     after += [MetaStep(micro, each, stage, None, part) for each in (_T.OFFLOAD, _T.WAIT_OFFLOAD)]
             elif kind in BACKWARDS:
                 if far_after[stage]:
-                    result.append(MetaStep(micro, _T.BWD_RECV, stage, None, part))
+                    receive(stage, False, (micro, part))
                 if stage in swapped:
                     result += [MetaStep(micro, each, stage, None, part) for each in (_T.LOAD, _T.WAIT_LOAD)]
                 if far_before[stage]:
