@@ -196,6 +196,49 @@ def test_stages_after_each_other_return_what_the_model_does(family, head):
     )
 
 
+@pytest.mark.parametrize("family", ["Gemma2", "GPT2"])
+def test_stages_of_a_model_on_meta_are_initialised_and_loaded_by_themselves(family):
+    whole, ids = build(family), batch(2)[0]
+    split = split_model(on_meta(family), 3)
+    for index in range(3):
+        stage = split.stage(index)
+        names = list(stage.state_dict())
+        stage.to_empty(device="cpu")
+        stage.init_weights()  # buffers that are in no state dict; it also ties weights, and must not bring one back
+        assert list(stage.state_dict()) == names
+        stage.load_state_dict({name: whole.state_dict()[name] for name in names})
+    assert torch.equal(run(split, ids).logits, whole(ids).logits)
+
+
+def test_a_stage_that_has_both_ends_keeps_its_tie():
+    stage = split_model(on_meta("Gemma2"), 1).stage(0)
+    stage.to_empty(device="cpu")
+    stage.init_weights()
+    assert stage.lm_head.weight is stage.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_blocks_that_are_recomputed(when):
+    def recompute(model):  # renamed in the course of transformers 5
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+
+    whole, model = build("Llama").train(), build("Llama").train()
+    if when == "before":
+        recompute(model)
+    split = split_model(model, 3)
+    for index in range(3):
+        if when == "after":
+            recompute(split.stage(index))
+        blocks = [split.stage(index).get_submodule(name) for name in split.stages[index].blocks]
+        assert blocks and all(block.gradient_checkpointing for block in blocks)
+    ids, labels = batch(2)
+    run(split, ids, labels=labels).loss.backward()
+    whole(ids, labels=labels).loss.backward()
+    for (name, parameter), own in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, own.grad), name
+
+
 def test_a_head_that_reads_tokens_asks_for_them_on_later_stages():
     model = build("Llama", "ForSequenceClassification", pad_token_id=3)
     split = split_model(model, 2)

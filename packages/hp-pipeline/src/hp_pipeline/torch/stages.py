@@ -80,10 +80,26 @@ def cut_stage(cut: Cut, first: int, end: int) -> Any:
     for index, (name, block) in enumerate(blocks.named_children()):
         if not first <= index < end:
             node._modules[name] = PassThrough(block, relay, FORMS[cut.form], roles.get(index, ""))
+    _untie(root, cut.path)
     root.forward = _Forward(root, relay, cut, is_first, is_last)
     if is_last:
         root.prepare_batch = root.forward.prepare_batch
     return root
+
+
+def _untie(root: Any, path: str) -> None:
+    """Leave of the weights that transformers ties anew, whenever it initialises, those that are in the stage."""
+    names = {name for name, _ in root.named_parameters(remove_duplicate=False)}
+    node, prefix, kept = root, "", {}
+    for part in path.split("."):
+        for target, source in getattr(node, "all_tied_weights_keys", {}).items():
+            if prefix + target in names and prefix + source in names:
+                kept[prefix + target] = prefix + source
+        if hasattr(node, "all_tied_weights_keys"):
+            node._tied_weights_keys = node.all_tied_weights_keys = {}
+        node, prefix = node.get_submodule(part), f"{prefix}{part}."
+    if hasattr(root, "all_tied_weights_keys"):
+        root._tied_weights_keys = root.all_tied_weights_keys = kept
 
 
 class _Forward:

@@ -82,7 +82,9 @@ class _Placeholder(nn.Module):
 
     @property
     def weight(self) -> T:
-        """What models read the dtype of."""
+        """What models read the dtype of, in a forward."""
+        if self.relay.received is None and self.relay.sent is None:
+            raise AttributeError("weight")
         return self.relay.blank()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
