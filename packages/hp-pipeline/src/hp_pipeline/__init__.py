@@ -6,7 +6,10 @@ from hp_pipeline import schedules
 from hp_pipeline.agreement import PipelineError
 from hp_pipeline.batches import BatchDimSpec
 from hp_pipeline.checking import check
+from hp_pipeline.coordinator import HookCoordinator
 from hp_pipeline.lowering import lower
+from hp_pipeline.meetings import HookRole, Meeting
+from hp_pipeline.overlap import CommComputeOverlap
 from hp_pipeline.pipeline import Costs, Pipeline, placed
 from hp_pipeline.schedule import (
     PipelineSchedule,
@@ -35,7 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchDimSpec",
+    "CommComputeOverlap",
     "Costs",
+    "HookCoordinator",
+    "HookRole",
+    "Meeting",
     "MetaStep",
     "MetaStepType",
     "Order",

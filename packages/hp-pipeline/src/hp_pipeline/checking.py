@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 
 from hp_pipeline.lowering import is_lowered, lower
+from hp_pipeline.meetings import Meetings, check_meetings
 from hp_pipeline.memory import peak_bytes
 from hp_pipeline.needs import Needs
 from hp_pipeline.pipeline import Pipeline
@@ -26,13 +27,16 @@ _SHOWN = 6
 _FORWARD = {_T.FWD_SEND: _T.FWD_RECV, _T.BWD_SEND: _T.BWD_RECV}
 
 
-def check(order: Order, pipeline: Pipeline, *, memory: float | None = None) -> tuple[float, ...]:
+def check(
+    order: Order, pipeline: Pipeline, *, memory: float | None = None, meetings: Meetings | None = None
+) -> tuple[float, ...]:
     """Prove that an order computes everything once and runs to its end, within a limit of memory.
 
     Args:
         order: steps by rank, computing steps alone or all (``lower``).
         pipeline: what it is for.
         memory: bytes that a rank may hold at once, by ``pipeline.cost``; None for no limit.
+        meetings: by stage, where its forward meets a backward that runs together with it: Note [Meetings].
 
     Returns:
         The most bytes that each rank holds at once.
@@ -40,7 +44,8 @@ def check(order: Order, pipeline: Pipeline, *, memory: float | None = None) -> t
     Raises:
         ValueError: a step is missing, there twice, of another rank, or unknown; a send without a receive, or in
             another order than its receives; ranks that wait for each other, with the cycle in words; a stage that is
-            gathered twice, or whose gradients are reduced before its last backward; more memory than the limit.
+            gathered twice, or whose gradients are reduced before its last backward; more memory than the limit;
+            two steps that run together and meet in the same role.
     """
     _check_ranks(order, pipeline)
     _check_sharding(order)
@@ -50,6 +55,7 @@ def check(order: Order, pipeline: Pipeline, *, memory: float | None = None) -> t
         _check_transfers(whole, pipeline)
     _check_channels(whole, pipeline)
     _check_runs(whole, Needs(pipeline, split, lowered=True))
+    check_meetings(order, meetings or {})
     peaks = peak_bytes(whole, pipeline)
     if memory is not None and max(peaks) > memory:
         rank = peaks.index(max(peaks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hp_platform.extend import load_port
@@ -141,6 +142,14 @@ class Port(Protocol):
 
     def recording(self) -> Any:
         """Return a context in which a graph is recorded."""
+        ...
+
+    def surroundings(self) -> Callable[[], AbstractContextManager[Any]] | None:
+        """Return what another thread enters to compute as this one does; None where steps must run in this thread."""
+        ...
+
+    def hooked(self, tree: Any, backward: Callable[[], None]) -> Any:
+        """Pass a nest on; call a function when the gradients of its tensors are there, before they go further."""
         ...
 
     def backward(

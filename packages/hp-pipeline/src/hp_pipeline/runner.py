@@ -11,12 +11,14 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hp_pipeline.agreement import Agreement, PipelineError
 from hp_pipeline.channels import Channel, Failed, Message
+from hp_pipeline.flows import Arrived, Flow
 from hp_pipeline.links import links
-from hp_pipeline.port import Arrival, port
+from hp_pipeline.meetings import parts_of
+from hp_pipeline.port import port
 from hp_pipeline.receipts import Key, Piece, receipts
 from hp_pipeline.sharded import ShardedStage
 from hp_pipeline.shared import SharedParameters
@@ -35,36 +37,6 @@ _T = MetaStepType
 
 RUN = COMPUTE | TRANSFERS | SHARDING | {_T.OVERLAP_F_B, _T.OVERLAP_B_F}
 """The types of steps that are run."""
-
-
-class _Flow:
-    """What a stage keeps of one piece between its steps.
-
-    Attributes:
-        arrivals: what came from the stages before.
-        outputs: what the stage returned, until backward.
-        gradients: for the outputs, one list of leaves from each stage after it.
-        deferred: the gradients of weights that backward put off.
-        state: what slices of the sequence pass on to each other; None where sequences are whole.
-    """
-
-    __slots__ = ("arrivals", "deferred", "gradients", "outputs", "state")
-
-    def __init__(self) -> None:
-        self.arrivals: list[_Arrived] = []
-        self.outputs: Message | None = None
-        self.gradients: list[Sequence[Any]] = []
-        self.deferred: Any = None
-        self.state: SequenceState | None = None
-
-
-class _Arrived(NamedTuple):
-    """A message at the root of a stage's graph; `places` are those of its tensors among its leaves."""
-
-    source: int
-    arrival: Arrival
-    places: list[int]
-    message: Message
 
 
 class Runner:
@@ -95,7 +67,7 @@ class Runner:
         self.receipts: dict[tuple[Key, Piece], list[tuple[Key, Piece]]] = {}
         self.program: list[Callable[[], None]] | None = None
         # Of the run under way:
-        self.flows: dict[tuple[int, Piece], _Flow] = {}
+        self.flows: dict[tuple[int, Piece], Flow] = {}
         self.inbox: dict[tuple[int, int, Piece], Message] = {}
         self.outbox: dict[tuple[int, int, Piece], Message] = {}
         self.dead: set[tuple[int, int, Piece]] = set()
@@ -150,8 +122,7 @@ class Runner:
 
     def _bound(self, step: MetaStep) -> Callable[[], None]:
         if step.sub_steps:
-            parts = [self._bound(part) for part in step.sub_steps]
-            return functools.partial(_run_all, parts)
+            return self._bound_pair(step)
         kind, stage, micro = step.step_type, step.stage_index, step.micro_index
         assert stage is not None
         if kind in SHARDING:
@@ -173,9 +144,11 @@ class Runner:
             _T.BACKWARD_INPUT: self._backward,
             _T.BACKWARD_WEIGHT: self._weights,
         }
-        work = functools.partial(compute[kind], stage, piece)
-        if kind in self.custom:
-            work = functools.partial(self.custom[kind], step, work)
+        return self._customized(step, functools.partial(compute[kind], stage, piece))
+
+    def _customized(self, step: MetaStep, work: Callable[[], object]) -> Callable[[], None]:
+        if step.step_type in self.custom:
+            work = functools.partial(self.custom[step.step_type], step, work)
         return functools.partial(self._guarded, step, work)
 
     def _bound_sharding(self, step: MetaStep, sharded: ShardedStage) -> Callable[[], None]:
@@ -190,13 +163,21 @@ class Runner:
             work = functools.partial(self.custom[step.step_type], step, work)
         return functools.partial(self._tried, step, work)
 
+    def _bound_pair(self, step: MetaStep) -> Callable[[], None]:
+        parts, overlap = [self._bound(part) for part in step.sub_steps or ()], self.schedule.overlap
+        forward, backward = parts_of(step)
+        if overlap is not None and overlap.meets(forward.stage_index or 0, backward.stage_index or 0):
+            ahead, back = parts if step.step_type is _T.OVERLAP_F_B else reversed(parts)
+            return self._customized(step, functools.partial(overlap.run, ahead, back))
+        return self._customized(step, functools.partial(_run_all, parts))
+
     # ---- steps ----
-    def _guarded(self, step: MetaStep, work: Callable[[], None]) -> None:
+    def _guarded(self, step: MetaStep, work: Callable[[], object]) -> None:
         """Compute unless this rank failed before; a failure is kept for the end of the run."""
         if self.failure is None:
             self._tried(step, work)
 
-    def _tried(self, step: MetaStep, work: Callable[[], None]) -> None:
+    def _tried(self, step: MetaStep, work: Callable[[], object]) -> None:
         try:
             work()
         except LostRankError:
@@ -243,7 +224,7 @@ class Runner:
                 self.dead.add((source, target, piece))
 
     def _forward(self, stage: int, piece: Piece) -> None:
-        flow = self.flows[stage, piece] = _Flow()
+        flow = self.flows[stage, piece] = Flow()
         args, kwargs = self.batches[piece]
         with contextlib.ExitStack() as context:
             context.enter_context(port().recording() if self.pipeline.has_backward else port().without_gradients())
@@ -292,7 +273,7 @@ class Runner:
             leaves[place] = layout.wrapped(leaves[place], self.stages[stage].mesh_of(layout))
         if self.pipeline.has_backward:
             empty = Message([None] * len(leaves), [False] * len(leaves), message.structure)
-            self.flows[stage, piece].arrivals.append(_Arrived(source, arrival, places, empty))
+            self.flows[stage, piece].arrivals.append(Arrived(source, arrival, places, empty))
         value = port().unflatten(leaves, message.structure)
         return value if type(value) is tuple else (value,)
 

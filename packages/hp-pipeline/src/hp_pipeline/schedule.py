@@ -17,6 +17,7 @@ from hp_pipeline import schedules
 from hp_pipeline.batches import SEQUENCE, Dim, cut
 from hp_pipeline.checking import check
 from hp_pipeline.lowering import lower
+from hp_pipeline.overlap import CommComputeOverlap
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
 from hp_pipeline.runner import RUN, Piece, Runner
@@ -63,6 +64,7 @@ class PipelineSchedule:
         seq_slices: into how many slices sequences are cut; stages then take a ``SequenceState``: Note [Slices].
         args_seq_dim: for each positional input the dim that is cut into slices, -1 for none; by default 1.
         kwargs_seq_dim: the same by name.
+        overlap: runs the two steps of a pair together; None runs them one after the other.
 
     Attributes:
         pipeline: what the order is for.
@@ -91,6 +93,7 @@ class PipelineSchedule:
         seq_slices: int = 1,
         args_seq_dim: Sequence[Dim] | None = None,
         kwargs_seq_dim: Mapping[str, Dim] | None = None,
+        overlap: CommComputeOverlap | None = None,
     ) -> None:
         self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         groups = get_platform().groups
@@ -99,7 +102,7 @@ class PipelineSchedule:
         self.micro_batch_num, self.scale_grads = micro_batch_num, scale_grads
         self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
         self.output_concat_dim = output_concat_dim
-        self.args_seq_dim, self.kwargs_seq_dim = args_seq_dim, kwargs_seq_dim
+        self.args_seq_dim, self.kwargs_seq_dim, self.overlap = args_seq_dim, kwargs_seq_dim, overlap
         if not self.stages:
             raise ValueError(f"{type(self).__name__}: rank {self.rank} has no stage.")
         count = self.stages[0].stage_num
@@ -187,7 +190,7 @@ class PipelineSchedule:
 
     @exec_order.setter
     def exec_order(self, order: Order) -> None:
-        check(order, self.pipeline)
+        check(order, self.pipeline, meetings=self.overlap.meetings if self.overlap is not None else None)
         others = {each.step_type for steps in order.values() for each in steps} - RUN
         if others:
             names = ", ".join(sorted(kind.name for kind in others))
@@ -202,7 +205,7 @@ class PipelineSchedule:
         """Replace what a type of step does.
 
         Args:
-            step_type: a computing type.
+            step_type: a computing type, also one of two steps that run together.
             fn: called as ``fn(step, run)``; ``run()`` is the step's own work.
         """
         self._custom[step_type] = fn

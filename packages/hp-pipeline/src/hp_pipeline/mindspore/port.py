@@ -49,6 +49,7 @@ __all__ = [
     "fill",
     "flatten",
     "from_bytes",
+    "hooked",
     "gradient",
     "gradient_of",
     "is_module",
@@ -70,6 +71,7 @@ __all__ = [
     "set_gradient",
     "shape",
     "sharded_modules",
+    "surroundings",
     "take_gradient",
     "to_bytes",
     "to_numbers",
@@ -88,6 +90,16 @@ def refuse_stage(module: Any) -> str | None:
     if isinstance(module, nn.Cell):
         return None
     return f"must be a Cell, whose parameters can be listed, got {type(module).__name__}; call it in a Cell's construct"
+
+
+def surroundings() -> None:
+    """Return None: MindSpore runs steps in one thread, so steps in pairs run one after the other."""
+    return
+
+
+def hooked(tree: Any, backward: Callable[[], None]) -> Any:
+    """Pass a nest on as it is: there is nobody to meet."""
+    return tree
 
 
 def call_of(module: nn.Cell) -> Callable[..., Any]:

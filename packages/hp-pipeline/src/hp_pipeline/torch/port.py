@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hp_pipeline.torch.together import hooked, surroundings
 from hp_platform import get_platform
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import DeferredGradients, mark
@@ -38,6 +39,7 @@ __all__ = [
     "empty",
     "fill",
     "flatten",
+    "hooked",
     "from_bytes",
     "gradient",
     "gradient_of",
@@ -60,6 +62,7 @@ __all__ = [
     "set_gradient",
     "shape",
     "sharded_modules",
+    "surroundings",
     "take_gradient",
     "to_bytes",
     "to_numbers",
