@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import clip_grad_norm_, fully_shard, global_grad_norm
@@ -56,3 +58,43 @@ def test_ranks_that_have_gradients_of_other_dtypes_agree():
     norm = global_grad_norm(model.parameters())
     assert norm.dtype == torch.float64
     torch.testing.assert_close(norm.item(), (1.5**2 + sum(n * n for n in range(1, 7))) ** 0.5, rtol=1e-6, atol=0)
+
+
+@on_ranks(2)
+def test_the_ranks_of_a_group_add_what_each_has() -> None:
+    rank = dist.get_rank()
+    own, shared = leaf([3.0, 4.0 * rank], torch.float32), leaf([12.0], torch.float64)
+    options: Any = {"group": dist.group.WORLD, "copies": [shared] if rank else []}
+    norm = clip_grad_norm_([own, shared], 1.0, **options)
+    torch.testing.assert_close(norm.item(), (9.0 + 9 + 16 + 144) ** 0.5, rtol=1e-6, atol=0)
+    assert norm.dtype == torch.float64
+    assert shared.grad is not None
+    torch.testing.assert_close(shared.grad.item(), 12 / norm.item(), rtol=1e-6, atol=0)
+
+
+@on_ranks(2)
+def test_ranks_of_a_group_that_disagree() -> None:
+    rank = dist.get_rank()
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    text = "rank 0: clip_grad_norm_ with norm_type=2.0, max_norm=1.0; rank 1: clip_grad_norm_ with .*, max_norm=2.0"
+    with pytest.raises(ValueError, match=text):
+        clip_grad_norm_([weight], 1.0 + rank, group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="rank 1: global_grad_norm with norm_type=1.0"):
+        global_grad_norm([weight], 2.0 - rank, group=dist.group.WORLD)
+    assert weight.grad.tolist() == [1, 1]
+    with pytest.raises(ValueError, match="copies= are counted by another rank of a group; pass that group, got None"):
+        global_grad_norm([weight], copies=[weight])
+    weight.data = weight.data.to([torch.float32, torch.float64][rank])
+    assert global_grad_norm([], group=dist.group.WORLD).tolist() == 0
+    weight.grad = None
+    weight.grad = torch.full((2,), float("nan") if rank else 1.0, dtype=weight.dtype)
+    norm = global_grad_norm([weight], float("inf"), group=dist.group.WORLD)
+    assert norm.isnan() and norm.dtype is torch.float64
+
+
+@on_ranks(1)
+def test_parameters_of_torchs_fully_shard_are_refused() -> None:
+    module = torch_fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh(device_type(), (1,)))
+    with pytest.raises(TypeError, match="global_grad_norm: expected plain parameters or DTensors of hp-dtensor"):
+        global_grad_norm(module.parameters())

@@ -11,8 +11,9 @@ Note [Norms by blocks]
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -26,7 +27,9 @@ from hp_platform import collectives, get_platform
 __all__ = ["clip_grad_norm_", "global_grad_norm", "mark_in_blocks"]
 
 
-def global_grad_norm(parameters: Any, norm_type: float = 2.0, *, gradients: Any = None) -> Any:
+def global_grad_norm(
+    parameters: Any, norm_type: float = 2.0, *, gradients: Any = None, group: Any = None, copies: Sequence[Any] = ()
+) -> Any:
     """Return the norm of the gradients of all parameters as one vector: that of a single process, on every rank.
 
     Each rank sums over its shards and counts replicated values once; one all-reduce of one number follows, over the
@@ -39,6 +42,10 @@ def global_grad_norm(parameters: Any, norm_type: float = 2.0, *, gradients: Any 
         norm_type: the p of the p-norm, ``inf`` for the largest absolute value. Default 2.
         gradients: MindSpore, which has no ``.grad``: one for each parameter, in the same order, as
             `parallelize_value_and_grad` returns them; plain local parts are accepted. PyTorch: leave it out.
+        group: ranks that have other parameters, such as a pipeline's: their sums are added in the order of the ranks,
+            to the same bits on all. The host waits for them.
+        copies: parameters of this rank that another rank of ``group`` counts, such as tied weights
+            (`hp_pipeline.PipelineSchedule.copies`).
 
     Returns:
         A plain tensor of no dims, in the widest dtype of the parameters (MindSpore: of the gradients), at least
@@ -47,11 +54,13 @@ def global_grad_norm(parameters: Any, norm_type: float = 2.0, *, gradients: Any 
     Raises:
         TypeError: ``gradients`` on PyTorch, none on MindSpore.
         ValueError: another number of gradients than of parameters; some parameters are sharded with
-            ``deterministic=True``, some without.
+            ``deterministic=True``, some without; the ranks of ``group`` call with other arguments, on all of them;
+            ``copies`` without a group.
         NotImplementedError: with it, a norm that is not 1, 2 or inf.
     """
     framework = port.grad_norms()
-    return _norm(framework.pairs(parameters, gradients, "global_grad_norm"), norm_type, framework)
+    pairs = framework.pairs(parameters, gradients, "global_grad_norm")
+    return _norm(pairs, framework, _Call("global_grad_norm", float(norm_type), None, group, tuple(copies)))
 
 
 def clip_grad_norm_(
@@ -62,6 +71,8 @@ def clip_grad_norm_(
     gradients: Any = None,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    group: Any = None,
+    copies: Sequence[Any] = (),
 ) -> Any:
     """Scale gradients in place so that their global norm is at most ``max_norm``.
 
@@ -72,6 +83,8 @@ def clip_grad_norm_(
         gradients: as for `global_grad_norm`.
         error_if_nonfinite: raise if the norm is not finite, instead of scaling by it.
         foreach: False scales one gradient after the other. Default: all of a dtype in one call. No effect on MindSpore.
+        group: as for `global_grad_norm`.
+        copies: the same; they are scaled as well.
 
     Returns:
         The norm before scaling, a plain tensor of no dims.
@@ -82,7 +95,7 @@ def clip_grad_norm_(
     """
     framework = port.grad_norms()
     pairs = framework.pairs(parameters, gradients, "clip_grad_norm_")
-    norm = _norm(pairs, norm_type, framework)
+    norm = _norm(pairs, framework, _Call("clip_grad_norm_", float(norm_type), float(max_norm), group, tuple(copies)))
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"clip_grad_norm_: the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped to"
@@ -92,8 +105,27 @@ def clip_grad_norm_(
     return norm
 
 
-def _norm(pairs: Sequence[tuple[Any, Any]], norm_type: float, framework: port.GradNorms) -> Any:
-    norm_type = float(norm_type)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of a call that do not depend on the gradients; ``max_norm`` is None where nothing is clipped."""
+
+    name: str
+    norm_type: float
+    max_norm: float | None
+    group: Any
+    copies: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        clip = "" if self.max_norm is None else f", max_norm={self.max_norm}"
+        return f"{self.name} with norm_type={self.norm_type}{clip}"
+
+
+def _norm(pairs: Sequence[tuple[Any, Any]], framework: port.GradNorms, call: _Call) -> Any:
+    norm_type = call.norm_type
+    if call.copies and call.group is None:
+        raise ValueError(f"{call.name}: copies= are counted by another rank of a group; pass that group, got None")
+    skipped = {id(parameter) for parameter in call.copies}
+    pairs = [pair for pair in pairs if id(pair[0]) not in skipped]
     specs = [spec_of(parameter) for parameter, _ in pairs]
     mesh = _joint_mesh({spec.mesh for spec in specs if spec is not None})
     dtype = framework.dtype_of(pairs)
@@ -106,7 +138,37 @@ def _norm(pairs: Sequence[tuple[Any, Any]], norm_type: float, framework: port.Gr
             if mesh is not None and mesh.size() > 1:
                 group = get_platform().groups.new_group(sorted(int(rank) for rank in mesh.ranks.reshape(-1)))
                 collectives.all_reduce(total, "max" if math.isinf(norm_type) else "sum", group=group)
+        if call.group is not None and get_platform().groups.size(call.group) > 1:
+            total = _over_group(total, pairs, framework, call)
         return framework.root(total, norm_type, pairs)
+
+
+def _over_group(total: Any, pairs: Sequence[tuple[Any, Any]], framework: port.GradNorms, call: _Call) -> Any:
+    """Add the power sums of the ranks of a group, in their order, in float64.
+
+    Raises:
+        ValueError: ranks that call with other arguments.
+    """
+    double = str(framework.dtype_of(pairs)).lower().endswith("float64")
+    limit = -1.0 if call.max_norm is None else call.max_norm
+    own = [framework.number(total), call.norm_type, limit, float(double)]
+    rows = framework.gather([_bits(number) for number in own], call.group)
+    numbers = [[_number(bits) for bits in row] for row in rows]
+    calls = [str(replace(call, norm_type=row[1], max_norm=None if row[2] == -1 else row[2])) for row in numbers]
+    if len(set(calls)) > 1:
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
+        raise ValueError(f"{call.name}: the ranks of the group must pass the same arguments, got {listed}")
+    sums = [row[0] for row in numbers]
+    result = math.nan if any(map(math.isnan, sums)) else max(sums) if math.isinf(call.norm_type) else sum(sums)
+    return framework.of_number(result, any(row[3] for row in numbers), pairs)
+
+
+def _bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _number(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 def _power_sum_of_blocks(

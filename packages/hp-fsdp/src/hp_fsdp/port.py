@@ -294,6 +294,18 @@ class GradNorms(Protocol):
         """Return the sum of all blocks' sums, by halves."""
         ...
 
+    def number(self, total: Any) -> float:
+        """Return a sum as a number; it waits for the device."""
+        ...
+
+    def gather(self, numbers: Sequence[int], group: Any) -> list[list[int]]:
+        """Return the 64-bit integers of each rank of a group."""
+        ...
+
+    def of_number(self, number: float, double: bool, pairs: Sequence[tuple[Any, Any]]) -> Any:
+        """Return a number as ``power_sum`` returns it, in float64 or float32."""
+        ...
+
     def root(self, total: Any, norm_type: float, pairs: Sequence[tuple[Any, Any]]) -> Any:
         """Return the norm, given the power sum."""
         ...

@@ -22,6 +22,7 @@ from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
 from hp_pipeline.runner import RUN, Piece, Runner
 from hp_pipeline.sharded import sharded_stages, without_reduction
+from hp_pipeline.shared import copies
 from hp_pipeline.slices import refuse_slices
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts
@@ -258,6 +259,13 @@ class PipelineSchedule:
             for micro, batch in enumerate(batches)
             for part, inputs in enumerate(cut(*batch, slices, self.args_seq_dim, self.kwargs_seq_dim, SEQUENCE))
         }
+
+    def copies(self) -> list[Any]:
+        """List this rank's copies of shared weights of which another rank has the first: those not to count twice.
+
+        For ``hp_fsdp.clip_grad_norm_(parameters, max_norm, group=schedule.group, copies=schedule.copies())``.
+        """
+        return copies(self.stages, self.pipeline, self.rank)
 
     def take_gradients(self, parameters: Iterable[Any]) -> tuple[Any, ...]:
         """Take the gradients that runs have left for parameters, and set them back to none.

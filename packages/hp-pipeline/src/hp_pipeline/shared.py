@@ -22,7 +22,7 @@ from hp_platform import get_platform
 if TYPE_CHECKING:
     from hp_pipeline.stage import PipelineStage
 
-__all__ = ["SharedParameterInfo", "SharedParameters"]
+__all__ = ["SharedParameterInfo", "SharedParameters", "copies"]
 
 Key = tuple[tuple[int, ...], int]
 """A shared weight: its stages, and its place among those that these stages share."""
@@ -235,3 +235,13 @@ def _infos(stages: Sequence[PipelineStage]) -> Iterator[tuple[PipelineStage, Key
         for info in stage.shared_parameters:
             place = counts[info.shared_stage] = counts.get(info.shared_stage, -1) + 1
             yield stage, (info.shared_stage, place), info
+
+
+def copies(stages: Sequence[PipelineStage], pipeline: Pipeline, rank: int) -> list[Any]:
+    """List the shared weights of a rank's stages of which another rank has the first stage, each once."""
+    found = {}
+    for stage, (shared, _), info in _infos(stages):
+        if pipeline.placement[min(shared)] != rank:
+            parameter = _find(info, stage.submodule)
+            found[id(parameter)] = parameter
+    return list(found.values())

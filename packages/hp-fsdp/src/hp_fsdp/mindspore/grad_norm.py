@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
+import numpy as np
 from mindspore import Tensor, _no_grad, mint, ops
 from mindspore.common import dtype as mstype
 
@@ -15,8 +16,21 @@ from hp_dtensor import DeviceMesh
 from hp_dtensor.mindspore.extend import local_mode, local_view
 from hp_fsdp.layout import BLOCK
 from hp_fsdp.mindspore.host import on_host, to_device, to_host
+from hp_platform import collectives, get_platform
 
-__all__ = ["block_sums", "dtype_of", "pairs", "power_sum", "root", "scale", "total", "unrecorded"]
+__all__ = [
+    "block_sums",
+    "dtype_of",
+    "gather",
+    "number",
+    "of_number",
+    "pairs",
+    "power_sum",
+    "root",
+    "scale",
+    "total",
+    "unrecorded",
+]
 
 Pairs = Sequence[tuple[Any, Any]]
 
@@ -63,6 +77,24 @@ def power_sum(
             else:
                 result = result + (size**norm_type).sum().reshape(1)
     return result
+
+
+def number(total: Tensor) -> float:
+    """Return a sum as a number."""
+    return float(total.asnumpy().reshape(()))
+
+
+def gather(numbers: Sequence[int], group: Any) -> list[list[int]]:
+    """Return the numbers of each rank of a group."""
+    own = Tensor(np.array(numbers, np.int64))
+    everyone = Tensor(np.zeros(get_platform().groups.size(group) * len(numbers), np.int64))
+    collectives.all_gather(everyone, own, group=group)
+    return everyone.asnumpy().reshape(-1, len(numbers)).tolist()
+
+
+def of_number(number: float, double: bool, pairs: Pairs) -> Tensor:
+    """Return a number as a tensor of one element."""
+    return Tensor(np.array([number], np.float64 if double else np.float32))
 
 
 def root(total: Any, norm_type: float, pairs: Pairs) -> Tensor:

@@ -11,12 +11,25 @@ from typing import Any
 import torch
 
 from hp_dtensor import DeviceMesh
-from hp_dtensor.torch.extend import local_view
+from hp_dtensor.torch.extend import DTensor, local_view
 from hp_fsdp.layout import BLOCK
 from hp_fsdp.torch.context import hsdp_sync_stream
 from hp_fsdp.torch.host import transport
+from hp_platform import collectives, get_platform
 
-__all__ = ["block_sums", "dtype_of", "pairs", "power_sum", "root", "scale", "total", "unrecorded"]
+__all__ = [
+    "block_sums",
+    "dtype_of",
+    "gather",
+    "number",
+    "of_number",
+    "pairs",
+    "power_sum",
+    "root",
+    "scale",
+    "total",
+    "unrecorded",
+]
 
 Pairs = Sequence[tuple[Any, Any]]
 unrecorded = torch.no_grad
@@ -30,6 +43,13 @@ def pairs(parameters: Any, gradients: Any, where: str) -> list[tuple[Any, Any]]:
         )
     hsdp_sync_stream()
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for parameter in parameters:
+        if hasattr(parameter, "placements") and not isinstance(parameter, DTensor):
+            kind = f"{type(parameter).__module__}.{type(parameter).__name__}"
+            raise TypeError(
+                f"{where}: expected plain parameters or DTensors of hp-dtensor, got a {kind}, as torch's fully_shard"
+                " makes; use torch.nn.utils.clip_grad_norm_ or get_total_norm for those"
+            )
     return [(parameter, parameter.grad) for parameter in parameters]
 
 
@@ -51,6 +71,27 @@ def power_sum(
     else:
         result = torch.zeros((), dtype=dtype, device=_device(pairs))
     return result if mesh is None else result.to(transport(mesh))  # shards may be on the host
+
+
+def number(total: torch.Tensor) -> float:
+    """Return a sum as a number."""
+    return total.item()
+
+
+def gather(numbers: Sequence[int], group: Any) -> list[list[int]]:
+    """Return the numbers of each rank of a group."""
+    platform = get_platform()
+    host = platform.groups.backend(group) in ("gloo", "fake")
+    device = torch.device("cpu") if host else platform.devices.current_device()
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = own.new_empty(platform.groups.size(group) * len(numbers))
+    collectives.all_gather(everyone, own, group=group)
+    return everyone.view(-1, len(numbers)).tolist()
+
+
+def of_number(number: float, double: bool, pairs: Pairs) -> torch.Tensor:
+    """Return a number as a tensor of no dims."""
+    return torch.tensor(number, dtype=torch.float64 if double else torch.float32, device=_device(pairs))
 
 
 def root(total: torch.Tensor, norm_type: float, pairs: Pairs) -> torch.Tensor:
