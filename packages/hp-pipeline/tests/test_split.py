@@ -239,6 +239,42 @@ def test_blocks_that_are_recomputed(when):
         assert torch.equal(parameter.grad, own.grad), name
 
 
+def with_images(name):
+    """Build a model of images and text; return it and its inputs."""
+    import transformers
+
+    text = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 8}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "model_type": name[0]}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 4, "projection_dim": 16, "model_type": name[1]}
+    options = {"vision_feature_layer": -1} if name[2] == "Llava" else {"mm_tokens_per_image": 4}
+    config = getattr(transformers, f"{name[2]}Config")(
+        text_config=text, vision_config=vision, image_token_index=63, image_token_id=63, **options
+    )
+    model = getattr(transformers, f"{name[2]}ForConditionalGeneration")(config).eval()
+    ids = torch.randint(5, (2, 8), generator=torch.Generator().manual_seed(3))
+    ids[:, 1:5] = 63
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8)}
+    return model, inputs if name[2] == "Llava" else {**inputs, "token_type_ids": (ids == 63).long()}
+
+
+@pytest.mark.parametrize(
+    "name", [("llama", "clip_vision_model", "Llava"), ("gemma3_text", "siglip_vision_model", "Gemma3")]
+)
+def test_images_enter_at_the_first_stage_and_masks_at_all(name):
+    model, inputs = with_images(name)
+    with pytest.raises(ValueError, match=r"has 2 lists of modules, \['model.vision_tower.*; pass that of the blocks"):
+        split_model(model, 3)
+    split = split_model(model, 3, blocks="model.language_model.layers", example=inputs)
+    assert "model.vision_tower" in split.stages[0].modules
+    hidden = split.stage(0)(**inputs)
+    # Tokens of images see each other in Gemma: all stages make their masks of the types of tokens.
+    later = {key: value for key, value in inputs.items() if key == "token_type_ids"}
+    for index in (1, 2):
+        hidden = split.stage(index)(*(hidden if type(hidden) is tuple else (hidden,)), **later)
+    assert torch.equal(hidden.logits, model(**inputs).logits)
+
+
 def test_a_head_that_reads_tokens_asks_for_them_on_later_stages():
     model = build("Llama", "ForSequenceClassification", pad_token_id=3)
     split = split_model(model, 2)

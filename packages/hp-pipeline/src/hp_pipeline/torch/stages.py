@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from hp_pipeline.torch.stand_ins import FORMS, PassThrough, Relay, copied, placeholder, without_parameters
 
-__all__ = ["IGNORED", "Cut", "count_labels", "cut_stage"]
+__all__ = ["IGNORED", "Cut", "count_labels", "cut_stage", "shared_names"]
 
 T = torch.Tensor
 
@@ -41,6 +41,7 @@ class Cut:
         before: the modules with parameters that run before the blocks.
         after: those that run after them.
         form: the place in ``FORMS`` of what blocks return.
+        first_only: the inputs, beside ``input_ids``, that later stages do not use.
         needs_ids: later stages use ``input_ids`` too, beyond the embedding.
         loss: how labels are averaged: ``"shifted"``, ``"plain"``: over all tokens, of a causal model all but the first;
             ``"custom"``: by a function that takes ``num_items_in_batch``; ``"inline"``: by the model's own.
@@ -51,6 +52,7 @@ class Cut:
     before: tuple[str, ...]
     after: tuple[str, ...]
     form: int = 0
+    first_only: tuple[str, ...] = ()
     needs_ids: bool = False
     loss: str = "inline"
 
@@ -111,7 +113,8 @@ class _Forward:
 
     def __init__(self, root: nn.Module, relay: Relay, cut: Cut, first: bool, last: bool) -> None:
         self.root, self.relay = root, relay
-        self.first, self.last, self.needs_ids, self.loss = first, last, cut.needs_ids, cut.loss
+        self.first, self.last = first, last
+        self.first_only, self.needs_ids, self.loss = cut.first_only, cut.needs_ids, cut.loss
         self.own = list(inspect.signature(type(root).forward).parameters)[1:]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,8 +124,9 @@ class _Forward:
                 raise ValueError(f"{kind} in stages takes no {name}: {REFUSED[name]}; leave it out.")
         if self.first:
             args, kwargs = (), {**dict(zip(self.own, args, strict=False)), **kwargs}
-        shared = [name for name, value in kwargs.items() if value is not None and name not in SOME_STAGES]
-        names = ",".join(sorted(shared))
+        names = shared_names(kwargs, self.first_only)
+        if not self.first:
+            kwargs = {name: value for name, value in kwargs.items() if name not in self.first_only}
         if "use_cache" in self.own and not whole:
             kwargs["use_cache"] = False
         if not self.last:
@@ -148,7 +152,8 @@ class _Forward:
         if names != before:
             raise ValueError(
                 f"{kind}: the stage before was run with the keyword inputs [{before}], this one with [{names}]; pass"
-                " all but input_ids (first stage) and labels (last stage) to run() on every rank."
+                " all but input_ids (first stage) and labels (last stage) to run() on every rank. Inputs that only the"
+                " first stage uses are found by split_model(..., example=)."
             )
         self.relay.received = hidden
         kwargs.pop("inputs_embeds", None)
@@ -187,6 +192,12 @@ class _Forward:
                         " num_items_in_batch where the model takes it, or equal numbers of labels."
                     )
         return kwargs
+
+
+def shared_names(kwargs: Mapping[str, Any], first_only: Sequence[str]) -> str:
+    """Name the keyword inputs that all stages take."""
+    shared = (name for name, value in kwargs.items() if value is not None and name not in SOME_STAGES)
+    return ",".join(sorted(name for name in shared if name not in first_only))
 
 
 def count_labels(labels: T, shifted: bool) -> T:
