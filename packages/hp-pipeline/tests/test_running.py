@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 
 LINE = ["ScheduleGPipe", "Schedule1F1B", "ScheduleZB1P"]
 V = ["ScheduleZBV", "ScheduleVHalf", "ScheduleVMin", "ScheduleDualPipeV"]
-LOOP = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS"]
+LOOP = ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"]
 
 
 def build(name, micro_batches, net, **options):

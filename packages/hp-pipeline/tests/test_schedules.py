@@ -16,6 +16,7 @@ SCHEDULES = {
     "interleaved": (schedules.interleaved, "loop"),
     "interleaved overlapped": (functools.partial(schedules.interleaved, overlap=True), "loop"),
     "interleaved in halves": (functools.partial(schedules.interleaved, overlap=True, split=True), "loop"),
+    "interleaved_zb": (schedules.interleaved_zb, "loop"),
     "zb1p": (schedules.zb1p, "line"),
     "zb2p": (schedules.zb2p, "line"),
     "zbv": (schedules.zbv, "v"),
@@ -51,6 +52,7 @@ def test_bubbles_and_memory_are_those_of_the_formulas():
     assert of_eight(schedules.gpipe, "line") == (21, 32)
     assert of_eight(schedules.one_f_one_b, "line") == (21, 8)
     assert of_eight(schedules.interleaved, "loop") == (10.5, 11.5)
+    assert of_eight(schedules.interleaved_zb, "loop") == (3.5, 8)
     assert of_eight(schedules.zb1p, "line") == (7, 8)
     assert of_eight(schedules.zb2p, "line")[1] == 16
     assert of_eight(schedules.zbv, "v") == (3.5, 8)

@@ -34,6 +34,7 @@ __all__ = [
     "ScheduleDualPipeV",
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleSeqPP",
     "ScheduleVHalf",
@@ -249,7 +250,7 @@ class PipelineSchedule:
 
     def _cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Piece, Any]:
         for stage in self.stages if self.scale_grads else ():
-            kwargs = stage.prepare_batch(kwargs, self.micro_batch_num)
+            kwargs = stage.prepare_batch(kwargs, self.micro_batch_num * self.pipeline.seq_slices)
         batches = cut(args, kwargs, self.micro_batch_num, self.args_batch_dim, self.kwargs_batch_dim)
         slices = self.pipeline.seq_slices
         if slices == 1:
@@ -353,6 +354,13 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
             )
         order = functools.partial(schedules.interleaved, overlap=overlap_b_f, split=enable_dxdw_split)
         super().__init__(stages, micro_batch_num, **{"order": order, **options})
+
+
+class ScheduleInterleavedZeroBubble(PipelineSchedule):
+    """Interleaved 1F1B in halves, without bubbles: see ``schedules.interleaved_zb``."""
+
+    shape: Shape = "loop"
+    make = staticmethod(schedules.interleaved_zb)
 
 
 class ScheduleLoopedBFS(PipelineSchedule):

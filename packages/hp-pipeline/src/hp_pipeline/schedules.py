@@ -26,6 +26,7 @@ __all__ = [
     "gpipe",
     "hanayo",
     "interleaved",
+    "interleaved_zb",
     "is_placed",
     "looped_bfs",
     "one_f_one_b",
@@ -159,20 +160,45 @@ def interleaved(pipeline: Pipeline, *, overlap: bool = False, split: bool = Fals
             together with it: the gradients of the inputs are sent before.
     """
     chunks = _chunks(pipeline, "interleaved 1F1B", "loop")
-    ranks, micros = pipeline.ranks, pipeline.micro_batches
-    rounds = max(1, micros // ranks)
-    sizes = [micros // rounds + (index < micros % rounds) for index in range(rounds)]
-    # Each of a round's micro-batches through one stage, then through the next.
-    ahead = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
-    back = [chunk for size in sizes for chunk in reversed(range(chunks)) for _ in range(size)]
+    ranks, largest, ahead, back = pipeline.ranks, *_rounds(pipeline, chunks)
 
     def phases(rank: int) -> Phases:
-        warm = min((chunks - 1) * max(sizes) + 2 * (ranks - 1 - rank), len(ahead) - 1 if overlap else len(ahead))
+        warm = min((chunks - 1) * largest + 2 * (ranks - 1 - rank), len(ahead) - 1 if overlap else len(ahead))
         phases = [(1, f"F{chunk}") for chunk in ahead[: warm + overlap]]
         joint = ("I{0}+F{1} W{0}" if split else "B{0}+F{1}") if overlap else "F{1} I{0} W{0}" if split else "F{1} B{0}"
         alone = "I{0} W{0}" if split else "B{0}"
         phases += [(1, joint.format(b, f)) for b, f in zip(back, ahead[warm + overlap :], strict=False)]
         return phases + [(1, alone.format(chunk)) for chunk in back[len(ahead) - warm - overlap :]]
+
+    return from_phases(pipeline, phases)
+
+
+def _rounds(pipeline: Pipeline, chunks: int) -> tuple[int, list[int], list[int]]:
+    """Return the most micro-batches of a round, and the chunks that forwards and backwards come to, in their order."""
+    micros = pipeline.micro_batches
+    rounds = max(1, micros // pipeline.ranks)
+    sizes = [micros // rounds + (index < micros % rounds) for index in range(rounds)]
+    # Each of a round's micro-batches through one stage, then through the next.
+    ahead = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
+    back = [chunk for size in sizes for chunk in reversed(range(chunks)) for _ in range(size)]
+    return max(sizes), ahead, back
+
+
+def interleaved_zb(pipeline: Pipeline) -> Order:
+    """Interleaved 1F1B in halves, half of its warm-up: zero bubble but for the fill, at about 1F1B's memory.
+
+    As in ZB1P a rank is short of forwards by its number, and as many backwards for the weights wait. 2401.10241.
+    """
+    chunks = _chunks(pipeline, "interleaved zero bubble", "loop")
+    largest, ahead, back = _rounds(pipeline, chunks)
+
+    def phases(rank: int) -> Phases:
+        warm = min((chunks - 1) * largest + pipeline.ranks - 1 - rank, len(ahead))
+        yield from ((1, f"F{chunk}") for chunk in ahead[:warm])
+        for index, (b, f) in enumerate(zip(back, ahead[warm:], strict=False)):
+            yield 1, f"F{f} I{b}" if index < rank else f"F{f} I{b} W"
+        yield from ((1, f"I{chunk} W") for chunk in back[len(ahead) - warm :])
+        yield len(ahead), "W"
 
     return from_phases(pipeline, phases)
 

@@ -21,6 +21,7 @@ _FORMULAS: tuple[Callable[[Pipeline], Order], ...] = (
     schedules.gpipe,
     schedules.one_f_one_b,
     schedules.interleaved,
+    schedules.interleaved_zb,
     schedules.zb1p,
     schedules.zb2p,
     schedules.zbv,
