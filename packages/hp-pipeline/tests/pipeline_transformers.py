@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hp_pipeline import PipelinedModel, PipelineSchedule, placed, split_model
@@ -19,7 +21,7 @@ _COMMON = {
     "intermediate_size": 24,
     "num_hidden_layers": 4,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "head_dim": 8,
     "tie_word_embeddings": False,
     "bos_token_id": None,
@@ -86,10 +88,17 @@ def reference(model: nn.Module, rows: int, micro_batches: int, ignored: bool, st
 
 
 def pipelined(
-    model: nn.Module, kind: type[PipelineSchedule], rank: int, ranks: int, micro_batches: int, **options: Any
+    model: nn.Module,
+    kind: type[PipelineSchedule],
+    micro_batches: int,
+    group: Any,
+    prepare: Callable[[nn.Module], Any] | None = None,
+    **options: Any,
 ) -> PipelinedModel:
     """Split a model, and take this rank's stages."""
-    placement = placed(kind.shape, ranks)
+    placement = placed(kind.shape, dist.get_world_size(group))
     split = split_model(model, len(placement), **options)
-    stages = [split.pipeline_stage(index) for index, place in enumerate(placement) if place == rank]
-    return PipelinedModel(kind(stages, micro_batches))
+    own = [index for index, place in enumerate(placement) if place == dist.get_rank(group)]
+    for index in own if prepare else ():
+        prepare(split.stage(index))
+    return PipelinedModel(kind([split.pipeline_stage(index) for index in own], micro_batches, group=group))

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import hp_pipeline
+from hp_dtensor import init_device_mesh
+from hp_fsdp import fully_shard
+from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -26,30 +29,34 @@ def close(tensor, expected, name):
     assert torch.allclose(tensor, expected, rtol=1e-12, atol=1e-12), f"{name}: {(tensor - expected).abs().max():.1e}"
 
 
-def compare(family, schedule, micro_batches=4, ignored=False, **options):
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+
+
+def compare(family, schedule, micro_batches=4, ignored=False, *, group=None, part=0, parts=1, **options):
+    """Train in stages and in one process; this rank's pipeline has a part of the rows."""
     torch.set_num_threads(1)
     whole = build(family)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     kind = getattr(hp_pipeline, schedule)
-    model = pipelined(copy.deepcopy(whole), kind, rank, ranks, micro_batches, **options)
-    rows = 2 * micro_batches
-    expected = reference(whole, rows, micro_batches, ignored)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = pipelined(copy.deepcopy(whole), kind, micro_batches, group or dist.group.WORLD, **options)
+    rows = 2 * micro_batches * parts
+    expected = reference(whole, rows, micro_batches * parts, ignored)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     for loss in expected:
         optimizer.zero_grad()
-        ids, labels = batch(rows, ignored)
+        ids, labels = (each.chunk(parts)[part] for each in batch(rows, ignored))
         losses = model.run(ids, labels=labels)
         assert len(losses) == (micro_batches if len(model.schedule.pipeline.placement) - 1 in model.stages else 0)
-        if losses:
+        if losses and parts == 1:
             close(torch.stack(losses).mean(), loss, "loss")
         optimizer.step()
     named = dict(whole.named_parameters(remove_duplicate=False))
     own = dict(model.named_parameters())
     assert own
     for name, parameter in own.items():
-        close(parameter.grad, named[name].grad, f"gradient of {name}")
-        close(parameter, named[name], name)
-    owners = [None] * ranks
+        close(full(parameter.grad), named[name].grad, f"gradient of {name}")
+        close(full(parameter), named[name], name)
+    owners: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(owners, sorted(own))
     names = {name for name, _ in whole.named_parameters()}
     assert names <= {name for each in owners for name in each} <= set(named)
@@ -74,6 +81,36 @@ def test_three_ranks_equal_one_process(family):
 )
 def test_other_schedules_equal_one_process(schedule):
     compare("Gemma2", schedule, ignored=True)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("family", "schedule"), [("Gemma2", "Schedule1F1B"), ("Qwen3", "ScheduleZBV")])
+def test_stages_whose_parameters_are_sharded(family, schedule):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def shard(stage):
+        groups = [each for each in stage.modules() if type(each).__name__.endswith("DecoderLayer")]
+        # A weight that another stage has too is a group of its own.
+        groups += [each for name, each in stage.named_modules() if name in ("model.embed_tokens", "lm_head")]
+        for each in (*(group for group in groups if any(True for _ in group.parameters())), stage):
+            fully_shard(each, mesh=mesh["dp"])
+
+    group, part = mesh["pp"].get_group(), mesh["dp"].get_local_rank()
+    compare(family, schedule, 2, group=group, part=part, parts=2, prepare=shard)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBV"])
+def test_tensor_parallel_stages(schedule):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel())
+    styles = {**columns, **dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel())}
+
+    def parallelize(stage):
+        plan = {name: styles[end] for name, _ in stage.named_modules() if (end := name.rpartition(".")[2]) in styles}
+        parallelize_module(stage, mesh["tp"], plan)
+
+    compare("Llama", schedule, 2, group=mesh["pp"].get_group(), prepare=parallelize)
 
 
 class Encoder(nn.Module):
