@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hp_pipeline.names import merge_names
 from hp_pipeline.schedule import PipelineSchedule
 
 __all__ = ["PipelinedModel"]
@@ -41,15 +42,7 @@ class PipelinedModel(nn.Module):
                     " module, so that it has no parameters; write it as an nn.Module."
                 )
             self.add_module(f"stage_{stage.stage_index}", stage.submodule)
-        for listed in ("named_parameters", "named_buffers"):
-            seen: dict[str, Any] = {}
-            for index, stage in self.stages.items():
-                for name, tensor in getattr(stage, listed)(remove_duplicate=False):
-                    if seen.setdefault(name, tensor) is not tensor and name in stage.state_dict(keep_vars=True):
-                        raise ValueError(
-                            f"PipelinedModel: stage {index} and one before it have different tensors of the name"
-                            f" {name!r}; names must be those of the whole model."
-                        )
+        merge_names({index: stage.state_dict(keep_vars=True) for index, stage in self.stages.items()})
 
     @property
     def stages(self) -> dict[int, nn.Module]:
