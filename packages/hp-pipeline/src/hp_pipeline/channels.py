@@ -19,7 +19,7 @@ import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hp_pipeline.layouts import TensorLayout, distributed
 from hp_pipeline.links import Link
@@ -38,13 +38,16 @@ class Failed:
 FAILED = Failed()
 
 
-@dataclass(frozen=True)
-class Signature:
-    """What messages of a channel look like."""
+class Signature(NamedTuple):
+    """What messages of a channel look like.
+
+    Attributes:
+        structure: what the leaves are put together by.
+        leaves: for each (True, description, needs a gradient, layout or None), or (False, value).
+    """
 
     structure: Any
     leaves: tuple[Any, ...]
-    """For each leaf: (True, description, needs a gradient, layout or None), or (False, value)."""
 
     def to_bytes(self) -> bytes:
         """Write it for another rank: the nest itself, of the leaves' places."""
@@ -126,7 +129,8 @@ class Channel:
             TypeError: a tensor that cannot be sent.
             ValueError: a message unlike those before.
         """
-        for leaf in message.tensors():
+        tensors = message.tensors()
+        for leaf in tensors:
             why = port().refuse(leaf)
             if why:
                 raise TypeError(f"{self.name}: the stage returned {why}.")
@@ -142,7 +146,7 @@ class Channel:
                 f"{self.name}: the stage returned {_shown(signature)}, and {_shown(self.signature)} before. Messages"
                 " that differ need PipelineStage(..., dyn_shape=True)."
             )
-        for leaf in message.tensors():
+        for leaf in tensors:
             self._put(port().sendable(leaf), piece)
 
     def send_failed(self, piece: Any) -> bool:

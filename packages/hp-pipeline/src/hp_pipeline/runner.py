@@ -226,11 +226,11 @@ class Runner:
     def _forward(self, stage: int, piece: Piece) -> None:
         flow = self.flows[stage, piece] = Flow()
         args, kwargs = self.batches[piece]
-        with contextlib.ExitStack() as context:
-            context.enter_context(port().recording() if self.pipeline.has_backward else port().without_gradients())
-            if (stage, piece) in self.split:
-                flow.deferred, deferring = port().deferring(self.stages[stage].submodule)
-                context.enter_context(deferring)
+        recording = port().recording() if self.pipeline.has_backward else port().without_gradients()
+        deferring: Any = contextlib.nullcontext()
+        if (stage, piece) in self.split:
+            flow.deferred, deferring = port().deferring(self.stages[stage].submodule)
+        with recording, deferring:
             before = self.pipeline.predecessors[stage]
             if before:
                 args = tuple(each for source in before for each in self._arrive(source, stage, piece))

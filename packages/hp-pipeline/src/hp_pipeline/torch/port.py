@@ -71,6 +71,7 @@ __all__ = [
 ]
 
 T = torch.Tensor
+_LEAF = pytree.tree_flatten(0)[1]
 
 
 def is_module(value: Any) -> bool:
@@ -108,7 +109,7 @@ def is_tensor(value: Any) -> bool:
 
 def refuse(tensor: T) -> str | None:
     """Say why a tensor cannot be sent, or None."""
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) is not T and is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}; return the plain tensors in it, and wrap them in the next stage"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}; only dense tensors are sent"
@@ -122,11 +123,15 @@ def sends_distributed() -> bool:
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Return the leaves of a nest, and its structure."""
+    if type(tree) is T:  # what most stages pass on; pytree takes 3 us to see that it is no nest
+        return [tree], _LEAF
     return pytree.tree_flatten(tree)
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     """Return the nest."""
+    if structure is _LEAF:
+        return leaves[0]
     return pytree.tree_unflatten(leaves, structure)
 
 
