@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hp_pipeline
 from hp_pipeline import PipelineStage, placed
-from hp_pipeline.channels import Message
+from hp_pipeline.channels import Channel, Message
 from hp_pipeline.runner import Runner
 
 RANKS, RANK, MICRO, WIDTH = 4, 1, 8, 4
@@ -53,6 +53,7 @@ def ours(name: str) -> tuple[Callable[[], object], int]:
     runner.ranks.begin = lambda *args: False  # type: ignore[method-assign]
     runner.program, schedule._kinds = runner._bind(), [type(stage.submodule) for stage in stages]
     for (_, _, ahead), channel in runner.channels.items():
+        assert isinstance(channel, Channel)
         channel.signature = Message.of(torch.zeros(1, WIDTH, requires_grad=ahead)).signature()
     x = torch.randn(MICRO, WIDTH)
     return lambda: schedule.run(x), len(order[RANK])

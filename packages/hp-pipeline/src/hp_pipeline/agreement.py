@@ -22,13 +22,12 @@ class Agreement:
 
     Args:
         group: the pipeline's ranks.
-        rank: this one.
-        ranks: their number.
         device: of the messages.
     """
 
-    def __init__(self, group: Any, rank: int, ranks: int, device: Any) -> None:
-        self.group, self.rank, self.ranks, self.device = group, rank, ranks, device
+    def __init__(self, group: Any, device: Any) -> None:
+        groups = get_platform().groups
+        self.group, self.rank, self.ranks, self.device = group, groups.rank(group), groups.size(group), device
         self._inputs: list[Any] = []
 
     def gather(self, values: list[int]) -> list[list[int]]:

@@ -43,7 +43,7 @@ class Signature(NamedTuple):
 
     Attributes:
         structure: what the leaves are put together by.
-        leaves: for each (True, description, needs a gradient, layout or None), or (False, value).
+        leaves: for each (True, description, needs a gradient, layout or None), or (False, value, ..., ...).
     """
 
     structure: Any
@@ -69,12 +69,14 @@ class Message:
         needed: for each leaf, whether it needs a gradient.
         structure: what the leaves are put together by.
         layouts: of those leaves that are local tensors of distributed ones, by place.
+        origins: their layouts on another mesh, from which they came and to which their gradients go back.
     """
 
     leaves: list[Any]
     needed: list[bool]
     structure: Any
     layouts: dict[int, TensorLayout] = field(default_factory=dict)
+    origins: dict[int, TensorLayout] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tree: Any) -> Message:
@@ -93,7 +95,7 @@ class Message:
             tuple(
                 (True, port().describe(leaf), need, self.layouts.get(place))
                 if port().is_tensor(leaf)
-                else (False, leaf)
+                else (False, leaf, need, self.layouts.get(place))
                 for place, (leaf, need) in enumerate(zip(self.leaves, self.needed, strict=True))
             ),
         )
@@ -130,24 +132,29 @@ class Channel:
             ValueError: a message unlike those before.
         """
         tensors = message.tensors()
-        for leaf in tensors:
-            why = port().refuse(leaf)
-            if why:
-                raise TypeError(f"{self.name}: the stage returned {why}.")
-        signature = message.signature()
+        signature = self.check(message, tensors)
         if self.dynamic or self.signature is None:
             data = b"" if signature == self.signature else signature.to_bytes()
             self._header(_DESCRIBED if data else _SAME, len(data), piece)
             if data:
                 self._put(port().from_bytes(data, self.device), piece)
             self.signature = signature
-        elif signature != self.signature:
+        for leaf in tensors:
+            self._put(port().sendable(leaf), piece)
+
+    def check(self, message: Message, tensors: Sequence[Any]) -> Signature:
+        """Refuse what ``send`` does not send; return what the message, of these tensors, looks like."""
+        for leaf in tensors:
+            why = port().refuse(leaf)
+            if why:
+                raise TypeError(f"{self.name}: the stage returned {why}.")
+        signature = message.signature()
+        if not self.dynamic and self.signature is not None and signature != self.signature:
             raise ValueError(
                 f"{self.name}: the stage returned {_shown(signature)}, and {_shown(self.signature)} before. Messages"
                 " that differ need PipelineStage(..., dyn_shape=True)."
             )
-        for leaf in tensors:
-            self._put(port().sendable(leaf), piece)
+        return signature
 
     def send_failed(self, piece: Any) -> bool:
         """Send what the receiver waits for, without a message; return whether a gradient comes for it."""
@@ -194,8 +201,13 @@ class Channel:
         group, peer, tag, _ = self.link
         return self._collectives.recv(tensor, peer, group=group, tag=tag, async_op=True)
 
-    def receive(self) -> Message | Failed:
-        """Wait for the next message."""
+    def receive(self, piece: Any, outputs: Message | None) -> Message | Failed:
+        """Wait for the next message.
+
+        Args:
+            piece: what it is of.
+            outputs: what the message is the gradients of.
+        """
         if self._posted:
             tensors, handles = self._posted.popleft()
         elif (self.signature is None or self.dynamic) and not self._read_header():
@@ -209,8 +221,8 @@ class Channel:
         self._post()
         taken = iter(tensors)
         leaves = [next(taken) if leaf[0] else leaf[1] for leaf in self.signature.leaves]
-        needed = [leaf[0] and leaf[2] for leaf in self.signature.leaves]
-        layouts = {place: leaf[3] for place, leaf in enumerate(self.signature.leaves) if leaf[0] and leaf[3]}
+        needed = [leaf[2] for leaf in self.signature.leaves]
+        layouts = {place: leaf[-1] for place, leaf in enumerate(self.signature.leaves) if leaf[-1] is not None}
         return Message(leaves, needed, self.signature.structure, layouts)
 
     def _read_header(self) -> bool:
@@ -224,7 +236,11 @@ class Channel:
             self.signature = Signature.from_bytes(port().to_bytes(data))
         return kind != _BROKEN
 
-    # ---- the end of a run ----
+    # ---- a run ----
+    def describe_again(self) -> None:
+        """Let the next message be described, for it may differ from those before."""
+        self.signature = None
+
     def finish(self) -> None:
         """Wait until all that was sent has been taken."""
         for piece in list(self._sent):

@@ -16,7 +16,7 @@ from typing import Any
 
 from hp_pipeline.port import port
 
-__all__ = ["TensorLayout", "distributed", "mesh_like"]
+__all__ = ["TensorLayout", "axes_of", "distributed", "mesh_like", "place_of"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class TensorLayout:
         shape: the global shape.
         axes: sizes and names of the mesh's axes.
         place: of the sender on them.
+        dtype: as the port describes it.
     """
 
     kind: type
@@ -36,12 +37,14 @@ class TensorLayout:
     shape: tuple[int, ...]
     axes: tuple[Any, ...]
     place: tuple[int, ...] | None
+    dtype: Any
 
     @classmethod
     def of(cls, tensor: Any) -> TensorLayout:
         """Describe a distributed tensor."""
         mesh = tensor.device_mesh
-        return cls(type(tensor), tuple(tensor.placements), tuple(tensor.shape), _axes(mesh), _place(mesh))
+        shape, dtype = port().describe(tensor)
+        return cls(type(tensor), tuple(tensor.placements), tuple(shape), axes_of(mesh), place_of(mesh), dtype)
 
     def wrapped(self, local: Any, mesh: Any) -> Any:
         """Return the tensor on a mesh of the same axes."""
@@ -71,12 +74,12 @@ def mesh_like(layout: TensorLayout, declared: Any, parameters: Iterable[Any]) ->
         own = mesh
         if names and own.mesh_dim_names and names != own.mesh_dim_names and set(names) <= set(own.mesh_dim_names):
             own = mesh[names if len(names) > 1 else names[0]]
-        if _axes(own) != layout.axes:
+        if axes_of(own) != layout.axes:
             continue
-        if layout.place is not None and _place(own) != layout.place:
+        if layout.place is not None and place_of(own) != layout.place:
             raise ValueError(
                 f"the stage receives a {layout.kind.__name__} of {layout} from the rank at {layout.place} of it, but"
-                f" this rank is at {_place(own)} of {own}. The group of a pipeline must join ranks of the same place."
+                f" this rank is at {place_of(own)} of {own}. The group of a pipeline must join ranks of the same place."
             )
         return own
     known = ", ".join(map(str, meshes)) or "none"
@@ -99,11 +102,13 @@ def _meshes(declared: Any, parameters: Iterable[Any]) -> Iterator[Any]:
             yield mesh
 
 
-def _axes(mesh: Any) -> tuple[Any, ...]:
+def axes_of(mesh: Any) -> tuple[Any, ...]:
+    """Return the sizes and names of a mesh's axes."""
     names = mesh.mesh_dim_names
     return tuple(mesh.shape), None if names is None else tuple(names)
 
 
-def _place(mesh: Any) -> tuple[int, ...] | None:
+def place_of(mesh: Any) -> tuple[int, ...] | None:
+    """Return this rank's place on a mesh, None outside of it."""
     place = mesh.get_coordinate()
     return None if place is None else tuple(place)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hp_pipeline.agreement import Agreement, PipelineError
-from hp_pipeline.channels import Channel, Failed, Message
+from hp_pipeline.channels import FAILED, Failed, Message
 from hp_pipeline.flows import Arrived, Flow
-from hp_pipeline.links import links
 from hp_pipeline.meetings import parts_of
 from hp_pipeline.port import port
 from hp_pipeline.receipts import Key, Piece, receipts
@@ -26,6 +25,7 @@ from hp_pipeline.simulation import halves
 from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import COMPUTE, SHARDING, TRANSFERS, MetaStep, MetaStepType, Order
+from hp_pipeline.wiring import AnyChannel, expected, keys_of, open_channels
 from hp_platform import LostRankError
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ class Runner:
             if port().is_module(self.stages[stage].submodule):
                 port().prepare_split(self.stages[stage].submodule)
         self.device = schedule.stages[0].device
-        self.ranks = Agreement(self.group, self.rank, self.pipeline.ranks, self.device)
+        self.ranks = Agreement(self.group, self.device)
         self.shared: SharedParameters | None = None
         reduced = {each.stage_index for each in order[self.rank] if each.step_type in SHARDING}
         self.sharded = {stage: ShardedStage(self.stages[stage].submodule) for stage in self.stages if stage in reduced}
         self.order = order
-        self.channels: dict[Key, Channel] = {}
-        self.expected: Counter[Channel] = Counter()
+        self.channels: dict[Key, AnyChannel] = {}
+        self.expected: Counter[AnyChannel] = Counter()
         self.receipts: dict[tuple[Key, Piece], list[tuple[Key, Piece]]] = {}
         self.program: list[Callable[[], None]] | None = None
         # Of the run under way:
@@ -79,46 +79,12 @@ class Runner:
     # ---- binding ----
     def _bind(self) -> list[Callable[[], None]]:
         """Open the channels, which all ranks do at once after they have compared their orders; bind the steps."""
-        self.channels = self._open()
+        self.channels = open_channels(self.pipeline, self.stages, self.group, self.ranks)
         steps = self.order[self.rank]
-        self.expected = self._expected(steps)
-        self.receipts = receipts(self.order, self.pipeline.placement, self.rank, self._keys)
+        self.expected = expected(self.pipeline, steps, self.channels)
+        keys = functools.partial(keys_of, self.pipeline)
+        self.receipts = receipts(self.order, self.pipeline.placement, self.rank, keys)
         return [self._bound(step) for step in steps]
-
-    def _open(self) -> dict[Key, Channel]:
-        """Open this rank's ends of the channels: (from stage, to stage, forward)."""
-        placement = self.pipeline.placement
-        pairs = sorted((a, b) for b, before in enumerate(self.pipeline.predecessors) for a in before)
-        directions = (True, False) if self.pipeline.has_backward else (True,)
-        keys = [(*pair, ahead) for pair in pairs for ahead in directions if placement[pair[0]] != placement[pair[1]]]
-        ends = [(source, target) if ahead else (target, source) for source, target, ahead in keys]
-        routes = [(placement[sender], placement[receiver]) for sender, receiver in ends]
-        channels = {}
-        for key, link in zip(keys, links(self.group, self.device, routes), strict=True):
-            if link is not None:
-                source, target, ahead = key
-                own = self.stages[source if placement[source] == self.rank else target]
-                name = f"stage {source} -> stage {target}, {'forward' if ahead else 'backward'}"
-                channels[key] = Channel(name, link, own.device, own.dyn_shape)
-        return channels
-
-    def _expected(self, steps: Sequence[MetaStep]) -> Counter[Channel]:
-        counts: Counter[Channel] = Counter()
-        for step in steps:
-            if step.step_type in (_T.FWD_RECV, _T.BWD_RECV):
-                counts.update(self.channels[key] for key in self._keys(step))
-        return counts
-
-    def _keys(self, step: MetaStep) -> list[Key]:
-        """List the channels of a send or receive."""
-        stage, kind = step.stage_index, step.step_type
-        assert stage is not None
-        ahead = kind in (_T.FWD_SEND, _T.FWD_RECV)
-        if kind in (_T.FWD_RECV, _T.BWD_SEND):
-            others = self.pipeline.remote(stage, self.pipeline.predecessors[stage])
-            return [(other, stage, ahead) for other in others]
-        others = self.pipeline.remote(stage, self.pipeline.successors[stage])
-        return [(stage, other, ahead) for other in others]
 
     def _bound(self, step: MetaStep) -> Callable[[], None]:
         if step.sub_steps:
@@ -136,7 +102,7 @@ class Runner:
             _T.BWD_SEND: self._send,
         }
         if kind in transfers:
-            channels = [(key, self.channels[key]) for key in self._keys(step)]
+            channels = [(key, self.channels[key]) for key in keys_of(self.pipeline, step)]
             return functools.partial(transfers[kind], channels, piece)
         compute = {
             _T.FORWARD: self._forward,
@@ -188,26 +154,27 @@ class Runner:
 
     def _fail(self, step: MetaStep, error: BaseException) -> None:
         self.failure = error
-        self.text = f"rank {self.rank} at {step}: {type(error).__name__}: {error}"
+        self.text = f"rank {self.ranks.rank} at {step}: {type(error).__name__}: {error}"
 
-    def _receive(self, channels: Sequence[tuple[Key, Channel]], piece: Piece) -> None:
+    def _receive(self, channels: Sequence[tuple[Key, AnyChannel]], piece: Piece) -> None:
         for (source, target, ahead), channel in channels:
             if not ahead and (source, target, piece) in self.dead:
                 continue
-            message = channel.receive()
+            flow = self.flows.get((source, piece)) if not ahead else None
+            message = channel.receive(piece, flow.outputs if flow is not None else None)
             for key, sent in self.receipts.get(((source, target, ahead), piece), ()):
                 self.channels[key].taken(sent)
             if isinstance(message, Failed):
-                if ahead:
+                if ahead and message is FAILED:
                     self.dead.add((source, target, piece))
                 if self.failure is None:
                     self.failure = PipelineError(f"{channel.name}: the sender had failed")
             elif ahead:
                 self.inbox[source, target, piece] = message
-            elif (flow := self.flows.get((source, piece))) is not None:
+            elif flow is not None:
                 flow.gradients.append(message.leaves)
 
-    def _send(self, channels: Sequence[tuple[Key, Channel]], piece: Piece) -> None:
+    def _send(self, channels: Sequence[tuple[Key, AnyChannel]], piece: Piece) -> None:
         for (source, target, ahead), channel in channels:
             if not ahead and (source, target, piece) in self.dead:
                 continue
@@ -252,7 +219,7 @@ class Runner:
                     f"the last stage must return a scalar loss, or something with .loss; it returned {got}."
                 )
             self.losses[piece] = port().detach(loss)
-            flow.outputs = Message.of(loss)
+            flow.outputs = Message([loss], [port().needs_gradient(loss)], None)
         else:
             self.losses[piece] = result
 
@@ -270,9 +237,10 @@ class Runner:
         for place, tensor in zip(places, arrival.tensors, strict=True):
             leaves[place] = tensor
         for place, layout in message.layouts.items():
-            leaves[place] = layout.wrapped(leaves[place], self.stages[stage].mesh_of(layout))
+            leaves[place] = self.stages[stage].wrapped(leaves[place], layout)
         if self.pipeline.has_backward:
-            empty = Message([None] * len(leaves), [False] * len(leaves), message.structure)
+            nothing: list[Any] = [None] * len(leaves)
+            empty = Message(nothing, [False] * len(leaves), message.structure, message.layouts, message.origins)
             self.flows[stage, piece].arrivals.append(Arrived(source, arrival, places, empty))
         value = port().unflatten(leaves, message.structure)
         return value if type(value) is tuple else (value,)
@@ -328,7 +296,7 @@ class Runner:
             self.program = self._bind()
         if fresh:  # other batches make other messages: they are described anew
             for channel in self.channels.values():
-                channel.signature = None
+                channel.describe_again()
         shared = self._shared()
         shared.set_aside()
         self.batches, self.failure, self.text = batches, None, ""

@@ -100,7 +100,7 @@ class PipelineSchedule:
         self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         groups = get_platform().groups
         self.group = groups.default_group() if group is None else group
-        self.rank, ranks = groups.rank(self.group), groups.size(self.group)
+        self.rank, processes = groups.rank(self.group), groups.size(self.group)
         self.micro_batch_num, self.scale_grads = micro_batch_num, scale_grads
         self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
         self.output_concat_dim = output_concat_dim
@@ -108,12 +108,14 @@ class PipelineSchedule:
         if not self.stages:
             raise ValueError(f"{type(self).__name__}: rank {self.rank} has no stage.")
         count = self.stages[0].stage_num
+        ranks = self._pipeline_ranks(processes)
         if placement is None:
             chunks = count // ranks if self.shape == "loop" else None
             placement = placed(self.shape, ranks, chunks)
             if len(placement) != count:
                 raise ValueError(
-                    f"{type(self).__name__} on {ranks} ranks has {len(placement)} stages, stage_num is {count}."
+                    f"{type(self).__name__} on {ranks} ranks has {len(placement)} stages, stage_num is {count}. Where"
+                    " stages are on several ranks, each PipelineStage takes mesh=, its ranks."
                 )
         backward = {stage.has_backward for stage in self.stages}
         self.pipeline = Pipeline(
@@ -123,10 +125,12 @@ class PipelineSchedule:
             boundaries=None if boundaries is None else tuple(boundaries),
             has_backward=backward == {True},
         )
-        if ranks > 1:
+        if processes > 1:
             for stage in self.stages:
                 get_platform().collectives.has_tags(self.group, stage.device)  # raises where it has no messages at all
         own = [stage.stage_index for stage in self.stages]
+        if ranks != processes:
+            self.rank = self.pipeline.placement[own[0]]
         if own != list(self.pipeline.stages[self.rank]) or {stage.stage_num for stage in self.stages} != {count}:
             raise ValueError(
                 f"{type(self).__name__}: rank {self.rank} of {ranks} runs the stages"
@@ -140,6 +144,22 @@ class PipelineSchedule:
         maker = order or self.make
         assert maker is not None, "a schedule has an order"
         self.exec_order = maker(self.pipeline)
+
+    def _pipeline_ranks(self, processes: int) -> int:
+        """Count the ranks of the pipeline, each of which may be several of the group's: Note [Stages of several ranks].
+
+        Raises:
+            NotImplementedError: shared weights on stages of several ranks.
+        """
+        ranks = self.stages[0].stage_num // len(self.stages)
+        if ranks >= processes or any(stage.mesh is None for stage in self.stages):
+            return processes
+        if any(stage.shared_parameters for stage in self.stages):
+            raise NotImplementedError(
+                f"{type(self).__name__}: {processes} ranks run {ranks} ranks of a pipeline; weights that stages share"
+                " must be on stages of one rank each: pass the group that joins the ranks of one place."
+            )
+        return ranks
 
     def _check_slices(self) -> None:
         if not self.pipeline.has_backward:

@@ -29,8 +29,9 @@ class PipelineStage:
             cost of a header a message.
         has_backward: False for a stage that is only run forwards.
         shared_parameters: weights that other stages have too, such as an embedding that is also the output layer.
-        mesh: where DTensors that the stage before returns are put; they keep their placements. None looks for a mesh of
-            the same axes among those of the module's own DTensors.
+        mesh: where DTensors that the stage before returns are put. None looks for a mesh of the same axes among those
+            of the module's own DTensors. In a pipeline of stages on several ranks each, the ranks of this one.
+        placements: in which DTensors arrive on ``mesh``; None keeps theirs.
 
     Raises:
         ValueError: an index outside of the number of stages, here or in ``shared_parameters``.
@@ -48,6 +49,7 @@ class PipelineStage:
         has_backward: bool = True,
         shared_parameters: Sequence[SharedParameterInfo] | None = None,
         mesh: Any = None,
+        placements: Sequence[Any] | None = None,
     ) -> None:
         if not 0 <= stage_index < stage_num:
             raise ValueError(f"PipelineStage: stage_index={stage_index} is not one of stage_num={stage_num} from 0.")
@@ -65,15 +67,18 @@ class PipelineStage:
         self.stage_index, self.stage_num = stage_index, stage_num
         self.device = port().device_of(module) if device is None else device
         self.dyn_shape, self.has_backward = dyn_shape, has_backward
-        self.mesh = mesh
+        self.mesh, self.placements = mesh, None if placements is None else tuple(placements)
         self._meshes: dict[Any, Any] = {}
 
-    def mesh_of(self, layout: TensorLayout) -> Any:
-        """Find the mesh of this stage for a layout that a tensor had on the sender's."""
+    def wrapped(self, local: Any, layout: TensorLayout) -> Any:
+        """Return what arrived as a distributed tensor on this stage's mesh."""
         key = layout.axes, layout.place
         if key not in self._meshes:
             self._meshes[key] = mesh_like(layout, self.mesh, port().named_parameters(self.submodule).values())
-        return self._meshes[key]
+        tensor = layout.wrapped(local, self._meshes[key])
+        if self.placements in (None, layout.placements):
+            return tensor
+        return tensor.redistribute(self._meshes[key], self.placements)
 
     @property
     def is_first_stage(self) -> bool:

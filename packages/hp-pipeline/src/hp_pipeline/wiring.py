@@ -1,0 +1,106 @@
+"""Which channels a rank has, and which of them a step uses."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hp_pipeline.agreement import Agreement
+from hp_pipeline.channels import Channel
+from hp_pipeline.layouts import axes_of, place_of
+from hp_pipeline.links import links
+from hp_pipeline.mesh_channel import End, MeshChannel
+from hp_pipeline.pipeline import Pipeline
+from hp_pipeline.receipts import Key
+from hp_pipeline.stage import PipelineStage
+from hp_pipeline.steps import MetaStep, MetaStepType
+
+__all__ = ["AnyChannel", "expected", "keys_of", "open_channels"]
+
+_T = MetaStepType
+AnyChannel = Channel | MeshChannel
+
+
+def keys_of(pipeline: Pipeline, step: MetaStep) -> list[Key]:
+    """List the channels of a send or receive."""
+    stage, kind = step.stage_index, step.step_type
+    assert stage is not None
+    ahead = kind in (_T.FWD_SEND, _T.FWD_RECV)
+    if kind in (_T.FWD_RECV, _T.BWD_SEND):
+        return [(other, stage, ahead) for other in pipeline.remote(stage, pipeline.predecessors[stage])]
+    return [(stage, other, ahead) for other in pipeline.remote(stage, pipeline.successors[stage])]
+
+
+def expected(pipeline: Pipeline, steps: Sequence[MetaStep], channels: Mapping[Key, AnyChannel]) -> Counter[AnyChannel]:
+    """Count the messages that a rank's steps receive on each channel."""
+    counts: Counter[AnyChannel] = Counter()
+    for step in steps:
+        if step.step_type in (_T.FWD_RECV, _T.BWD_RECV):
+            counts.update(channels[key] for key in keys_of(pipeline, step))
+    return counts
+
+
+def open_channels(
+    pipeline: Pipeline, stages: Mapping[int, PipelineStage], group: Any, ranks: Agreement
+) -> dict[Key, AnyChannel]:
+    """Open this rank's ends of the channels; all ranks call it at once.
+
+    Raises:
+        ValueError: ranks that are not those of the stages' meshes; on all ranks.
+    """
+    ends = _ends(pipeline, stages, ranks)
+    pairs = sorted((a, b) for b, before in enumerate(pipeline.predecessors) for a in before)
+    directions = (True, False) if pipeline.has_backward else (True,)
+    placement = pipeline.placement
+    keys = [(*pair, ahead) for pair in pairs for ahead in directions if placement[pair[0]] != placement[pair[1]]]
+    # By channel the stages that send and receive, and for each two ranks of theirs a link.
+    flows = [(source, target) if ahead else (target, source) for source, target, ahead in keys]
+    routes = [(one.rank, other.rank) for a, b in flows for one in ends[a] for other in ends[b]]
+    device = next(iter(stages.values())).device
+    ways = iter(links(group, device, routes))
+    channels: dict[Key, AnyChannel] = {}
+    dead: dict[tuple[int, int], dict[Any, set[int]]] = {}
+    for key, (a, b) in zip(keys, flows, strict=True):
+        source, target, ahead = key
+        name = f"stage {source} -> stage {target}, {'forward' if ahead else 'backward'}"
+        parts = {}
+        for one, other in [(one, other) for one in ends[a] for other in ends[b]]:
+            link = next(ways)
+            if link is not None:
+                own = stages[a if a in stages else b]
+                peer = other.rank if one.rank == ranks.rank else one.rank
+                parts[peer] = Channel(name, link, own.device, own.dyn_shape)
+        if not parts:
+            continue
+        if len(ends[a]) == len(ends[b]) == 1:
+            (channels[key],) = parts.values()
+        else:
+            lost = dead.setdefault((source, target), {})
+            channels[key] = MeshChannel(name, ranks.rank, ends[a], ends[b], parts, lost)
+    return channels
+
+
+def _ends(pipeline: Pipeline, stages: Mapping[int, PipelineStage], ranks: Agreement) -> list[list[End]]:
+    """List the ranks of each stage, in the order of their places."""
+    if pipeline.ranks == ranks.ranks:
+        return [[End(rank, ((1,), None), (0,), None)] for rank in pipeline.placement]
+    meshes = {index: (axes_of(stage.mesh), place_of(stage.mesh), stage.placements) for index, stage in stages.items()}
+    everyone = [pickle.loads(data) for data in ranks.gather_bytes(pickle.dumps(meshes))]
+    result = []
+    for stage in range(len(pipeline.placement)):
+        ends = [End(rank, *own[stage]) for rank, own in enumerate(everyone) if stage in own]
+        ends.sort(key=lambda end: end.place)
+        count = 1
+        for size in ends[0].axes[0] if ends else ():
+            count *= size
+        places = {end.place for end in ends}
+        if len(places) != len(ends) or len(ends) != count or len({(end.axes, end.placements) for end in ends}) > 1:
+            raise ValueError(
+                f"stage {stage} is on the ranks {[end.rank for end in ends]} of the pipeline, with the meshes"
+                f" {sorted({str(end.axes[0]) for end in ends})}: each rank of a stage's mesh runs the stage, with the"
+                " same mesh and placements, and no other rank does."
+            )
+        result.append(ends)
+    return result
