@@ -11,7 +11,7 @@ from torch import nn
 
 import hp_pipeline
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
-from hp_pipeline import PipelineError, PipelineSchedule, PipelineStage, schedules
+from hp_pipeline import PipelineError, PipelineSchedule, PipelineStage, SharedParameterInfo, schedules
 from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
@@ -188,6 +188,12 @@ def test_ranks_that_are_not_the_meshes_are_refused_on_all():
         ValueError, match=r"stage 0 is on the ranks \[0, 1\] of the pipeline, with the meshes \['\(1,\)'\]"
     ):
         hp_pipeline.Schedule1F1B(stage, 2).run(torch.ones(2, 2, device=device_type()))
+    shared = [SharedParameterInfo("weight", (0, 1))]
+    stage = PipelineStage(nn.Linear(2, 2).to(device_type()), rank // 2, 2, mesh=mesh, shared_parameters=shared)
+    with pytest.raises(
+        NotImplementedError, match="3 ranks run the 2 ranks of a pipeline; weights that its stages share"
+    ):
+        hp_pipeline.Schedule1F1B(stage, 2)
     stage = PipelineStage(nn.Linear(2, 2).to(device_type()), rank // 2, 2)
     with pytest.raises(ValueError, match="on 3 ranks has 3 stages, stage_num is 2. Where stages are on several ranks"):
         hp_pipeline.Schedule1F1B(stage, 2)

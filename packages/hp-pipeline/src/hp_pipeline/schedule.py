@@ -26,6 +26,7 @@ from hp_pipeline.shared import copies
 from hp_pipeline.slices import refuse_slices
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.wiring import pipeline_ranks
 from hp_platform import get_platform
 
 __all__ = [
@@ -108,7 +109,7 @@ class PipelineSchedule:
         if not self.stages:
             raise ValueError(f"{type(self).__name__}: rank {self.rank} has no stage.")
         count = self.stages[0].stage_num
-        ranks = self._pipeline_ranks(processes)
+        ranks = pipeline_ranks(self.stages, processes)
         if placement is None:
             chunks = count // ranks if self.shape == "loop" else None
             placement = placed(self.shape, ranks, chunks)
@@ -144,22 +145,6 @@ class PipelineSchedule:
         maker = order or self.make
         assert maker is not None, "a schedule has an order"
         self.exec_order = maker(self.pipeline)
-
-    def _pipeline_ranks(self, processes: int) -> int:
-        """Count the ranks of the pipeline, each of which may be several of the group's: Note [Stages of several ranks].
-
-        Raises:
-            NotImplementedError: shared weights on stages of several ranks.
-        """
-        ranks = self.stages[0].stage_num // len(self.stages)
-        if ranks >= processes or any(stage.mesh is None for stage in self.stages):
-            return processes
-        if any(stage.shared_parameters for stage in self.stages):
-            raise NotImplementedError(
-                f"{type(self).__name__}: {processes} ranks run {ranks} ranks of a pipeline; weights that stages share"
-                " must be on stages of one rank each: pass the group that joins the ranks of one place."
-            )
-        return ranks
 
     def _check_slices(self) -> None:
         if not self.pipeline.has_backward:

@@ -17,10 +17,31 @@ from hp_pipeline.receipts import Key
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType
 
-__all__ = ["AnyChannel", "expected", "keys_of", "open_channels"]
+__all__ = ["AnyChannel", "expected", "keys_of", "open_channels", "pipeline_ranks"]
 
 _T = MetaStepType
 AnyChannel = Channel | MeshChannel
+
+
+def pipeline_ranks(stages: Sequence[PipelineStage], processes: int) -> int:
+    """Count the ranks of a pipeline, each of which may be several processes: Note [Stages of several ranks].
+
+    Args:
+        stages: of this process.
+        processes: how many its group has.
+
+    Raises:
+        NotImplementedError: shared weights on stages of several ranks.
+    """
+    ranks = stages[0].stage_num // len(stages)
+    if ranks >= processes or any(stage.mesh is None for stage in stages):
+        return processes
+    if any(stage.shared_parameters for stage in stages):
+        raise NotImplementedError(
+            f"{processes} ranks run the {ranks} ranks of a pipeline; weights that its stages share must be on stages of"
+            " one rank each: pass the group that joins the ranks of one place."
+        )
+    return ranks
 
 
 def keys_of(pipeline: Pipeline, step: MetaStep) -> list[Key]:
