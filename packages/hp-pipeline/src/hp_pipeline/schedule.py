@@ -109,7 +109,7 @@ class PipelineSchedule:
         if not self.stages:
             raise ValueError(f"{type(self).__name__}: rank {self.rank} has no stage.")
         count = self.stages[0].stage_num
-        ranks = pipeline_ranks(self.stages, processes)
+        ranks = pipeline_ranks(self.stages, self.group)
         if placement is None:
             chunks = count // ranks if self.shape == "loop" else None
             placement = placed(self.shape, ranks, chunks)
@@ -126,9 +126,6 @@ class PipelineSchedule:
             boundaries=None if boundaries is None else tuple(boundaries),
             has_backward=backward == {True},
         )
-        if processes > 1:
-            for stage in self.stages:
-                get_platform().collectives.has_tags(self.group, stage.device)  # raises where it has no messages at all
         own = [stage.stage_index for stage in self.stages]
         if ranks != processes:
             self.rank = self.pipeline.placement[own[0]]

@@ -16,6 +16,7 @@ from hp_pipeline.pipeline import Pipeline
 from hp_pipeline.receipts import Key
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType
+from hp_platform import get_platform
 
 __all__ = ["AnyChannel", "expected", "keys_of", "open_channels", "pipeline_ranks"]
 
@@ -23,17 +24,20 @@ _T = MetaStepType
 AnyChannel = Channel | MeshChannel
 
 
-def pipeline_ranks(stages: Sequence[PipelineStage], processes: int) -> int:
+def pipeline_ranks(stages: Sequence[PipelineStage], group: Any) -> int:
     """Count the ranks of a pipeline, each of which may be several processes: Note [Stages of several ranks].
 
     Args:
         stages: of this process.
-        processes: how many its group has.
+        group: all processes.
 
     Raises:
+        ValueError: the group has no messages from a stage's device.
         NotImplementedError: shared weights on stages of several ranks.
     """
-    ranks = stages[0].stage_num // len(stages)
+    processes, ranks = get_platform().groups.size(group), stages[0].stage_num // len(stages)
+    for stage in stages if processes > 1 else ():
+        get_platform().collectives.has_tags(group, stage.device)
     if ranks >= processes or any(stage.mesh is None for stage in stages):
         return processes
     if any(stage.shared_parameters for stage in stages):
