@@ -15,7 +15,15 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import hp_dtensor
 import hp_pipeline
 from hp_fsdp import fully_shard
-from hp_pipeline import MetaStepType, PipelineError, PipelineStage, SharedParameterInfo, lower, placed
+from hp_pipeline import (
+    CommComputeOverlap,
+    MetaStepType,
+    PipelineError,
+    PipelineStage,
+    SharedParameterInfo,
+    lower,
+    placed,
+)
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 
@@ -112,7 +120,14 @@ class Reductions:
 @on_ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("name", "stages"), [("Schedule1F1B", 2), ("ScheduleZB1P", 2), ("ScheduleInterleaved1F1B", 4), ("ScheduleZBV", 4)]
+    ("name", "stages"),
+    [
+        ("Schedule1F1B", 2),
+        ("ScheduleZB1P", 2),
+        ("ScheduleInterleaved1F1B", 4),
+        ("ScheduleZBV", 4),
+        ("ScheduleDualPipeV", 4),
+    ],
 )
 def test_sharded_stages_equal_one_process(name, stages, kind):
     schedule, groups = build(name, stages, 3, kind)
@@ -297,3 +312,19 @@ def test_sharded_weights_are_shared(kind):
             assert torch.equal(parameter.full_tensor(), expected), name
             gradient = parameter.grad.full_tensor()
             assert torch.allclose(gradient, runs * expected.grad, rtol=1e-12, atol=1e-12), name
+
+
+@on_ranks(4)
+def test_a_sharded_stage_in_two_threads_is_refused():
+    overlap = CommComputeOverlap()
+    for stage in range(4):
+        overlap.wrap_combine(torch.neg, is_last_layer=True, stage=stage)
+    schedule, _ = build("ScheduleInterleaved1F1B", 4, 4, "ours")
+    options = {"group": schedule.group, "overlap": overlap}
+    schedule = hp_pipeline.ScheduleInterleaved1F1B(schedule.stages, 4, overlap_b_f=True, **options)
+    pairs = [each for steps in schedule.exec_order.values() for each in steps if each.sub_steps]
+    assert any(len({part.stage_index for part in each.sub_steps}) == 1 for each in pairs)
+    x, target = own_rows(schedule)
+    text = r"runs a forward and a backward of stage \d in two threads, but a module that fully_shard was called on"
+    with pytest.raises(ValueError, match=text):
+        schedule.run(x, target=target)

@@ -80,17 +80,16 @@ def _lowered(
     far_after = [bool(pipeline.remote(stage, pipeline.successors[stage])) for stage in range(len(placement))]
     last = {part.stage_index: index for index, step in enumerate(steps) for part in compute_parts(step)}
     gradients = {part.stage_index for step in steps for part in compute_parts(step) if part.step_type in _GRADIENTS}
-    gathered: int | None = None
+    gathered: set[int | None] = set()
     for index, step in enumerate(steps):
         after: list[MetaStep] = []
+        needed = {part.stage_index for part in compute_parts(step)} & sharded
+        if needed - gathered:
+            result += _of_stages(_T.RESHARD, gathered - needed) + _of_stages(_T.UNSHARD, needed - gathered)
+            gathered = needed
         for micro, kind, stage, _, part in compute_parts(step):
             if stage is None or not 0 <= stage < len(placement):  # ``check`` says so
                 continue
-            if stage in sharded and gathered != stage:
-                if gathered is not None:
-                    result.append(MetaStep(None, _T.RESHARD, gathered))
-                result.append(MetaStep(None, _T.UNSHARD, stage))
-                gathered = stage
             if kind is _T.FORWARD:
                 if far_before[stage]:
                     receive(stage, True, (micro, part))
@@ -106,9 +105,9 @@ def _lowered(
                 if far_before[stage]:
                     after.append(MetaStep(micro, _T.BWD_SEND, stage, None, part))
         result += [step, *after]
-        for stage in sorted({part.stage_index for part in compute_parts(step)} & sharded & gradients):  # type: ignore[type-var]
-            if last[stage] == index:
-                result.append(MetaStep(None, _T.REDUCE_GRAD, stage))
-    if gathered is not None:
-        result.append(MetaStep(None, _T.RESHARD, gathered))
-    return tuple(result)
+        result += _of_stages(_T.REDUCE_GRAD, {stage for stage in needed & gradients if last[stage] == index})
+    return (*result, *_of_stages(_T.RESHARD, gathered))
+
+
+def _of_stages(kind: MetaStepType, stages: Collection[int | None]) -> list[MetaStep]:
+    return [MetaStep(None, kind, stage) for stage in sorted(stages)]  # type: ignore[type-var]

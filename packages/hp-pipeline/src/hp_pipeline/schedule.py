@@ -21,7 +21,7 @@ from hp_pipeline.overlap import CommComputeOverlap
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
 from hp_pipeline.runner import RUN, Piece, Runner
-from hp_pipeline.sharded import sharded_stages, without_reduction
+from hp_pipeline.sharded import refuse_order, sharded_stages
 from hp_pipeline.shared import copies
 from hp_pipeline.slices import refuse_slices
 from hp_pipeline.stage import PipelineStage
@@ -242,7 +242,7 @@ class PipelineSchedule:
         if self._runner is None or kinds != self._kinds:  # sharding a module changes its class
             own = [(stage.stage_index, stage.submodule) for stage in self.stages]
             order = lower(self.exec_order, self.pipeline, sharded=sharded_stages(self.exec_order, self.rank, own))
-            text = without_reduction(order, self.rank, own)
+            text = refuse_order(order, self.rank, own, self.overlap)
             problem = problem if text is None else ValueError(text)
             self._runner, self._kinds = Runner(self, order, self._custom), kinds if text is None else []
         outputs = self._runner.run(batches, problem)

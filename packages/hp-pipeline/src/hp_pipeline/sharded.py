@@ -16,7 +16,7 @@ from typing import Any
 from hp_pipeline.port import ShardedModule, port
 from hp_pipeline.steps import SHARDING, MetaStepType, Order, computing
 
-__all__ = ["ShardedStage", "sharded_stages", "without_reduction"]
+__all__ = ["ShardedStage", "refuse_order", "sharded_stages"]
 
 _T = MetaStepType
 
@@ -94,9 +94,25 @@ def sharded_stages(order: Order, rank: int, stages: Collection[tuple[int, Any]])
     return [index for index, module in stages if port().sharded_modules(module)]
 
 
-def without_reduction(order: Order, rank: int, stages: Collection[tuple[int, Any]]) -> str | None:
-    """Return the error of an order in which a sharded stage has backwards but no REDUCE_GRAD after them; or None."""
+def refuse_order(order: Order, rank: int, stages: Collection[tuple[int, Any]], overlap: Any) -> str | None:
+    """Return the error of an order that sharded stages cannot run, or None.
+
+    Args:
+        order: all steps.
+        rank: this one.
+        stages: of this rank, with their modules.
+        overlap: runs pairs of steps in two threads, or None.
+    """
     steps = order[rank]
+    modules = dict(stages)
+    for each in steps if overlap is not None else ():
+        forward, backward = (part.stage_index or 0 for part in each.sub_steps or (each, each))
+        if each.sub_steps and forward == backward and overlap.meets(forward, backward):
+            if port().sharded_modules(modules[forward]):
+                return (
+                    f"{each} runs a forward and a backward of stage {forward} in two threads, but a module that"
+                    " fully_shard was called on is in one of them at a time; leave overlap out, or the sharding"
+                )
     reduced = {each.stage_index for each in steps if each.step_type is _T.REDUCE_GRAD}
     backward = {each.stage_index for each in computing(order)[rank] if each.step_type is not _T.FORWARD}
     missing = [index for index, module in stages if index in backward - reduced and port().sharded_modules(module)]
