@@ -91,9 +91,13 @@ def test_a_limit_of_memory():
 
 
 def test_swapped_stages_hold_less():
-    pipeline = Pipeline((0, 1), 4)
+    pipeline = Pipeline((0, 1), 8)
     order = lower(schedules.gpipe(pipeline), pipeline, swapped=[0])
-    assert check(order, pipeline) == (1, 4)
+    assert check(order, pipeline) == (3, 8), "one that computes, one that leaves, one that comes back"
+    texts = [str(each) for each in order[0] if each.micro_index == 2 and "S" in str(each)[1] or str(each) == "0F3"]
+    assert texts[:3] == ["0SO2", "0F3", "0SW2"]
+    last = lower(schedules.one_f_one_b(pipeline), pipeline, swapped=[1])[1]
+    assert not any(each.step_type is MetaStepType.OFFLOAD for each in last), "its backwards follow at once"
 
 
 def test_sharded_stages_are_gathered_for_each_run_of_their_steps_and_reduced_once():

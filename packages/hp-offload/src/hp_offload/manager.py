@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from hp_offload.groups import GroupRun, Pool
-from hp_offload.port import Storage, Stream, Tensor, link
+from hp_offload.port import Module, Storage, Stream, Tensor, link, port
 
 __all__ = ["SwapManager"]
 
@@ -130,6 +130,26 @@ class SwapManager:
         if first == second:
             raise ValueError(f"set_forward_prefetch_layer takes two groups, got {first!r} twice.")
         self._chosen[second] = first
+
+    @contextlib.contextmanager
+    def saving(self, name: str, module: Module | None = None) -> Iterator[GroupRun]:
+        """Put what is saved for backward while inside into a group that the caller moves, as a pipeline does.
+
+            with manager.saving("stage 0, micro-batch 3", stage) as group:
+                loss = stage(x)
+            group.launch_offload()
+            group.wait_offload()       # the device's memory is free now
+            group.launch_load()
+            group.wait_load()
+            loss.backward()            # brings back what is away still
+
+        Args:
+            name: of the group; each call makes one of its own.
+            module: its parameters and buffers stay, as do all leaves.
+        """
+        run = GroupRun(self, name, False, None)
+        with port().saving(run, module):
+            yield run
 
     # ---- storages that the caller holds ----
     def ensure_group(self, group_name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hp_offload.saved import MemoryPlan, Saved
@@ -99,6 +100,10 @@ class Port(Protocol):
         group_swap: bool,
     ) -> Any:
         """Call a function whose saved tensors go to the host."""
+        ...
+
+    def saving(self, run: Any, module: Module | None) -> AbstractContextManager[None]:
+        """Put what is saved while inside into a `GroupRun`; a module's parameters and buffers stay."""
         ...
 
     def swap_tensor(self, tensor: Tensor, group: str, group_swap: bool) -> Tensor:

@@ -20,16 +20,18 @@ class Flow:
         outputs: what the stage returned, until backward.
         gradients: for the outputs, one list of leaves from each stage after it.
         deferred: the gradients of weights that backward put off.
+        swap: what moves saved tensors to the host and back; None where they stay.
         state: what slices of the sequence pass on to each other; None where sequences are whole.
     """
 
-    __slots__ = ("arrivals", "deferred", "gradients", "outputs", "state")
+    __slots__ = ("arrivals", "deferred", "gradients", "outputs", "state", "swap")
 
     def __init__(self) -> None:
         self.arrivals: list[Arrived] = []
         self.outputs: Message | None = None
         self.gradients: list[Sequence[Any]] = []
         self.deferred: Any = None
+        self.swap: Any = None
         self.state: SequenceState | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from hp_pipeline.pipeline import Pipeline
 from hp_pipeline.steps import BACKWARDS, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
@@ -33,7 +33,8 @@ def lower(order: Order, pipeline: Pipeline, *, sharded: Collection[int] = (), sw
         pipeline: what it is for.
         sharded: stages whose parameters are sharded: they are gathered before a stage's first step in each run of its
             steps, and their gradients are reduced once, after its last.
-        swapped: stages whose saved tensors go to the host between forward and backward.
+        swapped: stages whose saved tensors go to the host between forward and backward, unless the one follows the
+            other: while the next step computes, and back while the one before the backward does.
 
     Returns:
         The order with all steps; an order that has sends or receives comes back as it is.
@@ -81,8 +82,10 @@ def _lowered(
     last = {part.stage_index: index for index, step in enumerate(steps) for part in compute_parts(step)}
     gradients = {part.stage_index for step in steps for part in compute_parts(step) if part.step_type in _GRADIENTS}
     gathered: set[int | None] = set()
+    ahead, behind, leaving = _swaps(steps, swapped) if pipeline.has_backward else ({}, {}, {})
     for index, step in enumerate(steps):
         after: list[MetaStep] = []
+        result += ahead.get(index, ())
         needed = {part.stage_index for part in compute_parts(step)} & sharded
         if needed - gathered:
             result += _of_stages(_T.RESHARD, gathered - needed) + _of_stages(_T.UNSHARD, needed - gathered)
@@ -95,19 +98,38 @@ def _lowered(
                     receive(stage, True, (micro, part))
                 if far_after[stage]:
                     after.append(MetaStep(micro, _T.FWD_SEND, stage, None, part))
-                if stage in swapped:
-                    after += [MetaStep(micro, each, stage, None, part) for each in (_T.OFFLOAD, _T.WAIT_OFFLOAD)]
             elif kind in BACKWARDS:
                 if far_after[stage]:
                     receive(stage, False, (micro, part))
-                if stage in swapped:
-                    result += [MetaStep(micro, each, stage, None, part) for each in (_T.LOAD, _T.WAIT_LOAD)]
                 if far_before[stage]:
                     after.append(MetaStep(micro, _T.BWD_SEND, stage, None, part))
-        result += [step, *after]
+        result += [step, *after, *behind.get(index, ()), *leaving.get(index, ())]
         result += _of_stages(_T.REDUCE_GRAD, {stage for stage in needed & gradients if last[stage] == index})
     return (*result, *_of_stages(_T.RESHARD, gathered))
 
 
 def _of_stages(kind: MetaStepType, stages: Collection[int | None]) -> list[MetaStep]:
     return [MetaStep(None, kind, stage) for stage in sorted(stages)]  # type: ignore[type-var]
+
+
+Added = dict[int, list[MetaStep]]
+
+
+def _swaps(steps: Sequence[MetaStep], swapped: set[int]) -> tuple[Added, Added, Added]:
+    """List the steps that swap: before the step at a place, after it, and after those."""
+    ahead: Added = defaultdict(list)
+    behind: Added = defaultdict(list)
+    leaving: Added = defaultdict(list)
+    forwards: dict[tuple[int | None, int | None, int], int] = {}
+    for index, step in enumerate(steps):
+        for micro, kind, stage, _, part in compute_parts(step):
+            if stage not in swapped:
+                continue
+            if kind is _T.FORWARD:
+                forwards[stage, micro, part] = index
+            elif kind in BACKWARDS and (place := forwards.get((stage, micro, part), index)) < index - 1:
+                leaving[place].append(MetaStep(micro, _T.OFFLOAD, stage, None, part))
+                behind[place + 1].append(MetaStep(micro, _T.WAIT_OFFLOAD, stage, None, part))
+                ahead[max(index - 1, place + 2)].append(MetaStep(micro, _T.LOAD, stage, None, part))
+                ahead[index].append(MetaStep(micro, _T.WAIT_LOAD, stage, None, part))
+    return ahead, behind, leaving

@@ -19,7 +19,7 @@ def changes(pipeline: Pipeline) -> tuple[dict[MetaStepType, float], ...]:
     return tuple(
         {
             _T.FORWARD: saved if pipeline.has_backward else 0.0,
-            _T.WAIT_LOAD: saved,
+            _T.LOAD: saved,
             _T.BACKWARD: -saved,
             _T.WAIT_OFFLOAD: -saved,
             _T.BACKWARD_INPUT: held - saved,

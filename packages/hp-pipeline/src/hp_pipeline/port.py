@@ -46,6 +46,26 @@ class ShardedModule(Protocol):
     def set_reshard_after_backward(self, reshard_after_backward: bool) -> None: ...
 
 
+class SwapGroup(Protocol):
+    """What one forward saved: hp-offload's groups of storages."""
+
+    def launch_offload(self) -> None: ...
+
+    def wait_offload(self) -> None: ...
+
+    def launch_load(self) -> None: ...
+
+    def wait_load(self) -> None: ...
+
+
+class Swapper(Protocol):
+    """Moves what is saved for backward to the host and back: ``hp_offload.SwapManager``."""
+
+    def saving(self, name: str, module: Any) -> AbstractContextManager[SwapGroup]:
+        """Put what is saved while inside into a group of its own; a module's parameters stay."""
+        ...
+
+
 class Port(Protocol):
     """Tensors, trees and backward; `<framework>/port.py`."""
 

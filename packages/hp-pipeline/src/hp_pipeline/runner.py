@@ -24,19 +24,21 @@ from hp_pipeline.shared import SharedParameters
 from hp_pipeline.simulation import halves
 from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
 from hp_pipeline.stage import PipelineStage
+<<<<<<< HEAD
 from hp_pipeline.steps import COMPUTE, SHARDING, TRANSFERS, MetaStep, MetaStepType, Order
 from hp_pipeline.wiring import AnyChannel, expected, keys_of, open_channels
+=======
+from hp_pipeline.steps import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
+from hp_pipeline.swapping import MOVES
+>>>>>>> fd0afed (pipeline: swap saved tensors to the host by steps of the schedule)
 from hp_platform import LostRankError
 
 if TYPE_CHECKING:
     from hp_pipeline.schedule import PipelineSchedule
 
-__all__ = ["RUN", "Runner"]
+__all__ = ["Runner"]
 
 _T = MetaStepType
-
-RUN = COMPUTE | TRANSFERS | SHARDING | {_T.OVERLAP_F_B, _T.OVERLAP_B_F}
-"""The types of steps that are run."""
 
 
 class Runner:
@@ -61,6 +63,11 @@ class Runner:
         self.shared: SharedParameters | None = None
         reduced = {each.stage_index for each in order[self.rank] if each.step_type in SHARDING}
         self.sharded = {stage: ShardedStage(self.stages[stage].submodule) for stage in self.stages if stage in reduced}
+        self.swapped = {
+            (each.stage_index, (each.micro_index, each.seq_index))
+            for each in order[self.rank]
+            if each.step_type is _T.OFFLOAD
+        }
         self.order = order
         self.channels: dict[Key, AnyChannel] = {}
         self.expected: Counter[AnyChannel] = Counter()
@@ -110,6 +117,8 @@ class Runner:
             _T.BACKWARD_INPUT: self._backward,
             _T.BACKWARD_WEIGHT: self._weights,
         }
+        if kind in SWAPPING:
+            return self._customized(step, lambda: MOVES[kind](self.flows[stage, piece]))
         return self._customized(step, functools.partial(compute[kind], stage, piece))
 
     def _customized(self, step: MetaStep, work: Callable[[], object]) -> Callable[[], None]:
@@ -195,9 +204,12 @@ class Runner:
         args, kwargs = self.batches[piece]
         recording = port().recording() if self.pipeline.has_backward else port().without_gradients()
         deferring: Any = contextlib.nullcontext()
+        saving: Any = deferring
         if (stage, piece) in self.split:
             flow.deferred, deferring = port().deferring(self.stages[stage].submodule)
-        with recording, deferring:
+        if (stage, piece) in self.swapped and self.schedule.swapper is not None:
+            saving = self.schedule.swapper.saving(f"{stage}F{piece[0]}", self.stages[stage].submodule)
+        with recording, deferring, saving as flow.swap:
             before = self.pipeline.predecessors[stage]
             if before:
                 args = tuple(each for source in before for each in self._arrive(source, stage, piece))

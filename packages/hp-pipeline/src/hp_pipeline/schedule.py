@@ -20,13 +20,18 @@ from hp_pipeline.lowering import lower
 from hp_pipeline.overlap import CommComputeOverlap
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
-from hp_pipeline.runner import RUN, Piece, Runner
+from hp_pipeline.runner import Piece, Runner
 from hp_pipeline.sharded import refuse_order, sharded_stages
 from hp_pipeline.shared import copies
 from hp_pipeline.slices import refuse_slices
 from hp_pipeline.stage import PipelineStage
+<<<<<<< HEAD
 from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts
 from hp_pipeline.wiring import pipeline_ranks
+=======
+from hp_pipeline.steps import SWAPPING, MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.swapping import swapper_of
+>>>>>>> fd0afed (pipeline: swap saved tensors to the host by steps of the schedule)
 from hp_platform import get_platform
 
 __all__ = [
@@ -68,6 +73,8 @@ class PipelineSchedule:
         args_seq_dim: for each positional input the dim that is cut into slices, -1 for none; by default 1.
         kwargs_seq_dim: the same by name.
         overlap: runs the two steps of a pair together; None runs them one after the other.
+        swap: what a forward saves waits for its backward on the host, moved by hp-offload, or by an object like its
+            ``SwapManager()``.
 
     Attributes:
         pipeline: what the order is for.
@@ -97,7 +104,9 @@ class PipelineSchedule:
         args_seq_dim: Sequence[Dim] | None = None,
         kwargs_seq_dim: Mapping[str, Dim] | None = None,
         overlap: CommComputeOverlap | None = None,
+        swap: Any = False,
     ) -> None:
+        self.swapper = swapper_of(swap)
         self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         groups = get_platform().groups
         self.group = groups.default_group() if group is None else group
@@ -195,12 +204,8 @@ class PipelineSchedule:
     @exec_order.setter
     def exec_order(self, order: Order) -> None:
         check(order, self.pipeline, meetings=self.overlap.meetings if self.overlap is not None else None)
-        others = {each.step_type for steps in order.values() for each in steps} - RUN
-        if others:
-            names = ", ".join(sorted(kind.name for kind in others))
-            raise NotImplementedError(
-                f"{type(self).__name__}: the runtime does not run steps of type {names}; leave them out."
-            )
+        if self.swapper is None and any(each.step_type in SWAPPING for steps in order.values() for each in steps):
+            raise ValueError(f"{type(self).__name__}: exec_order moves saved tensors to the host; pass swap=True.")
         self._order = {rank: tuple(steps) for rank, steps in order.items()}
         self._runner = None
         vars(self).pop("fingerprint", None)
@@ -241,7 +246,10 @@ class PipelineSchedule:
         kinds = [type(stage.submodule) for stage in self.stages]
         if self._runner is None or kinds != self._kinds:  # sharding a module changes its class
             own = [(stage.stage_index, stage.submodule) for stage in self.stages]
-            order = lower(self.exec_order, self.pipeline, sharded=sharded_stages(self.exec_order, self.rank, own))
+            sharded = sharded_stages(self.exec_order, self.rank, own)
+            written = any(each.step_type in SWAPPING for each in self.exec_order[self.rank])
+            swapped = [index for index, _ in own if self.swapper is not None and not written]
+            order = lower(self.exec_order, self.pipeline, sharded=sharded, swapped=swapped)
             text = refuse_order(order, self.rank, own, self.overlap)
             problem = problem if text is None else ValueError(text)
             self._runner, self._kinds = Runner(self, order, self._custom), kinds if text is None else []

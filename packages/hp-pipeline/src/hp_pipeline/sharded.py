@@ -105,9 +105,9 @@ def refuse_order(order: Order, rank: int, stages: Collection[tuple[int, Any]], o
     """
     steps = order[rank]
     modules = dict(stages)
-    for each in steps if overlap is not None else ():
+    for each in steps:
         forward, backward = (part.stage_index or 0 for part in each.sub_steps or (each, each))
-        if each.sub_steps and forward == backward and overlap.meets(forward, backward):
+        if overlap is not None and each.sub_steps and forward == backward and overlap.meets(forward, backward):
             if port().sharded_modules(modules[forward]):
                 return (
                     f"{each} runs a forward and a backward of stage {forward} in two threads, but a module that"

@@ -17,6 +17,7 @@ __all__ = [
     "BACKWARDS",
     "COMPUTE",
     "SHARDING",
+    "SWAPPING",
     "TRANSFERS",
     "MetaStep",
     "MetaStepType",
@@ -113,6 +114,7 @@ Order = Mapping[int, tuple[MetaStep, ...]]
 _T = MetaStepType
 COMPUTE = frozenset({_T.FORWARD, _T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT})
 TRANSFERS = frozenset({_T.FWD_SEND, _T.FWD_RECV, _T.BWD_SEND, _T.BWD_RECV})
+SWAPPING = frozenset({_T.OFFLOAD, _T.WAIT_OFFLOAD, _T.LOAD, _T.WAIT_LOAD})
 SHARDING = frozenset({_T.UNSHARD, _T.RESHARD, _T.REDUCE_GRAD})
 BACKWARDS = frozenset({_T.BACKWARD, _T.BACKWARD_INPUT})
 """The types after which the gradients of a stage's inputs are there."""

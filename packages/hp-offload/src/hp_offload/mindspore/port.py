@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mindspore
@@ -21,6 +22,7 @@ __all__ = [
     "is_module",
     "is_tensor",
     "run_excluded",
+    "saving",
     "share",
     "swap",
     "swap_tensor",
@@ -94,8 +96,29 @@ def swap(
     """Call a function whose saved tensors go to the host."""
     owner = getattr(function, "__self__", function)
     cell = owner if isinstance(owner, nn.Cell) else None
-    protected = set() if cell is None else {each.data_ptr() for each in cell.get_parameters()}
     run: list[GroupRun] = []
+
+    def open_run() -> GroupRun:
+        if not run:
+            run.append(SwapManager().begin(group or name_of_group(owner, cell), group_swap))
+        return run[0]
+
+    with _packing(open_run, cell, policy_fn):
+        result = function(*args, **kwargs)
+    if run:
+        SwapManager().end(run[0])
+    return result
+
+
+def saving(run: GroupRun, module: Any) -> AbstractContextManager[None]:
+    """Put what is saved while inside into a group; a Cell's parameters stay."""
+    return _packing(lambda: run, module if isinstance(module, nn.Cell) else None, None)
+
+
+def _packing(
+    open_run: Callable[[], GroupRun], cell: nn.Cell | None, policy_fn: Function | None
+) -> AbstractContextManager[None]:
+    protected = set() if cell is None else {each.data_ptr() for each in cell.get_parameters()}
 
     def pack(tensor: Tensor) -> Any:
         # MindSpore hands parameters over as tensors; those it can't give the bytes of stay, too.
@@ -105,16 +128,10 @@ def swap(
             asked = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
             if checked_swap_answer(policy_fn(tensor), asked) is CheckpointPolicy.MUST_SAVE:
                 return _Kept(tensor)
-        if not run:
-            run.append(SwapManager().begin(group or name_of_group(owner, cell), group_swap))
-        entry = run[0].add(tensor)
+        entry = open_run().add(tensor)
         return _Kept(tensor) if entry is None else _Swapped(tensor, entry)
 
-    with mindspore.saved_tensors_hooks(pack, lambda packed: packed.load()):
-        result = function(*args, **kwargs)
-    if run:
-        SwapManager().end(run[0])
-    return result
+    return mindspore.saved_tensors_hooks(pack, lambda packed: packed.load())
 
 
 def swap_tensor(tensor: Tensor, group: str, group_swap: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
-from hp_offload.groups import name_of_group
+from hp_offload.groups import GroupRun, name_of_group
 from hp_offload.torch.functions import Filling
 from hp_offload.torch.packed import Packed, unpack
 from hp_offload.torch.planned import apply
@@ -34,6 +34,7 @@ __all__ = [
     "is_module",
     "is_tensor",
     "run_excluded",
+    "saving",
     "share",
     "swap",
     "swap_tensor",
@@ -151,6 +152,12 @@ def swap(
         result = function(*args, **kwargs)
     run.finish()
     return result
+
+
+def saving(run: GroupRun, module: Any) -> AbstractContextManager[None]:
+    """Put what is saved while inside into a group; a module's parameters and buffers stay."""
+    own = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+    return swapping(SwapRun(run.name, run.fused, lambda: own, run=run))
 
 
 def swap_tensor(tensor: T, group: str, group_swap: bool) -> T:

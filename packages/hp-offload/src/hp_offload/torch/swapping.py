@@ -99,6 +99,7 @@ class SwapRun:
         fused: copy the group as one.
         stays: tensors that are not moved, beside those of Note [What stays].
         policy_fn: says `MUST_SAVE` or `MUST_SWAP` of a tensor; default swaps all.
+        run: the group to put them in; default one that leaves and comes back in the order of all groups.
     """
 
     def __init__(
@@ -107,9 +108,12 @@ class SwapRun:
         fused: bool = False,
         stays: Callable[[], Iterable[T]] = tuple,
         policy_fn: Callable[[T], Any] | None = None,
+        run: GroupRun | None = None,
     ) -> None:
         self._name, self._fused, self._stays, self._policy_fn = name, fused, stays, policy_fn
-        self._run: GroupRun | None = None
+        self._run = run
+        if run is not None:
+            run.protected.update(_addresses(stays()))
 
     def out(self, tensor: T) -> Packed:
         """Return what stands for a tensor that goes to the host."""
