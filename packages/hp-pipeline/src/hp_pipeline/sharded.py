@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import Any
 
 from hp_pipeline.port import ShardedModule, port
-from hp_pipeline.steps import SHARDING, MetaStepType, Order, computing
+from hp_pipeline.steps import COMPUTE, SHARDING, MetaStepType, Order, compute_parts
 
 __all__ = ["ShardedStage", "refuse_order", "sharded_stages"]
 
@@ -114,8 +114,9 @@ def refuse_order(order: Order, rank: int, stages: Collection[tuple[int, Any]], o
                     " fully_shard was called on is in one of them at a time; leave overlap out, or the sharding"
                 )
     reduced = {each.stage_index for each in steps if each.step_type is _T.REDUCE_GRAD}
-    backward = {each.stage_index for each in computing(order)[rank] if each.step_type is not _T.FORWARD}
-    missing = [index for index, module in stages if index in backward - reduced and port().sharded_modules(module)]
+    parts = [part for each in steps for part in compute_parts(each)]
+    trained = {part.stage_index for part in parts if part.step_type in COMPUTE - {_T.FORWARD}}
+    missing = [index for index, module in stages if index in trained - reduced and port().sharded_modules(module)]
     if not missing:
         return None
     return (
