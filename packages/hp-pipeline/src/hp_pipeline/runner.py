@@ -24,13 +24,9 @@ from hp_pipeline.shared import SharedParameters
 from hp_pipeline.simulation import halves
 from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
 from hp_pipeline.stage import PipelineStage
-<<<<<<< HEAD
-from hp_pipeline.steps import COMPUTE, SHARDING, TRANSFERS, MetaStep, MetaStepType, Order
-from hp_pipeline.wiring import AnyChannel, expected, keys_of, open_channels
-=======
 from hp_pipeline.steps import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
 from hp_pipeline.swapping import MOVES
->>>>>>> fd0afed (pipeline: swap saved tensors to the host by steps of the schedule)
+from hp_pipeline.wiring import AnyChannel, expected, keys_of, open_channels
 from hp_platform import LostRankError
 
 if TYPE_CHECKING:

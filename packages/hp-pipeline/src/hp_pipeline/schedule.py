@@ -16,22 +16,17 @@ from typing import Any
 from hp_pipeline import schedules
 from hp_pipeline.batches import SEQUENCE, Dim, cut
 from hp_pipeline.checking import check
-from hp_pipeline.lowering import lower
 from hp_pipeline.overlap import CommComputeOverlap
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
 from hp_pipeline.runner import Piece, Runner
-from hp_pipeline.sharded import refuse_order, sharded_stages
+from hp_pipeline.sharded import lowered, refuse_order
 from hp_pipeline.shared import copies
 from hp_pipeline.slices import refuse_slices
 from hp_pipeline.stage import PipelineStage
-<<<<<<< HEAD
-from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts
-from hp_pipeline.wiring import pipeline_ranks
-=======
 from hp_pipeline.steps import SWAPPING, MetaStep, MetaStepType, Order, compute_parts
 from hp_pipeline.swapping import swapper_of
->>>>>>> fd0afed (pipeline: swap saved tensors to the host by steps of the schedule)
+from hp_pipeline.wiring import pipeline_ranks
 from hp_platform import get_platform
 
 __all__ = [
@@ -246,10 +241,7 @@ class PipelineSchedule:
         kinds = [type(stage.submodule) for stage in self.stages]
         if self._runner is None or kinds != self._kinds:  # sharding a module changes its class
             own = [(stage.stage_index, stage.submodule) for stage in self.stages]
-            sharded = sharded_stages(self.exec_order, self.rank, own)
-            written = any(each.step_type in SWAPPING for each in self.exec_order[self.rank])
-            swapped = [index for index, _ in own if self.swapper is not None and not written]
-            order = lower(self.exec_order, self.pipeline, sharded=sharded, swapped=swapped)
+            order = lowered(self.exec_order, self.pipeline, self.rank, own, swap=self.swapper is not None)
             text = refuse_order(order, self.rank, own, self.overlap)
             problem = problem if text is None else ValueError(text)
             self._runner, self._kinds = Runner(self, order, self._custom), kinds if text is None else []

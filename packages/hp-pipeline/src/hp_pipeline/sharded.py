@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from hp_pipeline.lowering import lower
+from hp_pipeline.pipeline import Pipeline
 from hp_pipeline.port import ShardedModule, port
-from hp_pipeline.steps import COMPUTE, SHARDING, MetaStepType, Order, compute_parts
+from hp_pipeline.steps import COMPUTE, SHARDING, SWAPPING, MetaStepType, Order, compute_parts
 
-__all__ = ["ShardedStage", "refuse_order", "sharded_stages"]
+__all__ = ["ShardedStage", "lowered", "refuse_order"]
 
 _T = MetaStepType
 
@@ -87,11 +89,12 @@ class ShardedStage:
             module.set_reshard_after_backward(True)
 
 
-def sharded_stages(order: Order, rank: int, stages: Collection[tuple[int, Any]]) -> list[int]:
-    """List the stages of a rank for which ``lower`` adds steps: the sharded ones, unless the order has such steps."""
-    if any(each.step_type in SHARDING for each in order[rank]):
-        return []
-    return [index for index, module in stages if port().sharded_modules(module)]
+def lowered(order: Order, pipeline: Pipeline, rank: int, stages: Collection[tuple[int, Any]], *, swap: bool) -> Order:
+    """Add all other steps to an order, for a rank's own stages those of sharding and swapping that it has not."""
+    kinds = {each.step_type for each in order[rank]}
+    sharded = [index for index, module in stages if not kinds & SHARDING and port().sharded_modules(module)]
+    swapped = [index for index, _ in stages if swap and not kinds & SWAPPING]
+    return lower(order, pipeline, sharded=sharded, swapped=swapped)
 
 
 def refuse_order(order: Order, rank: int, stages: Collection[tuple[int, Any]], overlap: Any) -> str | None:
