@@ -179,16 +179,18 @@ class _Arrive(torch.autograd.Function):
     """The root of a stage's graph: Note [What arrives]."""
 
     @staticmethod
-    def forward(ctx: Any, begin: T, arrival: Arrival) -> tuple[T, ...]:
-        ctx.arrival = arrival
+    def forward(ctx: Any, begin: T, gradients: list[T | None], tensors: list[T]) -> tuple[T, ...]:
+        ctx.gradients = gradients  # not what holds the tensors too: they lead to this node, and all would be a cycle
         ctx.set_materialize_grads(False)
-        tensors = tuple(tensor for tensor, needed in zip(arrival.received, arrival.needed, strict=True) if needed)
-        return tensors
+        return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: T | None) -> tuple[None, None]:
-        ctx.arrival.add(gradients)
-        return None, None
+    def backward(ctx: Any, *gradients: T | None) -> tuple[None, None, None]:
+        for place, gradient in enumerate(gradients):
+            own = ctx.gradients[place]
+            if gradient is not None:
+                ctx.gradients[place] = gradient if own is None else own + gradient
+        return None, None, None
 
 
 @functools.cache
@@ -200,22 +202,13 @@ class Arrival:
     """Tensors from another stage, and their gradients."""
 
     def __init__(self, tensors: Sequence[T], needed: Sequence[bool]) -> None:
-        self.received, self.needed = list(tensors), list(needed)
+        self.tensors, self.needed = list(tensors), list(needed)
         self._gradients: list[T | None] = [None] * sum(self.needed)
-        rooted = iter(_Arrive.apply(_begin(), self)) if any(self.needed) and torch.is_grad_enabled() else None
-        self.tensors = [
-            next(rooted) if need and rooted is not None else tensor
-            for tensor, need in zip(self.received, self.needed, strict=True)
-        ]
-        self.received = []
-
-    def add(self, gradients: Sequence[T | None]) -> None:
-        """Take gradients from a backward; several add up."""
-        for place, gradient in enumerate(gradients):
-            own = self._gradients[place]
-            self._gradients[place] = gradient if own is None or gradient is None else own + gradient
-            if gradient is None:
-                self._gradients[place] = own
+        if self._gradients and torch.is_grad_enabled():
+            places = [place for place, need in enumerate(self.needed) if need]
+            rooted = _Arrive.apply(_begin(), self._gradients, [self.tensors[place] for place in places])
+            for place, tensor in zip(places, rooted, strict=True):
+                self.tensors[place] = tensor
 
     def gradients(self) -> list[T | None]:
         """Take the gradients, one for each tensor."""
