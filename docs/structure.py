@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WINGS = ("neutral", "torch", "mindspore")
 ROLES = frozenset(
-    f"hp_platform.{role}" for role in "collectives devices frames fused groups random torch.heavy".split()
+    f"hp_platform.{role}" for role in "collectives devices frames fused groups random torch.grouped torch.heavy".split()
 )
 """Modules that are public by themselves."""
 

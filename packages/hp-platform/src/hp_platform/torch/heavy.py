@@ -16,7 +16,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_platform.frames import Frame, at_site, current_frame, current_site, frame
 
-__all__ = ["EXCHANGE", "DeferredGradients", "KeptOutputs", "exchanged", "linear", "mark"]
+__all__ = ["EXCHANGE", "DeferredGradients", "KeptOutputs", "Product", "exchanged", "in_frame", "linear", "mark"]
 
 EXCHANGE = "exchange"
 """The site of every exchange: no module names those that a layout asks for."""
@@ -50,9 +50,33 @@ def linear(input: T, weight: T, bias: T | None = None) -> T:
     tensors = (input, weight) if bias is None else (input, weight, bias)
     if has_torch_function(tensors):
         return handle_torch_function(linear, tensors, input, weight, bias)
-    current = current_frame()
-    if current is None or torch.compiler.is_compiling() or not all(map(_is_native, tensors)):
+    if current_frame() is None or torch.compiler.is_compiling() or not all(map(_is_native, tensors)):
         return F.linear(input, weight, bias)
+    return in_frame(_LINEAR, input, weight, bias)
+
+
+class Product(Protocol):
+    """An operation that is linear in its input and in its weight."""
+
+    name: str
+    """For errors: "a linear layer"."""
+
+    def output(self, input: T, weight: T, bias: T | None) -> T:
+        """Compute it."""
+        ...
+
+    def to_input(self, grad: T, weight: T, shape: Sequence[int]) -> T:
+        """Return the gradient of an input of a shape."""
+        ...
+
+    def to_weights(self, grad: T, input: Callable[[], T], weight: bool, bias: bool) -> list[T]:
+        """Return the gradients of the weight and of the bias, those that are needed."""
+        ...
+
+
+def in_frame(product: Product, input: T, weight: T, bias: T | None = None) -> T:
+    """Apply a product as the current frame says; without one, with the backward that the product has."""
+    current = current_frame() or _NO_FRAME
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = _cast(input, dtype), _cast(weight, dtype)
@@ -67,7 +91,10 @@ def linear(input: T, weight: T, bias: T | None = None) -> T:
                 input = input.detach().requires_grad_()  # so that there is a backward at all
         else:
             edges = ()
-    return _Linear.apply(input, weight, bias, current, current_site(), edges)
+    return _Product.apply(input, weight, bias, product, current, current_site(), edges)
+
+
+_NO_FRAME = Frame()
 
 
 def _is_native(tensor: T) -> bool:
@@ -83,8 +110,8 @@ def _edge(tensor: T | None) -> GradientEdge | None:
     return get_gradient_edge(tensor) if tensor is not None and tensor.requires_grad else None
 
 
-class _Linear(torch.autograd.Function):
-    """`linear` with its frame."""
+class _Product(torch.autograd.Function):
+    """A product with its frame."""
 
     @staticmethod
     def forward(
@@ -92,15 +119,16 @@ class _Linear(torch.autograd.Function):
         input: T,
         weight: T,
         bias: T | None,
+        product: Product,
         frame: Frame,
         site: str | None,
         edges: Sequence[GradientEdge | None],
     ) -> T:
-        compute = functools.partial(F.linear, input, weight, bias)
+        compute = functools.partial(product.output, input, weight, bias)
         out = compute() if frame.outputs is None else frame.outputs.output(site, compute)
         # Not the frame: nodes live as long as the graph, and its outputs may hold what is needed no more.
         ctx.inputs, ctx.weights, ctx.edges, ctx.shape = frame.inputs, frame.weights, edges, input.shape
-        ctx.handle = None
+        ctx.product, ctx.handle = product, None
         needs_input = ctx.needs_input_grad[1] or any(edges)
         if frame.inputs is not None and needs_input:
             ctx.handle = (frame.inputs.save(site, input),)
@@ -113,34 +141,46 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled() and (ctx.edges or ctx.handle):
             raise RuntimeError(
-                "This second derivative passes through a linear layer whose "
+                f"This second derivative passes through {ctx.product.name} whose "
                 + ("weight gradient is deferred" if ctx.edges else "input is stored elsewhere")
                 + " (hp_platform.frames): run this forward outside the frame"
             )
         weight, *saved = ctx.saved_tensors
         inputs: Callable[[], T] = lambda: ctx.inputs.load(ctx.handle[0]) if ctx.handle else saved[0]  # noqa: E731
         with _plain():  # parameters may be DTensors, whose parts this is about
-            rows = grad.reshape(-1, grad.shape[-1])
-            to_input = rows.mm(weight.conj()).view(ctx.shape) if ctx.needs_input_grad[0] else None
+            to_input = ctx.product.to_input(grad, weight, ctx.shape) if ctx.needs_input_grad[0] else None
             if ctx.edges:
                 edges = [edge for edge in ctx.edges if edge is not None]
                 needed = [edge is not None for edge in ctx.edges]
-                ctx.weights.put_off(edges, functools.partial(_weight_gradients, rows, inputs, *needed))
-                return to_input, None, None, None, None, None
-            gradients = iter(_weight_gradients(rows, inputs, *ctx.needs_input_grad[1:3]))
+                ctx.weights.put_off(edges, functools.partial(ctx.product.to_weights, grad, inputs, *needed))
+                return to_input, None, None, None, None, None, None
+            gradients = iter(ctx.product.to_weights(grad, inputs, *ctx.needs_input_grad[1:3]))
             to_weight, to_bias = (next(gradients) if needed else None for needed in ctx.needs_input_grad[1:3])
-        return to_input, to_weight, to_bias, None, None, None
+        return to_input, to_weight, to_bias, None, None, None, None
 
 
-def _weight_gradients(rows: T, inputs: Callable[[], T], weight: bool, bias: bool = False) -> list[T]:
-    """Compute the gradients of the weight and the bias, as far as they are needed."""
-    gradients = []
-    if weight:
-        input = inputs()
-        gradients.append(rows.t().mm(input.reshape(-1, input.shape[-1]).conj()))
-    if bias:
-        gradients.append(rows.sum(0))
-    return gradients
+class _Linear:
+    """`linear`'s product."""
+
+    name = "a linear layer"
+
+    def output(self, input: T, weight: T, bias: T | None) -> T:
+        return F.linear(input, weight, bias)
+
+    def to_input(self, grad: T, weight: T, shape: Sequence[int]) -> T:
+        return grad.reshape(-1, grad.shape[-1]).mm(weight.conj()).view(shape)
+
+    def to_weights(self, grad: T, input: Callable[[], T], weight: bool, bias: bool = False) -> list[T]:
+        rows, gradients = grad.reshape(-1, grad.shape[-1]), []
+        if weight:
+            value = input()
+            gradients.append(rows.t().mm(value.reshape(-1, value.shape[-1]).conj()))
+        if bias:
+            gradients.append(rows.sum(0))
+        return gradients
+
+
+_LINEAR = _Linear()
 
 
 def exchanged(compute: Callable[[], T]) -> T:

@@ -1,0 +1,118 @@
+"""Grouped products of PyTorch: rows in groups, each group times a matrix of its own; a heavy operation.
+
+Note [Kernels]
+    ``torch.nn.functional.grouped_mm`` multiplies float32, bfloat16 and float16 in one kernel. Other dtypes (float64,
+    complex numbers), and torch without it, take a product a group into one output, whose backward costs as much as the
+    forward twice: indexing the weight by group in autograd costs a tensor of the whole weight's size for each group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from hp_platform.frames import current_frame
+from hp_platform.torch.heavy import in_frame
+
+__all__ = ["grouped_linear"]
+
+T = torch.Tensor
+_kernel = getattr(F, "grouped_mm", None)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ALIGNMENT = 16  # bytes: the kernel asks for strides that are multiples of it
+
+
+def grouped_linear(input: T, weight: T, sizes: Sequence[int], *, transposed: bool = False, kernel: bool = True) -> T:
+    """Multiply each group of rows by its matrix: ``out[rows of g] = input[rows of g] @ weight[g].T``.
+
+    As the current frame says (``hp_platform.frames``): its input may be stored elsewhere, its output kept, its weight's
+    gradient put off.
+
+    Args:
+        input: ``[rows, in]``, the groups one after the other.
+        weight: ``[groups, out, in]``.
+        sizes: rows of each group, on the host; 0 is a group without rows. Their sum is ``rows``.
+        transposed: the weight is ``[groups, in, out]``.
+        kernel: take torch's grouped product where it has one: Note [Kernels]; False is a product a group.
+
+    Returns:
+        ``[rows, out]``.
+
+    Raises:
+        ValueError: shapes or sizes that don't fit.
+    """
+    inner = weight.shape[1 if transposed else 2] if weight.dim() == 3 else None
+    if input.dim() != 2 or inner != input.shape[1]:
+        form = "[groups, in, out]" if transposed else "[groups, out, in]"
+        raise ValueError(
+            f"grouped_linear: input must be [rows, in] and weight {form}, got {tuple(input.shape)} and"
+            f" {tuple(weight.shape)}."
+        )
+    if len(sizes) != weight.shape[0] or sum(sizes) != input.shape[0] or min(sizes, default=0) < 0:
+        raise ValueError(
+            f"grouped_linear: {weight.shape[0]} groups need as many sizes that add up to {input.shape[0]} rows, got"
+            f" {len(sizes)} that add up to {sum(sizes)}."
+        )
+    product = _Grouped(sizes, input.device, transposed, kernel and _takes(input, weight))
+    if current_frame() is None and product.kernel:  # torch's own graph is enough, and cheaper
+        return product.output(input, weight, None)
+    return in_frame(product, input, weight)
+
+
+class _Grouped:
+    """A product of given groups."""
+
+    name = "a grouped product"
+
+    def __init__(self, sizes: Sequence[int], device: torch.device, transposed: bool, kernel: bool) -> None:
+        self._sizes, self._transposed, self.kernel = sizes, transposed, kernel
+        if kernel:
+            ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
+            self._ends = ends if device.type == "cpu" else ends.to(device, non_blocking=True)
+
+    def output(self, input: T, weight: T, bias: T | None) -> T:
+        """Multiply the rows by the matrices."""
+        return self._by_group(input.contiguous(), weight if self._transposed else weight.transpose(1, 2))
+
+    def to_input(self, grad: T, weight: T, shape: Sequence[int]) -> T:
+        """Multiply the rows by the matrices the other way."""
+        return self._by_group(grad.contiguous(), weight.transpose(1, 2) if self._transposed else weight)
+
+    def to_weights(self, grad: T, input: Callable[[], T], weight: bool, bias: bool = False) -> list[T]:
+        """Multiply the groups by each other: one matrix a group, of zeros where it has no rows."""
+        if not weight:
+            return []
+        grad = grad.contiguous()
+        left, right = (input(), grad) if self._transposed else (grad, input())
+        if self.kernel:
+            assert _kernel is not None
+            return [_kernel(left.t(), right, offs=self._ends)]
+        out = left.new_empty((len(self._sizes), left.shape[1], right.shape[1]))
+        for one, other, matrix in zip(self._groups(left), self._groups(right), out.unbind(0), strict=True):
+            torch.mm(one.t(), other, out=matrix)
+        return [out]
+
+    def _by_group(self, rows: T, matrices: T) -> T:
+        if self.kernel:
+            assert _kernel is not None
+            return _kernel(rows, matrices, offs=self._ends)
+        out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+        for some, matrix, part in zip(self._groups(rows), matrices.unbind(0), self._groups(out), strict=True):
+            if len(some):
+                torch.mm(some, matrix, out=part)
+        return out
+
+    def _groups(self, rows: T) -> Iterator[T]:
+        return iter(rows.split(list(self._sizes)))
+
+
+def _takes(input: T, weight: T) -> bool:
+    """Tell whether the kernel multiplies these, forward and backward."""
+    if _kernel is None or input.dtype not in _KERNEL_DTYPES or input.dtype is not weight.dtype:
+        return False
+    if input.device.type not in ("cpu", "cuda") or not weight.is_contiguous():
+        return False
+    return not any(width * weight.element_size() % _ALIGNMENT for width in weight.shape[1:])
