@@ -86,7 +86,6 @@ def test_experts_have_a_group_on_a_mesh_of_their_own(dim: int | None):
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["ep"], [Shard(0)]))
     experts.group = mesh.get_group("ep")
     fully_shard(experts, mesh["dp_shard"], shard_placement_fn=lambda p: None if dim is None else Shard(dim))
-    experts.set_gradient_divide_factor(4)  # tokens of all ranks come to an expert
     fully_shard(model, mesh["dp_shard", "ep"]._flatten("dp"))
     placement = experts.weight.placements[0]
     assert isinstance(placement, RaggedShard) if dim is None else placement == Shard(dim)

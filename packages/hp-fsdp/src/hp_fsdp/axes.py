@@ -14,7 +14,7 @@ from hp_dtensor.extend import TensorSpec, axes_overlap, axes_within
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
-__all__ = ["DataAxes", "PostForwardRanks"]
+__all__ = ["DataAxes", "PostForwardRanks", "slice_of"]
 
 
 class _Grouped:
@@ -209,7 +209,7 @@ class DataAxes(_Grouped):
         """Return the axes of a parameter's own mesh that are axes of data parallelism."""
         if inner == self.mesh:
             return tuple(range(inner.ndim))
-        inner_slice = self._as_slice(inner)
+        inner_slice = slice_of(self.mesh.root, inner)
         return () if inner_slice is None else axes_within(inner_slice, self.mesh)
 
     def divided(self, name: str, inner: TensorSpec | None) -> bool:
@@ -238,6 +238,48 @@ class DataAxes(_Grouped):
                 ' mesh["dp"] of ("dp", "tp"), or lay it out on the full mesh'
             )
         return True
+
+    def layout_ranks(self, root: DataAxes, parameters: Sequence[tuple[str, TensorSpec | None]]) -> int:
+        """Count the ranks of the root's data parallelism over which parameters of this group are divided already.
+
+        Experts, spread over some of the ranks that have different samples, and sharded by a group of their own over the
+        others: each gets the gradients of all samples, and the mean is that over all of the root's ranks.
+
+        Args:
+            root: the axes of the outermost group.
+            parameters: names and own layouts of this group's.
+
+        Returns:
+            1 where this group is on the root's ranks itself.
+
+        Raises:
+            ValueError: a parameter has no layout that divides it over the root's other ranks, where nobody would reduce
+                its gradients.
+        """
+        ours, all_ranks = _ranks(self.mesh), _ranks(root.mesh)
+        if not ours < all_ranks:
+            return 1
+        groups = get_platform().groups
+        for name, inner in parameters:
+            covered = len(ours)
+            for axis, placement in enumerate(inner.placements if inner is not None else ()):
+                assert inner is not None
+                line = set(groups.get_process_group_ranks(inner.mesh.get_group(axis)))
+                if (
+                    line <= all_ranks
+                    and len(line & ours) == 1
+                    and not (placement.is_replicate() or placement.is_partial())
+                ):
+                    covered *= len(line)
+            if covered != len(all_ranks):
+                layout = "no layout of its own" if inner is None else f"{inner.placements} on {inner.mesh}"
+                raise ValueError(
+                    f"fully_shard: the group of parameter {name!r} is on {self.mesh}, {len(ours)} of the"
+                    f" {len(all_ranks)} ranks of the outermost group, {root.mesh}, and its own layout ({layout}) does"
+                    " not divide it over the others: nobody would reduce its gradients there. Pass the outermost"
+                    " group's mesh, or spread the parameter over the other ranks first, as experts are"
+                )
+        return len(all_ranks) // len(ours)
 
     def sharded_spec(
         self, name: str, units: Sequence[int], shape: Sequence[int], inner: TensorSpec | None, dim: int | None = None
@@ -278,18 +320,8 @@ class DataAxes(_Grouped):
         mesh = self._joined(name, inner.mesh, others)
         return TensorSpec.of(mesh, [*ours, *(inner.placements[axis] for axis in others)], shape)
 
-    def _as_slice(self, inner: DeviceMesh) -> DeviceMesh | None:
-        """Return a parameter's own mesh as a slice of this one's root, or None."""
-        # Equal meshes are one value, even as slices of different roots: it suffices that this root has the inner axes.
-        root, names = self.mesh.root, inner.mesh_dim_names
-        if inner.root == root:
-            return inner
-        slices = names is not None and set(names) <= set(root.mesh_dim_names or ())
-        sliced = root[names] if slices and names else None
-        return sliced if sliced == inner else None
-
     def _joined(self, name: str, inner: DeviceMesh, others: Sequence[int]) -> DeviceMesh:
-        inner_slice = self._as_slice(inner)
+        inner_slice = slice_of(self.mesh.root, inner)
         ours, theirs = self.mesh.mesh_dim_names, inner.mesh_dim_names
         if inner_slice is not None and ours is not None and theirs is not None:
             names = tuple(theirs[axis] for axis in others)
@@ -308,6 +340,24 @@ class DataAxes(_Grouped):
             " Both must be slices of one mesh, by name: mesh = init_device_mesh(..., mesh_dim_names=("
             '"dp", "tp")); parallelize on mesh["tp"] or on the full mesh, shard on mesh["dp"]'
         )
+
+
+def slice_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return a mesh as a slice of a root, or None if it is none.
+
+    Equal meshes are one value, even as slices of different roots: it suffices that this root has the axes.
+    """
+    if mesh.root == root:
+        return mesh
+    names = mesh.mesh_dim_names
+    if not names or not set(names) <= {*(root.mesh_dim_names or ()), *root._flattened}:
+        return None
+    sliced = root[names]
+    return sliced if sliced == mesh else None
+
+
+def _ranks(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
 
 
 def _divides(placement: Placement, dim: int) -> bool:

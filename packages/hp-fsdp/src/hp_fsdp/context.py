@@ -93,6 +93,9 @@ class Context(Generic[G]):
         for group in groups:
             group.context = self
             group.modules = (*group.members, self.root.module)
+            group.layout_ranks = group.axes.layout_ranks(
+                self.root.axes, [(parameter.name, parameter.inner) for parameter in group.parameters]
+            )
         tensors = [tensor for group in groups for tensor, _ in group.stand_ins()]
         self.roster = Roster((module for _, module in named), [*tensors, *ignored], self.root.managed.stores)
 

@@ -20,6 +20,7 @@ from typing import Any
 from hp_dtensor import DeviceMesh
 from hp_dtensor.extend import TensorSpec, axis_within
 from hp_fsdp import port
+from hp_fsdp.axes import slice_of
 from hp_fsdp.layout import BLOCK
 from hp_fsdp.managed_params import spec_of
 from hp_platform import collectives, get_platform
@@ -214,7 +215,7 @@ def _counts(spec: TensorSpec | None, mesh: DeviceMesh | None) -> bool:
     """
     if mesh is None:
         return True
-    own = spec.mesh if spec is not None else mesh
+    own = (slice_of(mesh.root, spec.mesh) or spec.mesh) if spec is not None else mesh
     replicated = [axis for axis in range(own.ndim) if spec is None or spec.placements[axis].is_replicate()]
     first = not any((own.get_coordinate() or (0,) * own.ndim)[axis] for axis in replicated)
     others = [axis for axis in range(mesh.ndim) if own != mesh and not axis_within(mesh._axes[axis], own._axes)]
@@ -226,13 +227,16 @@ def _joint_mesh(meshes: set[DeviceMesh]) -> DeviceMesh | None:
     if len(meshes) <= 1:
         return next(iter(meshes), None)
     ordered = sorted(meshes, key=lambda mesh: (-mesh.ndim, mesh.mesh_dim_names or ()))
-    largest, axes = ordered[0], [(mesh, axis) for mesh in ordered for axis in range(mesh.ndim)]
-    for mesh in ordered:
-        if mesh.mesh_dim_names is None or mesh.root != largest.root:
+    largest = ordered[0]
+    for place, mesh in enumerate(ordered):
+        own = slice_of(largest.root, mesh)
+        if own is None:
             raise ValueError(
                 f"global_grad_norm: parameters are on {mesh} and on {largest}; both must be slices, by name, of one"
                 " mesh"
             )
+        ordered[place] = own
+    axes = [(mesh, axis) for mesh in ordered for axis in range(mesh.ndim)]
     # Axes that were made of others, or split: the larger ones have all ranks.
     chosen: list[DeviceMesh] = []
     for mesh, axis in sorted(axes, key=lambda each: -each[0].shape[each[1]]):

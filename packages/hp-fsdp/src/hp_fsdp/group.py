@@ -45,6 +45,8 @@ class Group:
         reduces: backward reduces the gradients.
         reduces_over_replicas: on two axes, over the first as well.
         divisor: of the reduced gradients; None for 1.
+        layout_ranks: how many ranks of the root's data parallelism this group's own layouts divide its parameters over:
+            see ``DataAxes.layout_ranks``.
         scale: factor of the reduced gradients.
         waits: the end of a backward pass waits for the reductions.
         unshard_in_backward: backward gathers the parameters, unless they are gathered.
@@ -87,6 +89,7 @@ class Group:
         self.reduces_over_replicas = True
         self.reduce_op = "avg"
         self.divisor: float | None = None
+        self.layout_ranks = 1
         self.scale = 1.0
         self.waits = True
         self.unshard_in_backward = True
@@ -229,9 +232,12 @@ class Group:
     @property
     def total_divisor(self) -> float | None:
         """Divisor of the reduced gradients, with ``scale``; None for 1."""
+        divisor = self.divisor
+        if self.layout_ranks > 1 and self.reduce_op == "avg":
+            divisor = float(self.layout_ranks)
         if self.scale == 1.0:
-            return self.divisor
-        return (1.0 if self.divisor is None else self.divisor) / self.scale
+            return divisor
+        return (1.0 if divisor is None else divisor) / self.scale
 
     @property
     def sums_now(self) -> bool:
