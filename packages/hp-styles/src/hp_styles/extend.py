@@ -5,5 +5,15 @@ from __future__ import annotations
 from hp_styles.inputs import hook
 from hp_styles.names import ALIASES, PARAMETER_STYLES, STYLES, canonical, sequence_parallel_plan
 from hp_styles.regions import runs_on_parts
+from hp_styles.styles import claim
 
-__all__ = ["ALIASES", "PARAMETER_STYLES", "STYLES", "canonical", "hook", "runs_on_parts", "sequence_parallel_plan"]
+__all__ = [
+    "ALIASES",
+    "PARAMETER_STYLES",
+    "STYLES",
+    "canonical",
+    "claim",
+    "hook",
+    "runs_on_parts",
+    "sequence_parallel_plan",
+]

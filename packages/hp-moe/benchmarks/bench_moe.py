@@ -1,0 +1,165 @@
+"""What hp-moe costs beside torch and transformers, interleaved in the same processes. Medians, minima and ratios.
+
+grouped   forward and backward of a grouped product against torch's own, and in float64 against a loop over the weight
+replicas  the worst rank's load over the mean, with a replica a rank and without, and the time to plan it
+layer     a layer of experts on two gloo ranks against transformers' all-to-all
+
+    python packages/hp-moe/benchmarks/bench_moe.py --repeats 30
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+
+from hp_dtensor import init_device_mesh
+from hp_moe import ExpertParallel, ExpertPlacement, plan_replicas
+from hp_platform.torch.grouped import grouped_linear
+from hp_styles import parallelize_module
+
+EXPERTS, CHOICES, HIDDEN, INNER, TOKENS, RANKS = 64, 8, 256, 128, 2048, 2
+
+
+def compared(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def grouped(repeats: int) -> None:
+    for experts, hidden, inner, tokens in ((16, 64, 128, 512), (64, 64, 128, 512), (16, 256, 512, 2048)):
+        for dtype in (torch.float32, torch.float64):
+            weight = torch.randn(experts, inner, hidden, dtype=dtype, requires_grad=True)
+            x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+            sizes, grad = [tokens // experts] * experts, torch.randn(tokens, inner, dtype=dtype)
+            ends = torch.tensor(sizes).cumsum(0).int()
+
+            def ours(x=x, weight=weight, sizes=sizes, grad=grad):
+                weight.grad = x.grad = None
+                grouped_linear(x, weight, sizes).backward(grad)
+
+            def torchs(x=x, weight=weight, ends=ends, grad=grad):
+                weight.grad = x.grad = None
+                F.grouped_mm(x, weight.transpose(1, 2), offs=ends).backward(grad)
+
+            def loop(x=x, weight=weight, sizes=sizes, grad=grad):
+                weight.grad = x.grad = None
+                torch.cat([F.linear(rows, weight[e]) for e, rows in enumerate(x.split(sizes))]).backward(grad)
+
+            peer = torchs if dtype is torch.float32 else loop
+            times = compared({"ours": ours, "peer": peer}, repeats)
+            middle = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+            what = "torch's grouped product" if peer is torchs else "the loop over weight[e]"
+            print(
+                f"grouped {experts} x {inner} x {hidden}, {tokens} rows, {str(dtype)[6:]}: {middle['ours']:.2f} ms,"
+                f" {what} {middle['peer']:.2f} ms, {middle['ours'] / middle['peer']:.2f}"
+                f" (minima {min(times['ours']) / min(times['peer']):.2f})"
+            )
+
+
+def replicas(draws: int = 20) -> None:
+    for experts, ranks, exponent in ((64, 8, 1.0), (256, 32, 1.0), (256, 32, 0.6), (256, 64, 1.2)):
+        worst: dict[int, list[float]] = {0: [], 1: [], 2: []}
+        milliseconds = []
+        for seed in range(draws):
+            weights = [1 / (place + 1) ** exponent for place in range(experts)]
+            random.Random(seed).shuffle(weights)
+            load = [int(1e6 * weight / sum(weights)) for weight in weights]
+            for slots, values in worst.items():
+                begin = time.perf_counter()
+                placement = plan_replicas(load, ExpertPlacement.even(experts, ranks), slots)
+                milliseconds.append(1e3 * (time.perf_counter() - begin))
+                values.append(max(placement.loads(placement.shares([load]))) * ranks / sum(load))
+        means = ", ".join(f"{slots} slots {statistics.mean(values):.2f}" for slots, values in worst.items())
+        print(
+            f"replicas {experts} experts, {ranks} ranks, Zipf {exponent}: worst over mean {means}; planned in"
+            f" {statistics.median(milliseconds):.1f} ms"
+        )
+
+
+def layer(rank: int, store: str, repeats: int) -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.distributed.expert_parallel import AllToAllEP
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=CHOICES
+    )
+    config._experts_implementation = "grouped_mm"
+    torch.manual_seed(0)
+    whole: Any = Qwen3MoeExperts(config)
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    torch.manual_seed(1 + rank)
+    tokens, weights = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, CHOICES)
+    chosen = torch.rand(TOKENS, EXPERTS).topk(CHOICES).indices
+
+    own = EXPERTS // RANKS
+    part = copy.deepcopy(whole)
+    for name, parameter in list(part.named_parameters()):
+        setattr(part, name, torch.nn.Parameter(parameter.data[rank * own : (rank + 1) * own].clone()))
+    part.num_experts = own
+    theirs: Any = AllToAllEP.__new__(AllToAllEP)  # its constructor wants a model's meshes; this is what it sets
+    vars(theirs).update(experts=part, num_local_experts=own, experts_forward=part.forward)
+    theirs.ep_mesh = init_torch_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    theirs.tp_mesh = init_torch_mesh("cpu", (RANKS, 1), mesh_dim_names=("ep", "tp"))["tp"]
+
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    layers: dict[str, tuple[Any, Any]] = {"transformers": (theirs, part)}
+    for combine in ("fast", "exact"):
+        module = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel(combine=combine))  # type: ignore[arg-type]
+        layers[combine] = (module, module)
+
+    def run(call: Any, module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        dist.barrier()
+        own, scores = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+        call(own, chosen, scores).square().mean().backward()
+
+    times = compared({name: (lambda each=each: run(*each)) for name, each in layers.items()}, repeats)
+    if rank == 0:
+        for name, values in times.items():
+            print(
+                f"layer {name}: {1e3 * statistics.median(values):.0f} ms (minimum {1e3 * min(values):.0f}),"
+                f" {statistics.median(values) / statistics.median(times['transformers']):.2f} of transformers' (minima"
+                f" {min(values) / min(times['transformers']):.2f})"
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--parts", nargs="+", default=["grouped", "replicas", "layer"])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if "grouped" in arguments.parts:
+        grouped(arguments.repeats)
+    if "replicas" in arguments.parts:
+        replicas()
+    if "layer" in arguments.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(layer, (f"{folder}/store", arguments.repeats), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()

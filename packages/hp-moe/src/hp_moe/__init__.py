@@ -1,0 +1,40 @@
+"""Mixtures of experts over ranks, for unmodified models: no token is dropped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hp_moe.placement import ExpertPlacement, plan_replicas
+from hp_moe.styles import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, TensorParallel
+from hp_platform.extend import lazy_exports
+
+if TYPE_CHECKING:
+    from hp_moe.torch.balance import MoEAuxLossAutoScaler, update_expert_bias
+    from hp_moe.torch.modules import FeedForward, GroupedExperts, MoE, TokenChoiceTopKRouter
+
+__all__ = [
+    "BaseExpertParallel",
+    "ExpertParallel",
+    "ExpertTensorParallel",
+    "FeedForward",
+    "GroupedExperts",
+    "MoE",
+    "MoEAuxLossAutoScaler",
+    "ExpertPlacement",
+    "TensorParallel",
+    "TokenChoiceTopKRouter",
+    "plan_replicas",
+    "update_expert_bias",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "FeedForward": "modules",
+        "GroupedExperts": "modules",
+        "MoE": "modules",
+        "MoEAuxLossAutoScaler": "balance",
+        "TokenChoiceTopKRouter": "modules",
+        "update_expert_bias": "balance",
+    },
+)

@@ -1,0 +1,98 @@
+"""Where the rows of an exchange go, and in what order they are when they are there: integers, no framework.
+
+Note [The order of rows]
+    A rank sends a row for each token and chosen expert, ordered by (destination, expert there, token, choice). What
+    arrives is ordered by (source, expert, token); the experts compute it in the order (expert, source, token), so that
+    the sum over an expert's rows, its weight's gradient, is a sum over sources in their order. Results go back the way
+    their rows came.
+
+Note [What ranks tell each other]
+    Before the rows, each rank tells each other the rows for each of its experts, the copies of tokens, and what is
+    wrong with its inputs. So all ranks know of a bad input before any of them sends a row, and raise alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["TOLD", "Dispatch", "refusal"]
+
+TOLD: tuple[str, ...] = ("copies", "hidden", "choices", "unknown", "infinite")
+"""What follows the rows for each expert in a rank's message to another."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One exchange, as one rank sees it: Note [The order of rows].
+
+    Attributes:
+        sent: rows to each rank.
+        received: rows from each rank.
+        sizes: rows of each expert that this rank computes, over all sources.
+        blocks: (first row, rows) of what has arrived, in the order in which it is computed.
+        copies_sent: tokens that go to each rank once, whatever the number of their experts there.
+        copies_received: the same from each rank.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
+    copies_sent: tuple[int, ...]
+    copies_received: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> Dispatch:
+        """Plan an exchange.
+
+        Args:
+            sent: this rank's message to each rank: Note [What ranks tell each other].
+            received: the message of each rank to this one.
+        """
+        told, width = len(TOLD), len(received[0]) - len(TOLD)
+        rows = [message[:-told] for message in received]
+        ends = list(itertools.accumulate(itertools.chain.from_iterable(rows), initial=0))
+        return cls(
+            tuple(sum(message[:-told]) for message in sent),
+            tuple(map(sum, rows)),
+            tuple(map(sum, zip(*rows, strict=True))),
+            tuple(
+                (ends[source * width + expert], rows[source][expert])
+                for expert in range(width)
+                for source in range(len(rows))
+            ),
+            tuple(message[-told] for message in sent),
+            tuple(message[-told] for message in received),
+        )
+
+    @property
+    def sorted(self) -> bool:
+        """Tell whether what arrives is in the order in which it is computed."""
+        filled = [first for first, rows in self.blocks if rows]
+        return filled == sorted(filled)
+
+
+def refusal(name: str, experts: int, received: Sequence[Sequence[int]]) -> str | None:
+    """Say what is wrong with the inputs of a layer on any rank, the same on all; None if nothing is.
+
+    Args:
+        name: of the module of experts.
+        experts: their number, over all ranks.
+        received: each rank's message: Note [What ranks tell each other].
+    """
+    told = [dict(zip(TOLD, message[-len(TOLD) :], strict=True)) for message in received]
+    problems = []
+    for rank, each in enumerate(told):
+        for key, what in (("hidden", "tokens of size"), ("choices", "choices a token")):
+            if each[key] != told[0][key]:
+                problems.append(f"rank {rank} has {what} {each[key]}, rank 0 {told[0][key]}")
+        if each["unknown"]:
+            problems.append(
+                f"rank {rank} chose {each['unknown']} experts that are none of {experts}: their numbers go from 0 to"
+                f" {experts - 1}"
+            )
+        if each["infinite"]:
+            problems.append(f"rank {rank} has {each['infinite']} weights that are not finite: look at the router")
+    return f"{name}: {'; '.join(problems)}." if problems else None

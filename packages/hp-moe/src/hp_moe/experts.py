@@ -1,0 +1,110 @@
+"""What experts compute: grouped products and what is between them, for transformers' modules and ours alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_moe.port import port
+
+__all__ = ["Description", "compute", "describe"]
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Description:
+    """A module of experts.
+
+    Attributes:
+        name: of its class, for errors.
+        experts: their number.
+        features: between the two products of an expert.
+        first: the weight of the first product, or its two weights, of the gate and of what it is multiplied with.
+        second: the weight of the second product.
+        biased: each weight has a bias, called as it is with ``_bias``.
+        packed: the first product's one weight holds gate and up projection, one after the other.
+        transposed: weights are ``[experts, in, out]``.
+        kernel: take one kernel for all experts' products, where the framework has it.
+    """
+
+    name: str
+    experts: int
+    features: int
+    first: tuple[str, ...]
+    second: str
+    biased: bool
+    packed: bool
+    transposed: bool
+    kernel: bool = True
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """List the weights."""
+        return (*self.first, self.second)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """List the parameters with one entry an expert."""
+        return self.weights + (tuple(f"{name}_bias" for name in self.weights) if self.biased else ())
+
+
+def describe(module: Any) -> Description:
+    """Describe a module of experts, by what transformers' modules say of themselves.
+
+    Raises:
+        TypeError: a module without weights of three dims.
+    """
+    gated = bool(getattr(module, "has_gate", True))
+    own = hasattr(module, "w1")
+    first, second = (("w1", "w3"), "w2") if own else (("gate_up_proj",) if gated else ("up_proj",), "down_proj")
+    for name in (*first, second):
+        weight = getattr(module, name, None)
+        if not port().is_weight(weight):
+            got = "none" if weight is None else f"one of shape {tuple(getattr(weight, 'shape', ()))}"
+            raise TypeError(
+                f"{type(module).__name__} is not a module of experts: {name} must be a parameter [experts, out, in],"
+                f" got {got}. Name the module that has gate_up_proj (or up_proj, with has_gate = False) and down_proj."
+            )
+    transposed = bool(getattr(module, "is_transposed", False))
+    down = getattr(module, second)
+    return Description(
+        type(module).__name__,
+        down.shape[0],
+        down.shape[1 if transposed else 2],
+        first,
+        second,
+        bool(getattr(module, "has_bias", False)),
+        gated and not own and bool(getattr(module, "is_concatenated", True)),
+        transposed,
+        bool(getattr(module, "use_grouped_mm", True)),
+    )
+
+
+def compute(module: Any, own: Description, rows: Tensor, sizes: Sequence[int], part: Callable[[str], Tensor]) -> Tensor:
+    """Compute rows by their experts.
+
+    Args:
+        module: of experts.
+        own: its description.
+        rows: ``[rows, hidden]``, ordered by expert.
+        sizes: rows of each expert that is computed here.
+        part: returns the part of a parameter that is computed here.
+
+    Returns:
+        ``[rows, hidden]``.
+    """
+    inner = [_linear(rows, own, name, sizes, part) for name in own.first]
+    if len(own.first) == 2:
+        between = port().swiglu
+    else:
+        between = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
+    out = _linear(port().recomputed(between, *inner), own, own.second, sizes, part)
+    return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
+
+
+def _linear(rows: Tensor, own: Description, name: str, sizes: Sequence[int], part: Callable[[str], Tensor]) -> Tensor:
+    weight = part(name)
+    out = port().grouped(port().cast(rows, weight), weight, sizes, own.transposed, own.kernel)
+    return out + port().repeated(part(f"{name}_bias"), sizes) if own.biased else out

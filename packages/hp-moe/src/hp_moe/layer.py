@@ -1,0 +1,161 @@
+"""A layer of experts over ranks: tokens go to their experts and come back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+from hp_moe.dispatch import TOLD, Dispatch, refusal
+from hp_moe.experts import compute, describe
+from hp_moe.placement import ExpertPlacement
+from hp_moe.port import port
+from hp_moe.routes import Exact, Fast, Route
+from hp_platform import get_platform
+
+if TYPE_CHECKING:
+    from hp_moe.styles import BaseExpertParallel
+
+__all__ = ["ExpertLayer", "run_over_ranks"]
+
+Tensor = Any
+Restore = Callable[[Tensor], Tensor]
+
+
+class ExpertLayer:
+    """The forward of a module of experts whose experts are spread over ranks.
+
+    Args:
+        module: of experts.
+        style: that it runs by.
+        placement: which rank has which expert.
+        experts: the mesh axis that experts are spread over; None where each rank has all.
+        features: the mesh axis that the features of each are sharded over, or None.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        style: BaseExpertParallel,
+        placement: ExpertPlacement,
+        experts: DeviceMesh | None,
+        features: DeviceMesh | None,
+    ) -> None:
+        self.own, self.style = describe(module), style
+        self.experts, self.features = experts, features
+        self.widths = [len(local) for local in placement.local]
+        self.group = None if experts is None else experts.get_group()
+        slots = {expert: slot for slot, expert in enumerate(itertools.chain.from_iterable(placement.local))}
+        self.slots = [slots[expert] for expert in range(self.own.experts)]
+
+    def __call__(self, module: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Compute the sum over choices of weight times expert, for each token."""
+        (tokens, chosen, weights), restore = self._local(tokens, chosen, weights)
+        route = self._route(tokens, chosen, weights)
+        rows = self.style.dispatch(route, tokens, weights)
+        rows = compute(module, self.own, rows, route.plan.sizes, lambda name: self._part(getattr(module, name)))
+        return restore(port().cast(self.style.combine(route, rows), tokens))
+
+    def rows(self, module: Any, rows: Tensor, counts: Tensor | Sequence[int], scores: Tensor | None) -> Tensor:
+        """Compute rows ordered by expert, as ``GroupedExperts`` does."""
+        chosen = port().repeated_numbers(counts, rows)
+        if len(chosen) != len(rows):
+            raise ValueError(f"{self.own.name}: counts add up to {len(chosen)} rows, but there are {len(rows)}.")
+        weights = port().ones(rows) if scores is None else scores
+        return self(module, rows, chosen.reshape(-1, 1), weights.reshape(-1, 1))
+
+    # ---- inputs and parameters ----
+    def _local(self, *inputs: Tensor) -> tuple[list[Tensor], Restore]:
+        """Return this rank's tokens, and what makes of its result the layer's."""
+        if self.features is not None:
+            return self._varying(self.features, inputs)
+        mesh = next((value.device_mesh for value in inputs if isinstance(value, DTensor)), None)
+        if mesh is None:
+            return list(inputs), lambda out: out
+        # Replicated activations: each rank takes its share of the tokens, so that none is computed twice.
+        assert self.experts is not None
+        if mesh.ndim != 1 or not _ranks(mesh) <= _ranks(self.experts):
+            raise ValueError(
+                f"{self.own.name}: its tokens are DTensors on {mesh}, whose ranks are not among those that experts are"
+                f" spread over, {self.experts}: gradients of experts would be parts that nobody adds up. Spread experts"
+                " over all these ranks, or use ExpertTensorParallel on a mesh of both axes"
+            )
+        whole = [
+            each if isinstance(each, DTensor) else DTensor.from_local(each, mesh, [Replicate()]) for each in inputs
+        ]
+        shape = whole[0].shape
+
+        def restore(out: Tensor) -> Tensor:
+            return DTensor.from_local(out, mesh, [Shard(0)], shape=shape).redistribute(mesh, [Replicate()])
+
+        return [each.redistribute(mesh, [Shard(0)]).to_local() for each in whole], restore
+
+    def _varying(self, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Restore]:
+        """Return the tokens, which all ranks of the axis have; results are added up over it."""
+        plain = not any(isinstance(each, DTensor) for each in inputs)
+        whole = [
+            each if isinstance(each, DTensor) else DTensor.from_local(each, mesh, [Replicate()]) for each in inputs
+        ]
+
+        def restore(out: Tensor) -> Tensor:
+            total = DTensor.from_local(out, mesh, [Partial()]).redistribute(mesh, [Replicate()])
+            return total.to_local() if plain else total
+
+        return [port().varying(each.redistribute(mesh, [Replicate()])) for each in whole], restore
+
+    def _part(self, parameter: Any) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        placements = parameter.placements
+        if self.features is not None and placements[-1].is_replicate():  # a bias that is added once, on one rank
+            parameter = parameter.redistribute(parameter.device_mesh, [*placements[:-1], Partial()])
+        return parameter.to_local()
+
+    # ---- where tokens go ----
+    def _route(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Route:
+        f, choices, ranks = port(), chosen.shape[-1], len(self.widths)
+        slots, unknown = f.slots(chosen, self.slots)
+        kind = Fast if self.style.combine_tokens == "fast" and choices > 1 else Exact
+        route = kind(slots, choices, self.widths, self.group)
+        counts, copies = f.split(f.count(slots, len(self.slots)), self.widths), route.copies()
+        told = [tokens.shape[-1], choices, unknown, f.not_finite(weights)]
+        message = f.message([part for rank in range(ranks) for part in (counts[rank], copies[rank], *told)])
+        sizes = [width + len(TOLD) for width in self.widths]
+        own = sizes[0 if self.group is None else get_platform().groups.rank(self.group)]
+        # The layer's one wait of the host.
+        sent, received = map(iter, f.exchange_numbers(message, sizes, [own] * ranks, self.group))
+        to_each = [list(itertools.islice(sent, size)) for size in sizes]
+        of_each = [list(itertools.islice(received, own)) for _ in range(ranks)]
+        problem = refusal(self.own.name, self.own.experts, of_each)
+        if problem:
+            raise ValueError(problem)
+        route.plan = Dispatch.of(to_each, of_each)
+        return route
+
+
+def _ranks(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.ranks.flatten().tolist())
+
+
+def run_over_ranks(
+    module: Any,
+    style: BaseExpertParallel,
+    placement: ExpertPlacement,
+    experts: DeviceMesh | None,
+    features: DeviceMesh | None,
+) -> None:
+    """Put an ``ExpertLayer`` in place of a module's forward; its hooks stay."""
+    layer = ExpertLayer(module, style, placement, experts, features)
+    if len(layer.own.first) == 2:
+        port().replace_forward(
+            module, lambda module, x, counts, scores=None: module._expert_layer.rows(module, x, counts, scores)
+        )
+    else:
+        port().replace_forward(
+            module,
+            lambda module, hidden_states, top_k_index, top_k_weights: module._expert_layer(
+                module, hidden_states, top_k_index, top_k_weights
+            ),
+        )
+    module._expert_layer = layer

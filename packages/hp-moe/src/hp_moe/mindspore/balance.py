@@ -1,0 +1,75 @@
+"""Balance of experts' loads on MindSpore; the docstrings are those of `hp_moe.torch.balance`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, _Function, mint, nn
+
+from hp_platform import get_platform
+
+__all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "update_expert_bias"]
+
+
+def update_expert_bias(moe: nn.Cell, lr: float = 1e-3, *, group: Any = None) -> None:
+    """Raise the bias of experts with fewer tokens than the mean, lower that of those with more; counts begin anew."""
+    layers = list(_layers(moe))
+    if not layers:
+        raise ValueError(f"update_expert_bias: {type(moe).__name__} has no MoE inside, which has biases to update.")
+    groups = get_platform().groups
+    counts = Tensor(np.concatenate([layer.tokens_per_expert for layer in layers]))
+    if groups.is_initialized():
+        get_platform().collectives.all_reduce(counts, group=groups.default_group() if group is None else group)
+    numbers, at = counts.asnumpy(), 0
+    for layer in layers:
+        own = numbers[at : at + len(layer.tokens_per_expert)]
+        at += len(own)
+        changed = layer.expert_bias.asnumpy() + lr * np.sign(own.sum() - own * len(own)).astype(np.float32)
+        layer.expert_bias.set_data(Tensor(changed.astype(np.float32)))
+        layer.tokens_per_expert[:] = 0
+
+
+def _layers(module: nn.Cell) -> Iterator[Any]:
+    for _, child in module.cells_and_names():
+        if hasattr(child, "expert_bias") and hasattr(child, "tokens_per_expert"):
+            yield child
+
+
+def balance_loss(scores: Tensor, counts: Any, top_k: int, group: Any = None) -> Tensor:
+    """Compute ``experts * sum(share of tokens * mean score)``: 1 where all are equal."""
+    tokens, size = scores.shape[0], 1
+    if group is not None:
+        size = get_platform().groups.size(group)
+        together = Tensor(np.append(counts, tokens).astype(np.int64))
+        get_platform().collectives.all_reduce(together, group=group)
+        *counts, tokens = together.asnumpy().tolist()
+    shares = Tensor((np.asarray(counts) / (tokens * top_k)).astype(np.float64)).astype(scores.dtype)
+    means = mint.sum(scores / mint.sum(scores, -1, keepdim=True), 0) / tokens
+    return size * scores.shape[1] * mint.sum(shares * means)
+
+
+class MoEAuxLossAutoScaler(_Function):
+    """An auxiliary loss beside the graph: its gradient is added where backward comes through."""
+
+    scale: float = 1.0
+
+    @classmethod
+    def set_loss_scale(cls, scale: float) -> None:
+        """Set the factor of auxiliary losses' gradients, such as that of a loss scaler, or 1 over micro-batches."""
+        cls.scale = scale
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.dtype = loss.dtype
+        return output * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, Tensor(np.asarray(MoEAuxLossAutoScaler.scale)).astype(ctx.dtype)
+
+
+def attach_loss(output: Tensor, loss: Tensor) -> Tensor:
+    """Return the output; backward through it also runs backward from the loss."""
+    return MoEAuxLossAutoScaler.apply(output, loss)

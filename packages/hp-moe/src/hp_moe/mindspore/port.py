@@ -1,0 +1,180 @@
+"""MindSpore's part of hp-moe: see `hp_moe.port`.
+
+Note [Numbers on the host]
+    Which token goes where is a matter of some integers a token. They are computed with NumPy: the layer waits for the
+    host once for its counts anyway, and MindSpore has no kernels on CPU for most of it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn, ops
+
+from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
+from hp_dtensor.mindspore.extend import distribute_parameter
+from hp_moe.mindspore.exchange import Combined, Exchange, Grouped, Repeated, Spread, Summed, gathered
+from hp_platform import get_platform
+
+Numbers = np.ndarray
+
+
+# ---- modules ----
+def is_weight(value: Any) -> bool:
+    """Tell whether a value is a Parameter of three dims."""
+    return isinstance(value, (Parameter, Tensor)) and len(value.shape) == 3
+
+
+def distribute(
+    module: nn.Cell, mesh: DeviceMesh, placements: Mapping[str, tuple[Placement, ...]], src_data_rank: int | None
+) -> None:
+    """Lay out Parameters of a Cell."""
+    for name, placement in placements.items():
+        distribute_parameter(getattr(module, name), mesh, placement, src_data_rank=src_data_rank)
+
+
+def replace_forward(module: nn.Cell, forward: Callable[..., Any]) -> None:
+    """Let a Cell's calls run ``forward``."""
+    module.construct = types.MethodType(forward, module)
+
+
+# ---- numbers ----
+def slots(chosen: Tensor, table: Sequence[int]) -> tuple[Numbers, Numbers]:
+    """Look numbers up in a table; count those that are none of its places."""
+    numbers = chosen.asnumpy()
+    unknown = (numbers < 0) | (numbers >= len(table))
+    return np.asarray(table, np.int64)[np.where(unknown, 0, numbers).reshape(-1)], unknown.sum()
+
+
+def not_finite(values: Tensor) -> Numbers:
+    """Count values that are not finite."""
+    return (~np.isfinite(values.astype(mindspore.float32).asnumpy())).sum()
+
+
+def count(slots: Numbers, size: int) -> Numbers:
+    """Count how often each number occurs."""
+    return np.bincount(slots, minlength=size)
+
+
+def order(slots: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the stable order of numbers, and its inverse."""
+    places = np.argsort(slots, kind="stable")
+    return places, np.argsort(places, kind="stable")
+
+
+def copies(slots: Numbers, choices: int, widths: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
+    """List what goes to each rank once."""
+    there = np.repeat(np.arange(len(widths)), widths)[slots].reshape(-1, choices)
+    goes = np.zeros((len(there), len(widths)), bool)
+    np.put_along_axis(goes, there, True, 1)
+    places = np.take_along_axis(goes.cumsum(0) - 1, there, 1)
+    return np.nonzero(goes.T)[1], places.reshape(-1), goes.sum(0)
+
+
+def message(parts: Sequence[Any]) -> Numbers:
+    """Join integers."""
+    return np.concatenate([np.asarray(part, np.int64).reshape(-1) for part in parts])
+
+
+def split(numbers: Numbers, sizes: Sequence[int]) -> Sequence[Numbers]:
+    """Cut numbers into parts."""
+    return np.split(numbers, np.cumsum(sizes)[:-1])
+
+
+def exchange_numbers(
+    message: Numbers, sent: Sequence[int], received: Sequence[int], group: Any
+) -> tuple[list[int], list[int]]:
+    """Exchange integers."""
+    numbers = message.tolist()
+    return numbers, numbers if group is None else _exchanged(message, sent, received, group).tolist()
+
+
+def _exchanged(numbers: Numbers, sent: Sequence[int], received: Sequence[int], group: Any) -> Numbers:
+    out = ops.zeros((sum(received), 1), mindspore.int64)
+    own = Tensor(numbers.reshape(-1, 1).astype(np.int64))
+    get_platform().collectives.all_to_all(out, own, list(received), list(sent), group=group)
+    return out.asnumpy().reshape(-1)
+
+
+def positions(blocks: Sequence[tuple[int, int]], like: Any) -> Numbers:
+    """List the numbers of blocks."""
+    return np.concatenate([np.arange(first, first + rows) for first, rows in blocks])
+
+
+def repeated_numbers(counts: Any, like: Tensor) -> Tensor:
+    """List each place as often as its count says."""
+    numbers = counts.asnumpy() if isinstance(counts, Tensor) else np.asarray(counts)
+    return Tensor(np.repeat(np.arange(len(numbers)), numbers))
+
+
+# ---- rows ----
+def take(rows: Any, places: Numbers) -> Any:
+    """Return the rows at some places."""
+    return rows[places] if isinstance(rows, np.ndarray) else gathered(rows, places)
+
+
+def spread(rows: Tensor, order: Numbers, inverse: Numbers, times: int) -> Tensor:
+    """Repeat rows and put them in an order."""
+    return Spread.apply(rows, order, inverse, times)
+
+
+def exchange(rows: Any, sent: Sequence[int], received: Sequence[int], group: Any) -> Any:
+    """Send rows to ranks and receive theirs."""
+    if group is None:
+        return rows
+    if isinstance(rows, np.ndarray):
+        return _exchanged(rows, sent, received, group)
+    return Exchange.apply(rows, list(sent), list(received), group)
+
+
+def combined(rows: Tensor, weights: Tensor, order: Numbers, inverse: Numbers) -> Tensor:
+    """Sum the rows of each token with weights."""
+    return Combined.apply(rows, weights, order, inverse)
+
+
+def summed(rows: Tensor, weights: Tensor | None, places: Numbers, count: int) -> Tensor:
+    """Add rows at places."""
+    return Summed.apply(rows, ones(rows).reshape(-1, 1) if weights is None else weights, places, count)
+
+
+def ones(rows: Tensor) -> Tensor:
+    """Return a weight of one for each row."""
+    return mint.ones((rows.shape[0],), dtype=rows.dtype)
+
+
+# ---- experts ----
+def grouped(rows: Tensor, weight: Tensor, sizes: Sequence[int], transposed: bool, kernel: bool) -> Tensor:
+    """Multiply groups by matrices, one after the other."""
+    return Grouped.apply(rows, weight, list(sizes), transposed)
+
+
+def repeated(rows: Any, sizes: Sequence[int]) -> Any:
+    """Repeat each row so many times."""
+    return np.repeat(rows, sizes, 0) if isinstance(rows, np.ndarray) else Repeated.apply(rows, list(sizes))
+
+
+def recomputed(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """Apply a function; its gradients are MindSpore's own, which saves what it needs."""
+    return function(*values)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up``; silu's own kernel on CPU computes its gradient in float32."""
+    return gate * mint.sigmoid(gate) * up
+
+
+def cast(value: Tensor, like: Tensor) -> Tensor:
+    """Return a value in the dtype of another."""
+    return value if value.dtype == like.dtype else value.astype(like.dtype)
+
+
+def varying(value: Any) -> Tensor:
+    """Return the local part of a replicated DTensor, whose gradient is a part of a sum."""
+    assert isinstance(value, DTensor)
+    if value.dtype in (mindspore.int32, mindspore.int64):
+        return value.to_local()
+    return value.to_local(grad_placements=[Partial()] * value.device_mesh.ndim)

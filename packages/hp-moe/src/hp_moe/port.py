@@ -1,0 +1,145 @@
+"""What a framework supplies to hp-moe."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from hp_dtensor import DeviceMesh, Placement
+from hp_platform.extend import load_port
+
+Tensor = Any
+Module = Any
+
+
+class Port(Protocol):
+    """Rows of tokens and modules of experts; `<framework>/port.py`. All of it is differentiable that has gradients."""
+
+    # ---- modules ----
+    def is_weight(self, value: Any) -> bool:
+        """Tell whether a value is a tensor of three dims."""
+        ...
+
+    def distribute(
+        self,
+        module: Module,
+        mesh: DeviceMesh,
+        placements: Mapping[str, tuple[Placement, ...]],
+        src_data_rank: int | None,
+    ) -> None:
+        """Lay out parameters of a module."""
+        ...
+
+    def replace_forward(self, module: Module, forward: Callable[..., Any]) -> None:
+        """Let a module's calls run ``forward(module, ...)``; its hooks stay, and copies of it run their own."""
+        ...
+
+    # ---- numbers ----
+    def slots(self, chosen: Tensor, table: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Look numbers up in a table; return them flat, and how many are none of its places, which count as 0."""
+        ...
+
+    def not_finite(self, values: Tensor) -> Tensor:
+        """Count values that are not finite."""
+        ...
+
+    def count(self, slots: Tensor, size: int) -> Tensor:
+        """Count how often each number below a size occurs."""
+        ...
+
+    def order(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of numbers in ascending order, equal ones as they come; and where each place is there."""
+        ...
+
+    def copies(self, slots: Tensor, choices: int, widths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """List what goes to each rank once.
+
+        Args:
+            slots: for each token and choice, the number of its expert among all that ranks compute.
+            choices: a token.
+            widths: how many experts each rank computes.
+
+        Returns:
+            The token of each copy, ordered by rank; for each token and choice its copy's place among those to that
+            rank; the copies to each rank.
+        """
+        ...
+
+    def message(self, parts: Sequence[Tensor | int]) -> Tensor:
+        """Join tensors of integers, single ones, and plain integers."""
+        ...
+
+    def split(self, numbers: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Cut a tensor into parts."""
+        ...
+
+    def exchange_numbers(
+        self, message: Tensor, sent: Sequence[int], received: Sequence[int], group: Any
+    ) -> tuple[list[int], list[int]]:
+        """Exchange integers with all ranks; return what was sent and what came, on the host."""
+        ...
+
+    def positions(self, blocks: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
+        """List the numbers of blocks (first, count), one after the other, on the device of a tensor."""
+        ...
+
+    def repeated_numbers(self, counts: Tensor | Sequence[int], like: Tensor) -> Tensor:
+        """List each place of ``counts`` as often as it says."""
+        ...
+
+    # ---- rows ----
+    def take(self, rows: Tensor, places: Tensor) -> Tensor:
+        """Return the rows at some places."""
+        ...
+
+    def spread(self, rows: Tensor, order: Tensor, inverse: Tensor, times: int) -> Tensor:
+        """Repeat each row so many times and put the copies in an order, of numbers row * times + copy."""
+        ...
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+        """Send rows to the ranks of a group and receive theirs; ranks without rows take part."""
+        ...
+
+    def combined(self, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        """Sum the rows of each token with weights ``[tokens, choices]``; rows are in an order as ``spread`` makes."""
+        ...
+
+    def summed(self, rows: Tensor, weights: Tensor | None, places: Tensor, count: int) -> Tensor:
+        """Add rows, times weights ``[rows, 1]`` where there are, to ``count`` rows of zeros, at places."""
+        ...
+
+    def ones(self, rows: Tensor) -> Tensor:
+        """Return a weight of one for each row."""
+        ...
+
+    # ---- experts ----
+    def grouped(self, rows: Tensor, weight: Tensor, sizes: Sequence[int], transposed: bool, kernel: bool) -> Tensor:
+        """Multiply each group of rows by a matrix of its own; with ``kernel``, by one kernel for all where there is."""
+        ...
+
+    def repeated(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Repeat each row so many times."""
+        ...
+
+    def recomputed(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        """Apply a function without parameters, of which backward saves the inputs alone."""
+        ...
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return ``silu(gate) * up``."""
+        ...
+
+    def cast(self, value: Tensor, like: Tensor) -> Tensor:
+        """Return a value in the dtype of another."""
+        ...
+
+    def varying(self, value: Any) -> Tensor:
+        """Return the local part of a replicated DTensor, whose gradient is a part of a sum."""
+        ...
+
+
+@functools.cache
+def port() -> Port:
+    """Get what the framework in use supplies."""
+    return load_port(Port)

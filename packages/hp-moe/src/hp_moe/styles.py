@@ -1,0 +1,202 @@
+"""Parallel styles of experts: which rank has which, and how tokens come to them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from hp_dtensor import DeviceMesh, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_moe.experts import Description, describe
+from hp_moe.layer import run_over_ranks
+from hp_moe.placement import ExpertPlacement
+from hp_moe.port import port
+from hp_styles import ParallelStyle
+from hp_styles.extend import claim
+
+__all__ = ["BaseExpertParallel", "ExpertParallel", "ExpertTensorParallel", "TensorParallel"]
+
+Combine = Literal["fast", "exact"]
+
+
+class BaseExpertParallel(ParallelStyle):
+    """Experts spread over ranks; a style of one's own overrides its three methods.
+
+    The module is called with tokens ``[tokens, hidden]`` of this rank, the numbers of the experts chosen for each and
+    their weights ``[tokens, choices]``, and returns ``[tokens, hidden]``: the sum over choices of weight times expert.
+    It is one of transformers' modules of experts, or ``GroupedExperts``. No token is dropped.
+
+    An expert's gradient is the sum over its tokens on all ranks, as in one process where those losses are added.
+    """
+
+    combine_tokens: Combine = "fast"
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        """Shard the experts and run them over the ranks.
+
+        Raises:
+            TypeError: a module that is none of experts.
+            ValueError: fewer experts than ranks.
+            RuntimeError: the module has a style already.
+        """
+        own = describe(module)
+        claim(module, self)
+        placement = ExpertPlacement.even(own.experts, self.expert_mesh(device_mesh).size())
+        self.partition(module, device_mesh)
+        run_over_ranks(module, self, placement, self.expert_mesh(device_mesh), self.tensor_mesh(device_mesh))
+        return module
+
+    def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the axis that experts are spread over."""
+        return mesh
+
+    def tensor_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        """Return the axis that the features of each expert are sharded over, if there is one."""
+        return None
+
+    def partition(self, module: Any, mesh: DeviceMesh) -> None:
+        """Shard the parameters of the experts by expert."""
+        own = describe(module)
+        sizes = tuple(map(len, ExpertPlacement.even(own.experts, mesh.size()).local))
+        cut: Placement = Shard(0) if len(set(sizes)) == 1 else RaggedShard((0,), sizes)
+        placements: dict[str, tuple[Placement, ...]] = dict.fromkeys(own.parameters, (cut,))
+        port().distribute(module, mesh, placements, self.src_data_rank)
+
+    def dispatch(self, exchange: Any, tokens: Any, weights: Any) -> Any:
+        """Bring tokens to their experts.
+
+        Args:
+            exchange: knows where each token goes; its ``dispatch`` is the style's own way.
+            tokens: ``[tokens, hidden]``, this rank's.
+            weights: ``[tokens, choices]``.
+
+        Returns:
+            Rows ``[rows, hidden]`` for the experts of this rank, ordered by expert.
+        """
+        return exchange.dispatch(tokens, weights)
+
+    def combine(self, exchange: Any, rows: Any) -> Any:
+        """Bring the experts' results back and add them up: ``[tokens, hidden]``."""
+        return exchange.combine(rows)
+
+
+class ExpertParallel(BaseExpertParallel):
+    """Whole experts on each rank of a mesh of one axis; tokens go to them and come back by an all-to-all.
+
+    Args:
+        token_dispatcher: ``"all_to_all"``.
+        combine: ``"fast"`` sends a token once to each rank that has any of its experts, which adds their results up:
+            fewer bytes. ``"exact"`` sends it for each expert and adds up where it came from: the bits do not depend on
+            the number of ranks.
+
+    Raises:
+        ValueError: another dispatcher or way to combine.
+    """
+
+    def __init__(self, token_dispatcher: str = "all_to_all", *, combine: Combine = "fast") -> None:
+        if token_dispatcher != "all_to_all":
+            raise ValueError(
+                f"ExpertParallel: token_dispatcher is 'all_to_all', got {token_dispatcher!r}; exchanges in two hops"
+                " over a mesh of two axes are not built"
+            )
+        if combine not in ("fast", "exact"):
+            raise ValueError(f"ExpertParallel: combine is 'fast' or 'exact', got {combine!r}")
+        self.token_dispatcher, self.combine_tokens = token_dispatcher, combine
+
+    def __repr__(self) -> str:
+        """Write the constructor."""
+        return f"ExpertParallel({self.token_dispatcher!r}, combine={self.combine_tokens!r})"
+
+
+class ExpertTensorParallel(BaseExpertParallel):
+    """Experts over the first axis of a mesh, the features of each over the second: ``("ep", "tp")``.
+
+    Ranks of one place on the first axis have the same tokens. Each computes a part of every expert that is there; the
+    sum over the second axis is taken where tokens came from.
+
+    Args:
+        combine: see ``ExpertParallel``.
+    """
+
+    mesh_axes = 2
+
+    def __init__(self, *, combine: Combine = "fast") -> None:
+        self.combine_tokens = combine
+
+    def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh[_names(mesh)[0]]
+
+    def tensor_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh[_names(mesh)[1]]
+
+    def partition(self, module: Any, mesh: DeviceMesh) -> None:
+        own = describe(module)
+        if own.experts % mesh.size(0):
+            raise ValueError(
+                f"{own.name}: {own.experts} experts with sharded features cannot be spread over {mesh.size(0)} ranks,"
+                " which do not divide them; ExpertParallel spreads whole experts unevenly"
+            )
+        cut = features(own, mesh.size(1))
+        placements = {name: (Shard(0), cut[name]) for name in own.parameters}
+        port().distribute(module, mesh, placements, self.src_data_rank)
+
+    def __repr__(self) -> str:
+        """Write the constructor."""
+        return f"ExpertTensorParallel(combine={self.combine_tokens!r})"
+
+
+class TensorParallel(BaseExpertParallel):
+    """The features of every expert over the ranks of a mesh of one axis.
+
+    All ranks have the same tokens, and none travels; the parts of the results are added up.
+    """
+
+    def expert_mesh(self, mesh: DeviceMesh) -> None:  # type: ignore[override]
+        return None
+
+    def tensor_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        own = describe(module)
+        claim(module, self)
+        self.partition(module, device_mesh)
+        run_over_ranks(module, self, ExpertPlacement.even(own.experts, 1), None, device_mesh)
+        return module
+
+    def partition(self, module: Any, mesh: DeviceMesh) -> None:
+        own = describe(module)
+        cut = features(own, mesh.size())
+        port().distribute(module, mesh, {name: (cut[name],) for name in own.parameters}, self.src_data_rank)
+
+    def __repr__(self) -> str:
+        """Write the constructor."""
+        return "TensorParallel()"
+
+
+def features(own: Description, ranks: int) -> dict[str, Placement]:
+    """Place the inner features of experts on so many ranks.
+
+    Those of the first product are cut, as are those of the second that they meet; a bias of the second is on all.
+
+    Raises:
+        ValueError: features that the ranks do not divide.
+    """
+    if own.features % ranks:
+        raise ValueError(
+            f"{own.name}: experts of {own.features} inner features cannot be cut evenly over {ranks} ranks; use a"
+            " number of ranks that divides them"
+        )
+    out, inner = (2, 1) if own.transposed else (1, 2)
+    # [gate; up] one after the other: each rank has a part of both. Pairs in turns stay together.
+    first: Placement = StridedShard(out, 2) if own.packed else Shard(out)
+    bias: Placement = StridedShard(1, 2) if own.packed else Shard(1)
+    placements = {**dict.fromkeys(own.first, first), own.second: Shard(inner)}
+    if own.biased:
+        placements |= {**{f"{name}_bias": bias for name in own.first}, f"{own.second}_bias": Replicate()}
+    return placements
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ValueError(f"the axes of {mesh} need names, such as ('ep', 'tp')")
+    return tuple(names)

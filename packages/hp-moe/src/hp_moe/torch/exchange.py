@@ -1,0 +1,119 @@
+"""Rows between ranks and between orders, each with its transpose: sums in a fixed order, no atomic additions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hp_platform import get_platform
+from hp_platform.torch.heavy import exchanged
+
+__all__ = ["Combined", "Exchange", "Recomputed", "Repeated", "Spread", "Summed"]
+
+T = torch.Tensor
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: T, sent: Sequence[int], received: Sequence[int], group: Any) -> T:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return exchanged(lambda: _all_to_all(rows, sent, received, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T, None, None, None]:  # type: ignore[override]
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: T, sent: Sequence[int], received: Sequence[int], group: Any) -> T:
+    out = rows.new_empty((sum(received), *rows.shape[1:]))
+    get_platform().collectives.all_to_all(out, rows.contiguous(), list(received), list(sent), group=group)
+    return out
+
+
+class Spread(torch.autograd.Function):
+    """Rows repeated `times` and put in an order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: T, order: T, inverse: T, times: int) -> T:
+        ctx.save_for_backward(inverse)
+        ctx.times = times
+        return rows.index_select(0, order if times == 1 else order.div(times, rounding_mode="floor"))
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T, None, None, None]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        back = grad.index_select(0, inverse)
+        return (back if ctx.times == 1 else back.unflatten(0, (-1, ctx.times)).sum(1)), None, None, None
+
+
+class Combined(torch.autograd.Function):
+    """Weighted sums of the rows of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: T, weights: T, order: T, inverse: T) -> T:
+        ctx.save_for_backward(rows, weights, order, inverse)
+        own = rows.index_select(0, inverse).unflatten(0, weights.shape)
+        return (own * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T | None, T | None, None, None]:  # type: ignore[override]
+        rows, weights, order, inverse = ctx.saved_tensors
+        to_rows = to_weights = None
+        if ctx.needs_input_grad[0]:
+            each = grad.unsqueeze(1) * weights.unsqueeze(-1).to(rows.dtype)
+            to_rows = each.flatten(0, 1).index_select(0, order)
+        if ctx.needs_input_grad[1]:
+            own = rows.index_select(0, inverse).unflatten(0, weights.shape)
+            to_weights = torch.linalg.vecdot(own, grad.unsqueeze(1)).to(weights.dtype)
+        return to_rows, to_weights, None, None
+
+
+class Summed(torch.autograd.Function):
+    """Weighted rows added up where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: T, weights: T, places: T, count: int) -> T:
+        ctx.save_for_backward(rows, weights, places)
+        return rows.new_zeros((count, rows.shape[1])).index_add_(0, places, rows * weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T | None, T | None, None, None]:  # type: ignore[override]
+        rows, weights, places = ctx.saved_tensors
+        each = grad.index_select(0, places)
+        to_rows = each * weights if ctx.needs_input_grad[0] else None
+        to_weights = torch.linalg.vecdot(rows, each).unsqueeze(1) if ctx.needs_input_grad[1] else None
+        return to_rows, to_weights, None, None
+
+
+class Repeated(torch.autograd.Function):
+    """Each row as often as its group is long; the gradient of a row is a sum over its group, in its order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: T, sizes: tuple[int, ...]) -> T:
+        ctx.sizes = sizes
+        return torch.repeat_interleave(rows, torch.tensor(sizes, device=rows.device), dim=0, output_size=sum(sizes))
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
+        return torch.stack([part.sum(0) for part in grad.split(list(ctx.sizes))]), None
+
+
+class Recomputed(torch.autograd.Function):
+    """A function of tensors without parameters, whose backward computes it again: only its inputs are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., T], *values: T) -> T:
+        ctx.function = function
+        ctx.save_for_backward(*values)
+        return function(*values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:  # type: ignore[override]
+        values = [value.detach().requires_grad_() for value in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.function(*values)
+        return None, *torch.autograd.grad(out, values, grad)

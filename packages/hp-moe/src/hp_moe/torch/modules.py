@@ -1,0 +1,208 @@
+"""Mixtures of experts for models of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hp_moe.checks import check_router
+from hp_moe.experts import compute, describe
+from hp_moe.torch.balance import attach_loss, balance_loss, count
+
+__all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
+
+T = torch.Tensor
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``w2(silu(w1(x)) * w3(x))``. Source: Shazeer, arXiv:2002.05202.
+
+    Args:
+        dim: size of inputs and outputs.
+        hidden_dim: size in between.
+        bias: of the three layers.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, bias: bool = False) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(dim, hidden_dim, bias), nn.Linear(dim, hidden_dim, bias)
+        self.w2 = nn.Linear(hidden_dim, dim, bias)
+
+    def forward(self, x: T) -> T:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class GroupedExperts(nn.Module):
+    """Experts, each a ``FeedForward`` without biases.
+
+    Args:
+        dim: size of inputs and outputs.
+        hidden_dim: size in between.
+        num_experts: of them.
+        use_grouped_mm: take torch's grouped product where it has one for the dtype; else a product an expert.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int, use_grouped_mm: bool = False) -> None:
+        super().__init__()
+        self.num_experts, self.use_grouped_mm = num_experts, use_grouped_mm
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights as ``nn.Linear`` draws its own."""
+        with torch.no_grad():
+            for weight in (self.w1, self.w2, self.w3):
+                bound = weight.shape[2] ** -0.5
+                weight.uniform_(-bound, bound)
+
+    def forward(self, x: T, counts: T | Sequence[int], scores: T | None = None) -> T:
+        """Compute rows by their experts.
+
+        Args:
+            x: ``[rows, dim]``, ordered by expert.
+            counts: rows of each expert.
+            scores: ``[rows]``, what a row's result is multiplied by; None is 1.
+
+        Returns:
+            ``[rows, dim]``.
+        """
+        sizes = counts.tolist() if isinstance(counts, torch.Tensor) else list(counts)
+        out = compute(self, describe(self), x, sizes, lambda name: getattr(self, name))
+        return out if scores is None else out * scores.unsqueeze(-1).to(out.dtype)
+
+
+class TokenChoiceTopKRouter(nn.Module):
+    """Each token chooses the experts of its highest scores; of equal scores the lower expert.
+
+    Args:
+        dim: size of tokens.
+        num_experts: to choose from.
+        top_k: choices a token.
+        score_func: ``"sigmoid"`` or ``"softmax"`` of the logits, in float32 or above.
+        num_expert_groups: cut the experts into so many groups, and choose from ``num_limited_groups`` of them, those
+            whose two highest scores have the highest sums. Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+        num_limited_groups: see ``num_expert_groups``.
+        route_scale: factor of the scores.
+
+    Raises:
+        ValueError: numbers that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        score_func: Literal["sigmoid", "softmax"] = "sigmoid",
+        num_expert_groups: int | None = None,
+        num_limited_groups: int | None = None,
+        route_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        check_router(num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
+        self.num_experts, self.top_k, self.score_func, self.route_scale = num_experts, top_k, score_func, route_scale
+        self.num_expert_groups, self.num_limited_groups = num_expert_groups, num_limited_groups
+        self.gate = nn.Linear(dim, num_experts, bias=False)
+
+    def forward(self, x: T, expert_bias: T | None = None) -> tuple[T, T, T]:
+        """Route tokens.
+
+        Args:
+            x: ``[tokens, dim]``.
+            expert_bias: ``[experts]``, added to the scores for the choice alone.
+
+        Returns:
+            The scores of the chosen experts and their numbers, ``[tokens, top_k]`` each, and all scores, ``[tokens,
+            experts]``, before ``route_scale``.
+        """
+        logits = self.gate(x)
+        logits = logits if logits.dtype is torch.float64 else logits.float()
+        scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(-1)
+        with torch.no_grad():
+            ranking = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
+            if self.num_expert_groups is not None:
+                ranking = self._limited(ranking, self.num_expert_groups)
+            chosen = ranking.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+        return scores.gather(1, chosen) * self.route_scale, chosen, scores
+
+    def _limited(self, ranking: T, count: int) -> T:
+        """Leave the experts of the best groups."""
+        groups = ranking.unflatten(1, (count, -1))
+        best = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
+        chosen = best.sort(dim=-1, descending=True, stable=True).indices[:, : self.num_limited_groups]
+        mask = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+        return groups.masked_fill(mask.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+class MoE(nn.Module):
+    """A mixture of experts, in place of a feed-forward layer.
+
+    Args:
+        dim: size of tokens.
+        hidden_dim: of each expert.
+        num_experts: of them.
+        top_k: choices a token.
+        score_before_experts: multiply tokens by their scores before the experts, not results after them.
+        load_balance_coeff: of an auxiliary loss that evens out the experts' loads; it is added to backward, not to the
+            output. None is none. Source: Fedus et al., Switch Transformers, arXiv:2101.03961, equation 4.
+        sequence_partition_group: ranks that have parts of the same sequences: that loss is of the whole ones.
+        shared_expert: a module for all tokens, whose output is added.
+        router_kwargs: further arguments of ``TokenChoiceTopKRouter``.
+        use_grouped_mm: see ``GroupedExperts``.
+
+    Attributes:
+        expert_bias: ``[experts]``, a buffer that ``update_expert_bias`` changes.
+        tokens_per_expert: ``[experts]``, a buffer: counts since its last change.
+    """
+
+    expert_bias: T
+    tokens_per_expert: T
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        score_before_experts: bool = True,
+        load_balance_coeff: float | None = None,
+        sequence_partition_group: Any = None,
+        shared_expert: nn.Module | None = None,
+        router_kwargs: Mapping[str, Any] | None = None,
+        use_grouped_mm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.router = TokenChoiceTopKRouter(dim, num_experts, top_k, **(router_kwargs or {}))
+        self.experts = GroupedExperts(dim, hidden_dim, num_experts, use_grouped_mm)
+        self.shared_expert, self.score_before_experts = shared_expert, score_before_experts
+        self.load_balance_coeff, self.sequence_partition_group = load_balance_coeff, sequence_partition_group
+        self.register_buffer("expert_bias", torch.zeros(num_experts, dtype=torch.float32))
+        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: T) -> T:
+        """Compute tokens ``[..., dim]``."""
+        tokens = x.flatten(0, -2)
+        weights, chosen, scores = self.router(tokens, self.expert_bias)
+        counts = torch.bincount(chosen.flatten(), minlength=self.router.num_experts)
+        count(self.tokens_per_expert, counts)
+        if self.load_balance_coeff is not None and torch.is_grad_enabled():
+            loss = balance_loss(scores, counts, self.router.top_k, self.sequence_partition_group)
+            weights = attach_loss(weights, loss * self.load_balance_coeff)
+        order = torch.argsort(chosen.flatten(), stable=True)
+        places = order.div(self.router.top_k, rounding_mode="floor")
+        rows, own = tokens[places], weights.flatten()[order].to(tokens.dtype)
+        if self.score_before_experts:
+            out = self.experts(rows * own.unsqueeze(-1), counts)
+        else:
+            out = self.experts(rows, counts, own)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        total = out[back].unflatten(0, (-1, self.router.top_k)).sum(1)
+        if self.shared_expert is not None:
+            total = total + self.shared_expert(tokens)
+        return total.view(x.shape)

@@ -1,0 +1,176 @@
+"""PyTorch's part of hp-moe: see `hp_moe.port`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
+from hp_dtensor.torch.extend import distribute_parameter
+from hp_moe.torch.exchange import Combined, Exchange, Recomputed, Repeated, Spread, Summed
+from hp_platform import get_platform
+from hp_platform.torch.grouped import grouped_linear
+
+T = torch.Tensor
+
+
+# ---- modules ----
+def is_weight(value: Any) -> bool:
+    """Tell whether a value is a tensor of three dims."""
+    return isinstance(value, T) and value.dim() == 3
+
+
+def distribute(
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, tuple[Placement, ...]], src_data_rank: int | None
+) -> None:
+    """Lay out parameters of a module."""
+    for name, placement in placements.items():
+        distribute_parameter(getattr(module, name), mesh, placement, src_data_rank=src_data_rank)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let a module's calls run ``forward``; a method, as a copy of the module binds it to itself."""
+    module.forward = types.MethodType(forward, module)
+
+
+# ---- numbers ----
+def slots(chosen: T, table: Sequence[int]) -> tuple[T, T]:
+    """Look numbers up in a table; count those that are none of its places."""
+    unknown = (chosen < 0) | (chosen >= len(table))
+    return torch.tensor(table, device=chosen.device)[chosen.masked_fill(unknown, 0).flatten()], unknown.sum()
+
+
+def not_finite(values: T) -> T:
+    """Count values that are not finite."""
+    return values.isfinite().logical_not().sum()
+
+
+def count(slots: T, size: int) -> T:
+    """Count how often each number occurs."""
+    return torch.bincount(slots, minlength=size)
+
+
+def order(slots: T) -> tuple[T, T]:
+    """Return the stable order of numbers, and its inverse."""
+    places = torch.argsort(slots, stable=True)
+    return places, torch.empty_like(places).scatter_(0, places, torch.arange(len(places), device=places.device))
+
+
+def copies(slots: T, choices: int, widths: Sequence[int]) -> tuple[T, T, T]:
+    """List what goes to each rank once."""
+    device = slots.device
+    owners = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
+    there = owners[slots].view(-1, choices)
+    goes = torch.zeros(len(there), len(widths), dtype=torch.bool, device=device).scatter_(1, there, True)
+    places = (goes.cumsum(0) - 1).gather(1, there)
+    return goes.t().nonzero()[:, 1], places.flatten(), goes.sum(0)
+
+
+def message(parts: Sequence[T | int]) -> T:
+    """Join integers."""
+    device = next((part.device for part in parts if isinstance(part, T)), get_platform().devices.current_device())
+    each = [part.view(-1) if isinstance(part, T) else torch.tensor([part], device=device) for part in parts]
+    return torch.cat(each)
+
+
+def split(numbers: T, sizes: Sequence[int]) -> Sequence[T]:
+    """Cut a tensor into parts."""
+    return numbers.split(list(sizes))
+
+
+def exchange_numbers(
+    message: T, sent: Sequence[int], received: Sequence[int], group: Any
+) -> tuple[list[int], list[int]]:
+    """Exchange integers; one copy to the host."""
+    if group is None:
+        numbers = message.tolist()
+        return numbers, numbers
+    arrived = message.new_empty(sum(received))
+    get_platform().collectives.all_to_all(arrived, message, list(received), list(sent), group=group)
+    numbers = torch.cat([message, arrived]).tolist()
+    return numbers[: len(message)], numbers[len(message) :]
+
+
+def positions(blocks: Sequence[tuple[int, int]], like: T) -> T:
+    """List the numbers of blocks."""
+    first, rows = torch.tensor(blocks, dtype=torch.int64).view(-1, 2).unbind(1)
+    begin = torch.repeat_interleave(first - (rows.cumsum(0) - rows), rows)
+    return (begin + torch.arange(len(begin))).to(like.device, non_blocking=True)
+
+
+def repeated_numbers(counts: T | Sequence[int], like: T) -> T:
+    """List each place as often as its count says."""
+    numbers = torch.as_tensor(counts, device=like.device)
+    return torch.repeat_interleave(torch.arange(len(numbers), device=like.device), numbers)
+
+
+# ---- rows ----
+def take(rows: T, places: T) -> T:
+    """Return the rows at some places."""
+    return rows.index_select(0, places)
+
+
+def spread(rows: T, order: T, inverse: T, times: int) -> T:
+    """Repeat rows and put them in an order."""
+    return Spread.apply(rows, order, inverse, times)
+
+
+def exchange(rows: T, sent: Sequence[int], received: Sequence[int], group: Any) -> T:
+    """Send rows to ranks and receive theirs."""
+    return rows if group is None else Exchange.apply(rows, tuple(sent), tuple(received), group)
+
+
+def combined(rows: T, weights: T, order: T, inverse: T) -> T:
+    """Sum the rows of each token with weights."""
+    return Combined.apply(rows, weights, order, inverse)
+
+
+def summed(rows: T, weights: T | None, places: T, count: int) -> T:
+    """Add rows at places."""
+    if weights is None:
+        return rows.new_zeros((count, rows.shape[1])).index_add(0, places, rows)
+    return Summed.apply(rows, weights, places, count)
+
+
+def ones(rows: T) -> T:
+    """Return a weight of one for each row."""
+    return rows.new_ones(len(rows))
+
+
+# ---- experts ----
+def grouped(rows: T, weight: T, sizes: Sequence[int], transposed: bool, kernel: bool) -> T:
+    """Multiply groups by matrices."""
+    return grouped_linear(rows, weight, sizes, transposed=transposed, kernel=kernel)
+
+
+def repeated(rows: T, sizes: Sequence[int]) -> T:
+    """Repeat each row so many times."""
+    return Repeated.apply(rows, tuple(sizes))
+
+
+def recomputed(function: Callable[..., T], *values: T) -> T:
+    """Apply a function of which backward saves the inputs alone."""
+    return Recomputed.apply(function, *values)
+
+
+def swiglu(gate: T, up: T) -> T:
+    """Return ``silu(gate) * up``."""
+    return F.silu(gate) * up
+
+
+def cast(value: T, like: T) -> T:
+    """Return a value in the dtype of another."""
+    return value.to(like.dtype)
+
+
+def varying(value: Any) -> T:
+    """Return the local part of a replicated DTensor, whose gradient is a part of a sum."""
+    assert isinstance(value, DTensor)
+    if not value.is_floating_point():
+        return value.to_local()
+    return value.to_local(grad_placements=[Partial()] * value.device_mesh.ndim)

@@ -1,0 +1,168 @@
+"""Experts over ranks on MindSpore, against one process in float64."""
+
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn
+
+from hp_dtensor import init_device_mesh, parallelize_value_and_grad
+from hp_moe import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    FeedForward,
+    MoE,
+    TensorParallel,
+    TokenChoiceTopKRouter,
+    update_expert_bias,
+)
+from hp_platform import get_platform
+from hp_styles import parallelize_module
+from hp_testing import device_type, on_ranks
+
+pytestmark = pytest.mark.framework("mindspore")
+
+
+def build(**options) -> MoE:
+    np.random.seed(0)
+    moe = MoE(6, 8, 6, top_k=2, shared_expert=FeedForward(6, 8), **options)
+    for _, cell in moe.cells_and_names():
+        for name, parameter in cell._params.items():
+            if parameter.requires_grad:
+                cell._params[name] = Parameter(Tensor(np.random.randn(*parameter.shape)), parameter.name)
+    return moe.set_train()
+
+
+def differentiated(moe: MoE, x: Tensor):
+    weights = moe.trainable_params()
+    run = parallelize_value_and_grad(lambda x: (moe(x) ** 2).sum(), 0, weights)
+    loss, (to_x, gradients) = run(x)
+    return loss.asnumpy(), to_x.asnumpy(), dict(zip([weight.name for weight in weights], gradients, strict=True))
+
+
+def whole(tensor) -> np.ndarray:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).asnumpy()
+
+
+def summed(array: np.ndarray) -> np.ndarray:
+    total, groups = Tensor(array), get_platform().groups
+    get_platform().collectives.all_reduce(total, group=groups.default_group())
+    return total.asnumpy()
+
+
+def compare(style, shape, axes, losses, ranks, **options):
+    rank = get_platform().groups.rank()
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=axes)
+    single, moe = build(**options), build(**options)
+    parallelize_module(moe.experts, mesh, style)
+    x = Tensor(np.random.default_rng(5).standard_normal((8, 6)))
+    own = np.split(x.asnumpy(), losses)[rank * losses // ranks]
+    loss, to_x, gradients = differentiated(single, x)
+    part, to_own, got = differentiated(moe, Tensor(own))
+    np.testing.assert_allclose(summed(part) * losses / ranks, loss, rtol=1e-12)
+    np.testing.assert_allclose(to_own, np.split(to_x, losses)[rank * losses // ranks], rtol=1e-11, atol=1e-12)
+    for name, expected in gradients.items():
+        value = whole(got[name])
+        if "experts.w" not in name:
+            value = summed(value) * losses / ranks
+        np.testing.assert_allclose(value, whole(expected), rtol=1e-11, atol=1e-12, err_msg=f"{style} {name}")
+
+
+@on_ranks(2)
+def test_whole_experts_on_each_rank_equal_one_process():
+    for combine in ("fast", "exact"):
+        compare(ExpertParallel(combine=combine), (2,), ("ep",), 2, 2, score_before_experts=combine == "fast")
+    compare(TensorParallel(), (2,), ("tp",), 1, 2)
+
+
+@on_ranks(4)
+def test_experts_and_features_over_two_axes_equal_one_process():
+    compare(ExpertTensorParallel(), (2, 2), ("ep", "tp"), 2, 4)
+
+
+class Packed(nn.Cell):
+    """Experts as transformers has them: gate and up projection in one weight, weights of tokens at the end."""
+
+    is_transposed = True
+    has_bias = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = np.random.default_rng(3).standard_normal
+        shapes = {
+            "gate_up_proj": (5, 6, 8),
+            "down_proj": (5, 4, 6),
+            "gate_up_proj_bias": (5, 8),
+            "down_proj_bias": (5, 6),
+        }
+        for name, shape in shapes.items():
+            setattr(self, name, Parameter(Tensor(draw(shape)), name=name))
+
+    def _apply_gate(self, value):
+        half = value.shape[1] // 2
+        gate, up = value[:, :half], value[:, half:]
+        return mindspore.mint.tanh(gate) * up
+
+    def construct(self, tokens, chosen, weights):
+        total = 0
+        for choice in range(chosen.shape[1]):
+            rows = []
+            for token, expert in enumerate(chosen.asnumpy()[:, choice].tolist()):
+                inner = tokens[token : token + 1] @ self.gate_up_proj[int(expert)] + self.gate_up_proj_bias[int(expert)]
+                rows.append(self._apply_gate(inner) @ self.down_proj[expert] + self.down_proj_bias[expert])
+            total = total + mindspore.mint.cat(rows) * weights[:, choice : choice + 1]
+        return total
+
+
+@on_ranks(2)
+def test_packed_experts_equal_one_process_for_any_balance():
+    rank, mesh = get_platform().groups.rank(), init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",))
+    draw = np.random.default_rng(1)
+    for style in (ExpertParallel(), ExpertParallel(combine="exact"), TensorParallel()):
+        for chosen in (draw.integers(0, 5, (6, 2)), np.tile([[4, 0]], (6, 1)), np.tile([[1, 2]], (6, 1))):
+            single, experts = Packed(), Packed()
+            parallelize_module(experts, mesh, style)
+            tokens, weights = Tensor(draw.standard_normal((6, 6))), Tensor(draw.standard_normal((6, 2)))
+            rows = slice(None) if isinstance(style, TensorParallel) else slice(3 * rank, 3 * rank + 3)
+
+            def run(cell, rows, tokens=tokens, weights=weights, chosen=chosen):
+                function = lambda x, w: (cell(x, Tensor(chosen[rows]), w) ** 2).sum()  # noqa: E731
+                return parallelize_value_and_grad(function, (0, 1), cell.trainable_params())(
+                    tokens[rows], weights[rows]
+                )
+
+            loss, ((to_x, to_w), gradients) = run(single, slice(None))
+            part, ((own_x, own_w), got) = run(experts, rows)
+            np.testing.assert_allclose(own_x.asnumpy(), to_x.asnumpy()[rows], rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(own_w.asnumpy(), to_w.asnumpy()[rows], rtol=1e-11, atol=1e-12)
+            for one, other in zip(got, gradients, strict=True):
+                np.testing.assert_allclose(whole(one), other.asnumpy(), rtol=1e-11, atol=1e-12)
+
+
+@on_ranks(2)
+def test_a_bad_input_of_one_rank_is_an_error_of_all():
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",))
+    experts = parallelize_module(Packed(), mesh, ExpertParallel())
+    rank = get_platform().groups.rank()
+    tokens, weights = Tensor(np.ones((3, 6))), Tensor(np.ones((3, 2)))
+    with pytest.raises(ValueError, match="rank 1 chose 3 experts that are none of 5"):
+        experts(tokens, Tensor(np.array([[0, 4 + rank]] * 3)), weights)
+
+
+@on_ranks(2)
+def test_biases_follow_the_tokens_of_all_ranks():
+    moe = build()
+    moe.tokens_per_expert[:] = [[0, 1, 1, 5, 0, 0], [3, 0, 0, 1, 0, 1]][get_platform().groups.rank()]
+    update_expert_bias(moe, lr=0.25)
+    assert moe.expert_bias.asnumpy().tolist() == [-0.25, 0.25, 0.25, -0.25, 0.25, 0.25]
+
+
+def test_routers_choose_the_lower_of_equal_experts_in_the_best_groups():
+    router = TokenChoiceTopKRouter(8, 8, 2, "sigmoid", num_expert_groups=4, num_limited_groups=1, route_scale=2.0)
+    router.gate.weight.set_data(Tensor(np.eye(8, dtype=np.float32)))
+    logits = Tensor(np.array([[9, -9, 3, 3, 2, 2, 1, 1]], np.float32))
+    weights, chosen, _ = router(logits)
+    assert chosen.asnumpy().tolist() == [[2, 3]]
+    np.testing.assert_allclose(weights.asnumpy(), 2 / (1 + np.exp(-3.0)), rtol=1e-6)
+    assert router(logits, Tensor([0, 0, 0, 0, 5.0, 6.0, 0, 0]))[1].asnumpy().tolist() == [[5, 4]]

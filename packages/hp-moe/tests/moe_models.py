@@ -1,0 +1,110 @@
+"""Small models with experts, and the same in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hp_dtensor import DTensor
+from hp_platform import get_platform
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "Qwen3MoeConfig": {},
+    "MixtralConfig": {"intermediate_size": 8, "num_local_experts": 6},
+    "GptOssConfig": {"intermediate_size": 8, "num_local_experts": 6},
+    "OlmoeConfig": {"intermediate_size": 8},
+    "Glm4MoeConfig": {"n_routed_experts": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "DeepseekV3Config": {
+        "n_routed_experts": 6,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "head_dim": None,
+    },
+    "Qwen3NextConfig": {
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "shared_expert_intermediate_size": 8,
+        "layer_types": ["full_attention", "full_attention"],
+    },
+}
+"""What configurations have beside, or instead of, COMMON; None leaves an entry out."""
+
+
+def build(name: str) -> Any:
+    """Build a family's model in float64, its weights drawn from one seed."""
+    import transformers
+
+    settings = {key: value for key, value in {**COMMON, **OWN[name]}.items() if value is not None or "token_id" in key}
+    config = getattr(transformers, name)(**settings)
+    config._experts_implementation = config._attn_implementation = "eager"  # torch's grouped product has no float64
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def experts(model: nn.Module) -> list[nn.Module]:
+    """List the modules of experts."""
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+class Float64(TorchFunctionMode):
+    """Gives float64 where a model's code asks for float32: its routers and norms do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> None:
+    """Sum a tensor over all ranks, in place; in float64 on every device."""
+    platform = get_platform()
+    platform.collectives.all_reduce(tensor, group=platform.groups.default_group())
+
+
+def average(parameter: torch.Tensor, losses: int) -> torch.Tensor:
+    """Make a parameter's gradient that of the mean of the losses; return all of it.
+
+    Args:
+        parameter: a DTensor, whose gradient is that of the sum, or a plain one, whose gradient each rank has a part of.
+        losses: how many different losses there are.
+    """
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if isinstance(parameter, DTensor):
+        parameter.grad /= losses
+        return parameter.grad.full_tensor()
+    sum_over_ranks(parameter.grad)
+    parameter.grad /= dist.get_world_size()
+    return parameter.grad
