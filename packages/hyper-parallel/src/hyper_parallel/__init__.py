@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hp_dtensor import *  # noqa: F403
     from hp_fsdp import *  # noqa: F403
+    from hp_moe import *  # noqa: F403
     from hp_offload import *  # noqa: F403
     from hp_optim import *  # noqa: F403
     from hp_pipeline import *  # noqa: F403
@@ -18,7 +19,17 @@ if TYPE_CHECKING:
     from hp_platform import *  # noqa: F403
     from hp_styles import *  # noqa: F403
 
-PACKAGES = ("hp_platform", "hp_dtensor", "hp_styles", "hp_fsdp", "hp_offload", "hp_optim", "hp_pipeline", "hp_plan")
+PACKAGES = (
+    "hp_platform",
+    "hp_dtensor",
+    "hp_styles",
+    "hp_moe",
+    "hp_fsdp",
+    "hp_offload",
+    "hp_optim",
+    "hp_pipeline",
+    "hp_plan",
+)
 """The packages whose public names are here, none of which imports a framework before it is needed."""
 
 

@@ -1,0 +1,74 @@
+"""Experts over ranks together with sharded parameters: two views of one world."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hp_dtensor import init_device_mesh
+from hp_fsdp import clip_grad_norm_, fully_shard
+from hp_moe import ExpertParallel
+from hp_plan.torch.float64 import Float64
+from hp_styles import parallelize_module
+from hp_testing import device_type, on_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.framework("torch")
+
+
+def build():
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model.to(device_type())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_experts_and_dense_parameters_get_the_gradients_of_one_process(shape, deterministic):
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("rest", "ep"))
+    world = mesh["rest", "ep"]._flatten("world")
+    single, model = build(), build()
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp.experts, mesh["ep"], ExpertParallel())
+        fully_shard(layer.mlp.experts, mesh["rest"], deterministic=deterministic)
+        fully_shard(layer, world, deterministic=deterministic)
+    fully_shard(model, world, deterministic=deterministic)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (single, model)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        tokens = torch.randint(64, (8, 5), generator=generator).to(device_type())
+        with Float64():
+            loss = single(tokens, labels=tokens).loss
+            loss.backward()
+            own = tokens.chunk(4)[dist.get_rank()]
+            model(own, labels=own).loss.backward()
+        for (key, one), other in zip(single.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=1e-10, atol=1e-12, msg=key)
+        norm = clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(single.parameters(), 0.5), rtol=1e-10, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (key, one), other in zip(single.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.full_tensor(), one, rtol=1e-10, atol=1e-12, msg=key)
