@@ -60,23 +60,23 @@ def build(family: str, head: str = "ForCausalLM", **options: Any) -> Any:
     return getattr(transformers, family + head)(config).double()
 
 
-def batch(rows: int, ignored: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rows: int, ignored: bool = False, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and labels; some labels are left out, in each row another number."""
     ids = torch.randint(VOCABULARY, (rows, 6), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
     if ignored:
         for row in range(rows):
             labels[row, : row % 4 + 1] = -100
-    return ids, labels
+    return ids.to(device), labels.to(device)
 
 
 def reference(model: nn.Module, rows: int, micro_batches: int, ignored: bool, steps: int = 2) -> list[torch.Tensor]:
     """Train in one process, micro-batch by micro-batch; return each step's mean loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, device = torch.optim.SGD(model.parameters(), lr=0.1), next(model.parameters()).device.type
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        ids, labels = batch(rows, ignored)
+        ids, labels = batch(rows, ignored, device)
         items = labels[:, 1:].ne(-100).sum() / micro_batches
         parts = zip(ids.chunk(micro_batches), labels.chunk(micro_batches), strict=True)
         outputs = [model(part, labels=own, num_items_in_batch=items, use_cache=False).loss for part, own in parts]

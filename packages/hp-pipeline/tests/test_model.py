@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hp_pipeline import PipelinedModel, PipelineStage, ScheduleGPipe, ScheduleZBV
-from hp_testing import on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from pipeline_models import Net, Stage, batch
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.framework("torch")
 
 @on_ranks(2)
 def test_a_rank_has_its_part_of_a_model_by_the_whole_models_names():
-    rank, net = dist.get_rank(), Net(4).double()
+    rank, net = dist.get_rank(), Net(4).double().to(device_type())
     own = (0, 3) if rank == 0 else (1, 2)
     model = PipelinedModel(ScheduleZBV([PipelineStage(Stage(net, index), index, 4) for index in own], 2))
     names = [name for name, _ in model.named_parameters()]
@@ -42,7 +42,7 @@ def test_a_rank_has_its_part_of_a_model_by_the_whole_models_names():
         model.load_state_dict(states)
     assert model.load_state_dict(states, strict=False).missing_keys == [names[0]]
 
-    x, target = batch(4)
+    x, target = batch(4, device_type())
     model.run(x, target=target)
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.zero_grad()

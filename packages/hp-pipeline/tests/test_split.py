@@ -65,7 +65,9 @@ def test_a_model_on_meta_is_split_without_memory():
 
 
 def test_counted_operations_are_those_of_the_shapes():
-    split = split_model(on_meta("Llama"), 2, example={"input_ids": torch.zeros(3, 10, dtype=torch.int64)})
+    split = split_model(
+        on_meta("Llama"), 2, example={"input_ids": torch.zeros(3, 10, dtype=torch.int64, device="meta")}
+    )
     block = 4 * 16 * 16 + 3 * 16 * 24  # q, k and v, o, the three of the MLP
     attention = 4 * 30 * 5 * 16
     assert split.stages[0].forward == 2 * (2 * 30 * block + attention)

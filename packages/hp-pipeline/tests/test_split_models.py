@@ -15,7 +15,7 @@ import hp_pipeline
 from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
-from hp_testing import on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from pipeline_transformers import batch, build, pipelined, reference
@@ -36,7 +36,7 @@ def full(tensor):
 def compare(family, schedule, micro_batches=4, ignored=False, *, group=None, part=0, parts=1, **options):
     """Train in stages and in one process; this rank's pipeline has a part of the rows."""
     torch.set_num_threads(1)
-    whole = build(family)
+    whole = build(family).to(device_type())
     kind = getattr(hp_pipeline, schedule)
     model = pipelined(copy.deepcopy(whole), kind, micro_batches, group or dist.group.WORLD, **options)
     rows = 2 * micro_batches * parts
@@ -44,7 +44,7 @@ def compare(family, schedule, micro_batches=4, ignored=False, *, group=None, par
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     for loss in expected:
         optimizer.zero_grad()
-        ids, labels = (each.chunk(parts)[part] for each in batch(rows, ignored))
+        ids, labels = (each.chunk(parts)[part] for each in batch(rows, ignored, device_type()))
         losses = model.run(ids, labels=labels)
         assert len(losses) == (micro_batches if len(model.schedule.pipeline.placement) - 1 in model.stages else 0)
         if losses and parts == 1:
@@ -86,7 +86,7 @@ def test_other_schedules_equal_one_process(schedule):
 @on_ranks(4)
 @pytest.mark.parametrize(("family", "schedule"), [("Gemma2", "Schedule1F1B"), ("Qwen3", "ScheduleZBV")])
 def test_stages_whose_parameters_are_sharded(family, schedule):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
 
     def shard(stage):
         groups = [each for each in stage.modules() if type(each).__name__.endswith("DecoderLayer")]
@@ -102,7 +102,7 @@ def test_stages_whose_parameters_are_sharded(family, schedule):
 @on_ranks(4)
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBV"])
 def test_tensor_parallel_stages(schedule):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "tp"))
     columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel())
     styles = {**columns, **dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel())}
 
@@ -181,9 +181,9 @@ def encode_and_train(way, encoder, model, pixels, ids, labels, micro_batches):
 def test_an_encoder_on_one_rank_and_a_language_model_on_three(way, boundaries):
     torch.set_num_threads(1)
     rank, micro_batches = dist.get_rank(), 4
-    encoder, whole = Encoder().double(), build("Llama")
-    ids, labels = batch(8)
-    pixels = torch.randn(8, 2, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    encoder, whole = Encoder().double().to(device_type()), build("Llama").to(device_type())
+    ids, labels = batch(8, device=device_type())
+    pixels = torch.randn(8, 2, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(device_type())
     split = hp_pipeline.split_model(copy.deepcopy(whole), 3, split=[1, 2, 1])
     module = copy.deepcopy(encoder) if rank == 0 else split.stage(rank - 1)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -45,7 +45,7 @@ def trace(model: nn.Module, path: str, inputs: Mapping[str, Any]) -> Cut:
         ValueError: the model cannot be cut there.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _unchecked():
-        fake = {name: torch.empty_like(each) if isinstance(each, T) else each for name, each in inputs.items()}
+        fake = {name: _empty(each) if isinstance(each, T) else each for name, each in inputs.items()}
         return _Trace(model, path, fake).cut()
 
 
@@ -262,8 +262,12 @@ def _unchecked() -> Iterator[None]:
 
 
 def _fake(tensor: T) -> T:
-    empty = torch.empty_like(tensor, device="cpu")
+    empty = _empty(tensor)
     return nn.Parameter(empty) if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else empty
+
+
+def _empty(tensor: T) -> T:
+    return torch.empty_like(tensor, device="cpu")  # where the model is, meta too, has no part in this
 
 
 def _gradients(outputs: list[T], inputs: list[T]) -> tuple[T | None, ...]:
