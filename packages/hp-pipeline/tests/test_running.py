@@ -278,3 +278,36 @@ def test_chains_that_join():
     for part in x.chunk(2):
         (last(layers[1](layers[0](part)), layers[2](part)) / 2).backward()
     assert torch.allclose(gradient, layers[rank].weight.grad, rtol=1e-12)
+
+
+@on_ranks(2)
+def test_gradients_of_several_stages_add_up_as_on_one_device():
+    # Stage 0 passes on to three others, on both ranks: what they send back comes in another order than it was used in.
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers: Any = [nn.Linear(16, 16).to(device_type()) for _ in range(4)]
+    x = torch.randn(8, 16).to(device_type())
+
+    def second(a):
+        return torch.tanh(layers[1](a))
+
+    def third(a, b):
+        return torch.sin(layers[2](a * b))
+
+    def last(a, c):
+        return (layers[3](a) + c).exp().sum()
+
+    for placement in ((0, 1, 0, 1), (0, 0, 1, 0), (0, 1, 1, 0)):
+        work = [layers[0], second, third, last]
+        own = [PipelineStage(work[each], each, 4, device=x.device) for each in range(4) if placement[each] == rank]
+        boundaries = [(0, 1), (0, 2), (1, 2), (0, 3), (2, 3)]
+        schedule = PipelineSchedule(own, 2, order=schedules.gpipe, boundaries=boundaries, placement=placement)
+        schedule.run(x)
+        gradient = layers[0].weight.grad
+        layers[0].weight.grad = None
+        for part in x.chunk(2):
+            first = layers[0](part)
+            (last(first, third(first, second(first))) / 2).backward()
+        assert rank or torch.equal(gradient, layers[0].weight.grad)
+        for layer in layers:
+            layer.zero_grad()

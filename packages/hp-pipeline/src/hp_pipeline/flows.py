@@ -18,7 +18,7 @@ class Flow:
     Attributes:
         arrivals: what came from the stages before.
         outputs: what the stage returned, until backward.
-        gradients: for the outputs, one list of leaves from each stage after it.
+        gradients: for the outputs, one list of leaves from each stage after it, by that stage.
         deferred: the gradients of weights that backward put off.
         swap: what moves saved tensors to the host and back; None where they stay.
         state: what slices of the sequence pass on to each other; None where sequences are whole.
@@ -29,7 +29,7 @@ class Flow:
     def __init__(self) -> None:
         self.arrivals: list[Arrived] = []
         self.outputs: Message | None = None
-        self.gradients: list[Sequence[Any]] = []
+        self.gradients: dict[int, Sequence[Any]] = {}
         self.deferred: Any = None
         self.swap: Any = None
         self.state: SequenceState | None = None

@@ -177,7 +177,7 @@ class Runner:
             elif ahead:
                 self.inbox[source, target, piece] = message
             elif flow is not None:
-                flow.gradients.append(message.leaves)
+                flow.gradients[target] = message.leaves
 
     def _send(self, channels: Sequence[tuple[Key, AnyChannel]], piece: Piece) -> None:
         for (source, target, ahead), channel in channels:
@@ -263,7 +263,9 @@ class Runner:
         outputs, flow.outputs = flow.outputs, None
         assert outputs is not None
         if self.pipeline.successors[stage]:
-            gradients = [_total(column) for column in zip(*flow.gradients, strict=True)]
+            # The last stage first, as autograd does on one device, in whatever order they came.
+            columns = [flow.gradients[after] for after in sorted(flow.gradients, reverse=True)]
+            gradients = [_total(column) for column in zip(*columns, strict=True)]
         else:
             factor = 1 / len(self.batches) if self.schedule.scale_grads else 1.0
             gradients = [port().scaled(leaf, factor) for leaf in outputs.leaves]
@@ -286,7 +288,7 @@ class Runner:
             for place, gradient in zip(places, arrival.gradients(), strict=True):
                 message.leaves[place] = gradient
             if self.pipeline.placement[source] == self.rank:
-                self.flows[source, piece].gradients.append(message.leaves)
+                self.flows[source, piece].gradients[stage] = message.leaves
             else:
                 self.outbox[source, stage, piece] = message
         flow.arrivals = []
@@ -347,7 +349,7 @@ def _run_all(parts: Sequence[Callable[[], None]]) -> None:
 
 
 def _total(gradients: Sequence[Any]) -> Any:
-    """Add gradients of the stages after one, in their order; None where there are none."""
+    """Add gradients, in their order; None where there are none."""
     total = None
     for gradient in gradients:
         if gradient is not None:
