@@ -14,7 +14,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import hp_dtensor
 import hp_pipeline
-from hp_fsdp import fully_shard
+from hp_fsdp import (
+    StateDictOptions,
+    full_state_dict,
+    fully_shard,
+    get_optimizer_state_dict,
+    load_full_state_dict,
+)
 from hp_pipeline import (
     CommComputeOverlap,
     MetaStepType,
@@ -328,3 +334,30 @@ def test_a_sharded_stage_in_two_threads_is_refused():
     text = r"runs a forward and a backward of stage \d in two threads, but a module that fully_shard was called on"
     with pytest.raises(ValueError, match=text):
         schedule.run(x, target=target)
+
+
+@on_ranks(4)
+def test_states_of_the_stages_make_up_that_of_the_whole_model():
+    schedule, _ = build("ScheduleZBV", 4, 2, "ours")
+    whole = Net(4).double().to(device_type())
+    states = [full_state_dict(stage.submodule) for stage in schedule.stages]
+    names = [name for state in states for name in state]
+    dist.all_gather_object(everyone := [None] * dist.get_world_size(), names)
+    assert sorted(everyone[0] + everyone[2]) == sorted(whole.state_dict())
+    for state in states:
+        assert all(torch.equal(value, whole.state_dict()[name]) for name, value in state.items())
+    own = modules_of(schedule)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in own]
+    x, target = own_rows(schedule)
+    schedule.run(x, target=target)
+    for module, optimizer in zip(own, optimizers, strict=True):
+        optimizer.step()
+        options = StateDictOptions(full_state_dict=True)
+        state = get_optimizer_state_dict(module, optimizer, options=options)["state"]
+        assert sorted(state) == sorted(name for name, _ in module.named_parameters())
+        first = dict(whole.named_parameters())
+        assert all(state[name]["exp_avg"].shape == first[name].shape for name in state)
+    for stage, state in zip(schedule.stages, states, strict=True):
+        load_full_state_dict(stage.submodule, state)
+        for name, value in full_state_dict(stage.submodule).items():
+            assert torch.equal(value, whole.state_dict()[name])
