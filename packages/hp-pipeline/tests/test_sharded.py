@@ -21,6 +21,7 @@ from hp_fsdp import (
     get_optimizer_state_dict,
     load_full_state_dict,
 )
+from hp_offload import checkpoint_wrapper
 from hp_pipeline import (
     CommComputeOverlap,
     MetaStepType,
@@ -361,3 +362,27 @@ def test_states_of_the_stages_make_up_that_of_the_whole_model():
         load_full_state_dict(stage.submodule, state)
         for name, value in full_state_dict(stage.submodule).items():
             assert torch.equal(value, whole.state_dict()[name])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("swap", [False, True])
+def test_sharded_blocks_that_are_computed_again_or_swapped(swap, kind):
+    net = Net(4).double().to(device_type())
+    group, mesh = meshes(kind)
+    rank, forwards = dist.get_rank(group), []
+    modules = {index: Stage(net, index) for index, place in enumerate(placed("v", 2)) if place == rank}
+    blocks = [each for module in modules.values() for each in module.modules() if type(each).__name__ == "Block"]
+    for block in blocks:
+        block.up.register_forward_pre_hook(lambda *_: forwards.append(1))
+        if not swap:
+            checkpoint_wrapper(block)
+    groups = sum(shard(module, mesh, kind) for module in modules.values())
+    parts = [PipelineStage(module, index, 4) for index, module in modules.items()]
+    schedule = hp_pipeline.ScheduleZBV(parts, 3, group=group, swap=swap)
+    x, target = own_rows(schedule)
+    with Reductions() as reductions:
+        schedule.run(x, target=target)
+    assert reductions.number == groups
+    assert len(forwards) == (1 if swap else 2) * 3 * len(blocks)
+    assert_close(schedule, trained(4, 1, lr=0.0))
