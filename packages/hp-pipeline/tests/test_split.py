@@ -135,7 +135,15 @@ class Skipping(nn.Module):
 
     def forward(self, input_ids):
         first = x = self.embed(input_ids)
+        cache, rest = {}, None
         for index, block in enumerate(self.blocks):
+            if self.way == "returned":
+                x, rest = block(x, chosen=rest)
+                rest = None if rest is None else rest.argmax()
+                continue
+            if self.way == "filled":
+                x = block(x, cache=cache)
+                continue
             if self.way == "between":
                 x = x + 1
             if self.way != "one left out" or index:
@@ -148,6 +156,8 @@ class Skipping(nn.Module):
     [
         ("between", "block 1 does not take just what block 0 returns"),
         ("beside", "block 0 takes positional input 1, which depends on parameters or on other blocks"),
+        ("returned", "block 1 takes chosen, which other blocks return beside their hidden states"),
+        ("filled", "block 0 takes cache, a dict that other blocks may fill"),
         ("around", "embed runs both before and after the blocks"),
         ("one left out", "the model calls 2 of its 3 blocks"),
     ],

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["FORMS", "PassThrough", "Relay", "copied", "placeholder", "without_parameters"]
+__all__ = ["FORMS", "Form", "PassThrough", "Relay", "copied", "placeholder", "without_parameters"]
 
 T = torch.Tensor
 
-FORMS: tuple[Callable[[T], Any], ...] = (lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None))
-"""What a block returns: its hidden states, or a tuple that they are the first of."""
+Form = Callable[[T, Any], Any]
+FORMS: tuple[Form, ...] = (lambda hidden, rest: hidden, lambda hidden, rest: (hidden,), lambda *both: both)
+"""What a block returns: its hidden states, or a tuple of them, or a pair."""
 
 
 class Relay:
@@ -52,7 +53,7 @@ class PassThrough(nn.Module):
         role: ``"inject"`` returns what the stage received; ``"capture"`` keeps what it gets, and returns zeros.
     """
 
-    def __init__(self, block: nn.Module, relay: Relay, form: Callable[[T], Any], role: str = "") -> None:
+    def __init__(self, block: nn.Module, relay: Relay, form: Form, role: str = "") -> None:
         super().__init__()
         vars(self).update(_plain(block))
         self.relay, self.form, self.role = relay, form, role
@@ -64,7 +65,7 @@ class PassThrough(nn.Module):
             hidden = self.relay.blank(*hidden.shape)
         elif self.role == "inject":
             hidden = self.relay.received
-        return self.form(hidden)
+        return self.form(hidden, None)
 
 
 class _Placeholder(nn.Module):

@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_pipeline.torch.stages import Cut, cut_stage, shared_names
-from hp_pipeline.torch.stand_ins import FORMS, PassThrough, Relay, copied
+from hp_pipeline.torch.stand_ins import FORMS, Form, PassThrough, Relay, copied
 
 __all__ = ["trace"]
 
@@ -65,9 +65,10 @@ class _Call:
 class _Recorder(PassThrough):
     """A block of the traced model: keeps what it gets, and begins a new graph."""
 
-    def __init__(self, block: nn.Module, form: Callable[[T], Any], calls: list[_Call]) -> None:
+    def __init__(self, block: nn.Module, form: Form, calls: list[_Call], rest: T) -> None:
         super().__init__(block, Relay(), form)
         self.calls = calls
+        vars(self)["rest"] = rest  # what blocks return beside hidden states
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         received, *others = args or (kwargs.pop("hidden_states", None),)
@@ -78,7 +79,7 @@ class _Recorder(PassThrough):
         others = {f"positional input {place + 1}": each for place, each in enumerate(others)}
         leaf = torch.empty(received.shape, dtype=received.dtype, device=received.device, requires_grad=True)
         self.calls.append(_Call(received, {**others, **kwargs}, leaf.clone()))
-        return self.form(self.calls[-1].returned)
+        return self.form(self.calls[-1].returned, self.rest)
 
 
 class _Watch(TorchDispatchMode):
@@ -106,6 +107,7 @@ class _Trace:
         self.model, self.path, self.inputs = model, path, inputs
         self.name, self.count = type(model).__name__, len(model.get_submodule(path))  # type: ignore[arg-type]
         self.calls: list[_Call] = []
+        self.rest = torch.zeros(())
 
     def cut(self) -> Cut:
         """Return what cutting stages takes, after some have been cut out of the recorders."""
@@ -113,7 +115,8 @@ class _Trace:
         for form in range(len(FORMS)):
             skeleton = self.skeleton(form)
             try:
-                output = self.run(skeleton, self.inputs)
+                with _Watch(self.rest) as rest:
+                    output = self.run(skeleton, self.inputs)
                 if len(self.calls) != self.count:
                     raise _Untraceable(f"the model calls {len(self.calls)} of its {self.count} blocks")
                 break
@@ -121,6 +124,7 @@ class _Trace:
                 problems.append(f"{type(error).__name__}: {error}" if not isinstance(error, _Untraceable) else error)
         else:
             self.refuse(str(problems[0]))
+        self.check_between(rest, output)
         before, after = self.sides(skeleton, output)
         cut = Cut(skeleton, self.path, before, after, form, loss=self.loss(skeleton))
         cut = dataclasses.replace(cut, first_only=self.first_only(skeleton))
@@ -147,7 +151,7 @@ class _Trace:
                 tensors.update((name, _fake(each)) for name, each in tensors.items() if each is not None)
             for name, child in module.named_children():
                 recorder = module is blocks
-                clone._modules[name] = _Recorder(child, FORMS[form], self.calls) if recorder else fake(child)
+                clone._modules[name] = _Recorder(child, FORMS[form], self.calls, self.rest) if recorder else fake(child)
             return clone
 
         return fake(self.model)
@@ -158,12 +162,27 @@ class _Trace:
         with torch.enable_grad():
             return module(*args, **{**options, **inputs})
 
-    def sides(self, skeleton: nn.Module, output: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the modules that run before and after the blocks."""
+    def check_between(self, rest: _Watch, output: Any) -> None:
+        """Raise if blocks take or leave anything beside hidden states that a stage would not have."""
         for index, call in enumerate(self.calls):
             for name, value in call.kwargs.items():
                 if any(isinstance(leaf, T) and leaf.requires_grad for leaf in pytree.tree_leaves(value)):
                     self.refuse(f"block {index} takes {name}, which depends on parameters or on other blocks")
+                if rest.reaches(value):
+                    self.refuse(f"block {index} takes {name}, which other blocks return beside their hidden states")
+                if isinstance(value, (MutableMapping, list, set)) and not value and self.shares(name):
+                    self.refuse(f"block {index} takes {name}, a {type(value).__name__} that other blocks may fill")
+        if rest.reaches(_results(output)):
+            self.refuse("the model returns what blocks do beside their hidden states")
+
+    def shares(self, name: str) -> bool:
+        """Return False for a cache that the configuration says no two blocks share."""
+        config = getattr(self.model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return name != "shared_kv_states" or getattr(config, "num_kv_shared_layers", None) != 0
+
+    def sides(self, skeleton: nn.Module, output: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the modules that run before and after the blocks."""
         named = {name: each for name, each in skeleton.named_parameters() if each.requires_grad}
         outputs = [leaf for leaf in _results(output) if isinstance(leaf, T) and leaf.requires_grad]
         earlier = _gradients(outputs, [call.returned for call in self.calls[:-1]])
