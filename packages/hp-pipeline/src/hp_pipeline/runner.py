@@ -220,7 +220,7 @@ class Runner:
         if self.pipeline.successors[stage]:
             return
         if self.pipeline.has_backward:
-            loss = getattr(result, "loss", result)
+            loss = result["loss"] if isinstance(result, dict) and "loss" in result else getattr(result, "loss", result)
             if not port().is_tensor(loss) or port().shape(loss) != ():
                 got = f"a tensor of shape {port().shape(loss)}" if port().is_tensor(loss) else type(loss).__name__
                 raise TypeError(

@@ -18,7 +18,7 @@ class PipelineStage:
     The first stage is called with a micro-batch of what ``run`` was given; the others with what the stage before
     returned: a tuple is their positional arguments, anything else their only one. Every stage also gets the keyword
     arguments that ``run`` was given on its own rank. The last stage returns the loss of the micro-batch, a scalar, or
-    something with an attribute ``loss``.
+    a dictionary with ``loss``, or something with an attribute of that name.
 
     Args:
         module: a module; on PyTorch also a function of modules.

@@ -1,0 +1,10 @@
+"""Names that other packages of this repository may import, beside the public ones."""
+
+from __future__ import annotations
+
+from hp_pipeline import schedules
+from hp_pipeline.drawing import to_svg, to_text
+from hp_pipeline.memory import open_forwards
+from hp_pipeline.pipeline import Shape
+
+__all__ = ["Shape", "open_forwards", "schedules", "to_svg", "to_text"]
