@@ -55,7 +55,7 @@ def test_all_findings_come_at_once():
     )
     assert texts(tables, 8) == [
         "optimizr: there is no section or key 'optimizr'; did you mean 'optimizer'?",
-        "mesh.cp: cp = 2, but this version has no cp axis; leave it out; the axes are dp_replicate, dp_shard, tp",
+        "mesh.cp: cp = 2, but this version has no cp axis; leave it out; the axes are pp, dp_replicate, dp_shard, tp",
         "mesh: the mesh dp_shard 3 x cp 2 x tp 4 has 24 ranks, but there are 8; start 24 ranks (--nproc 24) or "
         "change the "
         "sizes in [mesh]",

@@ -128,12 +128,25 @@ def test_null_has_no_toml():
         ({"tp": 2, "dp_shard": 3}, {"dp_shard": 3, "tp": 2}),
         ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 1}),
         ({"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
+        ({"dp_shard": 2, "pp": 3}, {"pp": 3, "dp_shard": 2}),
     ],
 )
 def test_axes_of_one_rank_are_left_out(sizes, axes):
     mesh = MeshSection(**sizes)
     assert mesh.axes == axes
     assert list(mesh.axes) == list(axes)
+
+
+def test_ranks_of_one_stage_are_neighbours():
+    mesh = MeshSection(pp=2, dp_replicate=2, tp=2)
+    assert list(mesh.axes) == ["pp", "dp_replicate", "dp_shard", "tp"]
+    assert [tuple(mesh.coordinate(rank).values()) for rank in (0, 1, 2, 4, 7)] == [
+        (0, 0, 0, 0),
+        (0, 0, 0, 1),
+        (0, 1, 0, 0),
+        (1, 0, 0, 0),
+        (1, 1, 0, 1),
+    ]
 
 
 def test_a_plan_is_frozen():

@@ -18,6 +18,7 @@ from hp_plan.sections import (
     MeshSection,
     ModelSection,
     OptimizerSection,
+    PipelineSection,
     RunSection,
     ScheduleSection,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "ModuleDifference",
     "OptimizerSection",
     "ParallelPlan",
+    "PipelineSection",
     "PlanError",
     "RunSection",
     "ScheduleSection",

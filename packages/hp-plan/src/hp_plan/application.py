@@ -9,18 +9,21 @@ metrics work unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, TypeVar
 
 import hp_dtensor
 import hp_fsdp
 import hp_offload
+import hp_pipeline
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
+from hp_pipeline import PipelineSchedule
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
 from hp_plan.diagnostics import PlanError
 from hp_plan.memory import check_memory, check_states, memory_left
-from hp_plan.outline import matches
+from hp_plan.outline import ModelOutline, matches
+from hp_plan.pipelines import check_pipeline, check_split, choose_order
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.tables import choose_styles
@@ -46,7 +49,8 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
         mesh: the ranks, with the axes of `plan.mesh.axes`; None makes it over all ranks of this kind of device.
 
     Returns:
-        The same model.
+        The same model; with an axis `pp` an `hp_pipeline.PipelinedModel`: this rank's stages of it, with its schedule.
+        The given model has other stages' weights too: drop it to free their memory.
 
     Raises:
         PlanError: the plan doesn't fit the model or the number of ranks; it has all diagnostics.
@@ -56,9 +60,9 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     platform, own = get_platform(), models()
     ranks = mesh.size() if mesh is not None else platform.groups.size()
     outline = own.outline(model)
-    diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_fsdp(plan)]
+    diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
     diagnostics += [*check_memory(plan), *check_states(plan)]
-    diagnostics += check_model(plan, outline)
+    diagnostics += [*check_model(plan, outline), *check_split(plan, model)]
     if diagnostics:
         raise PlanError(diagnostics)
     activations = None if plan.memory.budget is None else memory_left(plan, outline)
@@ -66,16 +70,79 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if mesh is None:
         mesh = init_device_mesh(platform.devices.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     _check_mesh(mesh, axes)
-    if "tp" in axes:
-        parallelize_module(own.base(model), mesh["tp"], choose_styles(plan, outline).by_name)
-        own.replicate_rest(model, mesh["tp"])
-        own.keep_border_plain(model, mesh["tp"], plain)
-    if "dp_shard" in axes:
-        _shard_groups(model, plan, mesh["dp_replicate", "dp_shard"] if "dp_replicate" in axes else mesh["dp_shard"])
+    if "pp" in axes:
+        return _in_stages(model, plan, mesh, outline)
+    _distribute(model, plan, mesh, outline, outline.modules)
     own.adapt_library_methods(model, tensor_parallel="tp" in axes)
     if activations is not None:
         hp_offload.fit_memory(model, activations, bandwidth=plan.memory.bandwidth)
     return model
+
+
+def _in_stages(model: Any, plan: ParallelPlan, mesh: DeviceMesh, outline: ModelOutline) -> Any:
+    """Return this rank's stages of the model, each distributed over the ranks that have the same."""
+    own, pp = models(), mesh["pp"]
+    choice = choose_order(plan, model)
+    kinds = {name: type(module) for name, module in own.named_modules(own.base(model))}
+    stages = []
+    for index in choice.pipeline.stages[pp.get_local_rank()]:
+        stage = choice.split.stage(index)
+        # What stands in for modules of other stages has another class.
+        here = {name for name, module in own.named_modules(stage) if type(module) is kinds.get(name)}
+        alone = {info.parameter.rpartition(".")[0] for info in choice.split.shared_in(index)}
+        _distribute(stage, plan, mesh, outline, here, alone)
+        stages.append(choice.split.pipeline_stage(index))
+    schedule = PipelineSchedule(
+        stages,
+        choice.pipeline.micro_batches,
+        group=pp.get_group(),
+        placement=choice.pipeline.placement,
+        order=lambda _: choice.order,
+    )
+    return hp_pipeline.PipelinedModel(schedule)
+
+
+def _distribute(
+    model: Any,
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    outline: ModelOutline,
+    here: Container[str],
+    alone: Container[str] = (),
+) -> None:
+    """Apply styles, then fully sharded groups, to the model or to a stage of it.
+
+    Args:
+        model: the model, or a stage of it under its names.
+        plan: the plan.
+        mesh: of all axes; that of the stages is not used.
+        outline: of the whole model.
+        here: names of the modules that `model` runs itself.
+        alone: names of modules that are groups of their own.
+    """
+    own, axes = models(), plan.mesh.axes
+    if "tp" in axes:
+        styles = {
+            name: style
+            for name, style in choose_styles(plan, outline).by_name.items()
+            if (name if name in outline.modules else name.rpartition(".")[0]) in here
+        }
+        parallelize_module(own.base(model), mesh["tp"], styles)
+        own.replicate_rest(model, mesh["tp"])
+        own.keep_border_plain(model, mesh["tp"], plain)
+    if "dp_shard" not in axes:
+        return
+    over = mesh["dp_replicate", "dp_shard"] if "dp_replicate" in axes else mesh["dp_shard"]
+    dtypes = {name: own.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
+    options = {
+        "reshard_after_forward": plan.fsdp.reshard_after_forward,
+        "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
+    }
+    for name, module in reversed(list(own.named_modules(own.base(model)))):  # Inner groups before the ones around them.
+        grouped = name in alone or any(matches(pattern, name) for pattern in plan.fsdp.groups)
+        if name and name in here and grouped:
+            hp_fsdp.fully_shard(module, over, **options)
+    hp_fsdp.fully_shard(model, over, **options)
 
 
 def _ensure_process_group(plan: ParallelPlan) -> None:
@@ -98,19 +165,6 @@ def _check_mesh(mesh: DeviceMesh, axes: Mapping[str, int]) -> None:
             f"the mesh has axes {got or tuple(mesh.shape)}, the plan needs {dict(axes)}: leave the mesh out, or make "
             f"it with init_device_mesh(device, {tuple(axes.values())}, mesh_dim_names={tuple(axes)})"
         )
-
-
-def _shard_groups(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> None:
-    own = models()
-    dtypes = {name: own.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
-    options = {
-        "reshard_after_forward": plan.fsdp.reshard_after_forward,
-        "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
-    }
-    for name, module in reversed(list(own.named_modules(own.base(model)))):  # Inner groups before the ones around them.
-        if name and any(matches(pattern, name) for pattern in plan.fsdp.groups):
-            hp_fsdp.fully_shard(module, mesh, **options)
-    hp_fsdp.fully_shard(model, mesh, **options)
 
 
 def plain(value: Any) -> Any:

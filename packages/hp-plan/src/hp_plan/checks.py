@@ -9,13 +9,15 @@ from dataclasses import fields
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.memory import check_memory, check_states
 from hp_plan.outline import ModelOutline, ModuleOutline, generalise, matching
+from hp_plan.pipelines import check_pipeline
 from hp_plan.plan import ParallelPlan
 from hp_plan.tables import StyleChoice, choose_styles
 from hp_platform import get_platform
 from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
 
-# What this version can apply; the others are read, so that a plan may be written for later.
-APPLIED_AXES = ("dp_replicate", "dp_shard", "tp")
+# What this version can apply, by framework; the others are read, so that a plan may be written for later.
+APPLIED_AXES = {"torch": ("pp", "dp_replicate", "dp_shard", "tp"), "mindspore": ("dp_replicate", "dp_shard", "tp")}
+_BY_HAND = "leave it out, or write the stages as Cells and run them by hp_pipeline.Schedule1F1B"
 LAUNCHERS = {"torch": "torchrun --nproc-per-node {0}", "mindspore": "msrun --worker_num={0} --local_worker_num={0}"}
 
 
@@ -26,7 +28,7 @@ def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
         plan: the plan.
         world_size: number of ranks; None leaves that unchecked.
     """
-    own = [*check_fsdp(plan), *check_memory(plan), *check_states(plan)]
+    own = [*check_pipeline(plan), *check_fsdp(plan), *check_memory(plan), *check_states(plan)]
     return [*check_mesh(plan, world_size), *_check_training(plan), *own, *_check_device(plan)]
 
 
@@ -42,10 +44,15 @@ def check_platform(plan: ParallelPlan) -> list[Diagnostic]:
 def check_mesh(plan: ParallelPlan, world_size: int | None = None) -> list[Diagnostic]:
     """Check that this version can apply every axis, and that the mesh has as many ranks as the world."""
     diagnostics = []
+    applied = APPLIED_AXES[get_platform().name]
     for axis, size in plan.mesh.axes.items():
-        if axis not in APPLIED_AXES:
+        if axis == "pp" and axis not in applied:
+            message = f"pp = {size}, but this version does not split Cells into stages"
+            fix = f"{_BY_HAND}; the axes are {', '.join(applied)}"
+            diagnostics.append(Diagnostic("mesh.pp", message, fix))
+        elif axis not in applied:
             message = f"{axis} = {size}, but this version has no {axis} axis"
-            fix = f"leave it out; the axes are {', '.join(APPLIED_AXES)}"
+            fix = f"leave it out; the axes are {', '.join(applied)}"
             diagnostics.append(Diagnostic(f"mesh.{axis}", message, fix))
     if world_size is not None and plan.mesh.world_size != world_size:
         product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from hp_plan.diagnostics import near_misses
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
+from hp_plan.pipelines import Choice, Outlook, outlook
 from hp_plan.plan import data_parallel_rows, read_plan, read_toml
+from hp_plan.port import build
 from hp_plan.tables import style_notes
 from hp_plan.verification import TORCH_ONLY
 
 __all__ = [
+    "Choice",
+    "Outlook",
     "Report",
     "TORCH_ONLY",
     "UNREAD",
+    "build",
     "data_parallel_rows",
     "examine",
     "memory_shortage",
     "near_misses",
+    "outlook",
     "read_plan",
     "read_toml",
     "style_notes",

@@ -12,6 +12,7 @@ from hp_plan.checks import check_model, check_plan, check_platform
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.memory import BYTES, check_budget, training_bytes
 from hp_plan.outline import ModelOutline
+from hp_plan.pipelines import check_split
 from hp_plan.plan import ParallelPlan, read_plan, read_toml
 from hp_plan.port import build, models
 from hp_platform import get_platform
@@ -112,7 +113,7 @@ def examine(
         except PlanError as error:
             return Report(plan, (*diagnostics, *error.diagnostics))
     outline = models().outline(model)
-    diagnostics += [*check_model(plan, outline), *check_budget(plan, outline)]
+    diagnostics += [*check_model(plan, outline), *check_budget(plan, outline), *check_split(plan, model)]
     return Report(plan, tuple(diagnostics), outline)
 
 

@@ -17,6 +17,7 @@ from hp_plan.sections import (
     MeshSection,
     ModelSection,
     OptimizerSection,
+    PipelineSection,
     RunSection,
     ScheduleSection,
 )
@@ -25,6 +26,7 @@ from hp_platform import get_platform
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
     "mesh": MeshSection,
+    "pipeline": PipelineSection,
     "fsdp": FsdpSection,
     "optimizer": OptimizerSection,
     "schedule": ScheduleSection,
@@ -50,6 +52,7 @@ class ParallelPlan:
         styles: tensor parallel styles by module name pattern (`{"model.layers.*.mlp.down_proj": "rowwise"}`; each
             `*` stays inside one dotted part), or `"auto"`: the model's own table, or `"auto-sequence"`: that with
             sequence parallel between the blocks.
+        pipeline: the stages of the ranks on the axis `pp`, and their schedule.
         fsdp: the modules that are sharded together, and options.
         optimizer: the optimizer.
         schedule: its learning rate over time.
@@ -64,6 +67,7 @@ class ParallelPlan:
     model: ModelSection = field(default_factory=ModelSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     styles: str | Mapping[str, str] = "auto"
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
     fsdp: FsdpSection = field(default_factory=FsdpSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
@@ -193,8 +197,9 @@ def _table(section: Any) -> dict[str, Any]:
 
 
 def data_parallel_rows(plan: ParallelPlan) -> slice:
-    """Return this rank's slice of the global batch; tensor parallel ranks are neighbours and share one."""
-    parts = plan.mesh.data_parallel
-    count = plan.data.batch_size // parts
-    part = get_platform().groups.rank() // (plan.mesh.world_size // parts)
+    """Return this rank's slice of the global batch; ranks that differ only on other axes share one."""
+    mesh = plan.mesh
+    place = mesh.coordinate(get_platform().groups.rank())
+    part = place.get("dp_replicate", 0) * mesh.dp_shard + place.get("dp_shard", 0)
+    count = plan.data.batch_size // mesh.data_parallel
     return slice(part * count, (part + 1) * count)

@@ -33,6 +33,10 @@ class Models(Protocol):
         """Read the model's names, kinds and shapes."""
         ...
 
+    def example(self, rows: int, tokens: int) -> dict[str, Any]:
+        """Make inputs of this shape, whose values nothing reads."""
+        ...
+
     def replicate_rest(self, model: Module, mesh: DeviceMesh) -> None:
         """Turn the parameters that no style has sharded into replicated DTensors."""
         ...

@@ -65,9 +65,10 @@ def _describe(value: Any) -> str:
 
 def _bounds(value: Any, item: Field[Any]) -> str | None:
     if isinstance(value, tuple) and "minimum" in item.metadata:
-        minimum, below = item.metadata["minimum"], item.metadata["below"]
+        minimum, below = item.metadata["minimum"], item.metadata.get("below", math.inf)
         inside = all(minimum <= number < below for number in value)
-        return None if inside else f"a list of {len(value)} numbers, each at least {minimum} and less than {below}"
+        limit = "" if below == math.inf else f" and less than {below}"
+        return None if inside else f"a list of {len(value)} numbers, each at least {minimum}{limit}"
     if not isinstance(value, (int, float)):
         return None
     if "minimum" in item.metadata and not value >= item.metadata["minimum"]:

@@ -97,6 +97,17 @@ class MeshSection:
         """Number of parts that the global batch is split into."""
         return self.dp_replicate * self.dp_shard
 
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank on each axis.
+
+        >>> MeshSection(pp=2, dp_shard=2, tp=2).coordinate(6)
+        {'pp': 1, 'dp_shard': 1, 'tp': 0}
+        """
+        places = {}
+        for name, size in reversed(self.axes.items()):
+            rank, places[name] = divmod(rank, size)
+        return {name: places[name] for name in self.axes}
+
 
 @dataclass(frozen=True)
 class FsdpSection:
@@ -200,6 +211,38 @@ class RunSection:
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     grad_clip: float | None = _more_than(0.0, None)
     platform: Literal["torch", "mindspore"] | None = None
+
+
+@dataclass(frozen=True)
+class PipelineSection:
+    """Stages of the model on the ranks of `pp`, and their schedule.
+
+    Attributes:
+        schedule: order of the steps (see the table of hp-pipeline); `auto` looks for the fastest that holds no more
+            than `1f1b` does, by the counted costs of the stages.
+        micro_batches: into how many a rank's part of the batch is cut; none is one for each of its samples.
+        split: blocks of each stage, from first to last; `auto` makes the slowest stage as fast as it can be by counted
+            costs, `even` counts blocks.
+        stages_per_rank: of `interleaved` and `looped-bfs`; none is 2. The other schedules have their own number.
+    """
+
+    schedule: Literal[
+        "1f1b",
+        "gpipe",
+        "interleaved",
+        "looped-bfs",
+        "zb1p",
+        "zb2p",
+        "zbv",
+        "v-half",
+        "v-min",
+        "dualpipev",
+        "hanayo",
+        "auto",
+    ] = "1f1b"
+    micro_batches: int | None = _at_least(1, None)
+    split: Literal["auto", "even"] | tuple[int, ...] = _at_least(1, "auto")
+    stages_per_rank: int | None = _at_least(1, None)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,12 @@ def _outline(module: nn.Cell) -> ModuleOutline:
     return ModuleOutline(type(module).__name__, kind, out_features, head_dim if isinstance(head_dim, int) else None)
 
 
+def example(rows: int, tokens: int) -> dict[str, Tensor]:
+    """Return inputs of a shape that make a causal language model return its loss."""
+    ids = mindspore.mint.zeros((rows, tokens), dtype=mindspore.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
 def replicate_rest(model: nn.Cell, mesh: DeviceMesh) -> None:
     """Turn the parameters that no style has sharded into replicated DTensors."""
     for _, module in named_modules(model):

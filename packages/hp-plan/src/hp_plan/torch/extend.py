@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hp_plan.torch.models import forward_loss
+from hp_plan.torch.training import backward_loss, clip_gradients
 
-__all__ = ["forward_loss"]
+__all__ = ["backward_loss", "clip_gradients"]

@@ -103,6 +103,12 @@ def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in by_tensor.values() if len(names) > 1)
 
 
+def example(rows: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Return inputs of a shape that make a causal language model return its loss."""
+    ids = torch.zeros(rows, tokens, dtype=torch.int64, device="cpu")
+    return {"input_ids": ids, "labels": ids}
+
+
 def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> None:
     """Turn the parameters that no style has sharded into replicated DTensors; they stay the same objects."""
     for parameter in model.parameters():
@@ -174,14 +180,13 @@ def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:
     library.save_whole(model)
 
 
-def forward_loss(plan: ParallelPlan, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the loss of predicting each token from those before it, as a causal language model computes it.
+def loss_inputs(plan: ParallelPlan, tokens: torch.Tensor) -> dict[str, Any]:
+    """Return the inputs that make a causal language model return the loss of predicting each token from those before.
 
     Args:
         plan: tells whether the model is transformers' own.
-        model: called with `input_ids` and `labels`, returns a mapping with `loss`.
         tokens: (samples, sequence length).
     """
     # transformers fills a key-value cache unless told that nothing is generated.
     options = {"use_cache": False} if plan.model.config is not None else {}
-    return model(input_ids=tokens, labels=tokens, **options)["loss"]
+    return {"input_ids": tokens, "labels": tokens, **options}

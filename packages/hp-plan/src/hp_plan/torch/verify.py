@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hp_dtensor import DTensor
-from hp_fsdp import clip_grad_norm_
 from hp_plan.application import apply
 from hp_plan.memory import BYTES, memory_left, training_bytes
 from hp_plan.plan import ParallelPlan, data_parallel_rows
@@ -20,7 +19,7 @@ from hp_plan.port import models
 from hp_plan.sections import MemorySection
 from hp_plan.torch.build import build_model, build_optimizer, build_schedule
 from hp_plan.torch.float64 import Float64
-from hp_plan.torch.models import forward_loss
+from hp_plan.torch.training import Part, backward_loss, clip_gradients, parts
 from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform import get_platform
 from hp_styles.extend import runs_on_parts
@@ -59,12 +58,13 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
             compared.begin_step()
             with compared.expected_outputs():
                 expected = runs[0].forward(tokens)
+            assert expected is not None, "a whole model has its loss"
             with compared.outputs(rows, batch=len(tokens)):
                 got = runs[1].forward(tokens[rows])
             compared.loss(got, expected)
             compared.tensors("gradient", lambda parameter: parameter.grad)
-            runs[0].update(nn.utils.clip_grad_norm_)
-            runs[1].update(clip_grad_norm_)
+            runs[0].update()
+            runs[1].update()
             compared.tensors("weight", lambda parameter: parameter.detach())
     return dataclasses.replace(compared.result(tolerance), notes=tuple(mode.notes))
 
@@ -77,17 +77,14 @@ class _Run:
         self._optimizer = build_optimizer(plan, model.named_parameters())
         self._schedule = build_schedule(plan, self._optimizer)
 
-    def forward(self, tokens: torch.Tensor) -> float:
-        """Forward and backward; the loss."""
+    def forward(self, tokens: torch.Tensor) -> float | None:
+        """Forward and backward; the loss, on ranks that have it."""
         self._optimizer.zero_grad()
-        loss = forward_loss(self._plan, self._model, tokens)
-        loss.backward()
-        return loss.item()
+        return backward_loss(self._plan, self._model, tokens)
 
-    def update(self, clip: Callable[..., Any]) -> None:
+    def update(self) -> None:
         """Clip the gradients if the plan says so, and take the optimizer's step."""
-        if self._plan.run.grad_clip is not None:
-            clip(self._model.parameters(), self._plan.run.grad_clip)
+        clip_gradients(self._model, self._plan.run.grad_clip)
         self._optimizer.step()
         self._schedule.step()
 
@@ -95,9 +92,12 @@ class _Run:
 class _Compared:
     """The differences of each step, by module in the order in which modules finish."""
 
-    def __init__(self, single: nn.Module, parallel: nn.Module) -> None:
-        self._single, self._parallel = single, parallel
-        self._compared = _innermost(parallel)
+    def __init__(self, single: nn.Module, parallel: Any) -> None:
+        self._single, self._parts = single, list(parts(parallel, single))
+        self._compared = _innermost(single, self._parts)
+        self._parameters = dict(single.named_parameters(remove_duplicate=False))
+        self._own = {name: weight for part in self._parts for name, weight in part.parameters().items()}
+        self._somewhere = _on_any_rank(self._parameters, self._own)
         self._expected: dict[str, torch.Tensor] = {}
         self._steps: list[dict[str, dict[str, float]]] = []
         self._losses: list[float] = []
@@ -121,33 +121,39 @@ class _Compared:
             rows: this rank's samples.
             batch: number of samples of the recorded outputs.
         """
+        with contextlib.ExitStack() as hooks:
+            for part in self._parts:
 
-        def compare(name: str, output: torch.Tensor) -> None:
-            expected = self._expected[name]
-            mine = expected[rows] if expected.ndim and len(expected) == batch else expected
-            self._note(name, "output", _difference(_whole(output), mine))
+                def compare(name: str, output: torch.Tensor, part: Part = part) -> None:
+                    got = _whole(output)
+                    mine = _samples(self._expected[name], got, part.samples(rows), batch)
+                    self._note(name, "output", _difference(got, mine))
 
-        with _after_forward(self._parallel, self._compared, compare):
+                hooks.enter_context(part.counting())
+                hooks.enter_context(_after_forward(part.module, self._compared & part.names, compare))
             yield
 
     def _keep(self, name: str, output: torch.Tensor) -> None:
         self._expected[name] = output.detach()
         self._note(name, "output", 0.0)
 
-    def loss(self, got: float, expected: float) -> None:
-        """Compare the loss: the global one is the mean of the data parallel parts."""
-        total = torch.tensor([got], dtype=torch.float64, device=get_platform().devices.current_device())
+    def loss(self, got: float | None, expected: float) -> None:
+        """Compare the loss: the global one is the mean of those of the ranks that have one."""
+        device = get_platform().devices.current_device()
+        total = torch.tensor([got or 0.0, got is not None], dtype=torch.float64, device=device)
         _all_reduce(total, "sum")
-        mean = total.item() / get_platform().groups.size()
+        mean = (total[0] / total[1]).item()
         self._losses.append(_difference(torch.tensor(mean), torch.tensor(expected)))
 
     def tensors(self, kind: str, read: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Compare a tensor of every parameter, such as its gradient."""
-        singles = dict(self._single.named_parameters(remove_duplicate=False))
-        largest = max((_largest(read(parameter)) for parameter in singles.values()), default=0.0)
-        for name, parameter in self._parallel.named_parameters(remove_duplicate=False):
-            got, expected = read(parameter), read(singles[name])
+        """Compare a tensor of every parameter, such as its gradient; one that no rank has differs."""
+        largest = max((_largest(read(parameter)) for parameter in self._parameters.values()), default=0.0)
+        for name, parameter in self._parameters.items():
             module = name.rpartition(".")[0]
+            if name not in self._own:
+                self._note(module, kind, 0.0 if name in self._somewhere else math.inf)
+                continue
+            got, expected = read(self._own[name]), read(parameter)
             if (got is None) != (expected is None):
                 self._note(module, kind, math.inf)
             elif got is not None and expected is not None:
@@ -172,12 +178,35 @@ class _Compared:
         row[kind] = max(row.get(kind, 0.0), difference)
 
 
-def _innermost(parallel: nn.Module) -> set[str]:
-    """List the modules without others inside, and experts as a whole: inside them a rank has part of the features."""
-    regions = {name for name, module in parallel.named_modules() if runs_on_parts(module)}
+def _innermost(single: nn.Module, parallel: Sequence[Part]) -> set[str]:
+    """List the modules without others inside, and experts as a whole: each holds tokens of other samples together.
+
+    A module of a stage that has no inputs of its own there is left out, as is what runs on parts of the features.
+    """
+    names = [name for name, _ in single.named_modules()]
+    on_parts = {name for part in parallel for name, each in part.module.named_modules() if runs_on_parts(each)}
+    experts = {name for name, module in models().outline(single).modules.items() if module.experts is not None}
+    regions = _on_any_rank(names, on_parts) | experts
     inside = tuple(f"{name}." for name in regions)
-    leaves = {name for name, module in parallel.named_modules() if next(module.children(), None) is None}
-    return {name for name in leaves if not name.startswith(inside)} | regions
+    leaves = {name for name, module in single.named_modules() if next(module.children(), None) is None}
+    chosen = {name for name in leaves if not name.startswith(inside)} | regions
+    return chosen & _on_any_rank(names, {name for part in parallel for name in part.names})
+
+
+def _on_any_rank(names: Iterable[str], own: Container[str]) -> set[str]:
+    """Return those of the names, the same list on all ranks, that any rank has among its own."""
+    listed = list(names)
+    flags = torch.tensor([float(name in own) for name in listed], device=get_platform().devices.current_device())
+    _all_reduce(flags, "max")
+    return {name for name, flag in zip(listed, flags.tolist(), strict=True) if flag}
+
+
+def _samples(expected: torch.Tensor, got: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
+    """Return the part of an output for some samples of the batch: samples, or samples times tokens, come first."""
+    if got.shape == expected.shape or not expected.ndim or len(expected) % batch:
+        return expected
+    each = len(expected) // batch
+    return expected[rows.start * each : rows.stop * each]
 
 
 @contextlib.contextmanager
