@@ -250,6 +250,38 @@ def test_a_plan_that_is_not_there(command, capsys):
     )
 
 
+STAGES = (
+    PLAN.replace("tp = 2", "pp = 2").replace("layers = 1", "layers = 4").replace("[data]", "[data]\nbatch_size = 4")
+)
+
+
+def test_the_schedule_of_a_pipeline(command, tmp_path):
+    out, err, status = command("schedule", "--svg", "line.svg", plan=STAGES)
+    assert (err, status) == ("", 0)
+    lines = out.splitlines()
+    assert lines[0] == "1f1b on 2 ranks, stages of 3, 1 blocks, 4 micro-batches of 1 sample"
+    assert lines[1].startswith("rank   0 |FF") and lines[2].startswith("rank   1 |..")
+    assert lines[3].startswith("bubble ") and " faster at the same memory: stages of " in lines[-1]
+    assert (tmp_path / "line.svg").read_text().startswith("<svg ")
+
+
+def test_the_schedule_as_json(command):
+    out, _, status = command("schedule", "--json", plan=STAGES + '[pipeline]\nschedule = "zbv"\nmicro_batches = 2\n')
+    got = json.loads(out)
+    assert status == 0
+    assert (got["schedule"], got["micro_batches"], len(got["stages"])) == ("zbv", 2, 4)
+    assert [stage["rank"] for stage in got["stages"]] == [0, 1, 1, 0]
+    assert sum(stage["blocks"] for stage in got["stages"]) == 4
+    assert [rank["steps"] for rank in got["ranks"]] == [12, 12]
+    assert 0 < got["bubble_share"] < 1 and all(rank["peak_bytes"] > 0 for rank in got["ranks"])
+
+
+def test_a_schedule_needs_stages(command):
+    out, err, status = command("schedule")
+    assert (out, status) == ("", 1)
+    assert "mesh.pp" in err and "there is no pp axis, and so no pipeline" in err
+
+
 def test_one_data_option_takes_several_paths():
     assert cli._spread("--data", ["p", "--data", "a", "b", "--json", "c"]) == [
         "p",

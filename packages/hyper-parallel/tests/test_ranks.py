@@ -53,6 +53,24 @@ class Bigram(nn.Module):
 
 def bigram(run="run", victim=-1, end=""):
     return Bigram(run, victim, end)
+
+class InBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 9), nn.Linear(9, 256)
+        self.blocks = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+def in_blocks():
+    return InBlocks()
 """
 PLAN = """
 [model]
@@ -228,6 +246,26 @@ def test_training_leaves_its_files_and_speaks_json(launcher):
     assert "steps = 30" in (folder / "run" / "plan.toml").read_text()
     assert (folder / "run" / "checkpoint" / "model.safetensors").stat().st_size > 4 * 256 * 9
     assert not alive(folder)
+
+
+def test_stages_are_trained_into_one_checkpoint(launcher):
+    from safetensors.torch import load_file
+
+    plan = PLAN.replace("bigram:bigram", "bigram:in_blocks").replace("dp_shard", "pp").partition("[model.overrides]")[0]
+    (launcher.folder / "stages.toml").write_text(plan)
+    launcher.begin("train", "stages.toml", "--data", "text", "--out", "stages", "--steps", "2", "--json")
+    status, out, err = launcher.finish()
+    assert status == 0, err
+    *steps, summary = map(json.loads, out.splitlines())
+    assert [step["step"] for step in steps] == [1, 2] and steps[1]["loss"] < steps[0]["loss"] < 6
+    state = load_file(launcher.folder / "stages" / "checkpoint" / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
+        "embed.weight": (256, 9),
+        "head.weight": (256, 9),
+        "head.bias": (256,),
+        **{f"blocks.{index}.weight": (9, 9) for index in range(3)},
+        **{f"blocks.{index}.bias": (9,) for index in range(3)},
+    }
 
 
 def test_training_joins_torchrun(folder):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
@@ -18,7 +19,7 @@ TABLES = {
             "vocab_size": 256,
             "hidden_size": 16,
             "intermediate_size": 20,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 4,
@@ -36,6 +37,8 @@ def run(folder, mesh):
     text = folder / f"text{get_platform().groups.rank()}"  # no rank empties another's file
     text.write_bytes(b"to be or not to be, " * 20)
     tables = {**TABLES, "mesh": mesh, "data": {**TABLES["data"], "paths": [str(text)]}}
+    if set(mesh) == {"pp", "tp"}:
+        del tables["fsdp"]  # nothing is sharded
     return train(ParallelPlan.from_dict(tables), prepare_folder(folder / "run", name="x"))
 
 
@@ -71,11 +74,19 @@ def losses(folder) -> list[float]:
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     run_ranks(1, run, folder, {})
-    return losses(folder)
+    return folder
 
 
-@pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}], ids=str)
+LAYOUTS = [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}]
+STAGES = [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}]
+
+
+@pytest.mark.parametrize("mesh", [*LAYOUTS, *STAGES], ids=str)
 def test_every_layout_trains_on_the_same_text_to_the_same_loss(tmp_path, alone, mesh):
     run_ranks(4, run, tmp_path, mesh)
     # transformers computes norms and softmax in float32 whatever the weights are.
-    assert losses(tmp_path) == pytest.approx(alone, abs=1e-5)
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
+    got, expected = (load_file(folder / "run" / "checkpoint" / "model.safetensors") for folder in (tmp_path, alone))
+    assert list(got) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5)

@@ -14,21 +14,24 @@ from typing import Annotated, Any
 
 import typer
 
+from hp_pipeline.extend import to_svg, to_text
 from hp_plan import Diagnostic, ParallelPlan, PlanError, VerifyResult
 from hp_plan.extend import (
     TORCH_ONLY,
     UNREAD,
     Report,
+    build,
     examine,
     memory_shortage,
     near_misses,
+    outlook,
     read_plan,
     read_toml,
     style_notes,
 )
 from hp_platform import get_platform
 from hp_platform.extend import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, platform_name, wanted_platform
-from hyper_parallel import worker
+from hyper_parallel import pipeline, worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text
 from hyper_parallel.display import diagnostics_table, make_console, verify_table
 from hyper_parallel.launch import Interrupted, Job, RankFailure, inside_launcher, launcher_place
@@ -132,6 +135,39 @@ def lint_plan(
             typer.echo(f"note: {note}", err=True)
         if diagnostics:
             raise typer.Exit(1)
+
+
+@app.command()
+def schedule(
+    plan: PlanFile,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the time line to this file.", show_default=False)
+    ] = None,
+    json_lines: Json = False,
+) -> None:
+    """Simulate the plan's pipeline by counted costs, without starting a rank, and look for a faster order."""
+    with _errors():
+        tables = _read(plan)
+        _set_environment(tables, plan)
+        read, errors = read_plan(tables)
+        diagnostics = list(examine(read, errors, run_model_code=True).diagnostics)
+        if not diagnostics and read.mesh.pp == 1:
+            message = "there is no pp axis, and so no pipeline"
+            diagnostics.append(Diagnostic("mesh.pp", message, "make mesh.pp at least 2"))
+        if diagnostics:
+            raise PlanError(diagnostics)
+        result = outlook(read, build().build_empty(read))
+        if svg is not None:
+            svg.write_text(to_svg(result.choice.trace), encoding="utf-8")
+        if json_lines:
+            typer.echo(json.dumps(pipeline.as_dict(result)))
+            return
+        console = make_console()
+        console.print(pipeline.title(read, result.choice), markup=False)
+        typer.echo(to_text(result.choice.trace, max(20, min(console.width, 120) - 32)))
+        typer.echo("(seconds at 1 Tflop/s a rank; activations as without tensor parallelism)")
+        console.print(pipeline.ranks_table(result.choice))
+        console.print(pipeline.advice(result), markup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -49,12 +49,12 @@ class Trainer(Protocol):
         """Get the learning rate of the next step."""
         ...
 
-    def step(self, rows: Any) -> tuple[float, float]:
-        """Train on this rank's rows of tokens; get its loss and the norm of the gradient."""
+    def step(self, rows: Any) -> tuple[float | None, float]:
+        """Train on this rank's rows of tokens; get its loss, if it has one, and the norm of the gradient."""
         ...
 
-    def gather(self, loss: float, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Gather every rank's loss and memory."""
+    def gather(self, loss: float | None, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Gather the losses of the ranks that have one, and every rank's memory."""
         ...
 
 

@@ -147,7 +147,7 @@ class _Loop:
         )
         lr = self._trainer.lr
         loss, norm = self._trainer.step(rows)
-        # Tensor parallel ranks have equal losses, so the mean over all ranks is that over the data parallel ones.
+        # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
         losses, self.peak_memory = self._trainer.gather(loss, self._platform.devices.peak_memory())
         seconds = time.perf_counter() - start
         step = Step(

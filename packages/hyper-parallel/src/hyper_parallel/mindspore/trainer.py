@@ -71,7 +71,7 @@ class Trainer:
         self._schedule.step()
         return float(loss.asnumpy()), float(norm.asnumpy())
 
-    def gather(self, loss: float, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    def gather(self, loss: float | None, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Gather every rank's loss and memory."""
         losses = _gather(Tensor([loss], mindspore.float32))
         return tuple(losses), tuple(_gather(Tensor([memory], mindspore.int64)))

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_fsdp import clip_grad_norm_, full_state_dict, global_grad_norm
+from hp_fsdp import full_state_dict
+from hp_pipeline import PipelinedModel
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
-from hp_plan.torch.extend import forward_loss
+from hp_plan.torch.extend import backward_loss, clip_gradients
 from hp_platform import get_platform
 from hyper_parallel.data import VOCABULARY
+from hyper_parallel.torch.stages import gather_stages
 
 
 class Trainer:
@@ -34,8 +36,8 @@ class Trainer:
         self._device = get_platform().devices.current_device()
         model = build_model(plan)
         self.name = type(model).__name__
+        self.size = sum(parameter.numel() for parameter in model.parameters())
         self.model = apply(model.to(self._device), plan)
-        self.size = sum(parameter.shape.numel() for parameter in self.model.parameters())
         self._optimizer = build_optimizer(plan, self.model.named_parameters())
         self._schedule = build_schedule(plan, self._optimizer)
 
@@ -44,33 +46,33 @@ class Trainer:
         """Learning rate of the next step."""
         return self._optimizer.param_groups[0]["lr"]
 
-    def step(self, rows: Any) -> tuple[float, float]:
+    def step(self, rows: Any) -> tuple[float | None, float]:
         """Take one optimizer step.
 
         Args:
             rows: this rank's samples, a numpy array of tokens.
 
         Returns:
-            The loss of these samples, and the norm of all gradients before clipping.
+            The loss of these samples, None on ranks without the model's last stage, and the norm of all gradients
+            before clipping.
         """
-        parameters, clip = list(self.model.parameters()), self._plan.run.grad_clip
         self._optimizer.zero_grad()
-        loss = forward_loss(self._plan, self.model, torch.from_numpy(rows).to(self._device))
-        loss.backward()
-        norm = global_grad_norm(parameters) if clip is None else clip_grad_norm_(parameters, clip)
+        loss = backward_loss(self._plan, self.model, torch.from_numpy(rows).to(self._device))
+        norm = clip_gradients(self.model, self._plan.run.grad_clip)
         self._optimizer.step()
         self._schedule.step()
-        return loss.item(), norm.item()
+        return loss, norm.item()
 
-    def gather(self, loss: float, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Gather every rank's loss and memory."""
+    def gather(self, loss: float | None, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Gather the losses of the ranks that have one, and every rank's memory."""
         groups, collectives = get_platform().groups, get_platform().collectives
         ranks = groups.size()
-        mine = torch.tensor([loss, float(memory)], dtype=torch.float64, device=self._device)
-        everyone = torch.empty(ranks * 2, dtype=torch.float64, device=self._device)
-        collectives.all_gather(everyone, mine, group=groups.new_group(range(ranks)))
-        losses, peaks = zip(*everyone.view(ranks, 2).tolist(), strict=True)
-        return losses, tuple(int(peak) for peak in peaks)
+        mine = [loss or 0.0, float(loss is not None), float(memory)]
+        everyone = torch.empty(ranks * len(mine), dtype=torch.float64, device=self._device)
+        own = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        collectives.all_gather(everyone, own, group=groups.new_group(range(ranks)))
+        rows = everyone.view(ranks, len(mine)).tolist()
+        return tuple(each for each, there, _ in rows if there), tuple(int(peak) for _, _, peak in rows)
 
 
 PROMPT = "def "
@@ -84,7 +86,10 @@ def save_checkpoint(plan: ParallelPlan, model: nn.Module, folder: Path) -> None:
         model: after `hp_plan.apply`.
         folder: an existing folder.
     """
-    state = full_state_dict(model, rank0_only=True, cpu=True)
+    if isinstance(model, PipelinedModel):
+        state = gather_stages(model)
+    else:
+        state = full_state_dict(model, rank0_only=True, cpu=True)
     if get_platform().groups.rank() != 0:
         return
     if plan.model.config is None:
