@@ -44,20 +44,21 @@ _groups: dict[tuple[Any, int, int, int], Any] = {}
 when_groups_end(_groups.clear)
 
 
-def links(group: Any, device: Any, routes: Sequence[tuple[int, int]]) -> list[Link | None]:
+def links(group: Any, device: Any, routes: Sequence[tuple[int, int]], *, ahead: bool = True) -> list[Link | None]:
     """Link this rank to the others, by Note [A communicator for each channel]; all ranks call it alike.
 
     Args:
         group: the pipeline's ranks.
         device: where this rank's messages are.
         routes: of all channels of the pipeline, the sender's and the receiver's rank inside the group.
+        ahead: receive messages ahead, where the backend can.
 
     Returns:
         For each channel its link, None where this rank is at neither end.
     """
     platform = get_platform()
     own, members = platform.groups.rank(group), platform.groups.ranks(group)
-    window = WINDOW if platform.collectives.receives_ahead(group, device) else 0
+    window = WINDOW if ahead and platform.collectives.receives_ahead(group, device) else 0
     tagged = platform.collectives.has_tags(group, device)
     numbers: Counter[tuple[int, int]] = Counter()
     result: list[Link | None] = []

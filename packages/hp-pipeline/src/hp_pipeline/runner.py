@@ -82,7 +82,7 @@ class Runner:
     # ---- binding ----
     def _bind(self) -> list[Callable[[], None]]:
         """Open the channels, which all ranks do at once after they have compared their orders; bind the steps."""
-        self.channels = open_channels(self.pipeline, self.stages, self.group, self.ranks)
+        self.channels = open_channels(self.pipeline, self.stages, self.ranks, ahead=self.schedule.overlap_p2p)
         steps = self.order[self.rank]
         self.expected = expected(self.pipeline, steps, self.channels)
         keys = functools.partial(keys_of, self.pipeline)

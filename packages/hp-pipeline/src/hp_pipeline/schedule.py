@@ -22,7 +22,7 @@ from hp_pipeline.port import port
 from hp_pipeline.runner import Piece, Runner
 from hp_pipeline.sharded import lowered, refuse_order
 from hp_pipeline.shared import copies
-from hp_pipeline.slices import refuse_slices
+from hp_pipeline.slices import check_slices
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import SWAPPING, MetaStep, MetaStepType, Order, compute_parts
 from hp_pipeline.swapping import swapper_of
@@ -70,6 +70,8 @@ class PipelineSchedule:
         overlap: runs the two steps of a pair together; None runs them one after the other.
         swap: what a forward saves waits for its backward on the host, moved by hp-offload, or by an object like its
             ``SwapManager()``.
+        overlap_p2p: receive up to two messages of each channel ahead, where the backend can, while the rank computes;
+            False begins to receive where the order needs a message. Sends run beside the computation either way.
 
     Attributes:
         pipeline: what the order is for.
@@ -100,6 +102,7 @@ class PipelineSchedule:
         kwargs_seq_dim: Mapping[str, Dim] | None = None,
         overlap: CommComputeOverlap | None = None,
         swap: Any = False,
+        overlap_p2p: bool = True,
     ) -> None:
         self.swapper = swapper_of(swap)
         self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
@@ -108,7 +111,7 @@ class PipelineSchedule:
         self.rank, processes = groups.rank(self.group), groups.size(self.group)
         self.micro_batch_num, self.scale_grads = micro_batch_num, scale_grads
         self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
-        self.output_concat_dim = output_concat_dim
+        self.output_concat_dim, self.overlap_p2p = output_concat_dim, overlap_p2p
         self.args_seq_dim, self.kwargs_seq_dim, self.overlap = args_seq_dim, kwargs_seq_dim, overlap
         if not self.stages:
             raise ValueError(f"{type(self).__name__}: rank {self.rank} has no stage.")
@@ -138,25 +141,13 @@ class PipelineSchedule:
                 f"{type(self).__name__}: rank {self.rank} of {ranks} runs the stages"
                 f" {self.pipeline.stages[self.rank]} of {count}, got {self.stages}."
             )
-        if seq_slices > 1:
-            self._check_slices()
+        check_slices(self.stages, seq_slices)
         self._custom: dict[MetaStepType, Custom] = {}
         self._runner: Runner | None = None
         self._kinds: list[type] = []
         maker = order or self.make
         assert maker is not None, "a schedule has an order"
         self.exec_order = maker(self.pipeline)
-
-    def _check_slices(self) -> None:
-        if not self.pipeline.has_backward:
-            raise ValueError(
-                f"{type(self).__name__}: seq_slices={self.pipeline.seq_slices} is for training; a stage with"
-                " has_backward=False runs whole sequences, seq_slices=1."
-            )
-        for stage in self.stages:
-            why = refuse_slices(stage.submodule)
-            if why:
-                raise ValueError(f"{type(self).__name__}: the module of {stage} {why}.")
 
     @classmethod
     def from_steps(

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hp_pipeline.port import port
+from hp_pipeline.stage import PipelineStage
 
-__all__ = ["KEYWORD", "SequenceState", "refuse_slices", "whole_losses"]
+__all__ = ["KEYWORD", "SequenceState", "check_slices", "whole_losses"]
 
 KEYWORD = "seq_state"
 """The keyword by which a stage takes its state."""
@@ -148,6 +149,23 @@ def refuse_slices(module: Callable[..., Any]) -> str | None:
         f" {KEYWORD!r}, a SequenceState, and pass on its keys and values (or whatever later tokens need) by it; a"
         " module whose tokens do not meet may ignore it"
     )
+
+
+def check_slices(stages: Sequence[PipelineStage], slices: int) -> None:
+    """Refuse stages that cannot run in so many slices.
+
+    Raises:
+        ValueError: a stage without backward, or whose module takes no state.
+    """
+    for stage in stages if slices > 1 else ():
+        if not stage.has_backward:
+            raise ValueError(
+                f"seq_slices={slices} is for training; a stage with has_backward=False runs whole sequences,"
+                " seq_slices=1."
+            )
+        why = refuse_slices(stage.submodule)
+        if why:
+            raise ValueError(f"seq_slices={slices}: the module of {stage} {why}.")
 
 
 def whole_losses(losses: Sequence[Any], slices: int, *, mean: bool) -> list[Any]:

@@ -68,9 +68,15 @@ def expected(pipeline: Pipeline, steps: Sequence[MetaStep], channels: Mapping[Ke
 
 
 def open_channels(
-    pipeline: Pipeline, stages: Mapping[int, PipelineStage], group: Any, ranks: Agreement
+    pipeline: Pipeline, stages: Mapping[int, PipelineStage], ranks: Agreement, *, ahead: bool
 ) -> dict[Key, AnyChannel]:
     """Open this rank's ends of the channels; all ranks call it at once.
+
+    Args:
+        pipeline: where stages are.
+        stages: of this rank.
+        ranks: all processes.
+        ahead: receive messages ahead, where the backend can.
 
     Raises:
         ValueError: ranks that are not those of the stages' meshes; on all ranks.
@@ -79,17 +85,17 @@ def open_channels(
     pairs = sorted((a, b) for b, before in enumerate(pipeline.predecessors) for a in before)
     directions = (True, False) if pipeline.has_backward else (True,)
     placement = pipeline.placement
-    keys = [(*pair, ahead) for pair in pairs for ahead in directions if placement[pair[0]] != placement[pair[1]]]
+    keys = [(*pair, forth) for pair in pairs for forth in directions if placement[pair[0]] != placement[pair[1]]]
     # By channel the stages that send and receive, and for each two ranks of theirs a link.
-    flows = [(source, target) if ahead else (target, source) for source, target, ahead in keys]
+    flows = [(source, target) if forth else (target, source) for source, target, forth in keys]
     routes = [(one.rank, other.rank) for a, b in flows for one in ends[a] for other in ends[b]]
     device = next(iter(stages.values())).device
-    ways = iter(links(group, device, routes))
+    ways = iter(links(ranks.group, device, routes, ahead=ahead))
     channels: dict[Key, AnyChannel] = {}
     dead: dict[tuple[int, int], dict[Any, set[int]]] = {}
     for key, (a, b) in zip(keys, flows, strict=True):
-        source, target, ahead = key
-        name = f"stage {source} -> stage {target}, {'forward' if ahead else 'backward'}"
+        source, target, forth = key
+        name = f"stage {source} -> stage {target}, {'forward' if forth else 'backward'}"
         parts = {}
         for one, other in [(one, other) for one in ends[a] for other in ends[b]]:
             link = next(ways)
