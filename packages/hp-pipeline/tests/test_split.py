@@ -141,6 +141,9 @@ class Skipping(nn.Module):
                 x, rest = block(x, chosen=rest)
                 rest = None if rest is None else rest.argmax()
                 continue
+            if self.way == "chosen":
+                x, rest = block(x, chosen=rest), x.argmax()
+                continue
             if self.way == "filled":
                 x = block(x, cache=cache)
                 continue
@@ -157,6 +160,7 @@ class Skipping(nn.Module):
         ("between", "block 1 does not take just what block 0 returns"),
         ("beside", "block 0 takes positional input 1, which depends on parameters or on other blocks"),
         ("returned", "block 1 takes chosen, which other blocks return beside their hidden states"),
+        ("chosen", "block 2 takes chosen, which depends on parameters or on other blocks"),
         ("filled", "block 0 takes cache, a dict that other blocks may fill"),
         ("around", "embed runs both before and after the blocks"),
         ("one left out", "the model calls 2 of its 3 blocks"),

@@ -65,10 +65,9 @@ class _Call:
 class _Recorder(PassThrough):
     """A block of the traced model: keeps what it gets, and begins a new graph."""
 
-    def __init__(self, block: nn.Module, form: Form, calls: list[_Call], rest: T) -> None:
+    def __init__(self, block: nn.Module, form: Form, calls: list[_Call], marks: tuple[T, T]) -> None:
         super().__init__(block, Relay(), form)
-        self.calls = calls
-        vars(self)["rest"] = rest  # what blocks return beside hidden states
+        self.calls, self.marks = calls, marks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         received, *others = args or (kwargs.pop("hidden_states", None),)
@@ -78,8 +77,9 @@ class _Recorder(PassThrough):
             raise _Untraceable(f"block {len(self.calls)} does not take just what block {len(self.calls) - 1} returns")
         others = {f"positional input {place + 1}": each for place, each in enumerate(others)}
         leaf = torch.empty(received.shape, dtype=received.dtype, device=received.device, requires_grad=True)
-        self.calls.append(_Call(received, {**others, **kwargs}, leaf.clone()))
-        return self.form(self.calls[-1].returned, self.rest)
+        hidden, rest = self.marks
+        self.calls.append(_Call(received, {**others, **kwargs}, leaf + hidden.to(leaf.dtype)))
+        return self.form(self.calls[-1].returned, rest)
 
 
 class _Watch(TorchDispatchMode):
@@ -107,7 +107,7 @@ class _Trace:
         self.model, self.path, self.inputs = model, path, inputs
         self.name, self.count = type(model).__name__, len(model.get_submodule(path))  # type: ignore[arg-type]
         self.calls: list[_Call] = []
-        self.rest = torch.zeros(())
+        self.marks = torch.zeros(()), torch.zeros(())  # of the hidden states of blocks, and of what else they return
 
     def cut(self) -> Cut:
         """Return what cutting stages takes, after some have been cut out of the recorders."""
@@ -115,7 +115,7 @@ class _Trace:
         for form in range(len(FORMS)):
             skeleton = self.skeleton(form)
             try:
-                with _Watch(self.rest) as rest:
+                with _Watch(self.marks[0]) as hidden, _Watch(self.marks[1]) as rest:
                     output = self.run(skeleton, self.inputs)
                 if len(self.calls) != self.count:
                     raise _Untraceable(f"the model calls {len(self.calls)} of its {self.count} blocks")
@@ -124,7 +124,7 @@ class _Trace:
                 problems.append(f"{type(error).__name__}: {error}" if not isinstance(error, _Untraceable) else error)
         else:
             self.refuse(str(problems[0]))
-        self.check_between(rest, output)
+        self.check_between(hidden, rest, output)
         before, after = self.sides(skeleton, output)
         cut = Cut(skeleton, self.path, before, after, form, loss=self.loss(skeleton))
         cut = dataclasses.replace(cut, first_only=self.first_only(skeleton))
@@ -151,7 +151,9 @@ class _Trace:
                 tensors.update((name, _fake(each)) for name, each in tensors.items() if each is not None)
             for name, child in module.named_children():
                 recorder = module is blocks
-                clone._modules[name] = _Recorder(child, FORMS[form], self.calls, self.rest) if recorder else fake(child)
+                clone._modules[name] = (
+                    _Recorder(child, FORMS[form], self.calls, self.marks) if recorder else fake(child)
+                )
             return clone
 
         return fake(self.model)
@@ -162,11 +164,12 @@ class _Trace:
         with torch.enable_grad():
             return module(*args, **{**options, **inputs})
 
-    def check_between(self, rest: _Watch, output: Any) -> None:
+    def check_between(self, hidden: _Watch, rest: _Watch, output: Any) -> None:
         """Raise if blocks take or leave anything beside hidden states that a stage would not have."""
         for index, call in enumerate(self.calls):
             for name, value in call.kwargs.items():
-                if any(isinstance(leaf, T) and leaf.requires_grad for leaf in pytree.tree_leaves(value)):
+                trained = any(isinstance(leaf, T) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
+                if trained or hidden.reaches(value):
                     self.refuse(f"block {index} takes {name}, which depends on parameters or on other blocks")
                 if rest.reaches(value):
                     self.refuse(f"block {index} takes {name}, which other blocks return beside their hidden states")
@@ -177,7 +180,7 @@ class _Trace:
 
     def shares(self, name: str) -> bool:
         """Return False for a cache that the configuration says no two blocks share."""
-        config = getattr(self.model, "config", None)
+        config: Any = getattr(self.model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         return name != "shared_kv_states" or getattr(config, "num_kv_shared_layers", None) != 0
 
