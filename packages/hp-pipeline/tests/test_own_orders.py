@@ -46,7 +46,7 @@ def test_an_order_as_text():
     )
     again = PipelineSchedule.from_steps(schedule.exec_order, schedule.stages, scale_grads=False)
     assert again.exec_order == schedule.exec_order and again.micro_batch_num == 2 and not again.scale_grads
-    own = [stage_of(Net(3), index) for index in ((0, 2), (1,))[rank]]
+    own = [stage_of(Net(3).to(device_type()), index) for index in ((0, 2), (1,))[rank]]
     bent = PipelineSchedule.from_steps({0: "0F0 2F0 2B0 0B0", 1: "1F0 1B0"}, own)
     assert bent.pipeline.placement == (0, 1, 0)
 
