@@ -1,4 +1,4 @@
-"""Draw docs/pipeline.svg, the picture of hp-pipeline's README: ZBV with eight micro-batches on four ranks.
+"""Draw docs/pipeline.svg, a picture that the README of hp-pipeline names: ZBV with eight micro-batches on four ranks.
 
 PYTHONPATH=packages/hp-pipeline/src:packages/hp-platform/src python docs/pipeline_picture.py
 """
