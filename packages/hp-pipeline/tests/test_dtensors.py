@@ -15,6 +15,7 @@ import hp_dtensor
 import hp_pipeline
 from hp_dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from hp_pipeline import PipelineError, PipelineSchedule, PipelineStage, schedules
+from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
@@ -142,3 +143,53 @@ def test_what_cannot_be_wrapped_again_is_named_on_all_ranks():
         )
         with pytest.raises(PipelineError, match=text):
             hp_pipeline.ScheduleGPipe(stage, 1).run(x)
+
+
+@on_ranks(4)
+def test_axes_of_the_mesh_that_parameters_are_on():
+    mesh: Any = init_device_mesh(device_type(), (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    stage, tp = mesh["pp"].get_local_rank(), mesh["tp"]
+    own: Any = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64).to(device_type())
+    with torch.no_grad():
+        own.weight.copy_(weights()[0][:1])
+    own.weight = nn.Parameter(hp_dtensor.distribute_tensor(own.weight, mesh["dp", "tp"], [Replicate(), Replicate()]))
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = own
+
+        def forward(self, x):
+            assert x.device_mesh == tp and x.placements == (Shard(0),)
+            return (x.full_tensor() @ own.weight.full_tensor().t()).sum()
+
+    scale: Any = torch.full((), 2.0, dtype=torch.float64, device=device_type(), requires_grad=True)
+
+    def first(x):
+        return DTensor.from_local(x * scale, tp, [Replicate()]).redistribute(tp, [Shard(0)])
+
+    part = PipelineStage(Last() if stage else first, stage, 2, device=device_type())
+    x = torch.ones(4, WIDTH, dtype=torch.float64).to(device_type())
+    losses = hp_pipeline.ScheduleGPipe(part, 2, group=mesh["pp"].get_group()).run(x)
+    total = weights()[0][:1].sum()
+    if stage:
+        assert [loss.item() for loss in losses] == pytest.approx([4 * total.item()] * 2)
+    else:
+        assert scale.grad.item() == pytest.approx(2 * total.item())
+
+
+@on_ranks(4)
+def test_ranks_of_another_place_are_refused():
+    mesh: Any = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "tp"))
+    rank, groups = dist.get_rank(), get_platform().groups
+    stage = rank // 2
+    scale = torch.ones((), device=device_type(), requires_grad=True)
+
+    def work(x):
+        return x.full_tensor().sum() if stage else DTensor.from_local(x * scale, mesh["tp"], [Replicate()])
+
+    part = PipelineStage(work, stage, 2, device=device_type(), mesh=mesh["tp"] if stage else None)
+    crossed = groups.new_group([0, 3] if rank in (0, 3) else [1, 2])
+    text = r"from the rank at \(.,\) of it, but this rank is at \(.,\) of .*must join ranks of the same place"
+    with pytest.raises(PipelineError, match=text):
+        hp_pipeline.ScheduleGPipe(part, 1, group=crossed).run(torch.ones(2, 2, device=device_type()))
