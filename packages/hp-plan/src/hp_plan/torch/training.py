@@ -68,7 +68,7 @@ class Part:
 
     def samples(self, rows: slice) -> slice:
         """Return the samples of the micro-batch that runs now, of this rank's samples of the batch."""
-        micro = self._forwards[self._begun - 1]
+        micro = self._forwards[(self._begun - 1) % len(self._forwards)]  # a whole model may be traced before
         count = (rows.stop - rows.start) // len(self._forwards)
         return slice(rows.start + micro * count, rows.start + (micro + 1) * count)
 
