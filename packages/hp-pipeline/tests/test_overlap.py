@@ -27,7 +27,7 @@ from hp_pipeline import (
     schedules,
 )
 from hp_platform.frames import current_frame, frame
-from hp_testing import on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = [
     pytest.mark.framework("torch"),
@@ -179,9 +179,9 @@ def train(kind, overlapped, layers, again=False, count=4, blocking=False, **opti
             for each in range(layers)
         ]
         module = nn.Sequential(*own, *([Loss()] if stage == 3 else []))
-        stages.append(PipelineStage(module.double(), stage, 4))
+        stages.append(PipelineStage(module.double().to(device_type()), stage, 4))
     schedule = kind(stages, count, group=pipeline_group, overlap=overlap, **options)
-    x = torch.randn(2 * count, WIDTH, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2 * count, WIDTH, dtype=torch.float64, device=device_type(), requires_grad=True)
     log.clear()
     losses = schedule.run(x)
     gradients = [parameter.grad for stage in stages for parameter in stage.submodule.parameters()]
@@ -340,7 +340,7 @@ def test_check_proves_the_meetings():
 @on_ranks(1)
 def test_errors_and_custom_functions_of_pairs_in_a_schedule():
     overlap = CommComputeOverlap()
-    parts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    parts = [nn.Linear(WIDTH, WIDTH).to(device_type()) for _ in range(2)]
     exchanges = [
         (overlap.wrap_dispatch(lambda x: x + 0, stage=n), overlap.wrap_combine(lambda x: x + 0, True, stage=n))
         for n in range(2)
@@ -358,7 +358,7 @@ def test_errors_and_custom_functions_of_pairs_in_a_schedule():
         return run
 
     order = {0: "0F0 1F0 1B0+0F1 0B0 1F1 1B1 0B1"}
-    stages = [PipelineStage(stage(number), number, 2, device="cpu") for number in range(2)]
+    stages = [PipelineStage(stage(number), number, 2, device=device_type()) for number in range(2)]
     schedule = PipelineSchedule.from_steps(order, stages, overlap=overlap)
 
     def custom(step, run):
@@ -366,7 +366,7 @@ def test_errors_and_custom_functions_of_pairs_in_a_schedule():
         run()
 
     schedule.register_custom_function(MetaStepType.OVERLAP_B_F, custom)
-    x = torch.randn(2, WIDTH)
+    x = torch.randn(2, WIDTH, device=device_type())
     with pytest.raises(PipelineError, match="rank 0 at 0F1: ArithmeticError: too hot"):
         schedule.run(x)
     failing.clear()

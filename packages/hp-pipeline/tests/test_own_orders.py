@@ -60,7 +60,7 @@ def test_a_rank_may_take_micro_batches_in_another_order_than_they_come():
 
 @on_ranks(2)
 def test_orders_that_are_no_schedule():
-    stage = stage_of(Net(2), dist.get_rank())
+    stage = stage_of(Net(2).to(device_type()), dist.get_rank())
     with pytest.raises(ValueError, match=r"the ranks \[0, 1\] both run stage 0, at 0B0"):
         PipelineSchedule.from_steps({0: "0F0", 1: "1F0 1B0 0B0"}, stage)
     with pytest.raises(ValueError, match=r"the steps name the stages \[0, 2\], not all from 0"):

@@ -37,33 +37,44 @@ def test_every_size_runs_to_its_end(name):
             assert len(peaks) == ranks
 
 
-def of_eight(schedule, shape, cost=None):
-    """Simulate on 8 ranks with 32 micro-batches; the bubble and the peak in units of a rank and micro-batch."""
-    pipeline = Pipeline(placed(shape, 8), 32, cost=cost or Costs())
+def measured(schedule, shape, cost=None, ranks=8):
+    """Simulate with 4 micro-batches a rank; return the bubble and the peak in units of a rank and micro-batch."""
+    pipeline = Pipeline(placed(shape, ranks), 4 * ranks, cost=cost or Costs())
     order = schedule(pipeline)
     check(order, pipeline)
     trace = simulate(order, pipeline)
-    chunks = len(pipeline.placement) // 8
+    chunks = len(pipeline.placement) // ranks
     return trace.bubble / chunks, max(trace.peaks) / chunks
 
 
 def test_bubbles_and_memory_are_those_of_the_formulas():
     # P = 8, forward, input and weight one second each; 1F1B's bubble is 3 (P - 1) = 21.
-    assert of_eight(schedules.gpipe, "line") == (21, 32)
-    assert of_eight(schedules.one_f_one_b, "line") == (21, 8)
-    assert of_eight(schedules.interleaved, "loop") == (10.5, 11.5)
-    assert of_eight(schedules.interleaved_zb, "loop") == (3.5, 8)
-    assert of_eight(schedules.zb1p, "line") == (7, 8)
-    assert of_eight(schedules.zb2p, "line")[1] == 16
-    assert of_eight(schedules.zbv, "v") == (3.5, 8)
-    assert of_eight(schedules.v_half, "v") == (9.5, 5)
-    assert of_eight(schedules.v_min, "v") == (13.5, 4)
-    assert of_eight(schedules.hanayo, "w")[0] <= 1.75
+    assert measured(schedules.gpipe, "line") == (21, 32)
+    assert measured(schedules.one_f_one_b, "line") == (21, 8)
+    assert measured(schedules.interleaved, "loop") == (10.5, 11.5)
+    assert measured(schedules.interleaved_zb, "loop") == (3.5, 8)
+    assert measured(schedules.zb1p, "line") == (7, 8)
+    assert measured(schedules.zb2p, "line")[1] == 16
+    assert measured(schedules.zbv, "v") == (3.5, 8)
+    assert measured(schedules.v_half, "v") == (9.5, 5)
+    assert measured(schedules.v_min, "v") == (13.5, 4)
+    assert measured(schedules.hanayo, "w")[0] <= 1.75
+
+
+def test_bubbles_of_four_ranks():
+    measure = functools.partial(measured, ranks=4)
+    assert [measure(schedule, "line")[0] for schedule in (schedules.gpipe, schedules.one_f_one_b)] == [9, 9]
+    assert measure(schedules.zb1p, "line")[0] == 3
+    assert [measure(schedule, "loop")[0] for schedule in (schedules.interleaved, schedules.interleaved_zb)] == [
+        4.5,
+        1.5,
+    ]
+    assert measure(schedules.zbv, "v")[0] == 1.5
 
 
 def test_zb1p_waits_for_the_first_forwards_and_what_inputs_cost_more_than_weights():
     cost = Costs(forward=1.0, input=1.5, weight=1.0)
-    assert of_eight(schedules.zb1p, "line", cost)[0] == pytest.approx(7 * (1 + 1.5 - 1))
+    assert measured(schedules.zb1p, "line", cost)[0] == pytest.approx(7 * (1 + 1.5 - 1))
 
 
 def test_zb2p_never_waits_between_its_first_step_and_its_last():

@@ -119,7 +119,7 @@ def test_slices_that_would_be_wrong_are_refused():
     rank = dist.get_rank()
     x, target = tokens(2)
     inputs = {} if rank == 0 else {"target": target}
-    stage = PipelineStage(nn.Linear(2, 2), rank, 2)
+    stage = PipelineStage(nn.Linear(2, 2).to(device_type()), rank, 2)
     text = r"module of PipelineStage\(. of 2: Linear\) takes no 'seq_state', so tokens of a slice would not meet"
     with pytest.raises(ValueError, match=text):
         hp_pipeline.ScheduleSeqPP(stage, 2, seq_slices=2)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hp_pipeline.torch.together import hooked, surroundings
 from hp_platform import get_platform
 from hp_platform.frames import frame
-from hp_platform.torch.heavy import DeferredGradients, mark
+from hp_platform.torch.heavy import DeferredGradients, backward_in, mark
 
 __all__ = [
     "added",
@@ -285,8 +285,8 @@ def backward(
     if deferred is None:
         torch.autograd.backward(outputs, gradients)
         return
-    with frame(weights=deferred):  # for checkpoints, which compute layers again
-        torch.autograd.backward(outputs, gradients)
+    with frame(weights=deferred) as current:  # for checkpoints, which compute layers again
+        backward_in(current, outputs, gradients)
 
 
 def named_parameters(module: Any) -> dict[str, T]:

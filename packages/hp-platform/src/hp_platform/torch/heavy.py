@@ -26,7 +26,17 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_platform.frames import Frame, at_site, current_frame, current_site, frame
 
-__all__ = ["EXCHANGE", "DeferredGradients", "KeptOutputs", "Product", "exchanged", "in_frame", "linear", "mark"]
+__all__ = [
+    "EXCHANGE",
+    "DeferredGradients",
+    "KeptOutputs",
+    "Product",
+    "backward_in",
+    "exchanged",
+    "in_frame",
+    "linear",
+    "mark",
+]
 
 EXCHANGE = "exchange"
 """The site of every exchange: no module names those that a layout asks for."""
@@ -220,10 +230,45 @@ def mark(module: nn.Module) -> list[str]:
 
 def _linear_forward(module: nn.Linear, site: str, input: T) -> T:
     # A compiled graph must not depend on the frame, which is another object in each step: the compiler is asked first.
-    if torch.compiler.is_compiling() or current_frame() is None:
+    if torch.compiler.is_compiling():
         return F.linear(input, module.weight, module.bias)
+    if current_frame() is None:
+        again = _backward_frames.get(torch._C._current_graph_task_id()) if _backward_frames else None
+        if again is None:
+            return F.linear(input, module.weight, module.bias)
+        with frame(like=again), at_site(site):
+            return linear(input, module.weight, module.bias)
     with at_site(site):
         return linear(input, module.weight, module.bias)
+
+
+_backward_frames: dict[int, Frame] = {}  # by autograd's number of a backward under way
+
+
+def backward_in(current: Frame, outputs: Sequence[T], gradients: Sequence[T]) -> None:
+    """Run backward; marked linear layers that a checkpoint computes again meanwhile are computed in a frame.
+
+    On devices they are computed by threads of autograd's own, which no frame of this thread reaches.
+
+    Args:
+        current: the frame of the forward.
+        outputs: where backward begins.
+        gradients: of the outputs.
+    """
+    tasks: list[int] = []
+
+    def begun(_: T) -> None:
+        tasks.append(torch._C._current_graph_task_id())
+        _backward_frames[tasks[-1]] = current
+
+    hooks = [output.register_hook(begun) for output in outputs]
+    try:
+        torch.autograd.backward(outputs, gradients)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for task in tasks:
+            _backward_frames.pop(task, None)
 
 
 class KeptOutputs:
