@@ -10,12 +10,9 @@ from torch.nn.functional import cross_entropy, embedding, linear
 
 import hp_pipeline
 from hp_pipeline import PipelineSchedule, PipelineStage, SharedParameterInfo, placed, schedules
-from hp_testing import on_ranks
+from hp_testing import device_type, on_ranks
 
-pytestmark = [
-    pytest.mark.framework("torch"),
-    pytest.mark.not_on("torch-npu-sim", reason="stages of the host's memory, from which hccl does not send"),
-]
+pytestmark = pytest.mark.framework("torch")
 
 CLASSES, WIDTH = 7, 6
 
@@ -29,6 +26,7 @@ class Table(nn.Module):
         self.index, self.stages, self.uses = index, stages, uses
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.table = nn.Parameter(torch.randn(CLASSES, WIDTH, dtype=torch.float64)) if table is None else table
+        self.to(device_type())
 
     def forward(self, x, target=None):
         if self.index == 0:
@@ -41,7 +39,7 @@ class Table(nn.Module):
 
 def tokens(rows):
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(CLASSES, (2, rows), generator=generator)
+    return torch.randint(CLASSES, (2, rows), generator=generator).to(device_type())
 
 
 def whole(stages, rows, micro_batches, steps, runs=1, uses=True):
