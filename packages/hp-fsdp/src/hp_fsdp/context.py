@@ -106,9 +106,7 @@ class Context(Generic[G]):
             self.abandon()
         if not self.roster.complete():
             self.enrol()
-        if not self.compared:
-            check_alike(self.groups, self.root.axes)
-            self.compared = True
+        self.compare()
         for each in self.groups:
             if each.post_forward_ranks is not None:
                 each.drop_post_forward_shards()
@@ -120,6 +118,12 @@ class Context(Generic[G]):
         self.order = group.order
         self.order.start()
         self.finished.clear()
+
+    def compare(self) -> None:
+        """Compare the models of all ranks, once; raise on all alike if they differ."""
+        if not self.compared:
+            check_alike(self.groups, self.root.axes)
+            self.compared = True
 
     def end_forward(self) -> None:
         """End the outermost forward."""

@@ -55,6 +55,9 @@ class ModuleAPI:
         Args:
             async_op: return at once. The parameters are there after ``wait()`` on the result; forward waits by itself.
         """
+        context = self._hsdp_group.context
+        if context is not None and context.root is self._hsdp_group:
+            context.compare()  # here, so that a rank whose forward then fails leaves no other waiting
         self._hsdp_group.start_unshard()
         self._hsdp_group.keep()
         self._hsdp_group.user_unsharded = True

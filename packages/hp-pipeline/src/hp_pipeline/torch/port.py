@@ -257,11 +257,13 @@ def reduce_gradients(module: Any, fill: bool) -> None:
     if hasattr(module, "reduce_gradients"):
         module.reduce_gradients()
         return
+    state = module._get_fsdp_state()
     if fill:  # FSDP2 reduces a group on those ranks alone that have a gradient of it
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-    module._get_fsdp_state()._root_post_backward_final_callback()
+        state._lazy_init()  # no forward may have run, which makes the modules inside known
+    state._root_post_backward_final_callback()
 
 
 def without_gradients() -> AbstractContextManager[Any]:
