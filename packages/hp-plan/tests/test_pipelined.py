@@ -111,3 +111,25 @@ def test_a_weight_that_no_rank_has_is_a_difference():
     finally:
         Part.parameters = own
     assert not result.passed and result.first == "model.norm"
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_in_stages():
+    peft = pytest.importorskip("peft")
+
+    def with_adapters():
+        torch.manual_seed(1)
+        adapters = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
+        return peft.get_peft_model(build_model(plan), adapters)
+
+    plan = small_plan({"pp": 2}, sections={"run": {"dtype": "float64"}})
+    tokens = torch.arange(32).view(4, 8) % 24
+    whole, model = with_adapters(), apply(with_adapters(), plan)
+    whole(input_ids=tokens, labels=tokens).loss.backward()
+    model.run(input_ids=tokens, labels=tokens)
+    expected = dict(whole.get_base_model().named_parameters())
+    trained = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    assert len(trained) == 4 and all("lora" in name for name in trained)
+    for name, gradient in trained.items():
+        torch.testing.assert_close(gradient, expected[name].grad, rtol=1e-5, atol=1e-6)
