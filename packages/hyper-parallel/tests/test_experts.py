@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hp_dtensor import init_device_mesh
+from hp_dtensor import DTensor, init_device_mesh
 from hp_fsdp import clip_grad_norm_, fully_shard
 from hp_moe import ExpertParallel
+from hp_pipeline import PipelinedModel, Schedule1F1B, ScheduleZBV, placed, split_model
 from hp_plan.torch.float64 import Float64
+from hp_platform import get_platform
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks
 
@@ -17,13 +19,13 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.framework("torch")
 
 
-def build():
+def build(layers=2):
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
         hidden_size=16,
         moe_intermediate_size=8,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=8,
@@ -72,3 +74,32 @@ def test_experts_and_dense_parameters_get_the_gradients_of_one_process(shape, de
             optimizer.zero_grad()
     for (key, one), other in zip(single.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(other.full_tensor(), one, rtol=1e-10, atol=1e-12, msg=key)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleZBV])
+def test_experts_in_stages_of_a_pipeline_get_the_gradients_of_one_process(kind):
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "ep"))
+    single, model = build(4), build(4)
+    placement = placed(kind.shape, 2)
+    split = split_model(model, len(placement))
+    own = [index for index, place in enumerate(placement) if place == mesh.get_local_rank("pp")]
+    for index in own:
+        for module in split.stage(index).modules():
+            if type(module).__name__ == "Qwen3MoeExperts":
+                parallelize_module(module, mesh["ep"], ExpertParallel())
+    stages = PipelinedModel(kind([split.pipeline_stage(each) for each in own], 2, group=mesh.get_group("pp")))
+    tokens = torch.randint(64, (8, 5), generator=torch.Generator().manual_seed(1)).to(device_type())
+    with Float64():
+        loss = single(tokens, labels=tokens).loss
+        loss.backward()
+        part = tokens.chunk(2)[mesh.get_local_rank("ep")]
+        stages.run(part, labels=part)
+    expected = dict(single.named_parameters())
+    for key, parameter in stages.named_parameters():
+        if isinstance(parameter, DTensor):
+            gradient = parameter.grad.full_tensor() / 2
+        else:
+            gradient = parameter.grad
+            get_platform().collectives.all_reduce(gradient, "avg", group=mesh.get_group("ep"))
+        torch.testing.assert_close(gradient, expected[key].grad, rtol=1e-10, atol=1e-12, msg=key)
