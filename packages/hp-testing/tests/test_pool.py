@@ -97,3 +97,15 @@ def test_a_tests_own_filters_hold_in_its_ranks():
 def test_the_decorator_runs_the_body_on_every_rank(shift, ranks):
     assert get_platform().groups.size() == ranks
     assert shift in (0, 1)
+
+
+@on_ranks(2)
+def test_patches_hold_in_the_ranks(monkeypatch):
+    monkeypatch.setattr(np, "pi", 3)
+    monkeypatch.setenv("HP_TESTING_PATCHED", "yes")
+    assert np.pi == 3 and os.environ["HP_TESTING_PATCHED"] == "yes"
+
+
+@on_ranks(2)
+def test_patches_of_the_test_before_are_undone():
+    assert np.pi > 3 and "HP_TESTING_PATCHED" not in os.environ

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+import hp_dtensor
+from hp_dtensor import DeviceMesh, Partial, Replicate, Shard
 from hp_moe.dispatch import TOLD, Dispatch, refusal
 from hp_moe.experts import compute, describe
 from hp_moe.placement import ExpertPlacement
@@ -70,7 +71,7 @@ class ExpertLayer:
         """Return this rank's tokens, and what makes of its result the layer's."""
         if self.features is not None:
             return self._varying(self.features, inputs)
-        mesh = next((value.device_mesh for value in inputs if isinstance(value, DTensor)), None)
+        mesh = next((value.device_mesh for value in inputs if isinstance(value, hp_dtensor.DTensor)), None)
         if mesh is None:
             return list(inputs), lambda out: out
         # Replicated activations: each rank takes its share of the tokens, so that none is computed twice.
@@ -81,31 +82,27 @@ class ExpertLayer:
                 f" spread over, {self.experts}: gradients of experts would be parts that nobody adds up. Spread experts"
                 " over all these ranks, or use ExpertTensorParallel on a mesh of both axes"
             )
-        whole = [
-            each if isinstance(each, DTensor) else DTensor.from_local(each, mesh, [Replicate()]) for each in inputs
-        ]
+        whole = [_replicated(each, mesh) for each in inputs]
         shape = whole[0].shape
 
         def restore(out: Tensor) -> Tensor:
-            return DTensor.from_local(out, mesh, [Shard(0)], shape=shape).redistribute(mesh, [Replicate()])
+            return hp_dtensor.DTensor.from_local(out, mesh, [Shard(0)], shape=shape).redistribute(mesh, [Replicate()])
 
         return [each.redistribute(mesh, [Shard(0)]).to_local() for each in whole], restore
 
     def _varying(self, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Restore]:
         """Return the tokens, which all ranks of the axis have; results are added up over it."""
-        plain = not any(isinstance(each, DTensor) for each in inputs)
-        whole = [
-            each if isinstance(each, DTensor) else DTensor.from_local(each, mesh, [Replicate()]) for each in inputs
-        ]
+        plain = not any(isinstance(each, hp_dtensor.DTensor) for each in inputs)
+        whole = [_replicated(each, mesh) for each in inputs]
 
         def restore(out: Tensor) -> Tensor:
-            total = DTensor.from_local(out, mesh, [Partial()]).redistribute(mesh, [Replicate()])
+            total = hp_dtensor.DTensor.from_local(out, mesh, [Partial()]).redistribute(mesh, [Replicate()])
             return total.to_local() if plain else total
 
         return [port().varying(each.redistribute(mesh, [Replicate()])) for each in whole], restore
 
     def _part(self, parameter: Any) -> Tensor:
-        if not isinstance(parameter, DTensor):
+        if not isinstance(parameter, hp_dtensor.DTensor):
             return parameter
         placements = parameter.placements
         if self.features is not None and placements[-1].is_replicate():  # a bias that is added once, on one rank
@@ -132,6 +129,12 @@ class ExpertLayer:
             raise ValueError(problem)
         route.plan = Dispatch.of(to_each, of_each)
         return route
+
+
+def _replicated(value: Tensor, mesh: DeviceMesh) -> Any:
+    if isinstance(value, hp_dtensor.DTensor):
+        return value
+    return hp_dtensor.DTensor.from_local(value, mesh, [Replicate()])
 
 
 def _ranks(mesh: DeviceMesh) -> set[int]:

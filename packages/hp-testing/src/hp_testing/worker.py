@@ -101,7 +101,8 @@ def _run(task: Task, framework: Any) -> Outcome:
         with _filtered(task.filters):
             function = resolve(task.function)
             args, kwargs = pickle.loads(task.arguments)
-            kind, value = "returned", pickle.dumps(function(*args, **kwargs))
+            with _undone(kwargs) as own:
+                kind, value = "returned", pickle.dumps(function(*args, **own))
             get_platform().devices.synchronize()  # what fails late fails in this run
     except BaseException as error:
         if type(error).__name__ == "Skipped":  # pytest.skip() in the body
@@ -111,6 +112,17 @@ def _run(task: Task, framework: Any) -> Outcome:
     sys.stdout.flush()  # into what pytest captured for this test
     sys.stderr.flush()
     return Outcome(kind, value, framework.issued())
+
+
+@contextlib.contextmanager
+def _undone(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give the function patches of its own in this process, and undo them at its end, as pytest does in its own."""
+    patches = {name: type(value)() for name, value in kwargs.items() if type(value).__name__ == "MonkeyPatch"}
+    try:
+        yield {**kwargs, **patches}
+    finally:
+        for patch in patches.values():
+            patch.undo()
 
 
 @contextlib.contextmanager
