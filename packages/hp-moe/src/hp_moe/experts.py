@@ -82,7 +82,14 @@ def describe(module: Any) -> Description:
     )
 
 
-def compute(module: Any, own: Description, rows: Tensor, sizes: Sequence[int], part: Callable[[str], Tensor]) -> Tensor:
+def compute(
+    module: Any,
+    own: Description,
+    rows: Tensor,
+    sizes: Sequence[int],
+    part: Callable[[str], Tensor],
+    weights: Tensor | None = None,
+) -> Tensor:
     """Compute rows by their experts.
 
     Args:
@@ -91,6 +98,8 @@ def compute(module: Any, own: Description, rows: Tensor, sizes: Sequence[int], p
         rows: ``[rows, hidden]``, ordered by expert.
         sizes: rows of each expert that is computed here.
         part: returns the part of a parameter that is computed here.
+        weights: ``[rows, 1]``, what results are multiplied by, None for nothing. What goes into the second product is,
+            which is linear: the features inside are fewer, and no result has to be saved.
 
     Returns:
         ``[rows, hidden]``.
@@ -100,11 +109,29 @@ def compute(module: Any, own: Description, rows: Tensor, sizes: Sequence[int], p
         between = port().swiglu
     else:
         between = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
-    out = _linear(port().recomputed(between, *inner), own, own.second, sizes, part)
-    return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
+    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    within = weights if norm is None else None
+    if within is None:
+        out = _linear(port().recomputed(between, *inner), own, own.second, sizes, part)
+    else:
+        weighted = port().recomputed(lambda *values: between(*values[:-1]) * values[-1], *inner, within)
+        out = _linear(weighted, own, own.second, sizes, part, within)
+    if norm is None:
+        return out
+    return norm(out) if weights is None else norm(out) * weights
 
 
-def _linear(rows: Tensor, own: Description, name: str, sizes: Sequence[int], part: Callable[[str], Tensor]) -> Tensor:
+def _linear(
+    rows: Tensor,
+    own: Description,
+    name: str,
+    sizes: Sequence[int],
+    part: Callable[[str], Tensor],
+    weights: Tensor | None = None,
+) -> Tensor:
     weight = part(name)
     out = port().grouped(port().cast(rows, weight), weight, sizes, own.transposed, own.kernel)
-    return out + port().repeated(part(f"{name}_bias"), sizes) if own.biased else out
+    if not own.biased:
+        return out
+    bias = port().repeated(part(f"{name}_bias"), sizes)
+    return out + (bias if weights is None else bias * weights)

@@ -55,7 +55,8 @@ class ExpertLayer:
         (tokens, chosen, weights), restore = self._local(tokens, chosen, weights)
         route = self._route(tokens, chosen, weights)
         rows = self.style.dispatch(route, tokens, weights)
-        rows = compute(module, self.own, rows, route.plan.sizes, lambda name: self._part(getattr(module, name)))
+        scale = None if route.scale is None else port().cast(route.scale, rows)
+        rows = compute(module, self.own, rows, route.plan.sizes, lambda name: self._part(getattr(module, name)), scale)
         return restore(port().cast(self.style.combine(route, rows), tokens))
 
     def rows(self, module: Any, rows: Tensor, counts: Tensor | Sequence[int], scores: Tensor | None) -> Tensor:

@@ -105,8 +105,8 @@ class Port(Protocol):
         """Sum the rows of each token with weights ``[tokens, choices]``; rows are in an order as ``spread`` makes."""
         ...
 
-    def summed(self, rows: Tensor, weights: Tensor | None, places: Tensor, count: int) -> Tensor:
-        """Add rows, times weights ``[rows, 1]`` where there are, to ``count`` rows of zeros, at places."""
+    def summed(self, rows: Tensor, places: Tensor, count: int) -> Tensor:
+        """Add rows to ``count`` rows of zeros, at places."""
         ...
 
     def ones(self, rows: Tensor) -> Tensor:

@@ -25,9 +25,11 @@ class Route(Protocol):
 
     Attributes:
         plan: of the exchange; set before ``dispatch``.
+        scale: ``[rows, 1]``, what experts multiply their results by, set by ``dispatch``; None for nothing.
     """
 
     plan: Dispatch
+    scale: Tensor | None
 
     def copies(self) -> Sequence[Tensor | int]:
         """Count the tokens that go to each rank once."""
@@ -53,6 +55,7 @@ class Exact:
     """
 
     plan: Dispatch
+    scale = None
 
     def __init__(self, slots: Tensor, choices: int, widths: Sequence[int], group: Any) -> None:
         self.choices, self.group, self.ranks = choices, group, len(widths)
@@ -112,11 +115,11 @@ class Fast:
         if not plan.sorted:
             back, there = f.order(f.positions(plan.blocks, self.order))
             places, own = f.take(places, there), f.spread(own, there, back, 1)
-        self.places, self.weights, self.count = places, own, len(copies)
+        self.places, self.scale, self.count = places, own, len(copies)
         return f.take(copies, places)
 
     def combine(self, rows: Tensor) -> Tensor:
         f, plan = port(), self.plan
-        sums = f.summed(rows, f.cast(self.weights, rows), self.places, self.count)
+        sums = f.summed(rows, self.places, self.count)
         sums = f.exchange(sums, plan.copies_received, plan.copies_sent, self.group)
-        return f.summed(sums, None, self.token, self.tokens)
+        return f.summed(sums, self.token, self.tokens)

@@ -98,19 +98,17 @@ class Combined(_Function):
 
 
 class Summed(_Function):
-    """Weighted rows added up where they belong."""
+    """Rows added up where they belong."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Numbers, count: int) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(rows, weights)
-        ctx.places = places
-        return _added(rows * weights, places, count)
+    def forward(ctx: Any, rows: Tensor, places: Numbers, count: int) -> Tensor:  # type: ignore[override]
+        ctx.places, ctx.shape = places, rows.shape
+        return _added(rows, places, count)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        rows, weights = ctx.saved_tensors
-        each = _at(grad, ctx.places) if grad.shape[0] else mint.zeros(rows.shape, dtype=rows.dtype)
-        return each * weights, mint.sum(rows * each, -1, keepdim=True), None, None
+        rows = _at(grad, ctx.places) if grad.shape[0] else mint.zeros(ctx.shape, dtype=grad.dtype)
+        return rows, None, None
 
 
 class Repeated(_Function):

@@ -136,9 +136,9 @@ def combined(rows: Tensor, weights: Tensor, order: Numbers, inverse: Numbers) ->
     return Combined.apply(rows, weights, order, inverse)
 
 
-def summed(rows: Tensor, weights: Tensor | None, places: Numbers, count: int) -> Tensor:
+def summed(rows: Tensor, places: Numbers, count: int) -> Tensor:
     """Add rows at places."""
-    return Summed.apply(rows, ones(rows).reshape(-1, 1) if weights is None else weights, places, count)
+    return Summed.apply(rows, places, count)
 
 
 def ones(rows: Tensor) -> Tensor:

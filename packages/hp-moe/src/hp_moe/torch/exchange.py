@@ -10,7 +10,7 @@ import torch
 from hp_platform import get_platform
 from hp_platform.torch.heavy import exchanged
 
-__all__ = ["Combined", "Exchange", "Recomputed", "Repeated", "Spread", "Summed"]
+__all__ = ["Combined", "Exchange", "Recomputed", "Repeated", "Spread"]
 
 T = torch.Tensor
 
@@ -69,23 +69,6 @@ class Combined(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             own = rows.index_select(0, inverse).unflatten(0, weights.shape)
             to_weights = torch.linalg.vecdot(own, grad.unsqueeze(1)).to(weights.dtype)
-        return to_rows, to_weights, None, None
-
-
-class Summed(torch.autograd.Function):
-    """Weighted rows added up where they belong."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: T, weights: T, places: T, count: int) -> T:
-        ctx.save_for_backward(rows, weights, places)
-        return rows.new_zeros((count, rows.shape[1])).index_add_(0, places, rows * weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T | None, T | None, None, None]:  # type: ignore[override]
-        rows, weights, places = ctx.saved_tensors
-        each = grad.index_select(0, places)
-        to_rows = each * weights if ctx.needs_input_grad[0] else None
-        to_weights = torch.linalg.vecdot(rows, each).unsqueeze(1) if ctx.needs_input_grad[1] else None
         return to_rows, to_weights, None, None
 
 

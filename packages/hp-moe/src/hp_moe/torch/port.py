@@ -12,7 +12,7 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
-from hp_moe.torch.exchange import Combined, Exchange, Recomputed, Repeated, Spread, Summed
+from hp_moe.torch.exchange import Combined, Exchange, Recomputed, Repeated, Spread
 from hp_platform import get_platform
 from hp_platform.torch.grouped import grouped_linear
 
@@ -130,11 +130,9 @@ def combined(rows: T, weights: T, order: T, inverse: T) -> T:
     return Combined.apply(rows, weights, order, inverse)
 
 
-def summed(rows: T, weights: T | None, places: T, count: int) -> T:
+def summed(rows: T, places: T, count: int) -> T:
     """Add rows at places."""
-    if weights is None:
-        return rows.new_zeros((count, rows.shape[1])).index_add(0, places, rows)
-    return Summed.apply(rows, weights, places, count)
+    return rows.new_zeros((count, rows.shape[1])).index_add(0, places, rows)
 
 
 def ones(rows: T) -> T:
