@@ -209,5 +209,8 @@ def test_what_cannot_be_spread_is_refused():
         parallelize_module(GroupedExperts(4, 5, 2), mesh["tp"], TensorParallel())
     with pytest.raises(TypeError, match="Linear is not a module of experts: gate_up_proj must be a parameter"):
         parallelize_module(torch.nn.Linear(2, 2), mesh["ep"], ExpertParallel())
+    for style in (ExpertParallel, ExpertTensorParallel):
+        with pytest.raises(ValueError, match=f"{style.__name__}: combine is 'fast' or 'exact', got 'quick'"):
+            style(combine="quick")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="token_dispatcher is 'all_to_all', got 'deepep'"):
         ExpertParallel("deepep")

@@ -97,9 +97,7 @@ class ExpertParallel(BaseExpertParallel):
                 f"ExpertParallel: token_dispatcher is 'all_to_all', got {token_dispatcher!r}; exchanges in two hops"
                 " over a mesh of two axes are not built"
             )
-        if combine not in ("fast", "exact"):
-            raise ValueError(f"ExpertParallel: combine is 'fast' or 'exact', got {combine!r}")
-        self.token_dispatcher, self.combine_tokens = token_dispatcher, combine
+        self.token_dispatcher, self.combine_tokens = token_dispatcher, _checked(self, combine)
 
     def __repr__(self) -> str:
         """Write the constructor."""
@@ -114,12 +112,15 @@ class ExpertTensorParallel(BaseExpertParallel):
 
     Args:
         combine: see ``ExpertParallel``.
+
+    Raises:
+        ValueError: another way to combine.
     """
 
     mesh_axes = 2
 
     def __init__(self, *, combine: Combine = "fast") -> None:
-        self.combine_tokens = combine
+        self.combine_tokens = _checked(self, combine)
 
     def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         return mesh[_names(mesh)[0]]
@@ -193,6 +194,13 @@ def features(own: Description, ranks: int) -> dict[str, Placement]:
     if own.biased:
         placements |= {**{f"{name}_bias": bias for name in own.first}, f"{own.second}_bias": Replicate()}
     return placements
+
+
+def _checked(style: BaseExpertParallel, combine: Combine) -> Combine:
+    """Return the way to combine if there is such a one."""
+    if combine not in ("fast", "exact"):
+        raise ValueError(f"{type(style).__name__}: combine is 'fast' or 'exact', got {combine!r}")
+    return combine
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
