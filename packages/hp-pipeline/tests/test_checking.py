@@ -50,7 +50,8 @@ def test_a_good_order_says_what_each_rank_holds():
         ({0: GOOD[0], 1: steps("1B0 1F0 1F1 1B1")}, "rank 1: 1B0 needs 1F0, which comes later on the same rank."),
         (
             {0: steps("0F0 0B0 0F1 0B1"), 1: steps("1F0 1F1 1B0 1B1")},
-            "a deadlock: rank 0 is at 0BR0 and needs 1BS0 of rank 1; rank 1 is at 1FR1 and needs 0FS1 of rank 0.",
+            "a deadlock: rank 0 is at 0B0 and needs 1B0 of rank 1; rank 1 is at 1F1 and needs 0F1 of rank 0. Let one of"
+            " these ranks run what another needs before what it is at (0F1 is stage 0, forward, micro-batch 1).",
         ),
     ],
 )

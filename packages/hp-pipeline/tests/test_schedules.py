@@ -118,3 +118,18 @@ def test_a_placement_that_does_not_fit_is_refused():
         schedules.zbv(Pipeline(placed("line", 2), 4))
     with pytest.raises(ValueError, match=r"interleaved 1F1B needs stages placed as placed\('loop', 2\)"):
         schedules.interleaved(Pipeline((0, 1, 1, 0), 4))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("X0", "rank 0: 'X0' in 'X0' is not a step; a step is F, B, I or W and the number of one of the rank's own"),
+        ("F B0", "rank 0: 'F' in 'F B0' is not a step"),
+        ("F0B0", "rank 0: 'F0B0' in 'F0B0' is not a step"),
+        ("F0+B0+W0", "rank 0: 'F0\\+B0\\+W0' in .* is not a step"),
+        ("F0 F1", "rank 0: 'F1' in 'F0 F1' names the rank's own stage 1, but it has one stage, numbered from 0"),
+    ],
+)
+def test_a_phase_that_is_no_step_is_named(pattern, text):
+    with pytest.raises(ValueError, match=text):
+        schedules.from_phases(Pipeline(placed("line", 2), 4), lambda rank: [(4, pattern)])

@@ -54,7 +54,11 @@ def check(
     if is_lowered(order):
         _check_transfers(whole, pipeline)
     _check_channels(whole, pipeline)
-    _check_runs(whole, Needs(pipeline, split, lowered=True))
+    problem = _run(whole, Needs(pipeline, split, lowered=True))
+    if problem and not is_lowered(order):  # by the steps that the order names, without sends and receives
+        problem = _run(order, Needs(pipeline, split, lowered=False)) or problem
+    if problem:
+        raise ValueError(problem)
     check_meetings(order, meetings or {})
     peaks = peak_bytes(whole, pipeline)
     if memory is not None and max(peaks) > memory:
@@ -191,8 +195,8 @@ def _check_channels(order: Order, pipeline: Pipeline) -> None:
                 )
 
 
-def _check_runs(order: Order, needs: Needs) -> None:
-    """Let the ranks run as far as they can; raise with the cycle if one of them does not reach its end."""
+def _run(order: Order, needs: Needs) -> str:
+    """Let the ranks run as far as they can; return the cycle in words if one does not reach its end, else ""."""
     done: set[MetaStep] = set()
     waiting: dict[MetaStep, list[int]] = defaultdict(list)
     places = dict.fromkeys(order, 0)
@@ -213,8 +217,7 @@ def _check_runs(order: Order, needs: Needs) -> None:
             place += 1
         places[rank] = place
     stuck = {rank: steps[places[rank]] for rank, steps in order.items() if places[rank] < len(steps)}
-    if stuck:
-        raise ValueError(_cycle(order, places, stuck, needs, done))
+    return _cycle(order, places, stuck, needs, done) if stuck else ""
 
 
 def _cycle(order: Order, places: dict[int, int], stuck: dict[int, MetaStep], needs: Needs, done: set[MetaStep]) -> str:
@@ -236,4 +239,8 @@ def _cycle(order: Order, places: dict[int, int], stuck: dict[int, MetaStep], nee
         each = stuck[rank]
         need = next(need for need in needs(each) if need not in done)
         return f"rank {rank}: {each} needs {need}, which comes later on the same rank."
-    return f"a deadlock: {'; '.join(links[seen[rank] :])}."
+    kind = need.step_type.name.lower().replace("_", " ")
+    return (
+        f"a deadlock: {'; '.join(links[seen[rank] :])}. Let one of these ranks run what another needs before what it is"
+        f" at ({need} is stage {need.stage_index}, {kind}, micro-batch {need.micro_index})."
+    )

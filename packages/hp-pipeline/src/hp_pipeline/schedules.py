@@ -9,6 +9,7 @@ Note [Phases]
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -40,6 +41,7 @@ __all__ = [
 
 Phases = Iterable[tuple[int, str]]
 _TYPES = {kind.value: kind for kind in MetaStepType}
+_STEP = re.compile(r"(?P<kind>[FBI])(?P<chunk>\d+)|W(?P<waiting>\d*)")
 _SIMULATED = 12_000  # micro-batches times ranks, over all blocks that are compared
 
 
@@ -49,6 +51,9 @@ def from_phases(pipeline: Pipeline, phases: Callable[[int], Phases]) -> Order:
     Args:
         pipeline: what it is for.
         phases: for a rank, its pairs of (how often, pattern).
+
+    Raises:
+        ValueError: a pattern with something that is no step of the rank's own stages.
     """
     return {rank: _written(pipeline, rank, phases(rank)) for rank in range(pipeline.ranks)}
 
@@ -80,11 +85,11 @@ def _written(pipeline: Pipeline, rank: int, phases: Phases) -> tuple[MetaStep, .
         return MetaStep(micro, kind, pipeline.stages[rank][int(chunk)], None, part)
 
     for times, pattern in phases:
-        tokens = pattern.split()
+        tokens = _tokens(pipeline, rank, pattern)
         for _ in range(times):
             before = len(steps)
             for token in tokens:
-                parts = [part for part in map(take, token.split("+")) if part is not None]
+                parts = [part for part in map(take, token) if part is not None]
                 if len(parts) == 2:
                     ahead = parts[0].step_type is MetaStepType.FORWARD
                     kind = MetaStepType.OVERLAP_F_B if ahead else MetaStepType.OVERLAP_B_F
@@ -93,6 +98,28 @@ def _written(pipeline: Pipeline, rank: int, phases: Phases) -> tuple[MetaStep, .
             if len(steps) == before:
                 break
     return tuple(steps)
+
+
+def _tokens(pipeline: Pipeline, rank: int, pattern: str) -> list[list[str]]:
+    """Read a pattern: its steps, those that run together in one list."""
+    chunks = len(pipeline.stages[rank])
+    tokens = [token.split("+") for token in pattern.split()]
+    for token in tokens:
+        for step in token:
+            match = _STEP.fullmatch(step)
+            if match is None or len(token) > 2:
+                raise ValueError(
+                    f"from_phases: rank {rank}: {'+'.join(token)!r} in {pattern!r} is not a step; a step is F, B, I or"
+                    " W and the number of one of the rank's own stages, from 0, such as 'F0', or two with a plus."
+                )
+            chunk = match["chunk"] or match["waiting"]
+            if chunk and int(chunk) >= chunks:
+                own = f"{chunks} stages" if chunks > 1 else "one stage"
+                raise ValueError(
+                    f"from_phases: rank {rank}: {step!r} in {pattern!r} names the rank's own stage {chunk}, but it has"
+                    f" {own}, numbered from 0."
+                )
+    return tokens
 
 
 def is_placed(pipeline: Pipeline, shape: Shape) -> bool:
