@@ -178,6 +178,10 @@ def test_models_that_cannot_be_cut():
         split_model(nn.Linear(2, 2), 2)
     with pytest.raises(ValueError, match=r"Mixtral.*config.output_router_logits is set: the load balancing loss takes"):
         split_model(on_meta("Mixtral", output_router_logits=True), 2)
+    model, _ = with_images(("llama", "clip_vision_model", "Llava"))
+    model.config.text_config.output_hidden_states = True
+    with pytest.raises(ValueError, match=r"Llava.*\.config\.text_config\.output_hidden_states is set: those of other"):
+        split_model(model, 2, blocks="model.language_model.layers")
     model = on_meta("Llama")
     model.forward = lambda *args: None
     with pytest.raises(
@@ -329,6 +333,9 @@ def test_micro_batches_are_weighted_by_their_tokens():
     ids, labels = batch(4, ignored=True)
     items = last.prepare_batch({"labels": labels}, 2)["num_items_in_batch"]
     assert items == labels[:, 1:].ne(-100).sum() / 2
+    assert last.prepare_batch({"labels": labels, "shift_labels": None}, 2)["num_items_in_batch"] == items
+    shifted = last.prepare_batch({"labels": labels, "shift_labels": labels[:, :4]}, 2)["num_items_in_batch"]
+    assert shifted == labels[:, :4].ne(-100).sum() / 2
     assert last.prepare_batch({"labels": labels, "num_items_in_batch": 10}, 2)["num_items_in_batch"] == 5
     assert last.prepare_batch({"labels": labels}, 1) == {"labels": labels}
     hidden = split.stage(0)(ids)

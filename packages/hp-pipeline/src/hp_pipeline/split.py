@@ -158,7 +158,7 @@ def split_model(
         memory: bytes of parameters that no stage may pass, for ``"auto"``.
         blocks: the name of the list of blocks, where there are several, such as ``"model.language_model.layers"``.
         example: keyword inputs of one micro-batch, whose shapes alone are used; by default ``input_ids`` of shape
-            (1, 128). Of further ones (images) it is found whether later stages use them.
+            (1, 128). The forward is traced with them, which shows the inputs (images) that only the first stage uses.
 
     Returns:
         The split.

@@ -99,7 +99,7 @@ class PipelinedModel(nn.Module):
             assign: take the tensors themselves, as ``nn.Module.load_state_dict`` does.
 
         Returns:
-            The names that were missing and, never more than none, those that were unexpected.
+            The missing names; no name is unexpected, as other ranks may have it.
         """
         missing: list[str] = []
         result = None

@@ -12,7 +12,7 @@ from torch import nn
 from hp_pipeline.partition import Unit
 from hp_pipeline.torch.counting import count_unit
 from hp_pipeline.torch.stages import REFUSED, Cut, cut_stage
-from hp_pipeline.torch.tracing import trace
+from hp_pipeline.torch.tracing import text_config, trace
 
 __all__ = ["outline"]
 
@@ -24,8 +24,8 @@ class Outline:
     """A model as a line of units, and where it is cut.
 
     Args:
-        cut: what cutting takes.
-        units: before, each block, after.
+        cut: how stages are cut out of it.
+        units: all before the blocks, each block, all after them.
     """
 
     def __init__(self, cut: Cut, units: tuple[Unit, ...]) -> None:
@@ -54,9 +54,7 @@ def outline(model: nn.Module, example: Mapping[str, Any] | None, blocks: str | N
     cut = trace(model, path, inputs)
     ids = inputs.get("input_ids")
     rows, length = (1, _LENGTH) if ids is None else (ids.shape[0], ids.shape[-1])
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    listed = model.get_submodule(path)
+    listed, config = model.get_submodule(path), text_config(model)
     parts = [cut.before, *([f"{path}.{name}"] for name, _ in listed.named_children()), cut.after]
     units = (count_unit(names, [model.get_submodule(name) for name in names], config, rows, length) for names in parts)
     return Outline(cut, tuple(units))
@@ -117,7 +115,8 @@ def _refuse(model: nn.Module, path: str) -> None:
         raise ValueError(
             f"split_model: {sharded[0]!r} of {name} is a DTensor; split the model first, and shard its stages."
         )
-    config = getattr(model, "config", None)
-    for option in ("output_router_logits", "output_hidden_states", "output_attentions"):
-        if getattr(config, option, False):
-            raise ValueError(f"split_model: {name}.config.{option} is set: {REFUSED[option]}; set it to False.")
+    configs = {"config": getattr(model, "config", None), "config.text_config": text_config(model)}
+    for where, config in configs.items():
+        for option in ("output_router_logits", "output_hidden_states", "output_attentions"):
+            if getattr(config, option, False):
+                raise ValueError(f"split_model: {name}.{where}.{option} is set: {REFUSED[option]}; set it to False.")

@@ -33,7 +33,7 @@ SOME_STAGES = {"input_ids", "inputs_embeds", *LOSS_INPUTS, *REFUSED}
 
 @dataclass(frozen=True)
 class Cut:
-    """What cutting stages out of a model takes.
+    """How stages are cut out of a model.
 
     Attributes:
         model: the whole model.
@@ -92,16 +92,16 @@ def cut_stage(cut: Cut, first: int, end: int) -> Any:
 def _untie(root: Any, path: str) -> None:
     """Leave of the weights that transformers ties anew, whenever it initialises, those that are in the stage."""
     names = {name for name, _ in root.named_parameters(remove_duplicate=False)}
-    node, prefix, kept = root, "", {}
+    node, prefix, tied = root, "", {}
     for part in path.split("."):
         for target, source in getattr(node, "all_tied_weights_keys", {}).items():
             if prefix + target in names and prefix + source in names:
-                kept[prefix + target] = prefix + source
+                tied[prefix + target] = prefix + source
         if hasattr(node, "all_tied_weights_keys"):
             node._tied_weights_keys = node.all_tied_weights_keys = {}
         node, prefix = node.get_submodule(part), f"{prefix}{part}."
     if hasattr(root, "all_tied_weights_keys"):
-        root._tied_weights_keys = root.all_tied_weights_keys = kept
+        root._tied_weights_keys = root.all_tied_weights_keys = tied
 
 
 class _Forward:
@@ -174,17 +174,18 @@ class _Forward:
         Raises:
             ValueError: the model averages by itself, and micro-batches have different numbers of labels.
         """
-        labels = kwargs.get("shift_labels", kwargs.get("labels"))
+        shifted = kwargs.get("shift_labels")
+        labels = kwargs.get("labels") if shifted is None else shifted
         if micro_batches == 1 or labels is None:
             return kwargs
         items = kwargs.get("num_items_in_batch")
         if self.loss in ("shifted", "plain") and items is None:
-            items = count_labels(labels, self.loss == "shifted" and kwargs.get("shift_labels") is None)
+            items = count_labels(labels, self.loss == "shifted" and shifted is None)
         if self.loss != "inline" and items is not None:
             return {**kwargs, "num_items_in_batch": items / micro_batches}
         if not labels.is_floating_point():
-            for shifted in (False, True)[: labels.dim()]:
-                counts = [int(count_labels(part, shifted)) for part in labels.chunk(micro_batches)]
+            for without_first in (False, True)[: labels.dim()]:
+                counts = [int(count_labels(part, without_first)) for part in labels.chunk(micro_batches)]
                 if len(set(counts)) > 1:
                     raise ValueError(
                         f"{type(self.root).__name__} averages its loss by itself, and the micro-batches have {counts}"
@@ -200,6 +201,6 @@ def shared_names(kwargs: Mapping[str, Any], first_only: Sequence[str]) -> str:
     return ",".join(sorted(name for name in shared if name not in first_only))
 
 
-def count_labels(labels: T, shifted: bool) -> T:
-    """Count the labels that have a part in the loss; those of a causal model leave out the first of a row."""
-    return (labels[..., 1:] if shifted else labels).ne(IGNORED).sum()
+def count_labels(labels: T, without_first: bool) -> T:
+    """Count the labels that have a part in the loss; a causal model predicts no token for the first of a row."""
+    return (labels[..., 1:] if without_first else labels).ne(IGNORED).sum()

@@ -33,7 +33,7 @@ class Relay:
         self.sent: T | None = None
 
     def blank(self, *shape: int) -> T:
-        """Return zeros of a shape in the memory of one."""
+        """Return zeros of a shape that take the memory of one element."""
         hidden = self.sent if self.sent is not None else self.received
         assert hidden is not None, "stand-ins run in a stage's forward"
         return hidden.detach().new_zeros(()).expand(shape)
@@ -83,7 +83,7 @@ class _Placeholder(nn.Module):
 
     @property
     def weight(self) -> T:
-        """What models read the dtype of, in a forward."""
+        """A tensor of the hidden states' dtype, which models read in a forward."""
         if self.relay.received is None and self.relay.sent is None:
             raise AttributeError("weight")
         return self.relay.blank()

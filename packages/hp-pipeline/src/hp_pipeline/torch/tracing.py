@@ -27,14 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hp_pipeline.torch.stages import Cut, cut_stage, shared_names
 from hp_pipeline.torch.stand_ins import FORMS, Form, PassThrough, Relay, copied
 
-__all__ = ["trace"]
+__all__ = ["text_config", "trace"]
 
 T = torch.Tensor
 _PLAIN = ("ForMaskedLMLoss", "ForTokenClassification")
 
 
 def trace(model: nn.Module, path: str, inputs: Mapping[str, Any]) -> Cut:
-    """Return what cutting stages out of a model takes: Note [What runs where].
+    """Find out how stages are cut out of a model: Note [What runs where].
 
     Args:
         model: the model.
@@ -83,7 +83,7 @@ class _Recorder(PassThrough):
 
 
 class _Watch(TorchDispatchMode):
-    """Follows what is computed of a tensor: below `vmap`, by which masks are made."""
+    """Marks all tensors that are computed from one, also below `vmap`, with which masks are made."""
 
     def __init__(self, tensor: T) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Trace:
         self.marks = torch.zeros(()), torch.zeros(())  # of the hidden states of blocks, and of what else they return
 
     def cut(self) -> Cut:
-        """Return what cutting stages takes, after some have been cut out of the recorders."""
+        """Find out how stages are cut, and cut some out of the recorders to prove it."""
         problems = []
         for form in range(len(FORMS)):
             skeleton = self.skeleton(form)
@@ -138,7 +138,7 @@ class _Trace:
         )
 
     def skeleton(self, form: int) -> Any:
-        """Copy the model with fake tensors and recorders for blocks, without hooks; tied parameters are so no more."""
+        """Copy the model with fake tensors and recorders for blocks, without hooks; tied parameters become separate."""
         blocks = self.model.get_submodule(self.path)
         copies: dict[nn.Module, Any] = {}
 
@@ -180,9 +180,7 @@ class _Trace:
 
     def shares(self, name: str) -> bool:
         """Return False for a cache that the configuration says no two blocks share."""
-        config: Any = getattr(self.model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return name != "shared_kv_states" or getattr(config, "num_kv_shared_layers", None) != 0
+        return name != "shared_kv_states" or getattr(text_config(self.model), "num_kv_shared_layers", None) != 0
 
     def sides(self, skeleton: nn.Module, output: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the modules that run before and after the blocks."""
@@ -260,6 +258,12 @@ class _Trace:
                 self.refuse(f"the stage of block {index} does not return what the block does")
             uses |= watch.reaches((_results(output), call.kwargs))
         return uses
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of a model's text part, which is that of the model itself where there is no other."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _results(output: Any) -> list[Any]:
