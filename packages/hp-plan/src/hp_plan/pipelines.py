@@ -1,4 +1,4 @@
-"""A plan's pipeline: its stages, its order of steps, and what both come to."""
+"""A plan's pipeline: its stages, its order of steps, and their simulation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a plan's pipeline comes to.
+    """The simulated pipeline of a plan.
 
     Attributes:
         choice: the plan's order.
@@ -119,7 +119,7 @@ class _Search:
         self._plan, self._model = plan, model
         outline = models().outline(model)
         pp, dtype = plan.mesh.pp, plan.fsdp.param_dtype or plan.run.dtype
-        # Of a byte of weights, and of a byte that a forward saves in the model's own dtype.
+        # Bytes that training takes for each byte of weights, and a saved byte in the dtype of the forward.
         self._static = training_bytes(plan, outline) * pp / (outline.elements * BYTES[plan.run.dtype])
         self._saved = BYTES[dtype] / BYTES[plan.run.dtype]
         self._splits: dict[int, Split] = {}
@@ -160,14 +160,14 @@ class _Search:
             look = functools.partial(synthesize, memory=memory, moves=moves)
             for shape in _shapes(stages // pp):
                 try:
-                    found = self.choice("auto", shape, stages, look)
+                    candidate = self.choice("auto", shape, stages, look)
                 except ValueError as error:
                     problem = error
                     continue
-                if check_shared(self._plan, found.split, found.pipeline.placement):
+                if check_shared(self._plan, candidate.split, candidate.pipeline.placement):
                     continue
-                if best is None or found.trace.makespan < best.trace.makespan:
-                    best = found
+                if best is None or candidate.trace.makespan < best.trace.makespan:
+                    best = candidate
         if best is None:
             assert problem is not None, "stages in a line, or in a loop, are always there"
             raise problem

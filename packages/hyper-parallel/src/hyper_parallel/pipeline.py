@@ -1,4 +1,4 @@
-"""What a plan's pipeline comes to, as text and as JSON."""
+"""The simulated pipeline of a plan, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_dict(outlook: Outlook) -> dict[str, Any]:
 
 
 def _numbers(choice: Choice) -> dict[str, Any]:
-    trace, held = choice.trace, open_forwards(choice.order)
+    trace, forwards = choice.trace, open_forwards(choice.order)
     stages = [
         {"rank": rank, "blocks": len(stage.blocks), "parameter_bytes": stage.parameters}
         for rank, stage in zip(choice.pipeline.placement, choice.split.stages, strict=True)
@@ -30,7 +30,7 @@ def _numbers(choice: Choice) -> dict[str, Any]:
             "steps": len(choice.order[rank]),
             "busy_seconds": trace.busy[rank],
             "peak_bytes": trace.peaks[rank],
-            "forwards_held": held[rank],
+            "forwards_held": forwards[rank],
         }
         for rank in range(choice.pipeline.ranks)
     ]
@@ -57,10 +57,10 @@ def ranks_table(choice: Choice) -> Table:
     from rich.table import Table
 
     table = Table("rank", "stages", "blocks", *(_right(name) for name in _NUMBERS))
-    held = open_forwards(choice.order)
+    forwards = open_forwards(choice.order)
     for rank, own in enumerate(choice.pipeline.stages):
         blocks = " + ".join(str(len(choice.split.stages[stage].blocks)) for stage in own)
-        numbers = len(choice.order[rank]), held[rank], f"{choice.trace.peaks[rank] / 2**20:,.1f} MiB"
+        numbers = len(choice.order[rank]), forwards[rank], f"{choice.trace.peaks[rank] / 2**20:,.1f} MiB"
         table.add_row(str(rank), ", ".join(map(str, own)), blocks, *map(str, numbers))
     return table
 

@@ -30,11 +30,11 @@ def gather_stages(model: PipelinedModel) -> dict[str, torch.Tensor]:
     groups, collectives = get_platform().groups, get_platform().collectives
     group, own = model.schedule.group, get_model_state_dict(model)
     rank, with_rank0 = groups.rank(group), 0 in get_process_group_ranks(group)
-    facts = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
+    headers = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
     device = get_platform().devices.current_device()
     state: dict[str, torch.Tensor] = {}
     seen: set[str] = set()
-    for source, listed in enumerate(_everyone(pickle.dumps(facts), group, device)):
+    for source, listed in enumerate(_gather_bytes(pickle.dumps(headers), group, device)):
         for name, shape, dtype in pickle.loads(listed):
             if name in seen:
                 continue  # a buffer that several stages have
@@ -55,7 +55,7 @@ def gather_stages(model: PipelinedModel) -> dict[str, torch.Tensor]:
     return state
 
 
-def _everyone(data: bytes, group: Any, device: Any) -> list[bytes]:
+def _gather_bytes(data: bytes, group: Any, device: Any) -> list[bytes]:
     """Return each rank's bytes."""
     groups, collectives = get_platform().groups, get_platform().collectives
     ranks = groups.size(group)
