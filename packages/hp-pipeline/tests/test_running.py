@@ -213,11 +213,38 @@ def test_bad_input_is_refused_on_all_ranks_before_anything_is_sent():
 
 
 @on_ranks(2)
+def test_a_loss_without_a_graph_is_refused():
+    rank, net = dist.get_rank(), Net(2).double().to(device_type())
+    x, target = batch(4, device_type())
+    last = Stage(net, 1)
+    own = PipelineStage((lambda *args, **kwargs: last(*args, **kwargs).detach()) if rank else Stage(net, 0), rank, 2)
+    with pytest.raises(
+        PipelineError, match="rank 1 at 1F0: ValueError: the loss of the last stage needs no gradient, but"
+    ):
+        hp_pipeline.Schedule1F1B(own, 2).run(x, target=target)
+
+
+@on_ranks(2)
+def test_a_batch_that_one_rank_cannot_prepare_is_refused_on_all_ranks():
+    rank, net = dist.get_rank(), Net(2).double().to(device_type())
+    x, target = batch(4, device_type())
+    schedule = build("Schedule1F1B", 2, net)
+    schedule.stages[0].submodule.prepare_batch = lambda kwargs, count: kwargs["labels"]
+    for _ in range(2):  # on both ranks, then on one
+        with pytest.raises(ValueError, match=r"^An input does not fit; KeyError: 'labels'\.$"):
+            schedule.run(x, target=target)
+        if rank == 0:
+            vars(schedule.stages[0].submodule).pop("prepare_batch", None)
+
+
+@on_ranks(2)
 def test_stages_that_are_not_this_ranks_are_refused():
     net, rank = Net(2).to(device_type()), dist.get_rank()
     with pytest.raises(ValueError, match=rf"Schedule1F1B: rank {rank} of 2 runs the stages \({rank},\) of 2, got"):
         hp_pipeline.Schedule1F1B(PipelineStage(Stage(net, 1 - rank), 1 - rank, 2), 2)
-    with pytest.raises(ValueError, match="ScheduleZBV on 2 ranks has 4 stages, stage_num is 2"):
+    with pytest.raises(
+        ValueError, match=r"on 2 ranks has 4 stages, stage_num is 2; placed\('v', 2\) lists their ranks"
+    ):
         hp_pipeline.ScheduleZBV(PipelineStage(Stage(net, rank), rank, 2), 2)
     with pytest.raises(ValueError, match="stage_index=2 is not one of stage_num=2 from 0"):
         PipelineStage(net, 2, 2)
@@ -236,8 +263,19 @@ def test_an_order_of_ones_own():
     schedule.exec_order = schedules.gpipe(schedule.pipeline)
     x, target = batch(4, device_type())
     assert len(schedule.run(x, target=target)) == (2 if dist.get_rank() else 0)
-    own = PipelineSchedule(schedule.stages, 2, order=schedules.gpipe)
-    assert own.exec_order == schedule.exec_order
+    for order in (schedules.gpipe, schedules.gpipe(schedule.pipeline)):
+        own = PipelineSchedule(schedule.stages, 2, order=order)
+        assert own.exec_order == schedule.exec_order
+    with pytest.raises(ValueError, match="PipelineSchedule has no order of its own: pass order=, or take a class such"):
+        PipelineSchedule(schedule.stages, 2)
+
+
+@on_ranks(2)
+def test_a_rank_with_stages_with_and_without_backward_is_refused():
+    net, rank = Net(4).to(device_type()), dist.get_rank()
+    own = [PipelineStage(Stage(net, index), index, 4, has_backward=index > 1) for index in (rank, 3 - rank)]
+    with pytest.raises(ValueError, match=f"rank {rank} has stages with has_backward=True and False; a pipeline runs"):
+        hp_pipeline.ScheduleZBV(own, 2)
 
 
 @on_ranks(2)

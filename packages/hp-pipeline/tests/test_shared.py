@@ -127,8 +127,8 @@ def test_what_differs_is_refused_on_all_ranks():
     info = SharedParameterInfo("weight", (1, 0))
     cases = [
         (nn.Parameter(torch.ones(2 + rank)), info,
-         r"weight 0 that the stages \(1, 0\) share is torch.float32 of shape \(2,\) on stage 0, but torch.float32 of"
-         r" shape \(3,\) on stage 1. It must have the same shape, dtype and layout"),
+         r"weight 'weight' that the stages \(1, 0\) share is torch.float32 of shape \(2,\) on stage 0, but"
+         r" torch.float32 of shape \(3,\) on stage 1. It must have the same shape, dtype and layout"),
         (nn.Parameter(torch.ones(2, dtype=[torch.float32, torch.float64][rank])), info,
          r"float32 of shape \(2,\) on stage 0, but torch.float64"),
         (nn.Parameter(torch.ones(2), requires_grad=rank == 0), info, r"of shape \(2,\), frozen on stage 1"),
@@ -160,7 +160,7 @@ def test_infos_that_name_no_others():
     info = SharedParameterInfo("weight", (0, 3))
     with pytest.raises(ValueError, match=r"of stage 0 must name this stage and others below stage_num=3"):
         PipelineStage(nn.Linear(1, 1), 0, 3, shared_parameters=[info])
-    with pytest.raises(ValueError, match=r"of stage 1 must name this stage"):
+    with pytest.raises(ValueError, match="of stage 1 must name this stage .*; stages that do not have the weight"):
         PipelineStage(nn.Linear(1, 1), 1, 4, shared_parameters=[info])
 
 

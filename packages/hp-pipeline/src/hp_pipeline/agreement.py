@@ -65,7 +65,8 @@ class Agreement:
                 f" ({micro_batches} on rank {self.rank}), the schedule and its options must be equal."
             )
         if any(failed for _, failed, _ in gathered):
-            self._raise("An input does not fit", ValueError, problem, str(problem or ""))
+            name = "" if problem is None or isinstance(problem, ValueError) else f"{type(problem).__name__}: "
+            self._raise("An input does not fit", ValueError, problem, f"{name}{problem or ''}")
         self._inputs = inputs
         return any(changed for *_, changed in gathered)
 
@@ -79,5 +80,6 @@ class Agreement:
 
     def _raise(self, head: str, kind: type[Exception], cause: BaseException | None, text: str) -> None:
         data = text.encode()[:_TEXT].ljust(_TEXT)
-        texts = [bytes(row).decode(errors="replace").strip() for row in self.gather(list(data))]
-        raise kind("; ".join([head, *(text for text in texts if text)]) + ".") from cause
+        texts = [bytes(row).decode(errors="replace").strip().rstrip(".") for row in self.gather(list(data))]
+        different = dict.fromkeys(text for text in texts if text)
+        raise kind("; ".join([head, *different]) + ".") from cause

@@ -226,10 +226,22 @@ class Runner:
                 raise TypeError(
                     f"the last stage must return a scalar loss, or something with .loss; it returned {got}."
                 )
+            needed = port().needs_gradient(loss)
+            if not needed and self._trains(stage, flow):
+                raise ValueError(
+                    "the loss of the last stage needs no gradient, but its inputs or weights do: it was detached, or"
+                    " computed without gradients. For forwards alone pass PipelineStage(..., has_backward=False)."
+                )
             self.losses[piece] = port().detach(loss)
-            flow.outputs = Message([loss], [port().needs_gradient(loss)], None)
+            flow.outputs = Message([loss], [needed], None)
         else:
             self.losses[piece] = result
+
+    def _trains(self, stage: int, flow: Flow) -> bool:
+        """Tell whether something that a stage computes with needs gradients."""
+        weights = port().named_parameters(self.stages[stage].submodule).values()
+        inputs = [tensor for arrived in flow.arrivals for tensor in arrived.arrival.tensors]
+        return any(map(port().needs_gradient, (*weights, *inputs)))
 
     def _arrive(self, source: int, stage: int, piece: Piece) -> tuple[Any, ...]:
         """Put what a stage before passed on at the root of a stage's graph; return the stage's arguments."""
@@ -310,8 +322,8 @@ class Runner:
         shared = self._shared()
         shared.set_aside()
         self.batches, self.failure, self.text = batches, None, ""
-        for kept in (self.flows, self.inbox, self.outbox, self.dead, self.losses):
-            kept.clear()
+        for state in (self.flows, self.inbox, self.outbox, self.dead, self.losses):
+            state.clear()
         for sharded in self.sharded.values():
             sharded.begin()
         try:

@@ -63,7 +63,7 @@ class PipelineSchedule:
         placement: the pipeline rank of each stage; None is the schedule's own.
         boundaries: pairs of stages between which something is passed on; None is a line: see ``Pipeline``. A stage that
             takes from several gets what they return one after the other, in the order of the stages.
-        order: makes the order; None is the schedule's own.
+        order: the order, or a function that makes it of ``pipeline``; None is the schedule's own.
         seq_slices: into how many slices sequences are cut; stages then take a ``SequenceState``: Note [Slices].
         args_seq_dim: for each positional input the dim that is cut into slices, -1 for none; by default 1.
         kwargs_seq_dim: the same by name.
@@ -96,7 +96,7 @@ class PipelineSchedule:
         group: Any = None,
         placement: Sequence[int] | None = None,
         boundaries: Sequence[tuple[int, int]] | None = None,
-        order: Callable[[Pipeline], Order] | None = None,
+        order: Order | Callable[[Pipeline], Order] | None = None,
         seq_slices: int = 1,
         args_seq_dim: Sequence[Dim] | None = None,
         kwargs_seq_dim: Mapping[str, Dim] | None = None,
@@ -122,10 +122,15 @@ class PipelineSchedule:
             placement = placed(self.shape, ranks, chunks)
             if len(placement) != count:
                 raise ValueError(
-                    f"{type(self).__name__} on {ranks} ranks has {len(placement)} stages, stage_num is {count}. Where"
-                    " stages are on several ranks, each PipelineStage takes mesh=, its ranks."
+                    f"{type(self).__name__} on {ranks} ranks has {len(placement)} stages, stage_num is {count};"
+                    f" placed({self.shape!r}, {ranks}) lists their ranks. For stages on several ranks pass mesh=."
                 )
         backward = {stage.has_backward for stage in self.stages}
+        if len(backward) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: rank {self.rank} has stages with has_backward=True and False; a pipeline runs"
+                " backwards through all stages or none. Frozen stages need no option."
+            )
         self.pipeline = Pipeline(
             tuple(placement),
             micro_batch_num,
@@ -145,9 +150,12 @@ class PipelineSchedule:
         self._custom: dict[MetaStepType, Custom] = {}
         self._runner: Runner | None = None
         self._kinds: list[type] = []
-        maker = order or self.make
-        assert maker is not None, "a schedule has an order"
-        self.exec_order = maker(self.pipeline)
+        order = self.make if order is None else order
+        if order is None:
+            raise ValueError(
+                f"{type(self).__name__} has no order of its own: pass order=, or take a class such as Schedule1F1B."
+            )
+        self.exec_order = order(self.pipeline) if callable(order) else order
 
     @classmethod
     def from_steps(
@@ -180,7 +188,7 @@ class PipelineSchedule:
         micro_batches = 1 + max(part.micro_index or 0 for _, part in parts)
         slices = 1 + max(part.seq_index for _, part in parts)
         options = {"placement": [places[stage] for stage in sorted(places)], "seq_slices": slices, **options}
-        return PipelineSchedule(stages, micro_batches, order=lambda pipeline: read, **options)
+        return PipelineSchedule(stages, micro_batches, order=read, **options)
 
     @property
     def exec_order(self) -> Order:
@@ -227,7 +235,7 @@ class PipelineSchedule:
         batches: dict[Piece, Any] = {}
         try:
             batches = self._cut(args, kwargs)
-        except ValueError as error:
+        except Exception as error:  # also what a module's `prepare_batch` raises
             problem = error
         kinds = [type(stage.submodule) for stage in self.stages]
         if self._runner is None or kinds != self._kinds:  # sharding a module changes its class

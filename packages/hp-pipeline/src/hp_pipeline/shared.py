@@ -87,8 +87,9 @@ class SharedParameters:
         self.facts = pickle.dumps(facts) if facts else b""
         """What this rank's stages declare, for the other ranks."""
 
-    def _facts(self, stage: PipelineStage, key: Key, info: SharedParameterInfo) -> tuple[bool, str]:
-        """Describe a weight: (True, its description), or (False, an error)."""
+    def _facts(self, stage: PipelineStage, key: Key, info: SharedParameterInfo) -> tuple[bool, str, str]:
+        """Describe a weight: (True, its description), or (False, an error); then its name."""
+        name = repr(info.parameter) if isinstance(info.parameter, str) else f"{key[1]}"
         try:
             parameter = _find(info, stage.submodule)
             for (other, known), each in self._parameters.items():
@@ -97,9 +98,9 @@ class SharedParameters:
                 if known == key and each is not parameter:
                     raise ValueError(f"a Parameter of its own, but stage {other} is on the same rank: use one object")
             self._parameters[stage.stage_index, key] = parameter
-            return True, port().describe_parameter(parameter)
+            return True, port().describe_parameter(parameter), name
         except (ValueError, NotImplementedError) as error:
-            return False, str(error)
+            return False, str(error), name
 
     def agree(self, everyone: Sequence[bytes]) -> None:
         """Compare what all ranks declare, and send the values of each weight from its first stage to the others.
@@ -112,11 +113,11 @@ class SharedParameters:
                 is sent.
         """
         facts = {at: fact for data in everyone if data for at, fact in pickle.loads(data).items()}
-        for (stage, (stages, place)), (right, text) in sorted(facts.items()):
+        for (stage, (stages, _)), (right, text, name) in sorted(facts.items()):
             if not right:
-                raise ValueError(f"The weight {place} that the stages {stages} share: stage {stage} has {text}.")
-        for (stage, (stages, place)), (_, text) in sorted(facts.items()):
-            head = f"The weight {place} that the stages {stages} share"
+                raise ValueError(f"The weight {name} that the stages {stages} share: stage {stage} has {text}.")
+        for (stage, (stages, place)), (_, text, name) in sorted(facts.items()):
+            head = f"The weight {name} that the stages {stages} share"
             for other in stages:
                 if (other, (stages, place)) not in facts:
                     raise ValueError(

@@ -61,7 +61,7 @@ class PipelineStage:
             if stage_index not in info.shared_stage or not set(info.shared_stage) <= set(range(stage_num)):
                 raise ValueError(
                     f"PipelineStage: {info} of stage {stage_index} must name this stage and others below"
-                    f" stage_num={stage_num}."
+                    f" stage_num={stage_num}; stages that do not have the weight do not list it."
                 )
         self.submodule = module
         self.stage_index, self.stage_num = stage_index, stage_num
