@@ -18,8 +18,8 @@ from hp_platform.torch import collectives
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, batch, reference
-from test_running import build, close, compare
+from pipeline_models import Net, batch
+from test_running import build, close, compare, compare_step
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 
@@ -92,10 +92,7 @@ def test_the_next_batch_may_have_another_size():
     for rows in (4, 8, 2, 8):
         net.zero_grad()
         x, target = batch(rows, device_type())
-        losses = schedule.run(x, target=target)
-        _, expected = reference(2, rows, 2, steps=1)
-        for loss, wanted in zip(losses, expected[0], strict=False):
-            close(loss, wanted, False)
+        compare_step(schedule, schedule.run(x, target=target), 2, rows, 2)
 
 
 class Sender(nn.Module):
@@ -200,8 +197,6 @@ def test_another_schedule_of_the_same_ranks_and_collectives_between():
         assert [tensor.item() for tensor, _ in sums] == ([0.0, 2.0, 4.0] if beside else [])
         sums.clear()
         outputs = testing.run(x)
-        whole, expected = reference(2, 6, 3, steps=1)
-        for loss, wanted in zip(losses, expected[0], strict=False):
-            close(loss, wanted, False)
+        compare_step(training, losses, 2, 6, 3)
         if rank:
             close(outputs, Net(2).double()(x.cpu().clone()), False)

@@ -180,6 +180,27 @@ def test_a_rank_that_fails_alone_is_named_and_the_next_run_works():
 
 
 @on_ranks(3)
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_gradient_that_one_rank_of_a_stage_alone_has(uses):
+    rank = dist.get_rank()
+    mesh = DeviceMesh(device_type(), [1, 2] if rank else [0])
+    own: Any = nn.Parameter(weight(0))
+
+    def first(x):
+        return DTensor.from_local(x @ own, mesh, [Replicate()])
+
+    def last(x):
+        return (x.to_local() * own.sum() if rank == uses else own).sum()
+
+    stage = PipelineStage(last if rank else first, min(rank, 1), 2, device_type(), mesh=mesh, placements=[Shard(0)])
+    hp_pipeline.ScheduleGPipe(stage, 2).run(rows(8))
+    if rank == 0:
+        half = slice(2 * (uses - 1), 2 * uses)
+        expected = sum(part[half].sum(0)[:, None].expand(WIDTH, WIDTH) for part in rows(8).chunk(2)) * own.sum() / 2
+        assert torch.allclose(own.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(3)
 def test_ranks_that_are_not_the_meshes_are_refused_on_all():
     rank = dist.get_rank()
     mesh = DeviceMesh(device_type(), [rank])

@@ -67,6 +67,17 @@ def compare(name, micro_batches, stages, exact=False):
             close(one, other, exact)
 
 
+def compare_step(schedule, losses, stages, rows, micro_batches):
+    """Compare the losses and gradients of one run with those of one process."""
+    net, (expected,) = reference(stages, rows, micro_batches, steps=1)
+    whole = dict(net.named_parameters())
+    for stage in schedule.stages:
+        for key, parameter in stage.submodule.named_parameters():
+            close(parameter.grad, whole[key].grad, False)
+    for loss, wanted in zip(losses, expected if schedule.stages[-1].is_last_stage else [], strict=True):
+        close(loss, wanted, False)
+
+
 def close(tensor, expected, exact):
     tensor, expected = tensor.detach().cpu(), expected.detach()
     assert torch.equal(tensor, expected) if exact else torch.allclose(tensor, expected, rtol=1e-12, atol=1e-12)
@@ -188,10 +199,7 @@ def test_a_stage_that_raises_is_named_on_all_ranks_and_the_next_run_works(place)
             schedule.run(x, target=target)
         failing.clear()
         net.zero_grad()
-        losses = schedule.run(x, target=target)
-        _, expected = reference(stages, 2 * micro_batches, micro_batches, steps=1)
-        for loss, wanted in zip(losses, expected[0], strict=False):
-            close(loss, wanted, False)
+        compare_step(schedule, schedule.run(x, target=target), stages, 2 * micro_batches, micro_batches)
         failing.append(True)
 
 

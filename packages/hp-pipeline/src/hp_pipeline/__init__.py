@@ -11,8 +11,8 @@ from hp_pipeline.lowering import lower
 from hp_pipeline.meetings import HookRole, Meeting
 from hp_pipeline.overlap import CommComputeOverlap
 from hp_pipeline.pipeline import Costs, Pipeline, placed
-from hp_pipeline.schedule import (
-    PipelineSchedule,
+from hp_pipeline.schedule import PipelineSchedule
+from hp_pipeline.schedule_kinds import (
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,

@@ -48,27 +48,41 @@ class Agreement:
         return [bytes(row).rstrip(b"\0") for row in self.gather(list(data.ljust(size, b"\0")))]
 
     def begin(
-        self, fingerprint: int, micro_batches: int, batches: Mapping[Any, Any], problem: Exception | None
-    ) -> bool:
+        self,
+        fingerprint: int,
+        micro_batches: int,
+        batches: Mapping[Any, Any],
+        problem: Exception | None,
+        *,
+        bound: bool,
+    ) -> tuple[bool, bool]:
         """Refuse a run, on all ranks alike, for which orders differ or an input does not fit.
 
+        Args:
+            fingerprint: of the order.
+            micro_batches: of this rank, for errors.
+            batches: its inputs.
+            problem: an error of this rank.
+            bound: this rank has opened its channels, and may go on with them.
+
         Returns:
-            True if the tensors of some rank's batches have other shapes or dtypes than in the run before.
+            True if all ranks are bound; and True if the tensors of some rank's batches have other shapes or dtypes
+            than in the run before.
         """
         leaves = port().flatten(next(iter(batches.values()), None))[0]
         inputs = [port().describe(leaf) for leaf in leaves if port().is_tensor(leaf)]
-        gathered = self.gather([fingerprint, int(problem is not None), int(inputs != self._inputs)])
+        gathered = self.gather([fingerprint, int(problem is not None), int(inputs != self._inputs), int(bound)])
         others = [rank for rank, (number, *_) in enumerate(gathered) if number != gathered[0][0]]
         if others:
             raise ValueError(
                 f"The ranks {others} of the pipeline have another order than rank 0: micro_batch_num"
                 f" ({micro_batches} on rank {self.rank}), the schedule and its options must be equal."
             )
-        if any(failed for _, failed, _ in gathered):
+        if any(failed for _, failed, *_ in gathered):
             name = "" if problem is None or isinstance(problem, ValueError) else f"{type(problem).__name__}: "
             self._raise("An input does not fit", ValueError, problem, f"{name}{problem or ''}")
         self._inputs = inputs
-        return any(changed for *_, changed in gathered)
+        return all(row[3] for row in gathered), any(row[2] for row in gathered)
 
     def end(self, failure: BaseException | None, text: str, numbers: list[int]) -> list[list[int]]:
         """Raise on all ranks if a stage failed on any; return each rank's numbers."""

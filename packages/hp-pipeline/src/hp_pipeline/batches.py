@@ -90,7 +90,7 @@ def cut(
 
 
 def _pieces(what: str, value: Any, dim: Dim, parts: int, kind: Kind) -> list[Any]:
-    place = dim.batch_dim if isinstance(dim, BatchDimSpec) else dim
+    place = (dim if isinstance(dim, BatchDimSpec) else BatchDimSpec(dim)).batch_dim
     shape = port().shape(value) if port().is_tensor(value) else ()
     if place < 0 or not shape:
         return [value] * parts

@@ -4,8 +4,8 @@ Note [What goes before a message]
     The first message of a channel is led by a header of two numbers, what follows and how many bytes of description:
     the structure of the nest, the shape and dtype of each tensor and whether it needs a gradient, and the values that
     are no tensors. While messages stay alike nothing but tensors is sent, and receives are posted before they are
-    needed. A message that differs is an error of the sender, unless the stage was declared with ``dyn_shape=True``;
-    then each message has a header.
+    needed. A message that differs is an error of the sender, unless one of the two stages was declared with
+    ``dyn_shape=True``; then each message has a header.
 
 Note [A stage that failed]
     A rank whose stage raised goes on sending and receiving, so that nobody waits for it in vain: zeros of the known
@@ -105,6 +105,20 @@ class Message:
         return [leaf for leaf in self.leaves if port().is_tensor(leaf)]
 
 
+class Packed(NamedTuple):
+    """A message as it is sent.
+
+    Attributes:
+        tensors: that are sent.
+        signature: of the message.
+        data: the signature's bytes; none if the receiver has it.
+    """
+
+    tensors: list[Any]
+    signature: Signature
+    data: bytes
+
+
 class Channel:
     """One end of a channel.
 
@@ -125,36 +139,47 @@ class Channel:
 
     # ---- sending ----
     def send(self, message: Message, piece: Any) -> None:
-        """Send a message of a piece; its memory stays as it is until it has been ``taken``.
+        """Send a message of a piece; its memory stays as it is until ``release``.
 
         Raises:
-            TypeError: a tensor that cannot be sent.
+            TypeError: a tensor that cannot be sent, or a value that cannot be pickled.
             ValueError: a message unlike those before.
         """
+        self.post(self.pack(message), piece)
+
+    def pack(self, message: Message) -> Packed:
+        """Return what ``post`` sends of a message; whatever may be wrong with it is raised here, before all of it."""
         tensors = message.tensors()
-        signature = self.check(message, tensors)
-        if self.dynamic or self.signature is None:
-            data = b"" if signature == self.signature else signature.to_bytes()
+        for leaf in tensors:
+            why = port().refuse(leaf, self.device)
+            if why:
+                raise TypeError(f"{self.name}: the stage returned {why}.")
+        signature = message.signature()
+        if signature == self.signature:
+            return Packed(tensors, signature, b"")
+        if not self.dynamic and self.signature is not None:
+            raise ValueError(
+                f"{self.name}: the stage returned {_shown(signature)}, and {_shown(self.signature)} before. Messages"
+                " that differ need PipelineStage(..., dyn_shape=True)."
+            )
+        try:
+            return Packed(tensors, signature, signature.to_bytes())
+        except Exception as error:  # pickle raises what it likes
+            raise TypeError(
+                f"{self.name}: the stage returned {_shown(signature)}, which pickle cannot write for the next rank:"
+                f" {error}. Return tensors and plain values in tuples, lists and dictionaries."
+            ) from error
+
+    def post(self, packed: Packed, piece: Any) -> None:
+        """Send a message: see ``send``."""
+        tensors, signature, data = packed
+        if self.dynamic or data:
             self._header(_DESCRIBED if data else _SAME, len(data), piece)
             if data:
                 self._put(port().from_bytes(data, self.device), piece)
             self.signature = signature
         for leaf in tensors:
             self._put(port().sendable(leaf), piece)
-
-    def check(self, message: Message, tensors: Sequence[Any]) -> Signature:
-        """Refuse what ``send`` does not send; return what the message, of these tensors, looks like."""
-        for leaf in tensors:
-            why = port().refuse(leaf)
-            if why:
-                raise TypeError(f"{self.name}: the stage returned {why}.")
-        signature = message.signature()
-        if not self.dynamic and self.signature is not None and signature != self.signature:
-            raise ValueError(
-                f"{self.name}: the stage returned {_shown(signature)}, and {_shown(self.signature)} before. Messages"
-                " that differ need PipelineStage(..., dyn_shape=True)."
-            )
-        return signature
 
     def send_failed(self, piece: Any) -> bool:
         """Send what the receiver waits for, without a message; return whether a gradient comes for it."""
@@ -174,7 +199,7 @@ class Channel:
         handle = self._collectives.send(tensor, peer, group=group, tag=tag, async_op=True)
         self._sent.setdefault(piece, []).append((handle, tensor))
 
-    def taken(self, piece: Any) -> None:
+    def release(self, piece: Any) -> None:
         """Let go of what was sent of a piece, which the receiver has."""
         for handle, _ in self._sent.pop(piece, ()):
             handle.wait()
@@ -219,8 +244,8 @@ class Channel:
         for handle in handles:
             handle.wait()
         self._post()
-        taken = iter(tensors)
-        leaves = [next(taken) if leaf[0] else leaf[1] for leaf in self.signature.leaves]
+        received = iter(tensors)
+        leaves = [next(received) if leaf[0] else leaf[1] for leaf in self.signature.leaves]
         needed = [leaf[2] for leaf in self.signature.leaves]
         layouts = {place: leaf[-1] for place, leaf in enumerate(self.signature.leaves) if leaf[-1] is not None}
         return Message(leaves, needed, self.signature.structure, layouts)
@@ -244,7 +269,7 @@ class Channel:
     def finish(self) -> None:
         """Wait until all that was sent has been taken."""
         for piece in list(self._sent):
-            self.taken(piece)
+            self.release(piece)
 
     def forget(self) -> None:
         """Drop what is under way, after an error from which the ranks cannot go on."""

@@ -82,9 +82,9 @@ def mesh_like(layout: TensorLayout, declared: Any, parameters: Iterable[Any]) ->
                 f" this rank is at {place_of(own)} of {own}. The group of a pipeline must join ranks of the same place."
             )
         return own
-    known = ", ".join(map(str, meshes)) or "none"
     raise ValueError(
-        f"the stage receives a {layout.kind.__name__} of {layout}, and has no such mesh (known: {known}). Pass"
+        f"the stage receives a {layout.kind.__name__} of {layout}, and has no such mesh (known:"
+        f" {', '.join(map(str, meshes)) or 'none'}). Pass"
         " PipelineStage(..., mesh=) with the stage's own mesh of these axes, or return a plain tensor from the stage"
         " before."
     )

@@ -41,25 +41,25 @@ def lower(order: Order, pipeline: Pipeline, *, sharded: Collection[int] = (), sw
     """
     if is_lowered(order):
         return order
-    made = _made(order)
-    return {rank: _lowered(steps, pipeline, made, set(sharded), set(swapped)) for rank, steps in order.items()}
+    pieces = _pieces(order)
+    return {rank: _lowered(steps, pipeline, pieces, set(sharded), set(swapped)) for rank, steps in order.items()}
 
 
-def _made(order: Order) -> dict[tuple[int | None, bool], list[Piece]]:
+def _pieces(order: Order) -> dict[tuple[int | None, bool], list[Piece]]:
     """List, for each stage and direction, the pieces of the batch in the order in which the stage computes them."""
-    made: dict[tuple[int | None, bool], list[Piece]] = defaultdict(list)
+    pieces: dict[tuple[int | None, bool], list[Piece]] = defaultdict(list)
     for steps in order.values():
         for step in steps:
             for micro, kind, stage, _, part in compute_parts(step):
                 if kind is _T.FORWARD or kind in BACKWARDS:
-                    made[stage, kind is _T.FORWARD].append((micro, part))
-    return made
+                    pieces[stage, kind is _T.FORWARD].append((micro, part))
+    return pieces
 
 
 def _lowered(
     steps: tuple[MetaStep, ...],
     pipeline: Pipeline,
-    made: Mapping[tuple[int | None, bool], list[Piece]],
+    pieces: Mapping[tuple[int | None, bool], list[Piece]],
     sharded: set[int],
     swapped: set[int],
 ) -> tuple[MetaStep, ...]:
@@ -70,7 +70,7 @@ def _lowered(
         """Receive a piece, and first those that are made before it."""
         if (stage, ahead) not in due:
             others = (pipeline.predecessors if ahead else pipeline.successors)[stage]
-            due[stage, ahead] = deque(made[pipeline.remote(stage, others)[0], ahead])
+            due[stage, ahead] = deque(pieces[pipeline.remote(stage, others)[0], ahead])
         waiting = due[stage, ahead]
         kind = _T.FWD_RECV if ahead else _T.BWD_RECV
         while piece in waiting:

@@ -144,10 +144,9 @@ class MeshChannel:
                 part.layouts[place] = layout
         ends = [self.channels[end.rank] for end in self.targets if end.rank not in self.dead.get(piece, ())]
         sent = [part for end, part in zip(self.targets, parts) if end.rank not in self.dead.get(piece, ())]
-        for channel, part in zip(ends, sent, strict=True):
-            channel.check(part, part.tensors())
-        for channel, part in zip(ends, sent, strict=True):
-            channel.send(part, piece)
+        packed = [channel.pack(part) for channel, part in zip(ends, sent, strict=True)]
+        for channel, part in zip(ends, packed, strict=True):
+            channel.post(part, piece)
 
     def send_failed(self, piece: Any) -> bool:
         """Send what the receivers wait for: see ``Channel.send_failed``."""
@@ -178,7 +177,8 @@ class MeshChannel:
             return Failed()
         first = parts[self.index % len(self.sources)]
         result = Message(list(first.leaves), list(first.needed), first.structure)
-        for place, layout in first.layouts.items():
+        layouts = {place: layout for part in parts.values() for place, layout in part.layouts.items()}
+        for place, layout in layouts.items():
             self._join(result, place, layout, [parts[index] for index in range(len(parts))], outputs)
         return result
 
@@ -191,7 +191,8 @@ class MeshChannel:
         local = port().empty((tuple(end - begin for begin, end in own), layout.dtype), device)
         for (source, index), box in moves(sources, targets).items():
             if index == self.index:
-                local[_inside(box, own)] = parts[source].leaves[place]
+                value = parts[source].leaves[place]  # None is a gradient that this source has none of
+                local[_inside(box, own)] = 0 if value is None else value
         result.leaves[place], result.needed[place] = local, any(part.needed[place] for part in parts)
         result.layouts[place] = replace(target, place=self.targets[self.index].place)
         result.origins[place] = layout
@@ -202,10 +203,10 @@ class MeshChannel:
         for channel in self.channels.values():
             channel.describe_again()
 
-    def taken(self, piece: Any) -> None:
+    def release(self, piece: Any) -> None:
         """Let go of what was sent of a piece, which the receivers have."""
         for channel in self.channels.values():
-            channel.taken(piece)
+            channel.release(piece)
 
     def finish(self) -> None:
         """Wait until all that was sent has been taken."""

@@ -89,8 +89,8 @@ class Port(Protocol):
         """Return the device of a module's first parameter, or the current one."""
         ...
 
-    def refuse(self, tensor: Tensor) -> str | None:
-        """Say why a tensor cannot be sent from stage to stage, or None."""
+    def refuse(self, tensor: Tensor, device: Any) -> str | None:
+        """Say why a tensor cannot be sent from a stage of a device to another stage, or None."""
         ...
 
     def sends_distributed(self) -> bool:

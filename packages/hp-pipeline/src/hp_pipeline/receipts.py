@@ -1,4 +1,4 @@
-"""Which messages have been taken when another one comes, so that the memory of what was sent is not kept to the end."""
+"""The messages that a rank had received before it sent another, so that the memory of what was sent to it is let go."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def receipts(
     """
     result: dict[tuple[Key, Piece], list[tuple[Key, Piece]]] = {}
     for other, steps in order.items():
-        taken: list[tuple[Key, Piece]] = []
+        received: list[tuple[Key, Piece]] = []
         for step in steps if other != rank else ():
             if step.step_type not in TRANSFERS or step.micro_index is None:
                 continue
@@ -37,7 +37,7 @@ def receipts(
                 if rank not in (placement[key[0]], placement[key[1]]):
                     continue
                 if step.step_type in (_T.FWD_RECV, _T.BWD_RECV):
-                    taken.append((key, piece))
+                    received.append((key, piece))
                 else:
-                    result[key, piece], taken = taken, []
+                    result[key, piece], received = received, []
     return result

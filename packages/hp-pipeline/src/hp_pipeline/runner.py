@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
 from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
 from hp_pipeline.swapping import MOVES
-from hp_pipeline.wiring import AnyChannel, expected, keys_of, open_channels
+from hp_pipeline.wiring import AnyChannel, keys_of, message_counts, open_channels, stage_facts
 from hp_platform import LostRankError
 
 if TYPE_CHECKING:
@@ -66,9 +67,9 @@ class Runner:
         }
         self.order = order
         self.channels: dict[Key, AnyChannel] = {}
-        self.expected: Counter[AnyChannel] = Counter()
+        self.counts: Counter[AnyChannel] = Counter()
         self.receipts: dict[tuple[Key, Piece], list[tuple[Key, Piece]]] = {}
-        self.program: list[Callable[[], None]] | None = None
+        self.program: list[Callable[[], None]] = []
         # Of the run under way:
         self.flows: dict[tuple[int, Piece], Flow] = {}
         self.inbox: dict[tuple[int, int, Piece], Message] = {}
@@ -80,14 +81,22 @@ class Runner:
         self.losses: dict[Piece, Any] = {}
 
     # ---- binding ----
-    def _bind(self) -> list[Callable[[], None]]:
-        """Open the channels, which all ranks do at once after they have compared their orders; bind the steps."""
-        self.channels = open_channels(self.pipeline, self.stages, self.ranks, ahead=self.schedule.overlap_p2p)
+    def _bind(self) -> None:
+        """Open the channels, compare shared weights, and bind the steps.
+
+        All ranks do it at once, also if one of them has another program alone, for a channel has two ends.
+        """
+        shared = SharedParameters(self.schedule.stages, self.pipeline, self.rank, self.group)
+        facts = shared.facts, stage_facts(self.stages, several=self.pipeline.ranks != self.ranks.ranks)
+        everyone = [pickle.loads(data) for data in self.ranks.gather_bytes(pickle.dumps(facts))]
+        shared.agree([weights for weights, _ in everyone])
+        others = [stages for _, stages in everyone]
+        self.channels = open_channels(self.pipeline, self.stages, self.ranks, others, ahead=self.schedule.overlap_p2p)
         steps = self.order[self.rank]
-        self.expected = expected(self.pipeline, steps, self.channels)
+        self.counts = message_counts(self.pipeline, steps, self.channels)
         keys = functools.partial(keys_of, self.pipeline)
         self.receipts = receipts(self.order, self.pipeline.placement, self.rank, keys)
-        return [self._bound(step) for step in steps]
+        self.program, self.shared = [self._bound(step) for step in steps], shared
 
     def _bound(self, step: MetaStep) -> Callable[[], None]:
         if step.sub_steps:
@@ -168,7 +177,7 @@ class Runner:
             flow = self.flows.get((source, piece)) if not ahead else None
             message = channel.receive(piece, flow.outputs if flow is not None else None)
             for key, sent in self.receipts.get(((source, target, ahead), piece), ()):
-                self.channels[key].taken(sent)
+                self.channels[key].release(sent)
             if isinstance(message, Failed):
                 if ahead and message is FAILED:
                     self.dead.add((source, target, piece))
@@ -189,7 +198,9 @@ class Runner:
                 try:
                     channel.send(outputs, piece)
                     continue
-                except (TypeError, ValueError) as error:
+                except LostRankError:
+                    raise
+                except Exception as error:  # the receiver waits for a message
                     own = source if ahead else target
                     self._fail(MetaStep(piece[0], _T.FORWARD if ahead else _T.BACKWARD, own, None, piece[1]), error)
             if not channel.send_failed(piece) and ahead:
@@ -278,6 +289,7 @@ class Runner:
             # The last stage first, as autograd does on one device, in whatever order they came.
             columns = [flow.gradients[after] for after in sorted(flow.gradients, reverse=True)]
             gradients = [_total(column) for column in zip(*columns, strict=True)]
+            flow.gradients = {}
         else:
             factor = 1 / len(self.batches) if self.schedule.scale_grads else 1.0
             gradients = [port().scaled(leaf, factor) for leaf in outputs.leaves]
@@ -313,22 +325,26 @@ class Runner:
     # ---- a run ----
     def run(self, batches: Mapping[Piece, Any], problem: Exception | None) -> list[Any]:
         """Run all steps; see ``PipelineSchedule.run``."""
-        fresh = self.ranks.begin(self.schedule.fingerprint, self.schedule.micro_batch_num, batches, problem)
-        if self.program is None:
-            self.program = self._bind()
-        if fresh:  # other batches make other messages: they are described anew
+        for sharded in self.sharded.values():
+            sharded.free()
+        bound = self.shared is not None and not self.shared.replaced()
+        options = self.schedule.fingerprint, self.schedule.micro_batch_num
+        bound, changed = self.ranks.begin(*options, batches, problem, bound=bound)
+        if not bound:
+            self._bind()
+        elif changed:  # other batches make other messages: they are described anew
             for channel in self.channels.values():
                 channel.describe_again()
-        shared = self._shared()
+        shared = self.shared
+        assert shared is not None
         shared.set_aside()
-        self.batches, self.failure, self.text = batches, None, ""
-        for state in (self.flows, self.inbox, self.outbox, self.dead, self.losses):
-            state.clear()
+        self.batches = batches
+        self._pop_failure()
         for sharded in self.sharded.values():
             sharded.begin()
         try:
-            for channel, count in self.expected.items():
-                channel.expect(count)
+            for channel in self.channels.values():
+                channel.expect(self.counts[channel])
             for work in self.program:
                 work()
             for channel in self.channels.values():
@@ -340,19 +356,18 @@ class Runner:
                 channel.forget()
             raise
         finally:
+            losses = [self.losses[piece] for piece in sorted(self.losses)]
             self.batches = {}
-            self.flows.clear()
-        shared.add(self.ranks.end(self.failure, self.text, shared.present()))
-        losses = [self.losses[piece] for piece in sorted(self.losses)]
+            for state in (self.flows, self.inbox, self.outbox, self.dead, self.losses):
+                state.clear()
+        present = shared.present()
+        shared.add(self.ranks.end(*self._pop_failure(), present))
         return whole_losses(losses, self.pipeline.seq_slices, mean=self.schedule.scale_grads)
 
-    def _shared(self) -> SharedParameters:
-        """Get this rank's copies of shared weights; at the first run all ranks compare them."""
-        if self.shared is None:
-            shared = SharedParameters(self.schedule.stages, self.pipeline, self.rank, self.group)
-            shared.agree(self.ranks.gather_bytes(shared.facts))
-            self.shared = shared
-        return self.shared
+    def _pop_failure(self) -> tuple[BaseException | None, str]:
+        """Return the failure and its text, and leave none; a local variable of ``run`` would be a cycle with it."""
+        failure, self.failure = self.failure, None
+        return failure, self.text
 
 
 def _run_all(parts: Sequence[Callable[[], None]]) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from hp_pipeline import schedules
 from hp_pipeline.batches import SEQUENCE, Dim, cut
 from hp_pipeline.checking import check
 from hp_pipeline.overlap import CommComputeOverlap
@@ -24,25 +24,12 @@ from hp_pipeline.sharded import lowered, refuse_order
 from hp_pipeline.shared import copies
 from hp_pipeline.slices import check_slices
 from hp_pipeline.stage import PipelineStage
-from hp_pipeline.steps import SWAPPING, MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.steps import SWAPPING, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
 from hp_pipeline.swapping import swapper_of
 from hp_pipeline.wiring import pipeline_ranks
 from hp_platform import get_platform
 
-__all__ = [
-    "PipelineSchedule",
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleSeqPP",
-    "ScheduleVHalf",
-    "ScheduleVMin",
-    "ScheduleZB1P",
-    "ScheduleZBV",
-]
+__all__ = ["PipelineSchedule"]
 
 Custom = Callable[..., Any]
 Steps = Mapping[int, str | Iterable[MetaStep]]
@@ -75,7 +62,7 @@ class PipelineSchedule:
 
     Attributes:
         pipeline: what the order is for.
-        exec_order: computing steps by rank. Another order may be assigned; it is checked at once.
+        exec_order: computing steps by rank, read-only. Another order may be assigned; it is checked at once.
 
     Raises:
         ValueError: stages that are not those of this rank's place, or an order that does not run to its end.
@@ -136,7 +123,7 @@ class PipelineSchedule:
             micro_batch_num,
             seq_slices,
             boundaries=None if boundaries is None else tuple(boundaries),
-            has_backward=backward == {True},
+            has_backward=self.stages[0].has_backward,
         )
         own = [stage.stage_index for stage in self.stages]
         if ranks != processes:
@@ -200,7 +187,7 @@ class PipelineSchedule:
         check(order, self.pipeline, meetings=self.overlap.meetings if self.overlap is not None else None)
         if self.swapper is None and any(each.step_type in SWAPPING for steps in order.values() for each in steps):
             raise ValueError(f"{type(self).__name__}: exec_order moves saved tensors to the host; pass swap=True.")
-        self._order = {rank: tuple(steps) for rank, steps in order.items()}
+        self._order = MappingProxyType({rank: tuple(steps) for rank, steps in order.items()})
         self._runner = None
         vars(self).pop("fingerprint", None)
 
@@ -210,7 +197,12 @@ class PipelineSchedule:
         Args:
             step_type: a computing type, also one of two steps that run together.
             fn: called as ``fn(step, run)``; ``run()`` is the step's own work.
+
+        Raises:
+            ValueError: sends and receives, which ranks do in pairs.
         """
+        if step_type in TRANSFERS:
+            raise ValueError(f"register_custom_function: {step_type} is a send or receive, which nothing may replace.")
         self._custom[step_type] = fn
         self._runner = None
 
@@ -291,109 +283,3 @@ class PipelineSchedule:
         shape = pipeline.placement, pipeline.predecessors, pipeline.has_backward
         text = repr((sorted(self.exec_order.items()), shape, self.micro_batch_num, self.scale_grads))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-class ScheduleGPipe(PipelineSchedule):
-    """All forwards, then all backwards: see ``schedules.gpipe``."""
-
-    make = staticmethod(schedules.gpipe)
-
-
-class Schedule1F1B(PipelineSchedule):
-    """One forward, one backward: see ``schedules.one_f_one_b``."""
-
-    make = staticmethod(schedules.one_f_one_b)
-
-
-class ScheduleZB1P(PipelineSchedule):
-    """Backwards in two halves at 1F1B's memory: see ``schedules.zb1p``."""
-
-    make = staticmethod(schedules.zb1p)
-
-
-class ScheduleSeqPP(Schedule1F1B):
-    """1F1B over slices of sequences: see ``schedules.seq_pp``.
-
-    ``ScheduleSeqPP(stage, micro_batch_num, seq_slices=4)``; other arguments are those of ``PipelineSchedule``. Losses
-    are those of slices: their mean is that of the whole where each is a mean over as many tokens. Where tokens are left
-    out of a loss (padding), divide sums by the count in the whole batch and pass ``scale_grads=False``.
-    """
-
-    make = staticmethod(schedules.seq_pp)
-
-
-class ScheduleInterleaved1F1B(PipelineSchedule):
-    """1F1B over several stages a rank: see ``schedules.interleaved``.
-
-    Args:
-        stages: the stages of this rank.
-        micro_batch_num: into how many micro-batches a batch is cut.
-        overlap_b_f: a backward and the forward after it run together, ``F, (B F)*, B``: see ``CommComputeOverlap``.
-        enable_dxdw_split: of a backward that runs together with a forward only the half for the inputs does; the half
-            for the weights comes after.
-        **options: those of ``PipelineSchedule``.
-
-    Raises:
-        ValueError: ``enable_dxdw_split`` without ``overlap_b_f``.
-    """
-
-    shape: Shape = "loop"
-
-    def __init__(
-        self,
-        stages: PipelineStage | Sequence[PipelineStage],
-        micro_batch_num: int,
-        *,
-        overlap_b_f: bool = False,
-        enable_dxdw_split: bool = False,
-        **options: Any,
-    ) -> None:
-        if enable_dxdw_split and not overlap_b_f:
-            raise ValueError(
-                "ScheduleInterleaved1F1B: enable_dxdw_split=True splits the backwards that run together with a forward;"
-                " it needs overlap_b_f=True. ScheduleZB1P and ScheduleZBV split backwards without."
-            )
-        order = functools.partial(schedules.interleaved, overlap=overlap_b_f, split=enable_dxdw_split)
-        super().__init__(stages, micro_batch_num, **{"order": order, **options})
-
-
-class ScheduleInterleavedZeroBubble(PipelineSchedule):
-    """Interleaved 1F1B in halves, without bubbles: see ``schedules.interleaved_zb``."""
-
-    shape: Shape = "loop"
-    make = staticmethod(schedules.interleaved_zb)
-
-
-class ScheduleLoopedBFS(PipelineSchedule):
-    """All micro-batches through each stage in turn: see ``schedules.looped_bfs``."""
-
-    shape: Shape = "loop"
-    make = staticmethod(schedules.looped_bfs)
-
-
-class ScheduleZBV(PipelineSchedule):
-    """Zero bubble, stages there and back: see ``schedules.zbv``."""
-
-    shape: Shape = "v"
-    make = staticmethod(schedules.zbv)
-
-
-class ScheduleVHalf(PipelineSchedule):
-    """Half of 1F1B's memory: see ``schedules.v_half``."""
-
-    shape: Shape = "v"
-    make = staticmethod(schedules.v_half)
-
-
-class ScheduleVMin(PipelineSchedule):
-    """The least memory: see ``schedules.v_min``."""
-
-    shape: Shape = "v"
-    make = staticmethod(schedules.v_min)
-
-
-class ScheduleDualPipeV(PipelineSchedule):
-    """Forwards and backwards in pairs, stages there and back: see ``schedules.dual_pipe_v``."""
-
-    shape: Shape = "v"
-    make = staticmethod(schedules.dual_pipe_v)

@@ -37,12 +37,16 @@ class ShardedStage:
 
     def begin(self) -> None:
         """Before a run: leave gathering and reducing to the schedule."""
-        self.reshard()
         for module in self.outermost:
             module.set_is_last_backward(False)
             module.set_requires_gradient_sync(False)
             module.set_reshard_after_forward(False)
             module.set_reshard_after_backward(False)
+
+    def free(self) -> None:
+        """Free gathered parameters, by whomever: after an optimizer's step they would be those of before."""
+        self._gathering = self._gathering or []
+        self.reshard()
 
     def unshard(self) -> None:
         """Gather all parameters; forward waits for them."""
@@ -79,13 +83,14 @@ class ShardedStage:
     def end(self) -> None:
         """After a run: let the modules gather and reduce by themselves again.
 
-        After forward their parameters stay gathered from now on: what the user chose there cannot be read.
+        From now on parameters are freed after each forward: what the user chose there cannot be read, and what stays
+        gathered would not see an optimizer's step.
         """
-        self._gathering = self._gathering or []
-        self.reshard()
+        self.free()
         for module in self.outermost:
             module.set_is_last_backward(True)
             module.set_requires_gradient_sync(True)
+            module.set_reshard_after_forward(True)
             module.set_reshard_after_backward(True)
 
 

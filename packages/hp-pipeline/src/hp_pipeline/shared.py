@@ -1,16 +1,15 @@
 """Weights that several stages hold, such as the embedding of tokens that is also the output layer.
 
 Note [One weight on several ranks]
-    Each rank has a copy. At the first run all ranks compare what their stages declare, and the first stage of
-    ``shared_stage`` sends its values to the others. After each run the ranks of a weight exchange the gradients of this
-    run, and each adds them in the order of the stages: the copies stay the same, bit by bit. What earlier
-    runs have left is set aside before, for it holds the other ranks' part already. Stages on one rank have one
-    Parameter, whose gradients backward adds up itself.
+    Each rank has a copy. At the first run, and where a Parameter is another object than in the run before, all ranks
+    compare what their stages declare, and the first stage of ``shared_stage`` sends its values to the others. After
+    each run the ranks of a weight exchange the gradients of this run, and each adds them in the order of the stages:
+    the copies stay the same, bit by bit. What earlier runs have left is set aside before, for it holds the other
+    ranks' part already. Stages on one rank have one Parameter, whose gradients backward adds up itself.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedParameterInfo", "SharedParameters", "copies"]
 
-Key = tuple[tuple[int, ...], int]
+Weight = tuple[tuple[int, ...], int]
 """A shared weight: its stages, and its place among those that these stages share."""
+
+
+Facts = dict[tuple[int, Weight], tuple[bool, str, str]]
+"""By stage and weight: (True, its description), or (False, an error); then its name."""
 
 
 @dataclass(frozen=True)
@@ -73,36 +76,47 @@ class SharedParameters:
         group: the pipeline's ranks.
 
     Attributes:
+        facts: what this rank's stages declare, for the other ranks.
         keys: the weights that are on several ranks, once the ranks have compared them: the same list on all.
     """
 
     def __init__(self, stages: Sequence[PipelineStage], pipeline: Pipeline, rank: int, group: Any) -> None:
-        self.pipeline, self.rank, self.group = pipeline, rank, group
-        self.keys: list[Key] = []
-        self._parameters: dict[tuple[int, Key], Any] = {}
-        self._copies: dict[Key, _Copy] = {}
-        self._aside: dict[Key, Any] = {}
+        self.stages, self.pipeline, self.rank, self.group = stages, pipeline, rank, group
+        self.keys: list[Weight] = []
+        self._parameters: dict[tuple[int, Weight], Any] = {}
+        self._copies: dict[Weight, _Copy] = {}
+        self._aside: dict[Weight, Any] = {}
         self._collectives = get_platform().collectives
-        facts = {(stage.stage_index, key): self._facts(stage, key, info) for stage, key, info in _infos(stages)}
-        self.facts = pickle.dumps(facts) if facts else b""
-        """What this rank's stages declare, for the other ranks."""
+        self.facts: Facts = {
+            (stage.stage_index, weight): self._facts(stage, weight, info) for stage, weight, info in _infos(stages)
+        }
 
-    def _facts(self, stage: PipelineStage, key: Key, info: SharedParameterInfo) -> tuple[bool, str, str]:
+    def _facts(self, stage: PipelineStage, key: Weight, info: SharedParameterInfo) -> tuple[bool, str, str]:
         """Describe a weight: (True, its description), or (False, an error); then its name."""
         name = repr(info.parameter) if isinstance(info.parameter, str) else f"{key[1]}"
         try:
             parameter = _find(info, stage.submodule)
-            for (other, known), each in self._parameters.items():
-                if known != key and each is parameter:
+            for (other, weight), each in self._parameters.items():
+                if weight != key and each is parameter:
                     raise ValueError(f"the parameter {info.parameter!r}, which stage {other} shares as another weight")
-                if known == key and each is not parameter:
+                if weight == key and each is not parameter:
                     raise ValueError(f"a Parameter of its own, but stage {other} is on the same rank: use one object")
             self._parameters[stage.stage_index, key] = parameter
             return True, port().describe_parameter(parameter), name
         except (ValueError, NotImplementedError) as error:
             return False, str(error), name
 
-    def agree(self, everyone: Sequence[bytes]) -> None:
+    def replaced(self) -> bool:
+        """Tell whether a stage has another Parameter than the one that the ranks have compared."""
+        try:
+            return any(
+                _find(info, stage.submodule) is not self._parameters[stage.stage_index, key]
+                for stage, key, info in _infos(self.stages)
+            )
+        except ValueError:  # it has none now: all ranks compare again, and raise
+            return True
+
+    def agree(self, everyone: Sequence[Facts]) -> None:
         """Compare what all ranks declare, and send the values of each weight from its first stage to the others.
 
         Args:
@@ -112,7 +126,7 @@ class SharedParameters:
             ValueError: stages that declare different weights, or weights that differ: on all ranks, before anything
                 is sent.
         """
-        facts = {at: fact for data in everyone if data for at, fact in pickle.loads(data).items()}
+        facts = {at: fact for own in everyone for at, fact in own.items()}
         for (stage, (stages, _)), (right, text, name) in sorted(facts.items()):
             if not right:
                 raise ValueError(f"The weight {name} that the stages {stages} share: stage {stage} has {text}.")
@@ -136,7 +150,7 @@ class SharedParameters:
             if len(ranks) == 1:
                 continue
             self.keys.append(key)
-            own = [parameter for (_, known), parameter in self._parameters.items() if known == key]
+            own = [parameter for (_, weight), parameter in self._parameters.items() if weight == key]
             if own:
                 self._copies[key] = _Copy(own[0], ranks, placement[key[0][0]])
         for copy in self._copies.values():
@@ -230,7 +244,7 @@ def _find(info: SharedParameterInfo, module: Any) -> Any:
     return named[info.parameter]
 
 
-def _infos(stages: Sequence[PipelineStage]) -> Iterator[tuple[PipelineStage, Key, SharedParameterInfo]]:
+def _infos(stages: Sequence[PipelineStage]) -> Iterator[tuple[PipelineStage, Weight, SharedParameterInfo]]:
     for stage in stages:
         counts: dict[tuple[int, ...], int] = {}
         for info in stage.shared_parameters:
@@ -240,9 +254,9 @@ def _infos(stages: Sequence[PipelineStage]) -> Iterator[tuple[PipelineStage, Key
 
 def copies(stages: Sequence[PipelineStage], pipeline: Pipeline, rank: int) -> list[Any]:
     """List the shared weights of a rank's stages of which another rank has the first stage, each once."""
-    found = {}
+    parameters = {}
     for stage, (shared, _), info in _infos(stages):
         if pipeline.placement[min(shared)] != rank:
             parameter = _find(info, stage.submodule)
-            found[id(parameter)] = parameter
-    return list(found.values())
+            parameters[id(parameter)] = parameter
+    return list(parameters.values())

@@ -26,7 +26,7 @@ class PipelineStage:
         stage_num: how many stages the model has, over all ranks.
         device: where received tensors are; None is the device of the module's first parameter, or the current one.
         dyn_shape: what the stage receives and returns may change its shapes from micro-batch to micro-batch, at the
-            cost of a header a message.
+            cost of a header a message; it need not be said of the stages before and after.
         has_backward: False for a stage that is only run forwards.
         shared_parameters: weights that other stages have too, such as an embedding that is also the output layer.
         mesh: where DTensors that the stage before returns are put. None looks for a mesh of the same axes among those

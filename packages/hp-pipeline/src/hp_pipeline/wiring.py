@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from hp_pipeline.stage import PipelineStage
 from hp_pipeline.steps import MetaStep, MetaStepType
 from hp_platform import get_platform
 
-__all__ = ["AnyChannel", "expected", "keys_of", "open_channels", "pipeline_ranks"]
+__all__ = ["AnyChannel", "keys_of", "message_counts", "open_channels", "pipeline_ranks"]
 
 _T = MetaStepType
 AnyChannel = Channel | MeshChannel
@@ -58,7 +57,9 @@ def keys_of(pipeline: Pipeline, step: MetaStep) -> list[Key]:
     return [(stage, other, ahead) for other in pipeline.remote(stage, pipeline.successors[stage])]
 
 
-def expected(pipeline: Pipeline, steps: Sequence[MetaStep], channels: Mapping[Key, AnyChannel]) -> Counter[AnyChannel]:
+def message_counts(
+    pipeline: Pipeline, steps: Sequence[MetaStep], channels: Mapping[Key, AnyChannel]
+) -> Counter[AnyChannel]:
     """Count the messages that a rank's steps receive on each channel."""
     counts: Counter[AnyChannel] = Counter()
     for step in steps:
@@ -67,8 +68,24 @@ def expected(pipeline: Pipeline, steps: Sequence[MetaStep], channels: Mapping[Ke
     return counts
 
 
+Facts = Mapping[int, tuple[bool, tuple[Any, ...]]]
+"""By stage: its messages may differ; and the axes, place and placements of its mesh."""
+
+
+def stage_facts(stages: Mapping[int, PipelineStage], *, several: bool) -> Facts:
+    """Describe a rank's stages for the other ranks; ``several`` of them may run one stage."""
+    one = ((1,), None), (0,), None
+    return {
+        index: (
+            stage.dyn_shape,
+            (axes_of(stage.mesh), place_of(stage.mesh), stage.placements) if several else one,
+        )
+        for index, stage in stages.items()
+    }
+
+
 def open_channels(
-    pipeline: Pipeline, stages: Mapping[int, PipelineStage], ranks: Agreement, *, ahead: bool
+    pipeline: Pipeline, stages: Mapping[int, PipelineStage], ranks: Agreement, everyone: Sequence[Facts], *, ahead: bool
 ) -> dict[Key, AnyChannel]:
     """Open this rank's ends of the channels; all ranks call it at once.
 
@@ -76,12 +93,14 @@ def open_channels(
         pipeline: where stages are.
         stages: of this rank.
         ranks: all processes.
+        everyone: the ``stage_facts`` of each.
         ahead: receive messages ahead, where the backend can.
 
     Raises:
         ValueError: ranks that are not those of the stages' meshes; on all ranks.
     """
-    ends = _ends(pipeline, stages, ranks)
+    ends = _ends(pipeline, everyone)
+    dynamic = {stage for own in everyone for stage, (dyn_shape, _) in own.items() if dyn_shape}
     pairs = sorted((a, b) for b, before in enumerate(pipeline.predecessors) for a in before)
     directions = (True, False) if pipeline.has_backward else (True,)
     placement = pipeline.placement
@@ -102,7 +121,7 @@ def open_channels(
             if link is not None:
                 own = stages[a if a in stages else b]
                 peer = other.rank if one.rank == ranks.rank else one.rank
-                parts[peer] = Channel(name, link, own.device, own.dyn_shape)
+                parts[peer] = Channel(name, link, own.device, bool(dynamic & {a, b}))
         if not parts:
             continue
         if len(ends[a]) == len(ends[b]) == 1:
@@ -113,16 +132,12 @@ def open_channels(
     return channels
 
 
-def _ends(pipeline: Pipeline, stages: Mapping[int, PipelineStage], ranks: Agreement) -> list[list[End]]:
+def _ends(pipeline: Pipeline, everyone: Sequence[Facts]) -> list[list[End]]:
     """List the ranks of each stage, in the order of their places."""
-    if pipeline.ranks == ranks.ranks:
-        return [[End(rank, ((1,), None), (0,), None)] for rank in pipeline.placement]
-    meshes = {index: (axes_of(stage.mesh), place_of(stage.mesh), stage.placements) for index, stage in stages.items()}
-    everyone = [pickle.loads(data) for data in ranks.gather_bytes(pickle.dumps(meshes))]
     result = []
     for stage in range(len(pipeline.placement)):
-        ends = [End(rank, *own[stage]) for rank, own in enumerate(everyone) if stage in own]
-        ends.sort(key=lambda end: end.place)
+        ends = [End(rank, *own[stage][1]) for rank, own in enumerate(everyone) if stage in own]
+        ends.sort(key=lambda end: end.place or ())
         count = 1
         for size in ends[0].axes[0] if ends else ():
             count *= size

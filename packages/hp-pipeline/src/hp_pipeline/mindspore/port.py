@@ -122,7 +122,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def refuse(tensor: Tensor) -> str | None:
+def refuse(tensor: Tensor, device: Any) -> str | None:
     """Say why a tensor cannot be sent, or None."""
     if hasattr(tensor, "placements"):
         return f"a {type(tensor).__name__}; return its local part, to_local(), and wrap it in the next stage"

@@ -107,12 +107,16 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, T)
 
 
-def refuse(tensor: T) -> str | None:
+def refuse(tensor: T, device: Any) -> str | None:
     """Say why a tensor cannot be sent, or None."""
     if type(tensor) is not T and is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}; return the plain tensors in it, and wrap them in the next stage"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}; only dense tensors are sent"
+    if tensor.device != device:
+        own = torch.device(device)
+        if tensor.device.type != own.type or None not in (own.index, tensor.device.index):
+            return f"a tensor on {tensor.device}, but its messages are on {device}: move it, or PipelineStage(device=)"
     return None
 
 
