@@ -89,13 +89,17 @@ def test_sharded_weights_are_shared(kind):
         function(module, mesh=mesh)
         stage = PipelineStage(module, index, 2, shared_parameters=stage.shared_parameters)
     schedule = hp_pipeline.ScheduleZB1P(stage, 3, group=group)
+    comparisons = []
     for runs in (1, 2):
         schedule.run(*inputs[0], **inputs[1])
+        assert schedule._runner is not None
+        comparisons.append(schedule._runner.shared)
         for name, parameter in module.named_parameters():
             expected = dict(whole[index].named_parameters())[name]
             assert torch.equal(parameter.full_tensor(), expected), name
             gradient = parameter.grad.full_tensor()
             assert torch.allclose(gradient, runs * expected.grad, rtol=1e-12, atol=1e-12), name
+    assert comparisons[0] is comparisons[1], "the weights are compared once while they stay the same"
 
 
 @on_ranks(4)
