@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 import threading
+import weakref
 
 import pytest
 import torch
@@ -311,6 +314,32 @@ def test_what_surrounds_a_thread_is_passed_on():
         overlap.run(lambda: None, look)
     assert seen[1][3] == threading.get_ident()
     backward()
+
+
+class Activation:
+    """Stands for what a frame holds."""
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_raised_is_let_go_without_the_garbage_collector(side):
+    overlap = CommComputeOverlap()
+    overlap.wrap_combine(abs, True)
+    alive = []
+
+    def fail():
+        activation = Activation()
+        alive.append(weakref.ref(activation))
+        raise ArithmeticError("too hot")
+
+    pair = [lambda: None, lambda: None]
+    pair[side] = fail
+    gc.disable()
+    try:
+        with contextlib.suppress(ArithmeticError):
+            overlap.run(*pair)
+        assert [each() for each in alive] == [None]
+    finally:
+        gc.enable()
 
 
 def test_check_proves_the_meetings():

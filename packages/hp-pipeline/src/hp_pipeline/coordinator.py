@@ -65,8 +65,9 @@ class HookCoordinator:
         self._forward = threading.get_ident()
 
     def disable(self) -> None:
-        """End the pair."""
+        """End the pair, and let go of what it raised."""
         self._forward = None
+        self._sides = (_Side(), _Side())
 
     def in_forward(self) -> bool:
         """Tell whether this thread runs the forward of a pair."""

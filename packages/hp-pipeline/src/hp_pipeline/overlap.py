@@ -117,11 +117,12 @@ class CommComputeOverlap:
             other = backward.exception()
         finally:
             self.coordinator.disable()
-        if error is not None and (other is None or not isinstance(error, OtherFailed)):
-            raise error
-        if other is not None:
-            raise other
-        return ahead, backward.result()
+        try:
+            if error is not None and (other is None or not isinstance(error, OtherFailed)):
+                raise error
+            return ahead, backward.result()
+        finally:
+            del error, other, backward  # an error and a frame that names it are a cycle
 
     def _side(self, work: Callable[[], Any], surroundings: Callable[[], AbstractContextManager[Any]]) -> Any:
         try:
