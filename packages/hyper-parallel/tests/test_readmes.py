@@ -9,9 +9,11 @@ import re
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
+import hp_platform
 from hp_plan import lint
 from hp_platform.ports import platform_name
 from hp_testing import run_ranks
@@ -50,7 +52,9 @@ def of_kind(kind: str, framework: str | None = None) -> list[pytest.param]:
 
 def run_program(text: str) -> str:
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    # The pool's ranks have other tests to run in the same process group.
+    leave = mock.patch.object(hp_platform, "destroy_process_group", lambda: None)
+    with leave, contextlib.redirect_stdout(out):
         exec(compile(text, "README.md", "exec"), {"__name__": "readme"})
     return out.getvalue()
 
