@@ -357,3 +357,26 @@ def test_gradients_of_several_stages_add_up_as_on_one_device():
         assert rank or torch.equal(gradient, layers[0].weight.grad)
         for layer in layers:
             layer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_stage_does_not_write_to_what_is_being_sent():
+    rank, seen = dist.get_rank(), []
+    layers: Any = [nn.Linear(4, 4).to(device_type()) for _ in range(3)]
+
+    def first(x):
+        seen.append(layers[0](x))
+        return seen[-1]
+
+    def last(a, b):  # on the rank of the first stage, whose output goes to the other rank as well
+        seen.append(a)
+        return (a.mul_(2) + b).sum()
+
+    work = [first, lambda a: torch.tanh(layers[1](a)), last]
+    placement = (0, 1, 0)
+    own = [PipelineStage(work[each], each, 3, device=device_type()) for each in range(3) if placement[each] == rank]
+    schedule = PipelineSchedule(own, 1, order=schedules.gpipe, boundaries=[(0, 1), (0, 2), (1, 2)], placement=placement)
+    torch.manual_seed(0)
+    x = torch.randn(3, 4).to(device_type())
+    schedule.run(x)
+    assert rank or (seen[0].data_ptr() != seen[1].data_ptr() and torch.equal(seen[1], seen[0] * 2))

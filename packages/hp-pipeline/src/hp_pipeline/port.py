@@ -232,6 +232,10 @@ class Port(Protocol):
 
     def detach(self, tensor: Tensor) -> Tensor: ...
 
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return the values in memory of their own, without their graph."""
+        ...
+
     def cut(self, tensor: Tensor, dim: int, parts: int) -> list[Tensor]:
         """Cut a tensor into so many equal views."""
         ...

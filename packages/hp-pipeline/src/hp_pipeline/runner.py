@@ -260,7 +260,10 @@ class Runner:
         if message is None:  # the stage before is on this rank
             outputs = self.flows[source, piece].outputs
             assert outputs is not None
-            leaves = [port().detach(leaf) if port().is_tensor(leaf) else leaf for leaf in outputs.leaves]
+            # A stage may write to what it gets: not to memory that is being sent.
+            sent = self.pipeline.remote(source, self.pipeline.successors[source])
+            own = port().copied if sent else port().detach
+            leaves = [own(leaf) if port().is_tensor(leaf) else leaf for leaf in outputs.leaves]
             message = Message(leaves, outputs.needed, outputs.structure, outputs.layouts)
         leaves = list(message.leaves)
         places = [place for place, leaf in enumerate(leaves) if port().is_tensor(leaf)]

@@ -38,6 +38,7 @@ __all__ = [
     "backward",
     "call_of",
     "concatenate",
+    "copied",
     "cut",
     "deferring",
     "describe",
@@ -362,6 +363,9 @@ def scaled(loss: Tensor, factor: float) -> Tensor:
 def detach(tensor: Tensor) -> Tensor:
     """Return a copy without its graph: a write to shared memory would change what backward computes with."""
     return ops.stop_gradient(tensor).copy()
+
+
+copied = detach
 
 
 def cut(tensor: Tensor, dim: int, parts: int) -> list[Tensor]:

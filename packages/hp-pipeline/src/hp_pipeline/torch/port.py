@@ -29,6 +29,7 @@ __all__ = [
     "backward",
     "call_of",
     "concatenate",
+    "copied",
     "cut",
     "deferring",
     "describe",
@@ -367,6 +368,11 @@ def take_gradient(parameter: T) -> T | None:
 def scaled(loss: T, factor: float) -> T:
     """Return the gradient that a loss begins with."""
     return torch.full_like(loss, factor)
+
+
+def copied(tensor: T) -> T:
+    """Return the values in memory of their own, without their graph."""
+    return tensor.detach().clone()
 
 
 def detach(tensor: T) -> T:
