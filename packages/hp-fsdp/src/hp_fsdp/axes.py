@@ -256,6 +256,8 @@ class DataAxes(_Grouped):
             ValueError: a parameter has no layout that divides it over the root's other ranks, where nobody would reduce
                 its gradients.
         """
+        if self.mesh == root.mesh:  # most groups
+            return 1
         ours, all_ranks = _ranks(self.mesh), _ranks(root.mesh)
         if not ours < all_ranks:
             return 1
@@ -357,7 +359,7 @@ def slice_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _ranks(mesh: DeviceMesh) -> frozenset[int]:
-    return frozenset(mesh.mesh.flatten().tolist())
+    return frozenset(mesh.ranks.flatten().tolist())
 
 
 def _divides(placement: Placement, dim: int) -> bool:
