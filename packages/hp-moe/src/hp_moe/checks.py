@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["check_router"]
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["check_layers", "check_router"]
 
 
 def check_router(
@@ -29,3 +32,13 @@ def check_router(
             f"{name}: {limited} of {groups} groups have {limited * (experts // groups)} experts, top_k is {top_k};"
             " num_limited_groups must be from 1 to num_expert_groups, and leave enough."
         )
+
+
+def check_layers(model: Any, layers: Sequence[Any]) -> None:
+    """Refuse a model without a ``MoE``.
+
+    Raises:
+        ValueError: there are no layers.
+    """
+    if not layers:
+        raise ValueError(f"update_expert_bias: {type(model).__name__} has no MoE inside, which has biases to update.")

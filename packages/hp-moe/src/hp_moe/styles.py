@@ -39,13 +39,14 @@ class BaseExpertParallel(ParallelStyle):
         """
         own = describe(module)
         claim(module, self)
-        placement = ExpertPlacement.even(own.experts, self.expert_mesh(device_mesh).size())
+        experts = self.expert_mesh(device_mesh)
+        placement = ExpertPlacement.even(own.experts, 1 if experts is None else experts.size())
         self.partition(module, device_mesh)
-        run_over_ranks(module, self, placement, self.expert_mesh(device_mesh), self.tensor_mesh(device_mesh))
+        run_over_ranks(module, self, placement, experts, self.tensor_mesh(device_mesh))
         return module
 
-    def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the axis that experts are spread over."""
+    def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        """Return the axis that experts are spread over, if there is one."""
         return mesh
 
     def tensor_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
@@ -150,18 +151,11 @@ class TensorParallel(BaseExpertParallel):
     All ranks have the same tokens, and none travels; the parts of the results are added up.
     """
 
-    def expert_mesh(self, mesh: DeviceMesh) -> None:  # type: ignore[override]
+    def expert_mesh(self, mesh: DeviceMesh) -> None:
         return None
 
     def tensor_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         return mesh
-
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        own = describe(module)
-        claim(module, self)
-        self.partition(module, device_mesh)
-        run_over_ranks(module, self, ExpertPlacement.even(own.experts, 1), None, device_mesh)
-        return module
 
     def partition(self, module: Any, mesh: DeviceMesh) -> None:
         own = describe(module)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, _Function, mint, nn
 
+from hp_moe.checks import check_layers
 from hp_platform import get_platform
 
 __all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "update_expert_bias"]
@@ -16,8 +17,7 @@ __all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "update_expert
 def update_expert_bias(moe: nn.Cell, lr: float = 1e-3, *, group: Any = None) -> None:
     """Raise the bias of experts with fewer tokens than the mean, lower that of those with more; counts begin anew."""
     layers = list(_layers(moe))
-    if not layers:
-        raise ValueError(f"update_expert_bias: {type(moe).__name__} has no MoE inside, which has biases to update.")
+    check_layers(moe, layers)
     groups = get_platform().groups
     counts = Tensor(np.concatenate([layer.tokens_per_expert for layer in layers]))
     if groups.is_initialized():

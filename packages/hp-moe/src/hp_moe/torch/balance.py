@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_moe.checks import check_layers
 from hp_platform import get_platform
 
 __all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "update_expert_bias"]
@@ -36,8 +37,7 @@ def update_expert_bias(moe: nn.Module, lr: float = 1e-3, *, group: Any = None) -
         ValueError: there is no ``MoE`` inside.
     """
     layers = list(_layers(moe))
-    if not layers:
-        raise ValueError(f"update_expert_bias: {type(moe).__name__} has no MoE inside, which has biases to update.")
+    check_layers(moe, layers)
     groups = get_platform().groups
     counts = torch.cat([layer.tokens_per_expert for layer in layers])
     if groups.is_initialized():

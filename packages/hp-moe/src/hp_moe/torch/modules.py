@@ -12,6 +12,7 @@ from torch import nn
 from hp_moe.checks import check_router
 from hp_moe.experts import compute, describe
 from hp_moe.torch.balance import attach_loss, balance_loss, count
+from hp_moe.torch.port import order, spread
 
 __all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
 
@@ -194,15 +195,14 @@ class MoE(nn.Module):
         if self.load_balance_coeff is not None and torch.is_grad_enabled():
             loss = balance_loss(scores, counts, self.router.top_k, self.sequence_partition_group)
             weights = attach_loss(weights, loss * self.load_balance_coeff)
-        order = torch.argsort(chosen.flatten(), stable=True)
-        places = order.div(self.router.top_k, rounding_mode="floor")
-        rows, own = tokens[places], weights.flatten()[order].to(tokens.dtype)
+        places, inverse = order(chosen.flatten())
+        rows = spread(tokens, places, inverse, self.router.top_k)
+        own = spread(weights.reshape(-1, 1).to(tokens.dtype), places, inverse, 1)
         if self.score_before_experts:
-            out = self.experts(rows * own.unsqueeze(-1), counts)
+            out = self.experts(rows * own, counts)
         else:
-            out = self.experts(rows, counts, own)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        total = out[back].unflatten(0, (-1, self.router.top_k)).sum(1)
+            out = self.experts(rows, counts, own.flatten())
+        total = spread(out, inverse, places, 1).unflatten(0, (-1, self.router.top_k)).sum(1)
         if self.shared_expert is not None:
             total = total + self.shared_expert(tokens)
         return total.view(x.shape)
