@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from hp_pipeline import Costs, Order, Pipeline, Split, Trace, placed, simulate, split_model, synthesize
 from hp_pipeline.extend import Shape, schedules
@@ -32,7 +32,7 @@ ORDERS: dict[str, tuple[Shape, Callable[[Pipeline], Order]]] = {
     "dualpipev": ("v", schedules.dual_pipe_v),
     "hanayo": ("w", schedules.hanayo),
 }
-_STAGES_A_RANK: dict[Shape, int] = {"line": 1, "loop": 2, "v": 2, "w": 4}
+_STAGES_A_RANK: dict[Shape, int] = {shape: len(placed(shape, 1)) for shape in get_args(Shape)}
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,10 @@ def _problem(plan: ParallelPlan, model: Any, stages: int, error: ValueError) -> 
 
 
 def _shapes(stages_a_rank: int) -> tuple[Shape, ...]:
-    shapes: tuple[Shape, ...] = ("line", "loop", "v", "w")
     return tuple(
-        shape for shape in shapes if (stages_a_rank > 1 if shape == "loop" else _STAGES_A_RANK[shape] == stages_a_rank)
+        shape
+        for shape, own in _STAGES_A_RANK.items()
+        if (stages_a_rank > 1 if shape == "loop" else own == stages_a_rank)
     )
 
 
