@@ -11,6 +11,7 @@ from torch import nn
 
 from hp_fsdp import clip_grad_norm_, global_grad_norm
 from hp_pipeline import MetaStepType, PipelinedModel
+from hp_pipeline.extend import compute_parts
 from hp_plan.plan import ParallelPlan
 from hp_plan.torch.models import loss_inputs
 
@@ -125,5 +126,5 @@ def _dots(name: str) -> list[int]:
 def _forwards(model: PipelinedModel, stage: int) -> tuple[int, ...]:
     """List the micro-batches of a step in the order in which a stage's forwards take them."""
     own = model.schedule.exec_order[model.schedule.rank]
-    steps = [part for step in own for part in (step.sub_steps or (step,)) if part.stage_index == stage]
+    steps = [part for step in own for part in compute_parts(step) if part.stage_index == stage]
     return tuple(part.micro_index for part in steps if part.step_type is MetaStepType.FORWARD)  # type: ignore[misc]

@@ -63,8 +63,8 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
                 got = runs[1].forward(tokens[rows])
             compared.loss(got, expected)
             compared.tensors("gradient", lambda parameter: parameter.grad)
-            runs[0].update()
-            runs[1].update()
+            runs[0].update(lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit))
+            runs[1].update(clip_gradients)
             compared.tensors("weight", lambda parameter: parameter.detach())
     return dataclasses.replace(compared.result(tolerance), notes=tuple(mode.notes))
 
@@ -82,9 +82,10 @@ class _Run:
         self._optimizer.zero_grad()
         return backward_loss(self._plan, self._model, tokens)
 
-    def update(self) -> None:
+    def update(self, clip: Callable[[Any, float], Any]) -> None:
         """Clip the gradients if the plan says so, and take the optimizer's step."""
-        clip_gradients(self._model, self._plan.run.grad_clip)
+        if self._plan.run.grad_clip is not None:
+            clip(self._model, self._plan.run.grad_clip)
         self._optimizer.step()
         self._schedule.step()
 
