@@ -299,6 +299,25 @@ def test_the_launcher_in_use_is_told_how_many_ranks(monkeypatch, variable, knob)
     assert text.endswith(f"; start 2 ranks ({knob}) or change the sizes in [mesh]")
 
 
+@pytest.mark.parametrize(
+    ("mesh", "problem"),
+    [
+        (
+            {"ep": 4},
+            "ep = 4 does not divide the ranks that share a copy of the model, dp_shard 1; raise mesh.dp_shard",
+        ),
+        ({"dp_replicate": 2, "ep": 2}, "a copy of the model, dp_shard 1; raise mesh.dp_shard"),
+        (
+            {"dp_shard": 3, "tp": 2, "ep": 4},
+            "a copy of the model, dp_shard 3 x tp 2 = 6; make it one of 2, 3, 6, or raise mesh.dp_shard",
+        ),
+        ({"pp": 2, "tp": 4, "ep": 2}, "ep = 2 is neither a multiple of tp = 4 nor a divisor of the other 1 ranks;"),
+    ],
+)
+def test_experts_are_spread_over_ranks_that_share_a_copy(mesh, problem):
+    assert any(text.startswith("mesh.ep: ") and problem in text for text in texts(plan_of(mesh=mesh)))
+
+
 def test_experts_that_an_axis_does_not_divide():
     overrides = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2}
     tables = {

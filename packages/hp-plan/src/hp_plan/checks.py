@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
+from hp_plan.experts import check_expert_axis
 from hp_plan.memory import check_memory, check_states
 from hp_plan.outline import ModelOutline, ModuleOutline, generalise, matching
 from hp_plan.pipelines import check_pipeline
@@ -45,7 +46,7 @@ def check_mesh(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
     """Check that this version can apply every axis, and that the mesh has as many ranks as the world."""
     diagnostics = []
     applied = APPLIED_AXES[get_platform().name]
-    for axis, size in plan.mesh.axes.items():
+    for axis, size in {**plan.mesh.axes, **({"ep": plan.mesh.ep} if plan.mesh.ep > 1 else {})}.items():
         if axis == "pp" and axis not in applied:
             message = f"pp = {size}, but this version does not split Cells into stages"
             fix = f"{_BY_HAND}; the axes are {', '.join(applied)}"
@@ -54,6 +55,7 @@ def check_mesh(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
             message = f"{axis} = {size}, but this version has no {axis} axis"
             fix = f"leave it out; the axes are {', '.join(applied)}"
             diagnostics.append(Diagnostic(f"mesh.{axis}", message, fix))
+    diagnostics += check_expert_axis(plan)
     if world_size is not None and plan.mesh.world_size != world_size:
         product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
         message = f"the mesh {product} has {plan.mesh.world_size} ranks, but there are {world_size}"

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from hp_optim.extend import decayed
 
-# Outermost first: the innermost axis (tp) has neighbouring ranks.
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+# Outermost first: the innermost axis (tp) has neighbouring ranks. `ep` is none of them: see `MeshSection`.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def _at_least(minimum: float, default: Any) -> Any:
@@ -65,7 +65,9 @@ class MeshSection:
         cp: context parallel.
         tp: tensor parallel.
         pp: pipeline stages.
-        ep: expert parallel.
+        ep: expert parallel: over how many ranks experts are spread, of the `dp_shard * cp * tp` that share a copy of
+            the model. It is a second view of those ranks (folding), so it adds none: the others of them,
+            `dp_shard * cp * tp / ep`, share the experts of one rank.
     """
 
     dp_replicate: int = _at_least(1, 1)
@@ -91,6 +93,11 @@ class MeshSection:
     def world_size(self) -> int:
         """Number of ranks the plan needs: the product of the axes."""
         return math.prod(self.axes.values())
+
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that share one copy of a stage's parameters; `ep` divides them."""
+        return self.dp_shard * self.cp * self.tp
 
     @property
     def data_parallel(self) -> int:
