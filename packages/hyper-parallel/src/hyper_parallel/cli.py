@@ -7,8 +7,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,10 +33,12 @@ from hp_platform import get_platform
 from hp_platform.extend import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, platform_name, wanted_platform
 from hyper_parallel import pipeline, worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text
-from hyper_parallel.display import diagnostics_table, make_console, verify_table
-from hyper_parallel.launch import Interrupted, Job, RankFailure, inside_launcher, launcher_place
-from hyper_parallel.output import OutputError, prepare_folder
+from hyper_parallel.data.command import app as data_app
+from hyper_parallel.display import make_console, verify_table
+from hyper_parallel.launch import Job, inside_launcher, launcher_place
+from hyper_parallel.output import prepare_folder
 from hyper_parallel.port import launcher
+from hyper_parallel.reporting import leads, say, show_diagnostics, user_errors
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
 Ranks = Annotated[
@@ -45,6 +47,7 @@ Ranks = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines in place of tables.")]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(data_app, name="data")
 
 
 @app.callback()
@@ -71,7 +74,7 @@ def train(
     json_lines: Json = False,
 ) -> None:
     """Train the plan's model; starts the ranks, or joins them when torchrun or msrun has started this."""
-    with _errors():
+    with user_errors():
         tables = _read(plan)
         _set_environment(tables, plan)
         _name_folder(tables, plan)
@@ -84,23 +87,23 @@ def train(
         ranks = _prepare(tables, nproc)
         checked = _checked(tables, ranks, training=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
-        folder = prepare_folder(out, name=plan.stem) if _leads() else Path()
+        folder = prepare_folder(out, name=plan.stem) if leads() else Path()
         _run(worker.train_rank, Job(checked, folder, json_lines), ranks)
 
 
 @app.command()
 def verify(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> None:
     """Compare two float64 steps under the plan with the same in one process, on PyTorch; exit 1 where they differ."""
-    with _errors():
+    with user_errors():
         os.environ.setdefault(DEVICE, "cpu")
         tables = _read(plan)
         _set_environment(tables, plan)
         if platform_name() != "torch":
-            _say(TORCH_ONLY)
+            say(TORCH_ONLY)
             raise typer.Exit(1)
         ranks = _prepare(tables, nproc)
         result = _run(worker.verify_rank, Job(_checked(tables, ranks)), ranks)
-        if _leads():
+        if leads():
             _show_verified(result, json_lines=json_lines)
         if not result.passed:
             raise typer.Exit(1)
@@ -119,7 +122,7 @@ def lint_plan(
     json_lines: Json = False,
 ) -> None:
     """Read the plan against its model without starting a rank; exit 1 where something is wrong."""
-    with _errors():
+    with user_errors():
         tables = _read(plan)
         _set_environment(tables, plan, run_code=run_model_code)
         read, errors = read_plan(tables)
@@ -128,7 +131,7 @@ def lint_plan(
         if json_lines:
             typer.echo(json.dumps({"diagnostics": [dataclasses.asdict(each) for each in diagnostics], "notes": notes}))
         elif diagnostics:
-            _show_diagnostics(diagnostics, source=str(plan))
+            show_diagnostics(diagnostics, source=str(plan))
         else:
             make_console().print(f"{plan}: nothing wrong was found")
         for note in [] if json_lines else notes:
@@ -146,7 +149,7 @@ def schedule(
     json_lines: Json = False,
 ) -> None:
     """Simulate the plan's pipeline by counted costs, without starting a rank, and look for a faster order."""
-    with _errors():
+    with user_errors():
         tables = _read(plan)
         _set_environment(tables, plan)
         read, errors = read_plan(tables)
@@ -194,38 +197,6 @@ def _spread(option: str, arguments: list[str]) -> list[str]:
             spread.append(option)
         spread.append(argument)
     return spread
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Report errors that a user can mend and exit with 1; any other error is a bug and propagates."""
-    try:
-        yield
-    except PlanError as error:
-        _show_diagnostics(error.diagnostics)
-    except Interrupted as error:
-        _say(f"interrupted by {error}")
-        raise typer.Exit(130) from None
-    except (DataError, OutputError, RankFailure, SettingError, ImportError, OSError) as error:
-        if inside_launcher() and not isinstance(error, (DataError, OutputError, SettingError)):
-            raise
-        _say(str(error))
-    else:
-        return
-    raise typer.Exit(1)
-
-
-def _say(text: str) -> None:
-    # An interrupted live display leaves the cursor hidden.
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h")
-    typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
-
-
-def _leads() -> bool:
-    """Return True if this process is rank 0, or not a rank."""
-    place = launcher_place()
-    return place is None or place.rank == 0
 
 
 def _read(plan: Path) -> dict[str, Any]:
@@ -354,20 +325,10 @@ def _shorten(tables: dict[str, Any], steps: int) -> None:
     warmup = schedule.get("warmup_steps") if isinstance(schedule, dict) else None
     if isinstance(warmup, int) and warmup > steps:
         _override(tables, "schedule", "warmup_steps", steps)
-        if _leads():
+        if leads():
             typer.echo(
                 f"note: --steps {steps} shortens schedule.warmup_steps, {warmup} in the plan, to {steps}", err=True
             )
-
-
-def _show_diagnostics(diagnostics: Sequence[Diagnostic], *, source: str = "the plan") -> None:
-    try:
-        console = make_console(stderr=True)
-    except ImportError:
-        _say(str(PlanError(diagnostics, source=source)))
-        return
-    console.print(f"[red]error:[/red] {source} has {len(diagnostics)} error{'s' if len(diagnostics) != 1 else ''}")
-    console.print(diagnostics_table((each.key, each.message, each.fix) for each in diagnostics))
 
 
 def _show_verified(result: VerifyResult, *, json_lines: bool) -> None:

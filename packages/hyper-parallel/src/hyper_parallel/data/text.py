@@ -5,27 +5,14 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
+
+from hyper_parallel.data.errors import DataError
 
 VOCABULARY = 256
 _GIVE = "give files or folders of text with --data"
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
-
-
-class DataError(ValueError):
-    """Text that can't be trained on.
-
-    Attributes:
-        message: what is wrong with it.
-        fix: what to do.
-    """
-
-    def __init__(self, message: str, fix: str) -> None:
-        self.message, self.fix = message, fix
-        super().__init__(f"{message}; {fix}")
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
@@ -94,10 +81,7 @@ class ByteText:
     """
 
     def __init__(self, paths: Sequence[str], *, max_bytes: int) -> None:
-        import numpy
-
-        self._numpy = numpy
-        self._text = numpy.frombuffer(_read(find_files(paths), max_bytes), dtype=numpy.uint8)
+        self._text = np.frombuffer(_read(find_files(paths), max_bytes), dtype=np.uint8)
 
     def __len__(self) -> int:
         return len(self._text)
@@ -113,8 +97,8 @@ class ByteText:
             rows: this rank's part of the global batch.
         """
         last = len(self._text) - sequence_length
-        starts = self._numpy.random.default_rng((seed, step)).integers(0, last, size=batch_size, endpoint=True)[rows]
-        return self._text[starts[:, None] + self._numpy.arange(sequence_length)].astype(self._numpy.int64)
+        starts = np.random.default_rng((seed, step)).integers(0, last, size=batch_size, endpoint=True)[rows]
+        return self._text[starts[:, None] + np.arange(sequence_length)].astype(np.int64)
 
 
 def _read(files: Iterable[Path], max_bytes: int) -> bytes:

@@ -1,0 +1,30 @@
+"""Training data: sources of tokens, the order of samples, packing, mixtures.
+
+Every rank computes the rows of any step from the number of a global sample, so the position of a run is one number, and
+any other number of ranks goes on from it.
+"""
+
+from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.mixture import Mixture
+from hyper_parallel.data.order import permuted
+from hyper_parallel.data.packing import Packed
+from hyper_parallel.data.samples import IGNORED, Rows, Samples, Windows
+from hyper_parallel.data.text import VOCABULARY, ByteText, check_text, find_files
+from hyper_parallel.data.tokens import TokenFile, write_tokens
+
+__all__ = [
+    "IGNORED",
+    "VOCABULARY",
+    "ByteText",
+    "DataError",
+    "Mixture",
+    "Packed",
+    "Rows",
+    "Samples",
+    "TokenFile",
+    "Windows",
+    "check_text",
+    "find_files",
+    "permuted",
+    "write_tokens",
+]

@@ -1,0 +1,49 @@
+"""The command `hyper-parallel data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hyper_parallel.data.preparing import prepare
+from hyper_parallel.data.tokenizing import read_tokenizer
+from hyper_parallel.reporting import user_errors
+
+app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
+
+
+@app.callback()
+def _data() -> None:
+    """Prepare training data."""
+
+
+@app.command(name="prepare")
+def prepare_data(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="Files or folders: .jsonl, .parquet, else text.")
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="STEM", help="Write STEM.bin, STEM.idx and STEM.json.", show_default=False)
+    ],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer.json, or a folder that has one; by default bytes.", show_default=False),
+    ] = None,
+    end: Annotated[
+        str | None,
+        typer.Option(help="Text of the token after each document; by default the folder's.", show_default=False),
+    ] = None,
+    field: Annotated[str, typer.Option(help="The text's name in JSON lines and Parquet files.")] = "text",
+) -> None:
+    """Tokenize files once into memory-mapped files that plans train on; goes on where it was interrupted."""
+    with user_errors():
+        prepared = prepare(
+            paths,
+            out,
+            read_tokenizer(tokenizer, end=end),
+            field=field,
+            progress=lambda file, tokens: typer.echo(f"{file}: {tokens:,} tokens", err=True),
+        )
+        typer.echo(f"{prepared.path}: {prepared.tokens:,} tokens in {prepared.documents:,} documents")

@@ -1,0 +1,91 @@
+"""Documents of text files, JSON lines, Parquet and Arrow files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.data.errors import DataError
+
+
+def read_documents(file: Path, *, field: str) -> Iterator[str]:
+    """Read a file's documents one by one.
+
+    `.jsonl` has one a line, `.parquet` and `.arrow` (a stream, as datasets saves to disk) have one a row, in the column
+    `field`; any other file is one document.
+
+    Args:
+        file: where they are.
+        field: the name of the text in a line or row.
+
+    Raises:
+        DataError: a line or the file can't be read, or has no such text.
+        ImportError: the file is Parquet or Arrow and pyarrow isn't installed.
+    """
+    if file.suffix == ".jsonl":
+        yield from _lines(file, field)
+    elif file.suffix in (".parquet", ".arrow"):
+        yield from _rows(file, field)
+    else:
+        # Bytes that are no UTF-8 come back as they were when the tokens are bytes.
+        yield file.read_text(encoding="utf-8", errors="surrogateescape")
+
+
+def text_files(files: Sequence[Path]) -> list[Path]:
+    """Leave out the descriptions that datasets saves beside its Arrow files."""
+    arrows = {file.parent for file in files if file.suffix == ".arrow"}
+    return [file for file in files if file.suffix != ".json" or file.parent not in arrows]
+
+
+def _lines(file: Path, field: str) -> Iterator[str]:
+    with open(file, encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if not line.isspace():
+                    yield _text(line, field, f"{file}, line {number},")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file} is not UTF-8: {error}", "convert it, or leave it out") from error
+
+
+def _text(line: str, field: str, where: str) -> str:
+    try:
+        value: Any = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}", "mend the line, or leave the file out") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is a {type(value).__name__}, not an object", f'write {{"{field}": ...}}')
+    text = value.get(field)
+    if not isinstance(text, str):
+        has = ", ".join(map(repr, value)) or "nothing"
+        raise DataError(f"{where} has no text {field!r}; it has {has}", "name the text's key with --field")
+    return text
+
+
+def _rows(file: Path, field: str) -> Iterator[str]:
+    try:
+        import pyarrow
+        from pyarrow import ipc, parquet
+    except ImportError as error:
+        raise ImportError(f"{file} needs pyarrow: pip install 'hyper-parallel[data]'") from error
+    try:
+        with pyarrow.memory_map(str(file)) as source:
+            if file.suffix == ".parquet":
+                table = parquet.ParquetFile(source)
+                names, batches = table.schema_arrow.names, table.iter_batches()
+            else:
+                batches = ipc.open_stream(source)
+                names = batches.schema.names
+            if field not in names:
+                message = f"{file} has no column {field!r}; it has {', '.join(names)}"
+                raise DataError(message, "name the text's column with --field")
+            values = chain.from_iterable(batch.column(field).to_pylist() for batch in batches)
+            for number, value in enumerate(values):
+                if not isinstance(value, str):
+                    message = f"{file}, row {number}, has {type(value).__name__} in {field!r}, not text"
+                    raise DataError(message, "name a column of strings with --field")
+                yield value
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file} can't be read: {error}", "leave it out, or write it again") from error

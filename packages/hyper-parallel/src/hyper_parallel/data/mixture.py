@@ -1,0 +1,85 @@
+"""A mixture: samples of several sources in fixed proportions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.order import permuted
+from hyper_parallel.data.samples import Rows, Samples
+
+_BLOCK = 4096
+
+
+class Mixture:
+    """Samples of several sources by weight.
+
+    Of every 4,096 samples each source has its part, rounded to whole samples, in an order that the seed and the block
+    decide. The source of a sample and its number there follow from its global number; a source that is smaller than
+    its part begins its next epoch.
+
+    Args:
+        sources: what to mix; all have one sequence length.
+        weights: one for each source, in any unit.
+        seed: of the order.
+
+    Raises:
+        DataError: a weight is not positive, or so small that its source has no sample of a block.
+    """
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float], *, seed: int) -> None:
+        if len(sources) != len(weights) or not sources:
+            message = f"a mixture of {len(sources)} sources has {len(weights)} weights"
+            raise DataError(message, "give one weight for each source")
+        if not all(weight > 0 and np.isfinite(weight) for weight in weights):
+            message = f"the weights of a mixture are positive numbers, got {list(weights)}"
+            raise DataError(message, "leave out a source that is not wanted")
+        total = sum(weights)
+        exact = [_BLOCK * weight / total for weight in weights]
+        for number, part in enumerate(exact):
+            if part < 0.5:
+                message = (
+                    f"source {number} has weight {weights[number]:g} of {total:g}: under half a sample in {_BLOCK}"
+                )
+                raise DataError(message, "give it a larger weight, or leave it out")
+        self._sources, self._seed = list(sources), seed
+        counts = _rounded(exact)
+        self._ends = np.cumsum(counts)
+        self._counts = counts
+
+    def __len__(self) -> int:
+        return max(
+            -(-len(source) * _BLOCK // int(part)) for source, part in zip(self._sources, self._counts, strict=True)
+        )
+
+    def rows(self, numbers: NDArray[np.int64]) -> Rows:
+        """Return the samples of these numbers."""
+        sources, within = self.places(numbers)
+        order = np.argsort(sources, kind="stable")
+        parts = [
+            self._sources[source].rows(within[order[sources[order] == source]])
+            for source in np.unique(sources).tolist()
+        ]
+        return Rows.joined(parts, np.argsort(order, kind="stable"))
+
+    def places(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each sample, and its number there."""
+        blocks = np.asarray(numbers, dtype=np.int64) // _BLOCK
+        cards = permuted(numbers, count=_BLOCK, seed=self._seed)
+        sources = np.searchsorted(self._ends, cards, side="right")
+        first = np.concatenate([[0], self._ends[:-1]])[sources]
+        return sources, blocks * self._counts[sources] + cards - first
+
+
+def _rounded(exact: Sequence[float]) -> NDArray[np.int64]:
+    """Round to whole numbers of the same sum, at least 1 each: those with the largest rests get what remains."""
+    counts = np.maximum(1, np.floor(exact)).astype(np.int64)
+    rests = np.argsort(counts - np.array(exact), kind="stable")
+    for place in range(_BLOCK - int(counts.sum())):
+        counts[rests[place % len(rests)]] += 1
+    while counts.sum() > _BLOCK:
+        counts[int(np.argmax(counts))] -= 1
+    return counts

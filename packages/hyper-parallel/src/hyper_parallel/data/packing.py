@@ -1,0 +1,137 @@
+"""Packing: whole documents side by side in rows of one length."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.order import permuted
+from hyper_parallel.data.samples import IGNORED, Rows
+
+
+class Documents(Protocol):
+    """Documents by number, with their lengths known, such as a `TokenFile`'s."""
+
+    starts: NDArray[np.int64]
+
+    def document(self, number: int) -> NDArray[Any]:
+        """Return the tokens of a document."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Tokens `[start, start + length)` of a document."""
+
+    document: int
+    start: int
+    length: int
+
+
+class Packed:
+    """Rows of `sequence_length` tokens that hold whole documents, in an order that begins anew each epoch.
+
+    Documents are taken in a random order, `window` at a time, cut where they are longer than a row, and each piece is
+    put into the row that it fills best (best fit, decreasing). The rows of a window depend on the seed, the epoch and
+    the window alone. How many rows come before it is counted as it is reached: to go on in the middle of an epoch
+    packs the windows before once more, without reading their tokens.
+
+    An epoch ends with the row of its last document, so epochs may differ in their number of rows; `len` is that of the
+    first.
+
+    Args:
+        documents: with their lengths.
+        sequence_length: tokens of a row.
+        seed: of the order.
+        window: documents that are packed together.
+        padding: the token that fills the end of a row.
+    """
+
+    def __init__(
+        self, documents: Documents, sequence_length: int, *, seed: int, window: int = 1024, padding: int = 0
+    ) -> None:
+        self._documents, self._length, self._seed = documents, sequence_length, seed
+        self._window, self._padding = window, padding
+        self._count = len(documents.starts) - 1
+        if int(documents.starts[-1]) == int(documents.starts[0]):
+            raise DataError("there are no tokens to pack", "give files with text")
+        self._windows = -(-self._count // window)
+        self._ends: list[int] = []  # rows up to the end of each window, over all epochs
+        self._packed: tuple[int, list[list[Piece]]] = (-1, [])
+
+    def __len__(self) -> int:
+        while len(self._ends) < self._windows:
+            self._count_next()
+        return self._ends[self._windows - 1]
+
+    def rows(self, numbers: NDArray[np.int64]) -> Rows:
+        """Return the rows of these numbers."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        while numbers.size and (not self._ends or self._ends[-1] <= int(numbers.max())):
+            self._count_next()
+        shape = (len(numbers), self._length)
+        rows = Rows(
+            np.full(shape, self._padding, np.int64), np.full(shape, IGNORED, np.int64), np.zeros(shape, np.int64)
+        )
+        windows = np.searchsorted(np.array(self._ends), numbers, side="right")
+        for place in np.argsort(windows, kind="stable"):
+            window = int(windows[place])
+            first = self._ends[window - 1] if window else 0
+            self._fill(rows[int(place)], self._pack(window)[int(numbers[place]) - first])
+        return rows
+
+    def _fill(self, row: Rows, pieces: Sequence[Piece]) -> None:
+        place = 0
+        for piece in pieces:
+            tokens = self._documents.document(piece.document)[piece.start : piece.start + piece.length]
+            row.tokens[place : place + piece.length] = tokens
+            row.labels[place + 1 : place + piece.length] = tokens[1:]
+            row.positions[place : place + piece.length] = np.arange(piece.length)
+            place += piece.length
+        row.positions[place:] = np.arange(self._length - place)
+
+    def _count_next(self) -> None:
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(self._pack(len(self._ends))))
+
+    def _pack(self, window: int) -> list[list[Piece]]:
+        """Return the pieces of each row of a window."""
+        if self._packed[0] != window:
+            epoch, number = divmod(window, self._windows)
+            places = np.arange(number * self._window, min((number + 1) * self._window, self._count))
+            chosen = permuted(places + epoch * self._count, count=self._count, seed=self._seed)
+            rows = pack(_pieces(self._documents, chosen, self._length), self._length)
+            order = permuted(np.arange(len(rows)), count=max(1, len(rows)), seed=self._seed + window + 1)
+            self._packed = window, [rows[row] for row in order]
+        return self._packed[1]
+
+
+def pack(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
+    """Put each piece into the fullest row that has room for it, longest pieces first.
+
+    >>> [[piece.length for piece in row] for row in pack([Piece(0, 0, 3), Piece(1, 0, 5), Piece(2, 0, 2)], 5)]
+    [[5], [3, 2]]
+    """
+    rows: list[list[Piece]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for piece in sorted(pieces, key=lambda piece: (-piece.length, piece)):
+        place = bisect_left(room, (piece.length, -1))
+        free, row = room.pop(place) if place < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(piece)
+        if free > piece.length:
+            insort(room, (free - piece.length, row))
+    return rows
+
+
+def _pieces(documents: Documents, chosen: NDArray[np.int64], length: int) -> list[Piece]:
+    sizes = documents.starts[chosen + 1] - documents.starts[chosen]
+    return [
+        Piece(int(document), start, min(length, int(size) - start))
+        for document, size in zip(chosen, sizes, strict=True)
+        for start in range(0, int(size), length)
+    ]

@@ -1,0 +1,103 @@
+"""Tokenize files once, before training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+from hyper_parallel.data.documents import read_documents, text_files
+from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.text import find_files
+from hyper_parallel.data.tokenizing import Tokenizer
+from hyper_parallel.data.tokens import TokenFile, write_tokens
+
+_AT_ONCE = 256  # documents
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A pair of token files and what they were made from.
+
+    Attributes:
+        path: of the files, without the suffix.
+        tokens: their number.
+        documents: their number; empty ones don't count.
+        vocabulary: of the tokenizer.
+        tokenizer: its digest.
+        sources: the SHA-256 of each file that was read.
+    """
+
+    path: str
+    tokens: int
+    documents: int
+    vocabulary: int
+    tokenizer: str
+    sources: dict[str, str]
+
+
+def prepare(
+    paths: Sequence[str],
+    out: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    field: str = "text",
+    progress: Callable[[Path, int], None] = lambda file, tokens: None,
+) -> Prepared:
+    """Tokenize files into one pair of token files, `out.bin` and `out.idx`, with `out.json` to say what they are.
+
+    Each file's tokens are kept in the folder `out.parts` until all are there, under the digests of the file and the
+    tokenizer: a call that was interrupted goes on where it was.
+
+    Args:
+        paths: files and folders.
+        out: of the files, without the suffix.
+        tokenizer: what tokenizes; its `end` follows each document.
+        field: the text's name in JSON lines and Parquet files.
+        progress: called after each file with its number of tokens.
+
+    Raises:
+        DataError: a file can't be read, or nothing has any text.
+    """
+    stem = Path(out)
+    parts = stem.with_name(stem.name + ".parts")
+    parts.mkdir(parents=True, exist_ok=True)
+    files = text_files(find_files(paths))
+    digests = {str(file): _digest(file) for file in files}
+    done: list[TokenFile] = []
+    for file in files:
+        of_part = hashlib.sha256(f"{digests[str(file)]} {tokenizer.digest} {field} {file.suffix}".encode()).hexdigest()
+        part = parts / of_part[:32]
+        if not part.with_name(part.name + ".idx").exists():
+            documents = _tokenized(read_documents(file, field=field), tokenizer)
+            first = next(documents, None)
+            if first is None:
+                continue
+            write_tokens(part, chain([first], documents), vocabulary=tokenizer.vocabulary)
+        done.append(TokenFile(part))
+        progress(file, len(done[-1].tokens))
+    if not done:
+        raise DataError(f"the {len(files)} files have no text", "give files with text")
+    together = (part.document(number) for part in done for number in range(len(part)))
+    tokens = write_tokens(stem, together, vocabulary=tokenizer.vocabulary)
+    prepared = Prepared(str(stem), tokens, sum(map(len, done)), tokenizer.vocabulary, tokenizer.digest, digests)
+    stem.with_name(stem.name + ".json").write_text(json.dumps(asdict(prepared), indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(parts)
+    return prepared
+
+
+def _tokenized(documents: Iterator[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Yield the tokens of documents that have any, the end token after them."""
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    while some := list(islice(documents, _AT_ONCE)):
+        yield from (tokens + end for tokens in tokenizer.encode(some) if tokens)
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()

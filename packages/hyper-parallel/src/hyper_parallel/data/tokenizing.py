@@ -1,0 +1,112 @@
+"""Tokenizers: a `tokenizer.json` on this machine, or bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.text import VOCABULARY
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back.
+
+    Attributes:
+        vocabulary: number of tokens.
+        end: the token after each document; None adds none.
+        digest: tells tokenizers apart.
+    """
+
+    vocabulary: int
+    end: int | None
+    digest: str
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, without special ones."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        ...
+
+
+def read_tokenizer(path: str | None, *, end: str | None = None) -> Tokenizer:
+    """Read a tokenizer.
+
+    Args:
+        path: a `tokenizer.json`, or a folder that has one, such as a model's; None is a token a byte.
+        end: text of the token after each document; None takes the `eos_token` that the folder's
+            `tokenizer_config.json` names, if any.
+
+    Raises:
+        DataError: there is no such file, it can't be read, or it lacks the token.
+        ImportError: the library tokenizers isn't installed.
+    """
+    if path is None:
+        if end is not None:
+            raise DataError(f"bytes have no token {end!r}", "give a tokenizer, or no end token")
+        return Bytes()
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise DataError(f"the tokenizer {file} does not exist", "give a tokenizer.json, or a folder that has one")
+    return _FromFile(file, end)
+
+
+class Bytes:
+    """A token a byte of UTF-8."""
+
+    vocabulary: int = VOCABULARY
+    end: int | None = None
+    digest: str = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the bytes of each text."""
+        return [list(text.encode("utf-8", "surrogateescape")) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text; bytes that are none become replacement characters."""
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+class _FromFile:
+    """A tokenizer of the library tokenizers."""
+
+    def __init__(self, file: Path, end: str | None) -> None:
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as error:
+            raise ImportError("a tokenizer.json needs tokenizers: pip install 'hyper-parallel[data]'") from error
+        raw = file.read_bytes()
+        try:
+            self._tokenizer = Library.from_buffer(raw)
+        except Exception as error:  # The library raises plain Exceptions.
+            message = f"the tokenizer {file} can't be read: {error}"
+            raise DataError(message, "give a tokenizer.json that transformers has saved") from error
+        self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        name = end if end is not None else _named_end(file.parent / "tokenizer_config.json")
+        self.end = None if name is None else self._tokenizer.token_to_id(name)
+        if name is not None and self.end is None:
+            raise DataError(f"the tokenizer {file} has no token {name!r}", "give the text of one of its special tokens")
+        self.digest = hashlib.sha256(raw + repr(self.end).encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, on as many threads as the library takes (RAYON_NUM_THREADS)."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text, special tokens left out."""
+        return self._tokenizer.decode(list(tokens))
+
+
+def _named_end(config: Path) -> str | None:
+    if not config.is_file():
+        return None
+    try:
+        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{config} can't be read: {error}", "mend it, or give the end token by --end") from error
+    return named.get("content") if isinstance(named, dict) else named

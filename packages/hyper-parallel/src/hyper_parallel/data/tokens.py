@@ -1,0 +1,156 @@
+"""Files of tokens, memory-mapped, in Megatron's format: `name.bin` has the tokens, `name.idx` the documents."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.data.errors import DataError
+
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_CODES = {np.dtype(kind): code for code, kind in _TYPES.items()}
+
+
+class TokenFile:
+    """Documents of a pair of files, read where they lie.
+
+    Args:
+        path: of either file, or without the suffix.
+
+    Attributes:
+        tokens: all tokens, one document after the other; a memory map.
+        starts: of each document in `tokens`, and the end of the last; int64 of shape (documents + 1,).
+
+    Raises:
+        DataError: a file is missing, or one does not fit the other.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        stem = Path(path)
+        self.path = stem.with_suffix("") if stem.suffix in (".bin", ".idx") else stem
+        data, index = _named(self.path, ".bin"), _named(self.path, ".idx")
+        kind, lengths, ends = _read_index(index)
+        total = int(lengths.sum(dtype=np.int64))
+        wanted, size = total * kind.itemsize, data.stat().st_size
+        if wanted != size:
+            message = f"{data} has {size} bytes, but {index.name} lists {total} tokens of {kind}, {wanted} bytes"
+            raise DataError(message, "write both again: one of them is cut off, or of another data set")
+        if not total:
+            raise DataError(f"{data} has no tokens", "leave it out")
+        self.tokens = np.memmap(data, dtype=kind, mode="r", shape=(total,))
+        starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=starts[1:])
+        self.starts: NDArray[np.int64] = starts[ends]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def document(self, number: int) -> NDArray[Any]:
+        """Return the tokens of a document."""
+        return self.tokens[self.starts[number] : self.starts[number + 1]]
+
+    def check(self, tokens: NDArray[np.int64], vocabulary: int) -> None:
+        """Raise a DataError that names the first token of the file that the vocabulary lacks, if `tokens` has such."""
+        if not tokens.size or (int(tokens.max()) < vocabulary and int(tokens.min()) >= 0):
+            return
+        for start in range(0, len(self.tokens), 1 << 24):
+            part = self.tokens[start : start + (1 << 24)].astype(np.int64)
+            wrong = np.flatnonzero((part >= vocabulary) | (part < 0))
+            if wrong.size:
+                message = (
+                    f"{self.path}.bin has token {part[wrong[0]]} at place {start + wrong[0]}, but the model's "
+                    f"vocabulary has {vocabulary}"
+                )
+                raise DataError(message, "take the tokenizer's model, or tokenize the data with the model's tokenizer")
+
+
+def write_tokens(path: str | os.PathLike[str], documents: Iterable[Any], *, vocabulary: int) -> int:
+    """Write documents as a pair of files that `TokenFile`, and Megatron, read; return the number of tokens.
+
+    Both files get their names once they are complete, the index last.
+
+    Args:
+        path: of the files, without the suffix.
+        documents: each a sequence of tokens; empty ones are left out.
+        vocabulary: tokens take two bytes up to 65,536, four beyond.
+
+    Raises:
+        DataError: a token is not in the vocabulary, or there is none.
+    """
+    stem = Path(path)
+    kind = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
+    lengths: list[int] = []
+    data, index = stem.with_name(stem.name + ".bin"), stem.with_name(stem.name + ".idx")
+    parts = [file.with_name(f".{file.name}.{os.getpid()}") for file in (data, index)]
+    try:
+        with open(parts[0], "wb") as file:
+            for document in documents:
+                tokens = np.asarray(document, dtype=np.int64)
+                if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) < vocabulary):
+                    wrong = next(int(token) for token in tokens if not 0 <= token < vocabulary)
+                    message = f"document {len(lengths)} has token {wrong}, but the vocabulary has {vocabulary}"
+                    raise DataError(message, "give the vocabulary of the tokenizer")
+                if tokens.size:
+                    file.write(tokens.astype(kind).tobytes())
+                    lengths.append(tokens.size)
+        if not lengths:
+            raise DataError(f"there are no tokens to write to {data}", "give files with text")
+        _write_index(parts[1], kind, np.array(lengths, dtype=np.int64))
+        for part, file in zip(parts, (data, index), strict=True):
+            os.replace(part, file)
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
+    return sum(lengths)
+
+
+def _write_index(path: Path, kind: np.dtype[Any], lengths: NDArray[np.int64]) -> None:
+    if int(lengths.max()) > np.iinfo(np.int32).max:
+        message = f"a document has {int(lengths.max())} tokens, more than the format's {np.iinfo(np.int32).max}"
+        raise DataError(message, "cut it into several")
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * kind.itemsize
+    with open(path, "wb") as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[kind], len(lengths), len(lengths) + 1))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write(starts.astype("<i8").tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+
+
+def _named(stem: Path, suffix: str) -> Path:
+    path = stem.with_name(stem.name + suffix)
+    if not path.is_file():
+        raise DataError(
+            f"the token file {path} does not exist", "hyper-parallel data prepare writes a .bin and an .idx"
+        )
+    return path
+
+
+def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]:
+    """Return the tokens' type, the length of each sequence, and where documents begin and end, counted in sequences."""
+    fix = "write it again with hyper-parallel data prepare"
+    raw = path.read_bytes()
+    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
+        raise DataError(f"{path} is not an index of tokens: it doesn't begin with {_MAGIC!r}", fix)
+    _, version, code, sequences, bounds = _HEADER.unpack_from(raw)
+    if version != _VERSION or code not in _TYPES:
+        message = (
+            f"{path} has version {version} and type {code}; version {_VERSION} and types {sorted(_TYPES)} are read"
+        )
+        raise DataError(message, fix)
+    wanted = _HEADER.size + 12 * sequences + 8 * bounds
+    if len(raw) != wanted:
+        raise DataError(f"{path} has {len(raw)} bytes, but {sequences} sequences take {wanted}", fix)
+    lengths = np.frombuffer(raw, "<i4", sequences, _HEADER.size)
+    ends = np.frombuffer(raw, "<i8", bounds, _HEADER.size + 12 * sequences)
+    ordered = bounds > 0 and ends[0] == 0 and ends[-1] == sequences and bool((np.diff(ends) >= 0).all())
+    if not ordered or (sequences and int(lengths.min()) < 0):
+        raise DataError(f"{path} lists documents out of order", fix)
+    return np.dtype(_TYPES[code]), lengths, ends

@@ -1,0 +1,60 @@
+"""What commands tell their user: errors, in place of tracebacks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import typer
+
+from hp_plan import Diagnostic, PlanError
+from hp_platform.extend import SettingError
+from hyper_parallel.data import DataError
+from hyper_parallel.display import diagnostics_table, make_console
+from hyper_parallel.launch import Interrupted, RankFailure, inside_launcher, launcher_place
+from hyper_parallel.output import OutputError
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Report errors that a user can mend and exit with 1; any other error is a bug and propagates."""
+    try:
+        yield
+    except PlanError as error:
+        show_diagnostics(error.diagnostics)
+    except Interrupted as error:
+        say(f"interrupted by {error}")
+        raise typer.Exit(130) from None
+    except (DataError, OutputError, RankFailure, SettingError, ImportError, OSError) as error:
+        if inside_launcher() and not isinstance(error, (DataError, OutputError, SettingError)):
+            raise
+        say(str(error))
+    else:
+        return
+    raise typer.Exit(1)
+
+
+def say(text: str) -> None:
+    """Write an error to stderr."""
+    # An interrupted live display leaves the cursor hidden.
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+    typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
+
+
+def leads() -> bool:
+    """Return True if this process is rank 0, or not a rank."""
+    place = launcher_place()
+    return place is None or place.rank == 0
+
+
+def show_diagnostics(diagnostics: Sequence[Diagnostic], *, source: str = "the plan") -> None:
+    """Write a plan's errors to stderr."""
+    try:
+        console = make_console(stderr=True)
+    except ImportError:
+        say(str(PlanError(diagnostics, source=source)))
+        return
+    console.print(f"[red]error:[/red] {source} has {len(diagnostics)} error{'s' if len(diagnostics) != 1 else ''}")
+    console.print(diagnostics_table((each.key, each.message, each.fix) for each in diagnostics))
