@@ -198,6 +198,16 @@ def test_a_bad_input_of_one_rank_is_an_error_of_all():
         experts(x, [2, 1, 1])
 
 
+@on_ranks(2)
+def test_ranks_of_different_styles_are_an_error_of_all():
+    mesh, rank = init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",)), dist.get_rank()
+    combine = ("fast", "exact")[rank]
+    experts = parallelize_module(GroupedExperts(4, 4, 2), mesh, ExpertParallel(combine=combine)).to(device_type())
+    inputs = torch.randn(3, 4), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+    with pytest.raises(ValueError, match="rank 1 runs with .*combine='exact', rank 0 with .*combine='fast'"):
+        experts._expert_layer(experts, *(each.to(device_type()) for each in inputs))
+
+
 @on_ranks(4)
 def test_what_cannot_be_spread_is_refused():
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("ep", "tp"))

@@ -14,13 +14,21 @@ Note [What ranks tell each other]
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["TOLD", "Dispatch", "refusal"]
+__all__ = ["COMBINES", "DISPATCHERS", "TOLD", "Dispatch", "refusal", "settings"]
 
-TOLD: tuple[str, ...] = ("copies", "hidden", "choices", "unknown", "infinite")
+DISPATCHERS: tuple[str, ...] = ("all_to_all",)
+COMBINES: tuple[str, ...] = ("fast", "exact")
+
+TOLD: tuple[str, ...] = ("copies", "hidden", "choices", "dispatcher", "combine", "unknown", "infinite")
 """What follows the rows for each expert in a rank's message to another."""
+
+
+def settings(token_dispatcher: str, combine: str) -> tuple[int, int]:
+    """Write a style's settings as the numbers that ranks tell each other: they exchange alike, or not at all."""
+    return DISPATCHERS.index(token_dispatcher), COMBINES.index(combine)
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,10 @@ def refusal(name: str, experts: int, received: Sequence[Sequence[int]]) -> str |
         for key, what in (("hidden", "tokens of size"), ("choices", "choices a token")):
             if each[key] != told[0][key]:
                 problems.append(f"rank {rank} has {what} {each[key]}, rank 0 {told[0][key]}")
+        if any(each[key] != told[0][key] for key in ("dispatcher", "combine")):
+            problems.append(
+                f"rank {rank} runs with {_written(each)}, rank 0 with {_written(told[0])}: give all ranks one style"
+            )
         if each["unknown"]:
             problems.append(
                 f"rank {rank} chose {each['unknown']} experts that are none of {experts}: their numbers go from 0 to"
@@ -96,3 +108,8 @@ def refusal(name: str, experts: int, received: Sequence[Sequence[int]]) -> str |
         if each["infinite"]:
             problems.append(f"rank {rank} has {each['infinite']} weights that are not finite: look at the router")
     return f"{name}: {'; '.join(problems)}." if problems else None
+
+
+def _written(told: Mapping[str, int]) -> str:
+    """Write the settings in a message as the arguments that they were."""
+    return f"token_dispatcher={DISPATCHERS[told['dispatcher']]!r}, combine={COMBINES[told['combine']]!r}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import hp_dtensor
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard
-from hp_moe.dispatch import TOLD, Dispatch, refusal
+from hp_moe.dispatch import TOLD, Dispatch, refusal, settings
 from hp_moe.experts import compute, describe
 from hp_moe.placement import ExpertPlacement
 from hp_moe.port import port
@@ -48,7 +48,7 @@ class ExpertLayer:
         self.widths = [len(local) for local in placement.local]
         self.group = None if experts is None else experts.get_group()
         slots = {expert: slot for slot, expert in enumerate(itertools.chain.from_iterable(placement.local))}
-        self.slots = [slots[expert] for expert in range(self.own.experts)]
+        self.slots = tuple(slots[expert] for expert in range(self.own.experts))
 
     def __call__(self, module: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute the sum over choices of weight times expert, for each token."""
@@ -117,8 +117,9 @@ class ExpertLayer:
         kind = Fast if self.style.combine_tokens == "fast" and choices > 1 else Exact
         route = kind(slots, choices, self.widths, self.group)
         counts, copies = f.split(f.count(slots, len(self.slots)), self.widths), route.copies()
-        told = [tokens.shape[-1], choices, unknown, f.not_finite(weights)]
-        message = f.message([part for rank in range(ranks) for part in (counts[rank], copies[rank], *told)])
+        numbers = (tokens.shape[-1], choices, *settings(self.style.token_dispatcher, self.style.combine_tokens))
+        told = f.message([numbers, unknown, f.not_finite(weights)], slots)
+        message = f.message([part for rank in range(ranks) for part in (counts[rank], copies[rank], told)], slots)
         sizes = [width + len(TOLD) for width in self.widths]
         own = sizes[0 if self.group is None else get_platform().groups.rank(self.group)]
         # The layer's one wait of the host.

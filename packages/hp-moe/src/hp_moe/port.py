@@ -36,7 +36,7 @@ class Port(Protocol):
         ...
 
     # ---- numbers ----
-    def slots(self, chosen: Tensor, table: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def slots(self, chosen: Tensor, table: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Look numbers up in a table; return them flat, and how many are none of its places, which count as 0."""
         ...
 
@@ -66,8 +66,8 @@ class Port(Protocol):
         """
         ...
 
-    def message(self, parts: Sequence[Tensor | int]) -> Tensor:
-        """Join tensors of integers, single ones, and plain integers."""
+    def message(self, parts: Sequence[Tensor | tuple[int, ...]], like: Tensor) -> Tensor:
+        """Join tensors of integers and plain integers, on the device of a tensor; plain ones are sent there once."""
         ...
 
     def split(self, numbers: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -31,7 +31,7 @@ class Route(Protocol):
     plan: Dispatch
     scale: Tensor | None
 
-    def copies(self) -> Sequence[Tensor | int]:
+    def copies(self) -> Sequence[Tensor | tuple[int, ...]]:
         """Count the tokens that go to each rank once."""
         ...
 
@@ -61,8 +61,8 @@ class Exact:
         self.choices, self.group, self.ranks = choices, group, len(widths)
         self.order, self.inverse = port().order(slots)
 
-    def copies(self) -> Sequence[Tensor | int]:
-        return [0] * self.ranks
+    def copies(self) -> Sequence[Tensor | tuple[int, ...]]:
+        return [(0,)] * self.ranks
 
     def dispatch(self, tokens: Tensor, weights: Tensor) -> Tensor:
         f, plan = port(), self.plan
@@ -99,7 +99,7 @@ class Fast:
         self.token, place, self.counts = f.copies(slots, choices, widths)
         self.place = f.take(place, self.order)
 
-    def copies(self) -> Sequence[Tensor | int]:
+    def copies(self) -> Sequence[Tensor | tuple[int, ...]]:
         return port().split(self.counts, [1] * len(self.counts))
 
     def dispatch(self, tokens: Tensor, weights: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Fast:
         own = f.exchange(own, plan.sent, plan.received, self.group)
         # A copy's place among those of its source, and before it those of the sources before.
         before = itertools.accumulate(plan.copies_received, initial=0)
-        shift = f.repeated(f.message(list(before)[:-1]).reshape(-1, 1), plan.received).reshape(-1)
+        shift = f.repeated(f.message([tuple(before)[:-1]], self.order).reshape(-1, 1), plan.received).reshape(-1)
         places = f.exchange(self.place, plan.sent, plan.received, self.group) + shift
         if not plan.sorted:
             back, there = f.order(f.positions(plan.blocks, self.order))

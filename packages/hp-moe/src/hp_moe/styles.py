@@ -27,6 +27,7 @@ class BaseExpertParallel(ParallelStyle):
     An expert's gradient is the sum over its tokens on all ranks, as in one process where those losses are added.
     """
 
+    token_dispatcher: str = "all_to_all"
     combine_tokens: Combine = "fast"
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:

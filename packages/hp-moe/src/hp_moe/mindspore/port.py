@@ -43,7 +43,7 @@ def replace_forward(module: nn.Cell, forward: Callable[..., Any]) -> None:
 
 
 # ---- numbers ----
-def slots(chosen: Tensor, table: Sequence[int]) -> tuple[Numbers, Numbers]:
+def slots(chosen: Tensor, table: tuple[int, ...]) -> tuple[Numbers, Numbers]:
     """Look numbers up in a table; count those that are none of its places."""
     numbers = chosen.asnumpy()
     unknown = (numbers < 0) | (numbers >= len(table))
@@ -75,7 +75,7 @@ def copies(slots: Numbers, choices: int, widths: Sequence[int]) -> tuple[Numbers
     return np.nonzero(goes.T)[1], places.reshape(-1), goes.sum(0)
 
 
-def message(parts: Sequence[Any]) -> Numbers:
+def message(parts: Sequence[Any], like: Any) -> Numbers:
     """Join integers."""
     return np.concatenate([np.asarray(part, np.int64).reshape(-1) for part in parts])
 

@@ -39,10 +39,10 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 # ---- numbers ----
-def slots(chosen: T, table: Sequence[int]) -> tuple[T, T]:
+def slots(chosen: T, table: tuple[int, ...]) -> tuple[T, T]:
     """Look numbers up in a table; count those that are none of its places."""
     unknown = (chosen < 0) | (chosen >= len(table))
-    return torch.tensor(table, device=chosen.device)[chosen.masked_fill(unknown, 0).flatten()], unknown.sum()
+    return _table(table, chosen.device)[chosen.masked_fill(unknown, 0).flatten()], unknown.sum()
 
 
 def not_finite(values: T) -> T:
@@ -64,18 +64,32 @@ def order(slots: T) -> tuple[T, T]:
 def copies(slots: T, choices: int, widths: Sequence[int]) -> tuple[T, T, T]:
     """List what goes to each rank once."""
     device = slots.device
-    owners = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
+    owners = _table(tuple(rank for rank, width in enumerate(widths) for _ in range(width)), device)
     there = owners[slots].view(-1, choices)
     goes = torch.zeros(len(there), len(widths), dtype=torch.bool, device=device).scatter_(1, there, True)
     places = (goes.cumsum(0) - 1).gather(1, there)
     return goes.t().nonzero()[:, 1], places.flatten(), goes.sum(0)
 
 
-def message(parts: Sequence[T | int]) -> T:
+def message(parts: Sequence[T | tuple[int, ...]], like: T) -> T:
     """Join integers."""
-    device = next((part.device for part in parts if isinstance(part, T)), get_platform().devices.current_device())
-    each = [part.view(-1) if isinstance(part, T) else torch.tensor([part], device=device) for part in parts]
-    return torch.cat(each)
+    return torch.cat([part.view(-1) if isinstance(part, T) else _table(part, like.device) for part in parts])
+
+
+def _table(numbers: tuple[int, ...], device: torch.device) -> T:
+    """Return numbers on a device, sent there once."""
+    table = _tables.get((numbers, device))
+    if table is None:
+        with torch.inference_mode(False):
+            table = torch.tensor(numbers, device=device)
+        if type(table) is T:  # not one of a mode that only plans
+            _tables[numbers, device] = table
+            if len(_tables) > 256:
+                del _tables[next(iter(_tables))]
+    return table
+
+
+_tables: dict[tuple[tuple[int, ...], torch.device], T] = {}
 
 
 def split(numbers: T, sizes: Sequence[int]) -> Sequence[T]:
