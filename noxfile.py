@@ -251,6 +251,13 @@ def soak(session: nox.Session) -> None:
             session.run("python", path)
 
 
+@nox.session(default=False)
+def sinks(session: nox.Session) -> None:
+    """Tests TensorBoard and Weights & Biases as sinks of metrics; what they wrote is read back."""
+    install(session, *PACKAGES, extras="[torch,test]", others=("tensorboard", "tensorboardX", "wandb"))
+    session.run("python", "-m", "pytest", "packages/hyper-parallel/tests/test_sinks.py", *session.posargs)
+
+
 @nox.session
 def sweep(session: nox.Session) -> None:
     """Every operator of torch's own database on DTensors, ours and torch's; writes docs/operators.md."""
