@@ -67,6 +67,17 @@ def test_a_mixture_equals_one_written_out(before):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@on_ranks(1)
+def test_second_derivatives_are_refused():
+    experts = GroupedExperts(8, 8, 2, use_grouped_mm=True).to(device_type())
+    x = torch.randn(9, 8, device=device_type(), requires_grad=True)
+    if device_type() != "cpu":
+        pytest.skip("products one after the other refuse it in torch's words")
+    (grad,) = torch.autograd.grad(experts(x, [4, 5]).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("before", [True, False])
 def test_styles_of_grouped_experts_equal_one_process(before):

@@ -26,6 +26,7 @@ class Description:
         biased: each weight has a bias, called as it is with ``_bias``.
         packed: the first product's one weight holds gate and up projection, one after the other.
         transposed: weights are ``[experts, in, out]``.
+        swiglu: ``silu(gate) * up`` is all between the two products.
         kernel: take one kernel for all experts' products, where the framework has it.
     """
 
@@ -37,6 +38,7 @@ class Description:
     biased: bool
     packed: bool
     transposed: bool
+    swiglu: bool
     kernel: bool = True
 
     @property
@@ -69,6 +71,7 @@ def describe(module: Any) -> Description:
             )
     transposed = bool(getattr(module, "is_transposed", False))
     down = getattr(module, second)
+    packed = gated and not own and bool(getattr(module, "is_concatenated", True))
     return Description(
         type(module).__name__,
         down.shape[0],
@@ -76,8 +79,9 @@ def describe(module: Any) -> Description:
         first,
         second,
         bool(getattr(module, "has_bias", False)),
-        gated and not own and bool(getattr(module, "is_concatenated", True)),
+        packed,
         transposed,
+        own or (packed and port().is_swiglu(module)),
         bool(getattr(module, "use_grouped_mm", True)),
     )
 
@@ -105,20 +109,22 @@ def compute(
         ``[rows, hidden]``.
     """
     inner = [_linear(rows, own, name, sizes, part) for name in own.first]
-    if len(own.first) == 2:
-        between = port().swiglu
-    else:
-        between = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     within = weights if norm is None else None
-    if within is None:
-        out = _linear(port().recomputed(between, *inner), own, own.second, sizes, part)
-    else:
-        weighted = port().recomputed(lambda *values: between(*values[:-1]) * values[-1], *inner, within)
-        out = _linear(weighted, own, own.second, sizes, part, within)
+    out = _linear(_between(module, own, inner, within), own, own.second, sizes, part, within)
     if norm is None:
         return out
     return norm(out) if weights is None else norm(out) * weights
+
+
+def _between(module: Any, own: Description, inner: Sequence[Tensor], weights: Tensor | None) -> Tensor:
+    """Compute what is between an expert's two products, times weights; backward computes it again."""
+    if own.swiglu:
+        return port().swiglu(inner, weights)
+    gate = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
+    if weights is None:
+        return port().recomputed(gate, *inner)
+    return port().recomputed(lambda *values: gate(*values[:-1]) * values[-1], *inner, weights)
 
 
 def _linear(

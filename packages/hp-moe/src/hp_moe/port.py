@@ -126,8 +126,17 @@ class Port(Protocol):
         """Apply a function without parameters, of which backward saves the inputs alone."""
         ...
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return ``silu(gate) * up``."""
+    def is_swiglu(self, module: Module) -> bool:
+        """Tell whether packed experts compute ``silu(gate) * up``, and nothing else, between their products."""
+        ...
+
+    def swiglu(self, inner: Sequence[Tensor], weights: Tensor | None) -> Tensor:
+        """Return ``silu(gate) * up * weights``, of which backward saves the inputs alone.
+
+        Args:
+            inner: gate and up projection ``[rows, features]``, or one tensor with both, one after the other.
+            weights: ``[rows, 1]``; None is 1.
+        """
         ...
 
     def cast(self, value: Tensor, like: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class FeedForward(nn.Cell):
         self.w2 = mint.nn.Linear(hidden_dim, dim, bias)
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.w2(swiglu(self.w1(x), self.w3(x)))
+        return self.w2(swiglu((self.w1(x), self.w3(x)), None))
 
 
 class GroupedExperts(nn.Cell):

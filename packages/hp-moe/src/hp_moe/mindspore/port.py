@@ -162,9 +162,16 @@ def recomputed(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
     return function(*values)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up``; silu's own kernel on CPU computes its gradient in float32."""
-    return gate * mint.sigmoid(gate) * up
+def is_swiglu(module: nn.Cell) -> bool:
+    """Tell whether packed experts compute ``silu(gate) * up`` in between: each has its own method for that."""
+    return False
+
+
+def swiglu(inner: Sequence[Tensor], weights: Tensor | None) -> Tensor:
+    """Return ``silu(gate) * up * weights``; silu's own kernel on CPU computes its gradient in float32."""
+    gate, up = inner
+    out = gate * mint.sigmoid(gate) * up
+    return out if weights is None else out * weights
 
 
 def cast(value: Tensor, like: Tensor) -> Tensor:

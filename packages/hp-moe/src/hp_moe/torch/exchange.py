@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from hp_platform import get_platform
 from hp_platform.torch.heavy import exchanged
 
-__all__ = ["Combined", "Exchange", "Recomputed", "Repeated", "Spread"]
+__all__ = ["Combined", "Exchange", "Recomputed", "Repeated", "Spread", "SwiGlu"]
 
 T = torch.Tensor
 
@@ -95,8 +97,59 @@ class Recomputed(torch.autograd.Function):
         return function(*values)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:  # type: ignore[override]
         values = [value.detach().requires_grad_() for value in ctx.saved_tensors]
         with torch.enable_grad():
             out = ctx.function(*values)
         return None, *torch.autograd.grad(out, values, grad)
+
+
+_BLOCK = 1 << 16  # elements: what is in between of a block stays in a core's cache
+
+
+class SwiGlu(torch.autograd.Function):
+    """``silu(gate) * up * weights``; its backward computes ``silu`` again: only its inputs are saved.
+
+    On CPU some rows at a time, which costs half as much: a tensor of all rows is written to memory and read again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: T | None, *inner: T) -> T:
+        ctx.save_for_backward(weights, *inner)
+        gate, up = _halves(inner)
+        out = torch.empty_like(up, memory_format=torch.contiguous_format)
+        for rows in _blocks(out):
+            torch.mul(F.silu(gate[rows]), up[rows], out=out[rows])
+            if weights is not None:
+                out[rows] *= weights[rows]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:  # type: ignore[override]
+        weights, *inner = ctx.saved_tensors
+        (gate, up), to_inner = _halves(inner), [torch.empty_like(each) for each in inner]
+        to_gate, to_up = _halves(to_inner)
+        to_weights = torch.empty_like(weights) if ctx.needs_input_grad[0] else None
+        for rows in _blocks(up):
+            own, active = grad[rows], F.silu(gate[rows])
+            weighted = own.clone() if weights is None else own * weights[rows]
+            torch.mul(weighted, active, out=to_up[rows])
+            if to_weights is not None:
+                to_weights[rows] = torch.linalg.vecdot(own, active.mul_(up[rows])).unsqueeze(-1)
+            weighted *= up[rows]
+            torch.ops.aten.silu_backward.grad_input(weighted, gate[rows], grad_input=to_gate[rows])
+        return to_weights, *to_inner
+
+
+def _halves(inner: Sequence[T]) -> tuple[T, T]:
+    """Return gate and up projection, of one tensor one after the other or of two."""
+    gate, up = inner[0].chunk(2, 1) if len(inner) == 1 else inner
+    return gate, up
+
+
+def _blocks(rows: T) -> list[slice]:
+    """Cut rows into blocks; on devices there is one."""
+    step = max(_BLOCK // max(rows.shape[1], 1), 1) if rows.device.type == "cpu" else max(len(rows), 1)
+    return [slice(first, first + step) for first in range(0, len(rows), step)]

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
-from hp_moe.torch.exchange import Combined, Exchange, Recomputed, Repeated, Spread
+from hp_moe.torch.exchange import Combined, Exchange, Recomputed, Repeated, Spread, SwiGlu
 from hp_platform import get_platform
 from hp_platform.torch.grouped import grouped_linear
 
@@ -170,9 +169,16 @@ def recomputed(function: Callable[..., T], *values: T) -> T:
     return Recomputed.apply(function, *values)
 
 
-def swiglu(gate: T, up: T) -> T:
-    """Return ``silu(gate) * up``."""
-    return F.silu(gate) * up
+def is_swiglu(module: nn.Module) -> bool:
+    """Tell whether experts of transformers have the gate that most have: ``silu(gate) * up``."""
+    gate, act = getattr(type(module), "_apply_gate", None), type(getattr(module, "act_fn", None))
+    silu = act is nn.SiLU or (act.__module__, act.__name__) == ("transformers.activations", "SiLUActivation")
+    return silu and getattr(gate, "__module__", None) == "transformers.integrations.moe"
+
+
+def swiglu(inner: Sequence[T], weights: T | None) -> T:
+    """Return ``silu(gate) * up * weights``."""
+    return SwiGlu.apply(weights, *inner)
 
 
 def cast(value: T, like: T) -> T:
