@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_moe.placement import ExpertPlacement, plan_replicas
+from hp_moe.placing import place_experts, rebalance
 from hp_moe.styles import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, TensorParallel
 from hp_platform.extend import lazy_exports
 
@@ -23,7 +24,9 @@ __all__ = [
     "ExpertPlacement",
     "TensorParallel",
     "TokenChoiceTopKRouter",
+    "place_experts",
     "plan_replicas",
+    "rebalance",
     "update_expert_bias",
 ]
 

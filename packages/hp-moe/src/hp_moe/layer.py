@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hp_dtensor
@@ -12,8 +12,10 @@ from hp_moe.dispatch import TOLD, Dispatch, refusal, settings
 from hp_moe.experts import compute, describe
 from hp_moe.placement import ExpertPlacement
 from hp_moe.port import port
+from hp_moe.replicas import Loans, check_slots, choose_holders
 from hp_moe.routes import Exact, Fast, Route
 from hp_platform import get_platform
+from hp_platform.frames import current_frame
 
 if TYPE_CHECKING:
     from hp_moe.styles import BaseExpertParallel
@@ -45,19 +47,72 @@ class ExpertLayer:
     ) -> None:
         self.own, self.style = describe(module), style
         self.experts, self.features = experts, features
-        self.widths = [len(local) for local in placement.local]
         self.group = None if experts is None else experts.get_group()
-        slots = {expert: slot for slot, expert in enumerate(itertools.chain.from_iterable(placement.local))}
-        self.slots = tuple(slots[expert] for expert in range(self.own.experts))
+        self.rank = 0 if self.group is None else get_platform().groups.rank(self.group)
+        self.load = [0] * self.own.experts
+        self.place(placement)
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """Run by a placement from now on.
+
+        Args:
+            placement: its homes are those of the parameters' layout.
+        """
+        self.placement = placement
+        self.widths = [len(local) for local in placement.local]
+        self.computed = list(itertools.chain.from_iterable(placement.local))
+        self.loans = Loans.of(placement, self.rank)
+        self.slots = tuple(self.computed.index(expert) for expert in range(self.own.experts))
+
+    def check(self, placement: ExpertPlacement) -> None:
+        """Refuse a placement that does not fit.
+
+        Raises:
+            ValueError: see ``check_slots``.
+        """
+        check_slots(self.own.name, placement, self.own.experts, len(self.widths), self.style.slots)
 
     def __call__(self, module: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute the sum over choices of weight times expert, for each token."""
         (tokens, chosen, weights), restore = self._local(tokens, chosen, weights)
+        parts = {name: self._part(getattr(module, name)) for name in self.own.parameters}
+        guests = self._borrow(parts)
         route = self._route(tokens, chosen, weights)
         rows = self.style.dispatch(route, tokens, weights)
         scale = None if route.scale is None else port().cast(route.scale, rows)
-        rows = compute(module, self.own, rows, route.plan.sizes, lambda name: self._part(getattr(module, name)), scale)
+        rows = self._compute(module, rows, route.plan.sizes, parts, guests, scale)
         return restore(port().cast(self.style.combine(route, rows), tokens))
+
+    def _compute(
+        self,
+        module: Any,
+        rows: Tensor,
+        sizes: Sequence[int],
+        parts: Mapping[str, Tensor],
+        guests: Mapping[str, Tensor],
+        scale: Tensor | None,
+    ) -> Tensor:
+        """Compute the rows of this rank's own experts, then those of its replicas."""
+        if self.loans is None:
+            return compute(module, self.own, rows, sizes, parts.__getitem__, scale)
+        count = self.placement.home.count(self.rank)
+        end, here, there = sum(sizes[:count]), list(sizes[:count]), self.loans.sizes(sizes[count:])
+        scales = (None, None) if scale is None else (scale[:end], scale[end:])
+        own = compute(module, self.own, rows[:end], here, parts.__getitem__, scales[0])
+        return port().joined([own, compute(module, self.own, rows[end:], there, guests.__getitem__, scales[1])])
+
+    def _borrow(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Exchange the weights of replicated experts."""
+        if self.loans is None:
+            return {}
+        frame = current_frame()
+        if frame is not None and frame.weights is not None:
+            raise NotImplementedError(
+                f"{self.own.name}: experts have replicas, and the layer runs in a frame that puts its weights'"
+                " gradients off, as split backward does, so ranks would return gradients at different times. Use a"
+                " schedule without split backward, or no replicas"
+            )
+        return {name: self.loans.borrow(part, self.group) for name, part in parts.items()}
 
     def rows(self, module: Any, rows: Tensor, counts: Tensor | Sequence[int], scores: Tensor | None) -> Tensor:
         """Compute rows ordered by expert, as ``GroupedExperts`` does."""
@@ -113,15 +168,18 @@ class ExpertLayer:
     # ---- where tokens go ----
     def _route(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Route:
         f, choices, ranks = port(), chosen.shape[-1], len(self.widths)
-        slots, unknown = f.slots(chosen, self.slots)
+        table = tuple(range(self.own.experts)) if self.loans else self.slots
+        slots, unknown = f.slots(chosen, table)
+        if self.loans:
+            slots = choose_holders(slots, self.placement, self.group, self.rank, whole=False)
         kind = Fast if self.style.combine_tokens == "fast" and choices > 1 else Exact
         route = kind(slots, choices, self.widths, self.group)
-        counts, copies = f.split(f.count(slots, len(self.slots)), self.widths), route.copies()
+        counts, copies = f.split(f.count(slots, len(self.computed)), self.widths), route.copies()
         numbers = (tokens.shape[-1], choices, *settings(self.style.token_dispatcher, self.style.combine_tokens))
         told = f.message([numbers, unknown, f.not_finite(weights)], slots)
         message = f.message([part for rank in range(ranks) for part in (counts[rank], copies[rank], told)], slots)
         sizes = [width + len(TOLD) for width in self.widths]
-        own = sizes[0 if self.group is None else get_platform().groups.rank(self.group)]
+        own = sizes[self.rank]
         # The layer's one wait of the host.
         sent, received = map(iter, f.exchange_numbers(message, sizes, [own] * ranks, self.group))
         to_each = [list(itertools.islice(sent, size)) for size in sizes]
@@ -129,6 +187,10 @@ class ExpertLayer:
         problem = refusal(self.own.name, self.own.experts, of_each)
         if problem:
             raise ValueError(problem)
+        if self.style.slots:
+            rows = itertools.chain.from_iterable(each[: -len(TOLD)] for each in to_each)
+            for expert, count in zip(self.computed, rows, strict=True):
+                self.load[expert] += count
         route.plan = Dispatch.of(to_each, of_each)
         return route
 

@@ -69,12 +69,12 @@ class ExpertPlacement:
 
     @functools.cached_property
     def local(self) -> tuple[tuple[int, ...], ...]:
-        """List the experts that each rank computes: those at home there, then its replicas, each ascending."""
+        """List the experts that each rank computes: those at home there, ascending, then its replicas, by home."""
         at_home: list[list[int]] = [[] for _ in range(self.ranks)]
         visiting: list[list[int]] = [[] for _ in range(self.ranks)]
-        for expert, (home, *others) in enumerate(self.holders):
-            at_home[home].append(expert)
-            for rank in others:
+        for expert in sorted(range(len(self.home)), key=lambda each: self.home[each]):
+            at_home[self.home[expert]].append(expert)
+            for rank in self.replicas[expert]:
                 visiting[rank].append(expert)
         return tuple((*own, *guests) for own, guests in zip(at_home, visiting, strict=True))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hp_dtensor import DeviceMesh, Placement
@@ -33,6 +33,10 @@ class Port(Protocol):
 
     def replace_forward(self, module: Module, forward: Callable[..., Any]) -> None:
         """Let a module's calls run ``forward(module, ...)``; its hooks stay, and copies of it run their own."""
+        ...
+
+    def named_modules(self, model: Module) -> Iterable[tuple[str, Module]]:
+        """List a model's modules and their names, the model among them."""
         ...
 
     # ---- numbers ----
@@ -80,6 +84,10 @@ class Port(Protocol):
         """Exchange integers with all ranks; return what was sent and what came, on the host."""
         ...
 
+    def summed_numbers(self, numbers: Sequence[int], group: Any) -> list[int]:
+        """Add integers up over the ranks of a group."""
+        ...
+
     def positions(self, blocks: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
         """List the numbers of blocks (first, count), one after the other, on the device of a tensor."""
         ...
@@ -107,6 +115,10 @@ class Port(Protocol):
 
     def summed(self, rows: Tensor, places: Tensor, count: int) -> Tensor:
         """Add rows to ``count`` rows of zeros, at places."""
+        ...
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return rows one part after the other."""
         ...
 
     def ones(self, rows: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class BaseExpertParallel(ParallelStyle):
 
     token_dispatcher: str = "all_to_all"
     combine_tokens: Combine = "fast"
+    slots: int = 0
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Shard the experts and run them over the ranks.
@@ -88,22 +89,24 @@ class ExpertParallel(BaseExpertParallel):
         combine: ``"fast"`` sends a token once to each rank that has any of its experts, which adds their results up:
             fewer bytes. ``"exact"`` sends it for each expert and adds up where it came from: the bits do not depend on
             the number of ranks.
+        slots: replicas of hot experts that each rank has room for: see ``rebalance``.
 
     Raises:
-        ValueError: another dispatcher or way to combine.
+        ValueError: another dispatcher or way to combine, a negative number of slots.
     """
 
-    def __init__(self, token_dispatcher: str = "all_to_all", *, combine: Combine = "fast") -> None:
+    def __init__(self, token_dispatcher: str = "all_to_all", *, combine: Combine = "fast", slots: int = 0) -> None:
         if token_dispatcher != "all_to_all":
             raise ValueError(
                 f"ExpertParallel: token_dispatcher is 'all_to_all', got {token_dispatcher!r}; exchanges in two hops"
                 " over a mesh of two axes are not built"
             )
         self.token_dispatcher, self.combine_tokens = token_dispatcher, _checked(self, combine)
+        self.slots = _checked_slots(self, slots)
 
     def __repr__(self) -> str:
         """Write the constructor."""
-        return f"ExpertParallel({self.token_dispatcher!r}, combine={self.combine_tokens!r})"
+        return f"ExpertParallel({self.token_dispatcher!r}, combine={self.combine_tokens!r}{_slots(self)})"
 
 
 class ExpertTensorParallel(BaseExpertParallel):
@@ -114,15 +117,16 @@ class ExpertTensorParallel(BaseExpertParallel):
 
     Args:
         combine: see ``ExpertParallel``.
+        slots: see ``ExpertParallel``.
 
     Raises:
-        ValueError: another way to combine.
+        ValueError: another way to combine, a negative number of slots.
     """
 
     mesh_axes = 2
 
-    def __init__(self, *, combine: Combine = "fast") -> None:
-        self.combine_tokens = _checked(self, combine)
+    def __init__(self, *, combine: Combine = "fast", slots: int = 0) -> None:
+        self.combine_tokens, self.slots = _checked(self, combine), _checked_slots(self, slots)
 
     def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         return mesh[_names(mesh)[0]]
@@ -143,7 +147,7 @@ class ExpertTensorParallel(BaseExpertParallel):
 
     def __repr__(self) -> str:
         """Write the constructor."""
-        return f"ExpertTensorParallel(combine={self.combine_tokens!r})"
+        return f"ExpertTensorParallel(combine={self.combine_tokens!r}{_slots(self)})"
 
 
 class TensorParallel(BaseExpertParallel):
@@ -196,6 +200,16 @@ def _checked(style: BaseExpertParallel, combine: Combine) -> Combine:
     if combine not in ("fast", "exact"):
         raise ValueError(f"{type(style).__name__}: combine is 'fast' or 'exact', got {combine!r}")
     return combine
+
+
+def _checked_slots(style: BaseExpertParallel, slots: int) -> int:
+    if slots < 0:
+        raise ValueError(f"{type(style).__name__}: slots is the number of replicas on a rank, 0 or more, got {slots}")
+    return slots
+
+
+def _slots(style: BaseExpertParallel) -> str:
+    return f", slots={style.slots}" if style.slots else ""
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:

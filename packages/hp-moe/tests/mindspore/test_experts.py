@@ -10,11 +10,14 @@ from mindspore import Parameter, Tensor, nn
 from hp_dtensor import init_device_mesh, parallelize_value_and_grad
 from hp_moe import (
     ExpertParallel,
+    ExpertPlacement,
     ExpertTensorParallel,
     FeedForward,
     MoE,
     TensorParallel,
     TokenChoiceTopKRouter,
+    place_experts,
+    rebalance,
     update_expert_bias,
 )
 from hp_platform import get_platform
@@ -51,11 +54,13 @@ def summed(array: np.ndarray) -> np.ndarray:
     return total.asnumpy()
 
 
-def compare(style, shape, axes, losses, ranks, **options):
+def compare(style, shape, axes, losses, ranks, placement=None, **options):
     rank = get_platform().groups.rank()
     mesh = init_device_mesh(device_type(), shape, mesh_dim_names=axes)
     single, moe = build(**options), build(**options)
     parallelize_module(moe.experts, mesh, style)
+    if placement is not None:
+        place_experts(moe.experts, placement)
     x = Tensor(np.random.default_rng(5).standard_normal((8, 6)))
     own = np.split(x.asnumpy(), losses)[rank * losses // ranks]
     loss, to_x, gradients = differentiated(single, x)
@@ -74,6 +79,13 @@ def test_whole_experts_on_each_rank_equal_one_process():
     for combine in ("fast", "exact"):
         compare(ExpertParallel(combine=combine), (2,), ("ep",), 2, 2, score_before_experts=combine == "fast")
     compare(TensorParallel(), (2,), ("tp",), 1, 2)
+
+
+@on_ranks(2)
+def test_replicas_equal_one_process():
+    placement = ExpertPlacement((0, 0, 0, 1, 1, 1), ((1,), (), (1,), (0,), (), ()), 2)
+    for combine in ("fast", "exact"):
+        compare(ExpertParallel(combine=combine, slots=2), (2,), ("ep",), 2, 2, placement)
 
 
 @on_ranks(4)
@@ -148,6 +160,15 @@ def test_a_bad_input_of_one_rank_is_an_error_of_all():
     tokens, weights = Tensor(np.ones((3, 6))), Tensor(np.ones((3, 2)))
     with pytest.raises(ValueError, match="rank 1 chose 3 experts that are none of 5"):
         experts(tokens, Tensor(np.array([[0, 4 + rank]] * 3)), weights)
+
+
+@on_ranks(2)
+def test_hot_experts_get_replicas():
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",))
+    experts = parallelize_module(Packed(), mesh, ExpertParallel(slots=1))
+    experts(Tensor(np.ones((9, 6))), Tensor(np.array([[1, 0]] * 9)), Tensor(np.ones((9, 2))))
+    (placement,) = rebalance(experts).values()
+    assert placement.home == (0, 0, 0, 1, 1) and placement.replicas in (((1,), (), (), (), ()), ((), (1,), (), (), ()))
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ Note [Numbers on the host]
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mindspore
@@ -40,6 +40,11 @@ def distribute(
 def replace_forward(module: nn.Cell, forward: Callable[..., Any]) -> None:
     """Let a Cell's calls run ``forward``."""
     module.construct = types.MethodType(forward, module)
+
+
+def named_modules(model: nn.Cell) -> Iterable[tuple[str, nn.Cell]]:
+    """List Cells and their names."""
+    return model.cells_and_names()
 
 
 # ---- numbers ----
@@ -100,6 +105,13 @@ def _exchanged(numbers: Numbers, sent: Sequence[int], received: Sequence[int], g
     return out.asnumpy().reshape(-1)
 
 
+def summed_numbers(numbers: Sequence[int], group: Any) -> list[int]:
+    """Add integers up over ranks."""
+    total = Tensor(np.asarray(numbers, np.int64))
+    get_platform().collectives.all_reduce(total, group=group)
+    return total.asnumpy().tolist()
+
+
 def positions(blocks: Sequence[tuple[int, int]], like: Any) -> Numbers:
     """List the numbers of blocks."""
     return np.concatenate([np.arange(first, first + rows) for first, rows in blocks])
@@ -139,6 +151,11 @@ def combined(rows: Tensor, weights: Tensor, order: Numbers, inverse: Numbers) ->
 def summed(rows: Tensor, places: Numbers, count: int) -> Tensor:
     """Add rows at places."""
     return Summed.apply(rows, places, count)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return rows one part after the other."""
+    return mint.cat(list(parts))
 
 
 def ones(rows: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ def distribute(
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Let a module's calls run ``forward``; a method, as a copy of the module binds it to itself."""
     module.forward = types.MethodType(forward, module)
+
+
+def named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """List modules and their names."""
+    return model.named_modules()
 
 
 # ---- numbers ----
@@ -80,7 +85,7 @@ def _table(numbers: tuple[int, ...], device: torch.device) -> T:
     table = _tables.get((numbers, device))
     if table is None:
         with torch.inference_mode(False):
-            table = torch.tensor(numbers, device=device)
+            table = torch.tensor(numbers, dtype=torch.int64, device=device)
         if type(table) is T:  # not one of a mode that only plans
             _tables[numbers, device] = table
             if len(_tables) > 256:
@@ -107,6 +112,13 @@ def exchange_numbers(
     get_platform().collectives.all_to_all(arrived, message, list(received), list(sent), group=group)
     numbers = torch.cat([message, arrived]).tolist()
     return numbers[: len(message)], numbers[len(message) :]
+
+
+def summed_numbers(numbers: Sequence[int], group: Any) -> list[int]:
+    """Add integers up over ranks."""
+    total = torch.tensor(list(numbers), device=get_platform().devices.current_device())
+    get_platform().collectives.all_reduce(total, group=group)
+    return total.tolist()
 
 
 def positions(blocks: Sequence[tuple[int, int]], like: T) -> T:
@@ -146,6 +158,11 @@ def combined(rows: T, weights: T, order: T, inverse: T) -> T:
 def summed(rows: T, places: T, count: int) -> T:
     """Add rows at places."""
     return rows.new_zeros((count, rows.shape[1])).index_add(0, places, rows)
+
+
+def joined(parts: Sequence[T]) -> T:
+    """Return rows one part after the other."""
+    return torch.cat(list(parts))
 
 
 def ones(rows: T) -> T:

@@ -1,0 +1,101 @@
+"""Change which ranks compute an expert, between steps: replicas that follow the load, and homes."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from hp_moe.layer import ExpertLayer
+from hp_moe.placement import ExpertPlacement, plan_replicas
+from hp_moe.port import port
+from hp_platform import get_platform
+
+__all__ = ["place_experts", "rebalance"]
+
+
+def rebalance(model: Any, *, keep: float = 0.05, group: Any = None) -> dict[str, ExpertPlacement]:
+    """Give hot experts replicas, by the tokens that experts got since the last call; counts begin anew.
+
+    Between steps, on all ranks, every some dozens of steps. Loads are integers summed over all ranks, so each rank
+    decides alike. Homes stay: see ``place_experts``.
+
+    Args:
+        model: with modules of experts whose style has ``slots``.
+        keep: see ``plan_replicas``.
+        group: the ranks whose tokens count, and that call; None is all.
+
+    Returns:
+        The placement of each module of experts, by its name.
+
+    Raises:
+        ValueError: no module of experts has slots.
+    """
+    layers = {name: layer for name, layer in _layers(model).items() if layer.style.slots}
+    if not layers:
+        raise ValueError(
+            f"rebalance: {type(model).__name__} has no experts with slots for replicas; apply a style with some,"
+            " such as ExpertParallel(slots=1)"
+        )
+    groups = get_platform().groups
+    loads = [tokens for layer in layers.values() for tokens in layer.load]
+    if groups.is_initialized():
+        loads = port().summed_numbers(loads, groups.default_group() if group is None else group)
+    for layer in layers.values():
+        count = layer.own.experts
+        load, loads = loads[:count], loads[count:]
+        layer.place(plan_replicas(load, layer.placement, layer.style.slots, keep=keep))
+        layer.load = [0] * count
+    return {name: layer.placement for name, layer in layers.items()}
+
+
+def place_experts(module: Any, placement: ExpertPlacement) -> None:
+    """Place the experts of a module, between steps, on all ranks of their mesh.
+
+    Args:
+        module: of experts, under a style.
+        placement: of its experts, with replicas as far as the style has ``slots``.
+
+    Raises:
+        TypeError: a module without a style of experts.
+        ValueError: a placement of another number of experts or ranks, with more replicas on a rank than it has slots;
+            ranks that were passed different ones.
+    """
+    layer = getattr(module, "_expert_layer", None)
+    if layer is None:
+        raise TypeError(
+            f"place_experts: {type(module).__name__} has no experts over ranks; apply ExpertParallel to it first"
+        )
+    problem = _problem(layer, placement)
+    _agree(layer, placement, problem)
+    layer.place(placement)
+
+
+def _problem(layer: ExpertLayer, placement: ExpertPlacement) -> str | None:
+    try:
+        layer.check(placement)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _agree(layer: ExpertLayer, placement: ExpertPlacement, problem: str | None) -> None:
+    """Raise on all ranks alike where one has a problem, or another placement."""
+    digest = -1 if problem else zlib.crc32(repr(placement).encode())
+    digests = [digest if rank == layer.rank else 0 for rank in range(len(layer.widths))]
+    if layer.group is not None:
+        digests = port().summed_numbers(digests, layer.group)
+    if problem:
+        raise ValueError(problem)
+    for rank, other in enumerate(digests):
+        if other == -1:
+            raise ValueError(f"{layer.own.name}: rank {rank} was passed a placement that does not fit; see its error.")
+        if other != digest:
+            raise ValueError(
+                f"{layer.own.name}: rank {layer.rank} and rank {rank} were passed different placements; pass the"
+                " same on all ranks"
+            )
+
+
+def _layers(model: Any) -> dict[str, ExpertLayer]:
+    layers = {name: getattr(module, "_expert_layer", None) for name, module in port().named_modules(model)}
+    return {name: layer for name, layer in layers.items() if layer is not None}
