@@ -242,6 +242,14 @@ def context(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def experts(session: nox.Session) -> None:
+    """Mixtures of experts of transformers under all products of axes and routings; `-- --only Mixtral` for some."""
+    install(session, *PACKAGES, extras="[torch,test]")
+    environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "packages/hyper-parallel/benchmarks/matrix_experts.py", *session.posargs, env=environment)
+
+
+@nox.session(default=False)
 def soak(session: nox.Session) -> None:
     """Runs every packages/*/benchmarks/soak_*.py, a thousand steps and more; `-- hp-offload` for one package."""
     install(session, *PACKAGES, extras="[torch,test]")

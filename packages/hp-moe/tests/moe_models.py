@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hp_dtensor import DTensor
 from hp_platform import get_platform
 
 COMMON: dict[str, Any] = {
@@ -57,11 +55,13 @@ OWN: dict[str, dict[str, Any]] = {
 """What configurations have beside, or instead of, COMMON; None leaves an entry out."""
 
 
-def build(name: str) -> Any:
+def build(name: str, num_experts: int = 6) -> Any:
     """Build a family's model in float64, its weights drawn from one seed."""
     import transformers
 
-    settings = {key: value for key, value in {**COMMON, **OWN[name]}.items() if value is not None or "token_id" in key}
+    both = {**COMMON, **OWN[name]}
+    both |= {key: num_experts for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in both}
+    settings = {key: value for key, value in both.items() if value is not None or "token_id" in key}
     config = getattr(transformers, name)(**settings)
     config._experts_implementation = config._attn_implementation = "eager"  # torch's grouped product has no float64
     torch.manual_seed(0)
@@ -91,20 +91,3 @@ def sum_over_ranks(tensor: torch.Tensor) -> None:
     """Sum a tensor over all ranks, in place; in float64 on every device."""
     platform = get_platform()
     platform.collectives.all_reduce(tensor, group=platform.groups.default_group())
-
-
-def average(parameter: torch.Tensor, losses: int) -> torch.Tensor:
-    """Make a parameter's gradient that of the mean of the losses; return all of it.
-
-    Args:
-        parameter: a DTensor, whose gradient is that of the sum, or a plain one, whose gradient each rank has a part of.
-        losses: how many different losses there are.
-    """
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    if isinstance(parameter, DTensor):
-        parameter.grad /= losses
-        return parameter.grad.full_tensor()
-    sum_over_ranks(parameter.grad)
-    parameter.grad /= dist.get_world_size()
-    return parameter.grad

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "hp-moe" / "tests"))
+from moe_runs import Run, judge
 
 from hp_dtensor import DTensor, init_device_mesh
 from hp_fsdp import clip_grad_norm_, fully_shard
@@ -103,3 +109,26 @@ def test_experts_in_stages_of_a_pipeline_get_the_gradients_of_one_process(kind):
             gradient = parameter.grad
             get_platform().collectives.all_reduce(gradient, "avg", group=mesh.get_group("ep"))
         torch.testing.assert_close(gradient, expected[key].grad, rtol=1e-10, atol=1e-12, msg=key)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("GptOssConfig", "ep2 x fsdp2", "empty", num_experts=2),  # more ranks than experts
+        Run("MixtralConfig", "ep2 x fsdp2 on dim 1", num_experts=3),
+        Run("Glm4MoeConfig", "ep4 x fsdp4", "one", num_experts=8, checkpointed=True),
+        Run("Qwen3NextConfig", "ep2 x pp2", "empty"),
+        Run("DeepseekV3Config", "ep2 x pp2", "one", "exact", checkpointed=True),
+    ],
+    ids=lambda run: f"{run.family} {run.product}",
+)
+def test_families_beside_sharded_parameters_and_in_stages_equal_one_process(run):
+    assert judge(run) == "right"
+
+
+@on_ranks(4)
+def test_experts_spread_unevenly_are_not_cut_into_ranges():
+    said = judge(Run("MixtralConfig", "ep2 x fsdp2", num_experts=3))
+    assert said.startswith("refused: fully_shard: parameter 'gate_up_proj' is spread unevenly over")
+    assert "shard another dim, with shard_placement_fn=lambda parameter: Shard(1)" in said

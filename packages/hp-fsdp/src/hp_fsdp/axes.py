@@ -297,7 +297,7 @@ class DataAxes(_Grouped):
             dim: the sharded dim; None for ranges of flattened elements.
 
         Raises:
-            ValueError: ``inner`` is on a mesh that cannot be joined with this one, or shards ``dim`` already.
+            ValueError: ``inner`` is on a mesh that cannot be joined with this one, shards ``dim``, or is uneven.
         """
         ours: list[Placement] = [Replicate()] * self.mesh.ndim
         if self.shards:
@@ -309,6 +309,12 @@ class DataAxes(_Grouped):
             raise ValueError(
                 f"fully_shard: parameter {name!r} is placed {inner.placements} on {inner.mesh}, as a copy of one that"
                 " is sharded. Copy a model before fully_shard, or build a second one and load its state"
+            )
+        if dim is None and self.shards and any(isinstance(p, RaggedShard) for p in inner.placements):
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is spread unevenly over {inner.mesh}, {inner.placements}, and cannot"
+                " be cut into ranges of its elements as well: shard another dim, with"
+                " shard_placement_fn=lambda parameter: Shard(1), or use a number of ranks that divides it"
             )
         others = [axis for axis in range(inner.mesh.ndim) if axis not in here]
         if not others:
