@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
+from hp_plan.effects import check_effects
 from hp_plan.experts import check_expert_axis
 from hp_plan.memory import check_memory, check_states
 from hp_plan.outline import ModelOutline, ModuleOutline, generalise, matching
@@ -29,7 +30,7 @@ def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
         plan: the plan.
         world_size: number of ranks; None leaves that unchecked.
     """
-    own = [*check_pipeline(plan), *check_fsdp(plan), *check_memory(plan), *check_states(plan)]
+    own = [*check_effects(plan), *check_pipeline(plan), *check_fsdp(plan), *check_memory(plan), *check_states(plan)]
     return [*check_mesh(plan, world_size), *_check_training(plan), *own, *_check_device(plan)]
 
 
@@ -264,9 +265,6 @@ def _check_groups(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
 def _check_optimizer(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     diagnostics = []
     section = plan.optimizer
-    if section.muon and section.name != "muon":
-        message = f"patterns for Muon, but the optimizer is {section.name}"
-        diagnostics.append(Diagnostic("optimizer.muon", message, 'write name = "muon" in [optimizer]'))
     shapes = {
         f"{name}.{key}" if name else key: shape
         for name, module in model.modules.items()

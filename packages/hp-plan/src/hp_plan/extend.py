@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hp_plan.diagnostics import near_misses
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
+from hp_plan.overrides import Setting, override, settings
 from hp_plan.pipelines import Choice, Outlook, outlook
 from hp_plan.plan import data_parallel_rows, read_plan, read_toml
 from hp_plan.port import build
@@ -14,6 +15,7 @@ __all__ = [
     "Choice",
     "Outlook",
     "Report",
+    "Setting",
     "TORCH_ONLY",
     "UNREAD",
     "build",
@@ -22,7 +24,9 @@ __all__ = [
     "memory_shortage",
     "near_misses",
     "outlook",
+    "override",
     "read_plan",
     "read_toml",
+    "settings",
     "style_notes",
 ]
