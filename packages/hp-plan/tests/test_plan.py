@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 import hp_plan
 from hp_plan import MeshSection, OptimizerSection, ParallelPlan, PlanError, RunSection
+from hp_plan.extend import json_schema
+from hp_plan.plan import SECTIONS
 
 NAMES = st.text("abcxyz_.*0", min_size=1, max_size=8)
 VALUES = st.recursive(
@@ -152,3 +154,23 @@ def test_ranks_of_one_stage_are_neighbours():
 def test_a_plan_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ParallelPlan().run = RunSection()  # type: ignore[misc]
+
+
+def test_the_schema_for_editors_describes_every_key_and_agrees_with_the_reader():
+    schema = json_schema()["properties"]
+    assert schema.keys() == {"styles", *SECTIONS}
+    for name, section in SECTIONS.items():
+        assert schema[name]["properties"].keys() == set(section.__dataclass_fields__)
+        for key, entry in schema[name]["properties"].items():
+            assert len(entry["description"]) > 5, (name, key)
+    tp, betas = schema["mesh"]["properties"]["tp"], schema["optimizer"]["properties"]["betas"]
+    assert (tp["type"], tp["minimum"], tp["default"]) == ("integer", 1, 1)
+    assert (betas["minItems"], betas["items"]["exclusiveMaximum"], betas["default"]) == (2, 1.0, [0.9, 0.999])
+    assert "bfloat16" in schema["run"]["properties"]["dtype"]["enum"]
+    assert schema["run"]["properties"]["grad_clip"]["exclusiveMinimum"] == 0.0
+    split = schema["pipeline"]["properties"]["split"]["anyOf"]
+    assert {"enum": ["auto", "even"]} in split
+    for name, section in schema.items():  # what the schema names as defaults and choices, the reader takes
+        for key, entry in section.get("properties", {}).items():
+            for value in [*entry.get("enum", ()), *([entry["default"]] if "default" in entry else [])]:
+                ParallelPlan.from_dict({name: {key: value}})

@@ -296,3 +296,32 @@ def test_the_command_without_typer_says_what_to_install(monkeypatch):
     monkeypatch.delattr("hyper_parallel.cli")
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'hyper-parallel\[train\]'"):
         main()
+
+
+def test_values_are_shown_with_where_they_come_from(command):
+    output, _, status = command("show", "--set", "mesh.tp=4", "--set", "run.dtype=bfloat16")
+    assert status == 0
+    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip()}
+    assert rows["mesh.tp"] == ["4", "command", "line"]
+    assert rows["run.dtype"] == ["'bfloat16'", "command", "line"]
+    assert rows["data.sequence_length"] == ["16", "file"]
+    assert rows["optimizer.lr"] == ["0.001", "default"]
+    lines = json.loads(command("show", "--json")[0])
+    assert {"key": "mesh.tp", "value": 2, "origin": "file"} in lines
+
+
+@pytest.mark.parametrize("action", ["show", "lint", "train", "verify", "schedule"])
+def test_a_wrong_value_of_the_command_line_is_refused(command, action):
+    _, errors, status = command(action, "--set", "mesh.tpp=4")
+    assert status == 1
+    assert "[mesh] has no key 'tpp'" in errors
+    _, errors, status = command(action, "--set", "mesh.tp")
+    assert status == 1
+    assert "is no key=value" in errors
+
+
+def test_the_schema_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["schema"])
+    assert not ended.value.code
+    assert "tp" in json.loads(capsys.readouterr().out)["properties"]["mesh"]["properties"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hp_plan.diagnostics import near_misses
+from hp_plan.json_schema import json_schema
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
 from hp_plan.overrides import Setting, override, settings
 from hp_plan.pipelines import Choice, Outlook, outlook
@@ -21,6 +22,7 @@ __all__ = [
     "build",
     "data_parallel_rows",
     "examine",
+    "json_schema",
     "memory_shortage",
     "near_misses",
     "outlook",

@@ -22,11 +22,14 @@ from hp_plan.extend import (
     Report,
     build,
     examine,
+    json_schema,
     memory_shortage,
     near_misses,
     outlook,
+    override,
     read_plan,
     read_toml,
+    settings,
     style_notes,
 )
 from hp_platform import get_platform
@@ -34,7 +37,7 @@ from hp_platform.extend import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError,
 from hyper_parallel import pipeline, worker
 from hyper_parallel.data import VOCABULARY, DataError, check_text
 from hyper_parallel.data.command import app as data_app
-from hyper_parallel.display import make_console, verify_table
+from hyper_parallel.display import make_console, settings_table, verify_table
 from hyper_parallel.launch import Job, inside_launcher, launcher_place
 from hyper_parallel.output import prepare_folder
 from hyper_parallel.port import launcher
@@ -43,6 +46,10 @@ from hyper_parallel.reporting import leads, say, show_diagnostics, user_errors
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
 Ranks = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Ranks to start; by default the mesh's.", show_default=False)
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="In place of the plan's value; repeatable.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines in place of tables.")]
 
@@ -71,11 +78,12 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; by default runs/<plan>-<time>.", show_default=False)
     ] = None,
+    assignments: Set = None,
     json_lines: Json = False,
 ) -> None:
     """Train the plan's model; starts the ranks, or joins them when torchrun or msrun has started this."""
     with user_errors():
-        tables = _read(plan)
+        tables = _read(plan, assignments)
         _set_environment(tables, plan)
         _name_folder(tables, plan)
         if steps is not None:
@@ -92,11 +100,11 @@ def train(
 
 
 @app.command()
-def verify(plan: PlanFile, nproc: Ranks = None, json_lines: Json = False) -> None:
+def verify(plan: PlanFile, nproc: Ranks = None, assignments: Set = None, json_lines: Json = False) -> None:
     """Compare two float64 steps under the plan with the same in one process, on PyTorch; exit 1 where they differ."""
     with user_errors():
         os.environ.setdefault(DEVICE, "cpu")
-        tables = _read(plan)
+        tables = _read(plan, assignments)
         _set_environment(tables, plan)
         if platform_name() != "torch":
             say(TORCH_ONLY)
@@ -119,11 +127,12 @@ def lint_plan(
     run_model_code: Annotated[
         bool, typer.Option("--run-model-code", help="Import and call the plan's [model] function, which is code.")
     ] = False,
+    assignments: Set = None,
     json_lines: Json = False,
 ) -> None:
     """Read the plan against its model without starting a rank; exit 1 where something is wrong."""
     with user_errors():
-        tables = _read(plan)
+        tables = _read(plan, assignments)
         _set_environment(tables, plan, run_code=run_model_code)
         read, errors = read_plan(tables)
         report = examine(read, errors, nproc, run_model_code=run_model_code)
@@ -141,16 +150,38 @@ def lint_plan(
 
 
 @app.command()
+def show(plan: PlanFile, assignments: Set = None, json_lines: Json = False) -> None:
+    """Print every value of the plan, and where it comes from: the file, the command line or the default."""
+    with user_errors():
+        tables = _read(plan, assignments)
+        read, diagnostics = read_plan(tables)
+        if diagnostics:
+            raise PlanError(diagnostics)
+        listed = settings(read, tables, assignments or ())
+        if json_lines:
+            typer.echo(json.dumps([dataclasses.asdict(setting) for setting in listed]))
+        else:
+            make_console().print(settings_table(listed))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of plans, by which an editor completes and checks them (`#:schema FILE` atop a plan)."""
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
 def schedule(
     plan: PlanFile,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the time line to this file.", show_default=False)
     ] = None,
+    assignments: Set = None,
     json_lines: Json = False,
 ) -> None:
     """Simulate the plan's pipeline by counted costs, without starting a rank, and look for a faster order."""
     with user_errors():
-        tables = _read(plan)
+        tables = _read(plan, assignments)
         _set_environment(tables, plan)
         read, errors = read_plan(tables)
         diagnostics = list(examine(read, errors, run_model_code=True).diagnostics)
@@ -199,10 +230,10 @@ def _spread(option: str, arguments: list[str]) -> list[str]:
     return spread
 
 
-def _read(plan: Path) -> dict[str, Any]:
-    """Read the tables of the plan's file."""
+def _read(plan: Path, assignments: Sequence[str] | None) -> dict[str, Any]:
+    """Read the tables of the plan's file, and set the command line's values."""
     try:
-        return read_toml(plan)
+        return override(read_toml(plan), assignments or ())
     except OSError as error:
         beside = sorted(path.name for path in plan.resolve().parent.glob("*.toml") if path.name != "pyproject.toml")
         hint = f"; {near_misses(plan.name, beside)}" if beside and isinstance(error, FileNotFoundError) else ""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from hp_plan.extend import Setting
+
 _COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory a rank": 19}
 
 
@@ -197,6 +199,20 @@ def diagnostics_table(rows: Iterable[tuple[str, str, str]]) -> Table:
     table = Table("key", "what is wrong", "what to change", show_lines=True)
     for row in rows:
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    return table
+
+
+def settings_table(settings: Iterable[Setting]) -> Table:
+    """Make the table of a plan's values."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("key", "value", "from", box=None)
+    for setting in settings:
+        value = "-" if setting.value is None else repr(setting.value)
+        table.add_row(
+            Text(setting.key), Text(value), setting.origin, style="" if setting.origin == "default" else "bold"
+        )
     return table
 
 
