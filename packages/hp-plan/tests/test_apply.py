@@ -137,8 +137,8 @@ def test_shapes_that_do_not_divide_are_found_on_every_rank_before_anything_is_se
 
 @on_ranks(2)
 def test_axes_that_this_version_does_not_have():
-    with pytest.raises(PlanError, match="mesh.cp: cp = 2, but this version has no cp axis; leave it out; the axes are"):
-        apply(nn.Linear(4, 4), ParallelPlan.from_dict({"mesh": {"cp": 2}}))
+    with pytest.raises(PlanError, match="mesh.ep: ep = 2, but this version has no ep axis; leave it out; the axes are"):
+        apply(nn.Linear(4, 4), ParallelPlan.from_dict({"mesh": {"ep": 2}}))
 
 
 @on_ranks(2)

@@ -55,7 +55,6 @@ def test_all_findings_come_at_once():
     )
     assert texts(tables, 8) == [
         "optimizr: there is no section or key 'optimizr'; did you mean 'optimizer'?",
-        "mesh.cp: cp = 2, but this version has no cp axis; leave it out; the axes are pp, dp_replicate, dp_shard, tp",
         "mesh: the mesh dp_shard 3 x cp 2 x tp 4 has 24 ranks, but there are 8; start 24 ranks (--nproc 24) or "
         "change the "
         "sizes in [mesh]",
@@ -168,9 +167,9 @@ def test_no_code_of_a_plan_is_run_unless_asked_for(tmp_path, monkeypatch):
     (tmp_path / "package" / "__init__.py").write_text("raise SystemExit('the code ran')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("dangerous_code:model", "package.module:model", "no_such_module:model"):
-        tables = {"model": {"function": name, "folder": str(tmp_path)}, "mesh": {"cp": 2}}
+        tables = {"model": {"function": name, "folder": str(tmp_path)}, "schedule": {"warmup_steps": 101}}
         with pytest.warns(UserWarning, match=r"function is code and was not run.*run_model_code=True"):
-            assert [diagnostic.key for diagnostic in lint(tables)] == ["mesh.cp"]
+            assert [diagnostic.key for diagnostic in lint(tables)] == ["schedule.warmup_steps"]
     with pytest.raises(SystemExit, match="the code ran"):
         lint(tables | {"model": {"function": "dangerous_code:model"}}, run_model_code=True)
     assert not {"dangerous_code", "package"} & {*sys.modules}
@@ -268,8 +267,8 @@ def test_a_function_is_found_in_the_folder_that_the_plan_names(tmp_path, monkeyp
 def test_sharding_options_on_a_mesh_that_shards_nothing_are_named():
     fsdp = {"groups": ["model.layers.*"], "param_dtype": "bfloat16"}
     assert texts(plan_of(mesh={"tp": 2}, fsdp=fsdp)) == [
-        "fsdp: groups, param_dtype would have no effect: the mesh tp 2 shards over no dp_shard axis; leave [fsdp] out, "
-        "or make mesh.dp_shard at least 2 (run.dtype is the dtype of the weights without it)"
+        "fsdp: groups, param_dtype would have no effect: the mesh tp 2 shards over no dp_shard or cp axis; leave "
+        "[fsdp] out, or make mesh.dp_shard at least 2 (run.dtype is the dtype of the weights without it)"
     ]
     for mesh in ({}, {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_replicate": 2, "tp": 2}):
         assert texts(plan_of(mesh=mesh, fsdp=fsdp)) == [], "an axis dp_shard is there, if of one rank"

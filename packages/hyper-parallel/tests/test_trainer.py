@@ -77,7 +77,7 @@ def alone(tmp_path_factory):
     return folder
 
 
-LAYOUTS = [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}]
+LAYOUTS = [{"dp_shard": 4}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}]
 STAGES = [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}]
 
 

@@ -12,6 +12,7 @@ from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import (
+    ContextSection,
     DataSection,
     FsdpSection,
     MemorySection,
@@ -26,6 +27,7 @@ from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform.extend import lazy_exports
 
 __all__ = [
+    "ContextSection",
     "DataSection",
     "Diagnostic",
     "FsdpSection",

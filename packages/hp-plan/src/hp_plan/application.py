@@ -9,7 +9,7 @@ metrics work unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, TypeVar
 
 import hp_dtensor
@@ -20,6 +20,7 @@ import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
+from hp_plan.context import check_context
 from hp_plan.diagnostics import PlanError
 from hp_plan.memory import check_memory, check_states, memory_left
 from hp_plan.outline import ModelOutline, matches
@@ -28,7 +29,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.tables import choose_styles
 from hp_platform import get_platform
-from hp_styles import parallelize_module
+from hp_styles import ContextParallel, parallelize_module
 
 Model = TypeVar("Model")
 
@@ -61,7 +62,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     ranks = mesh.size() if mesh is not None else platform.groups.size()
     outline = own.outline(model)
     diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
-    diagnostics += [*check_memory(plan), *check_states(plan)]
+    diagnostics += [*check_memory(plan), *check_states(plan), *check_context(plan)]
     diagnostics += [*check_model(plan, outline), *check_split(plan, model)]
     if diagnostics:
         raise PlanError(diagnostics)
@@ -73,6 +74,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if "pp" in axes:
         return _in_stages(model, plan, mesh, outline)
     _distribute(model, plan, mesh, outline, outline.modules)
+    _take_whole_sequences(model, plan, mesh)
     own.adapt_library_methods(model, tensor_parallel="tp" in axes)
     if activations is not None:
         hp_offload.fit_memory(model, activations, bandwidth=plan.memory.bandwidth)
@@ -99,7 +101,9 @@ def _in_stages(model: Any, plan: ParallelPlan, mesh: DeviceMesh, outline: ModelO
         placement=choice.pipeline.placement,
         order=lambda _: choice.order,
     )
-    return hp_pipeline.PipelinedModel(schedule)
+    pipelined = hp_pipeline.PipelinedModel(schedule)
+    _take_whole_sequences(pipelined, plan, mesh)
+    return pipelined
 
 
 def _distribute(
@@ -130,9 +134,16 @@ def _distribute(
         parallelize_module(own.base(model), mesh["tp"], styles)
         own.replicate_rest(model, mesh["tp"])
         own.keep_border_plain(model, mesh["tp"], plain)
-    if "dp_shard" not in axes:
+    if "cp" in axes:
+        section = plan.context
+        style = ContextParallel(ulysses_degree=section.ulysses_degree, load_balance=section.load_balance)
+        attention = {name: style for name, each in outline.modules.items() if each.attention and name in here}
+        parallelize_module(own.base(model), mesh["cp"], attention)
+    if not plan.mesh.shard_axes:
         return
-    over = mesh["dp_replicate", "dp_shard"] if "dp_replicate" in axes else mesh["dp_shard"]
+    over = _joined(mesh, plan.mesh.shard_axes)
+    if "dp_replicate" in axes:
+        over = mesh["dp_replicate", "_".join(plan.mesh.shard_axes)]
     dtypes = {name: own.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
     options = {
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
@@ -143,6 +154,18 @@ def _distribute(
         if name and name in here and grouped:
             hp_fsdp.fully_shard(module, over, **options)
     hp_fsdp.fully_shard(model, over, **options)
+
+
+def _take_whole_sequences(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> None:
+    """See Note [Whole sequences at the border] in `hp_plan.context`."""
+    if "cp" in plan.mesh.axes:
+        data = _joined(mesh, [axis for axis in ("dp_replicate", *plan.mesh.shard_axes) if axis in plan.mesh.axes])
+        models().shard_at_border(model, mesh["cp"], data, plan.context.load_balance, plain)
+
+
+def _joined(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    """Return axes of the mesh as one."""
+    return mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]._flatten("_".join(axes))
 
 
 def _ensure_process_group(plan: ParallelPlan) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import fields
 
+from hp_plan.context import check_attention, check_context, check_sequence
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.effects import check_effects
 from hp_plan.experts import check_expert_axis
@@ -18,7 +19,10 @@ from hp_platform import get_platform
 from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
 
 # What this version can apply, by framework; the others are read, so that a plan may be written for later.
-APPLIED_AXES = {"torch": ("pp", "dp_replicate", "dp_shard", "tp"), "mindspore": ("dp_replicate", "dp_shard", "tp")}
+APPLIED_AXES = {
+    "torch": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    "mindspore": ("dp_replicate", "dp_shard", "tp"),
+}
 _BY_HAND = "leave it out, or write the stages as Cells and run them by hp_pipeline.Schedule1F1B"
 LAUNCHERS = {"torch": "torchrun --nproc-per-node {0}", "mindspore": "msrun --worker_num={0} --local_worker_num={0}"}
 
@@ -31,6 +35,7 @@ def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
         world_size: number of ranks; None leaves that unchecked.
     """
     own = [*check_effects(plan), *check_pipeline(plan), *check_fsdp(plan), *check_memory(plan), *check_states(plan)]
+    own += [*check_context(plan), *check_sequence(plan)]
     return [*check_mesh(plan, world_size), *_check_training(plan), *own, *_check_device(plan)]
 
 
@@ -72,9 +77,9 @@ def check_fsdp(plan: ParallelPlan) -> list[Diagnostic]:
     diagnostics = []
     options = [item.name for item in fields(plan.fsdp) if getattr(plan.fsdp, item.name) != item.default]
     axes = plan.mesh.axes
-    if options and "dp_shard" not in axes:
+    if options and not plan.mesh.shard_axes:
         mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items())
-        message = f"{', '.join(options)} would have no effect: the mesh {mesh} shards over no dp_shard axis"
+        message = f"{', '.join(options)} would have no effect: the mesh {mesh} shards over no dp_shard or cp axis"
         fix = "leave [fsdp] out, or make mesh.dp_shard at least 2 (run.dtype is the dtype of the weights without it)"
         diagnostics.append(Diagnostic("fsdp", message, fix))
     shards = plan.fsdp.reshard_after_forward
@@ -125,7 +130,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check the plan against the model's names and shapes."""
     diagnostics = [*_check_groups(plan, model), *_check_experts(plan, model), *_check_length(plan, model)]
-    diagnostics += _check_optimizer(plan, model)
+    diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
     if plan.mesh.tp == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.
     try:
@@ -245,8 +250,8 @@ def _sharded_dim(style: str) -> int | None:
 
 def _check_groups(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     diagnostics = []
-    blocks = _blocks(model)
-    if plan.mesh.dp_shard > 1 and not plan.fsdp.groups and blocks:
+    blocks = blocks_of(model)
+    if plan.mesh.dp_shard * plan.mesh.cp > 1 and not plan.fsdp.groups and blocks:
         message = "no groups, so each rank would gather the whole model at once, as if nothing were sharded"
         fix = f'write groups = ["{blocks}"] in [fsdp], or groups = [""] where the model is to be one group'
         diagnostics.append(Diagnostic("fsdp.groups", message, fix))
@@ -285,7 +290,7 @@ def _check_optimizer(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic
     return diagnostics
 
 
-def _blocks(model: ModelOutline) -> str:
+def blocks_of(model: ModelOutline) -> str:
     """Return the pattern of the first list of several modules, outermost first; empty if there is none."""
     for name, module in model.modules.items():
         if name and module.kind == "container" and f"{name}.1" in model.modules:

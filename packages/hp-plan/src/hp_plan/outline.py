@@ -40,6 +40,8 @@ class ModuleOutline:
         shapes: of the parameters that it holds itself.
         experts: layout of its experts; None if it has none.
         own_forward: a linear layer whose class computes something of its own.
+        attention: it calls attention and takes a mask, as those of transformers.
+        convolution: a convolution, which mixes neighbours.
     """
 
     type_name: str
@@ -50,6 +52,8 @@ class ModuleOutline:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     experts: ExpertsOutline | None = None
     own_forward: bool = False
+    attention: bool = False
+    convolution: bool = False
 
     @property
     def is_linear(self) -> bool:
@@ -77,6 +81,8 @@ class ModelOutline:
         own_table: the tensor parallel styles that the model itself declares, parts' own among them.
         embedding: name of the token embedding, empty where the model names none.
         head: name of the layer that predicts tokens, empty where the model names none.
+        counts_tokens: its loss is a function that can be given shifted labels and the number of tokens, as those of
+            transformers' causal language models.
     """
 
     modules: Mapping[str, ModuleOutline]
@@ -89,6 +95,7 @@ class ModelOutline:
     own_table: Mapping[str, str] = field(default_factory=dict)
     embedding: str = ""
     head: str = ""
+    counts_tokens: bool = False
 
     @property
     def type_name(self) -> str:

@@ -319,7 +319,7 @@ def check_split(plan: ParallelPlan, model: Any) -> list[Diagnostic]:
 
 def check_shared(plan: ParallelPlan, split: Split, placement: Sequence[int]) -> list[Diagnostic]:
     """Check that no weight that is sharded over data parallel ranks is in two stages of one rank: two groups."""
-    if "dp_shard" not in plan.mesh.axes:
+    if not plan.mesh.shard_axes:
         return []
     for info in split.shared:
         ranks = [placement[stage] for stage in info.shared_stage]

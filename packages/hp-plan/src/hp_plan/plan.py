@@ -11,6 +11,7 @@ from typing import Any
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.schema import read_section
 from hp_plan.sections import (
+    ContextSection,
     DataSection,
     FsdpSection,
     MemorySection,
@@ -22,10 +23,12 @@ from hp_plan.sections import (
     ScheduleSection,
 )
 from hp_platform import get_platform
+from hp_styles.extend import chunks_of
 
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
     "mesh": MeshSection,
+    "context": ContextSection,
     "pipeline": PipelineSection,
     "fsdp": FsdpSection,
     "optimizer": OptimizerSection,
@@ -52,6 +55,7 @@ class ParallelPlan:
         styles: tensor parallel styles by module name pattern (`{"model.layers.*.mlp.down_proj": "rowwise"}`; each
             `*` stays inside one dotted part), or `"auto"`: the model's own table, or `"auto-sequence"`: that with
             sequence parallel between the blocks.
+        context: how attention is spread over the axis `cp`.
         pipeline: the stages of the ranks on the axis `pp`, and their schedule.
         fsdp: the modules that are sharded together, and options.
         optimizer: the optimizer.
@@ -67,6 +71,7 @@ class ParallelPlan:
     model: ModelSection = field(default_factory=ModelSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     styles: str | Mapping[str, str] = "auto"
+    context: ContextSection = field(default_factory=ContextSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     fsdp: FsdpSection = field(default_factory=FsdpSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -194,6 +199,18 @@ def _table(section: Any) -> dict[str, Any]:
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value is not None
     }
+
+
+def context_tokens(plan: ParallelPlan) -> list[int]:
+    """List the places in a sample of this rank's tokens, in the order in which it has them."""
+    size, length = plan.mesh.cp, plan.data.sequence_length
+    chunks = chunks_of(plan.mesh.coordinate(get_platform().groups.rank()).get("cp", 0), size, _balanced(plan))
+    width = length // (2 * size if _balanced(plan) else size)
+    return [place for chunk in chunks for place in range(chunk * width, (chunk + 1) * width)]
+
+
+def _balanced(plan: ParallelPlan) -> bool:
+    return plan.context.load_balance and plan.mesh.cp > 1
 
 
 def data_parallel_rows(plan: ParallelPlan) -> slice:

@@ -45,6 +45,12 @@ class Models(Protocol):
         """Take and return plain tensors; see Note [Plain tensors at the border] in `hp_plan.application`."""
         ...
 
+    def shard_at_border(
+        self, model: Module, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool, plain: Callable[[Any], Any]
+    ) -> None:
+        """Take whole sequences and return whole ones; see Note [Whole sequences at the border] in `hp_plan.context`."""
+        ...
+
     def adapt_library_methods(self, model: Module, *, tensor_parallel: bool) -> None:
         """Make methods that a library gave the model work on its shards."""
         ...

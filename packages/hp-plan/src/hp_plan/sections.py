@@ -90,6 +90,11 @@ class MeshSection:
         return {name: axes[name] for name in AXES if name in axes}
 
     @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """Axes over which parameters are sharded: those whose ranks have the same weights and other tokens."""
+        return tuple(name for name in ("dp_shard", "cp") if name in self.axes)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks the plan needs: the product of the axes."""
         return math.prod(self.axes.values())
@@ -117,8 +122,23 @@ class MeshSection:
 
 
 @dataclass(frozen=True)
+class ContextSection:
+    """Attention over a sequence that is sharded over `cp`; see `hp_styles.ContextParallel`.
+
+    Attributes:
+        ulysses_degree: neighbouring ranks that exchange parts of the sequence for parts of the heads; keys and values
+            go around the groups of them in a ring. None is all ranks, 1 a pure ring.
+        load_balance: each rank has a chunk of the sequence's head and one of its tail, so that under a causal mask all
+            have the same work; false: one piece.
+    """
+
+    ulysses_degree: int | None = _at_least(1, None)
+    load_balance: bool = True
+
+
+@dataclass(frozen=True)
 class FsdpSection:
-    """Sharding of parameters over `dp_shard`.
+    """Sharding of parameters over `dp_shard` and `cp`.
 
     Attributes:
         groups: patterns of modules whose parameters are gathered together; what no group holds belongs to the root.

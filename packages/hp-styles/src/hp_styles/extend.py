@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_styles.context.plan import chunks_of, kv_copies
 from hp_styles.inputs import hook
 from hp_styles.names import ALIASES, PARAMETER_STYLES, STYLES, canonical, sequence_parallel_plan
 from hp_styles.regions import runs_on_parts
@@ -12,8 +13,10 @@ __all__ = [
     "PARAMETER_STYLES",
     "STYLES",
     "canonical",
+    "chunks_of",
     "claim",
     "hook",
+    "kv_copies",
     "runs_on_parts",
     "sequence_parallel_plan",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import mindspore
 from mindspore import Tensor, nn
@@ -96,6 +96,17 @@ def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], A
             return plain(construct(*inputs, **keywords))
 
     model.construct = inside_replication  # A Cell has no hook that runs where its construct raised.
+
+
+def shard_at_border(
+    model: nn.Cell, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool, plain: Callable[[Any], Any]
+) -> NoReturn:
+    """Refuse the axis `cp`.
+
+    Raises:
+        NotImplementedError: always; `check_mesh` refuses it before.
+    """
+    raise NotImplementedError("cp: plans of MindSpore have no such axis; use hp_styles.ContextParallel")
 
 
 def adapt_library_methods(model: nn.Cell, *, tensor_parallel: bool) -> None:

@@ -8,15 +8,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implicit_replication
 from hp_dtensor.torch.extend import become
 from hp_fsdp.extend import Roster
+from hp_pipeline import PipelinedModel
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_plan.plan import ParallelPlan
+from hp_plan.torch import context
 from hp_plan.torch import pretrained as library
 from hp_styles.extend import hook
 from hp_styles.torch.extend import modules as styles_modules
+
+Plain = Callable[[Any], Any]
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -50,6 +55,7 @@ def outline(model: nn.Module) -> ModelOutline:
         own_table=getattr(model, "_tp_plan", None) or {},
         embedding=_asked(model, "get_input_embeddings"),
         head=_asked(model, "get_output_embeddings"),
+        counts_tokens=context.counts_tokens(model),
     )
 
 
@@ -69,6 +75,8 @@ def _outline(module: nn.Module) -> ModuleOutline:
         shapes=shapes,
         experts=_experts(module),
         own_forward=isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward,
+        attention=context.is_attention(module),
+        convolution=isinstance(module, _ConvNd),
     )
 
 
@@ -116,7 +124,7 @@ def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> None:
             become(parameter, distribute_tensor(parameter.detach(), mesh, [Replicate()]))
 
 
-def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Callable[[Any], Any]) -> None:
+def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Plain) -> None:
     """See Note [Plain tensors at the border] in `hp_plan.application`.
 
     Args:
@@ -130,6 +138,23 @@ def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Callable[[Any],
         if isinstance(module, nn.ModuleList):
             for block in module:
                 _take_distributed_inputs(block, mesh)
+
+
+def shard_at_border(model: nn.Module, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool, plain: Plain) -> None:
+    """See Note [Whole sequences at the border] in `hp_plan.context`.
+
+    Args:
+        model: the model, whole or in stages.
+        mesh: of the context parallel ranks.
+        data: of all ranks with the same weights and other tokens.
+        load_balance: the plan's.
+        plain: makes the model's output plain.
+    """
+    border = context.Border(mesh, data, load_balance)
+    if isinstance(model, PipelinedModel):
+        border.attach_stages(model)
+    else:
+        border.attach(base(model), plain)
 
 
 def _run_inside_replication(module: nn.Module, mesh: DeviceMesh) -> None:

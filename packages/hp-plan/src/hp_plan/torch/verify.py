@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from hp_dtensor import DTensor
 from hp_plan.application import apply
 from hp_plan.memory import BYTES, memory_left, training_bytes
-from hp_plan.plan import ParallelPlan, data_parallel_rows
+from hp_plan.plan import ParallelPlan, context_tokens, data_parallel_rows
 from hp_plan.port import models
 from hp_plan.sections import MemorySection
 from hp_plan.torch.build import build_model, build_optimizer, build_schedule
@@ -52,14 +53,14 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
         single, parallel = build_model(plan).to(device), apply(build_model(plan).to(device), plan)
         runs = [_Run(plan, single), _Run(plan, parallel)]
         compared = _Compared(single, parallel)
-        rows = data_parallel_rows(plan)
+        rows, places = data_parallel_rows(plan), context_tokens(plan)
         for step in range(steps):
             tokens = _tokens(plan, single, step)
             compared.begin_step()
             with compared.expected_outputs():
                 expected = runs[0].forward(tokens)
             assert expected is not None, "a whole model has its loss"
-            with compared.outputs(rows, batch=len(tokens)):
+            with compared.outputs(rows, places, batch=len(tokens)):
                 got = runs[1].forward(tokens[rows])
             compared.loss(got, expected)
             compared.tensors("gradient", lambda parameter: parameter.grad)
@@ -99,7 +100,7 @@ class _Compared:
         self._parameters = dict(single.named_parameters(remove_duplicate=False))
         self._own = {name: weight for part in self._parts for name, weight in part.parameters().items()}
         self._somewhere = _on_any_rank(self._parameters, self._own)
-        self._expected: dict[str, torch.Tensor] = {}
+        self._expected: dict[str, list[torch.Tensor]] = {}  # of each call
         self._steps: list[dict[str, dict[str, float]]] = []
         self._losses: list[float] = []
 
@@ -115,19 +116,24 @@ class _Compared:
             yield
 
     @contextlib.contextmanager
-    def outputs(self, rows: slice, *, batch: int) -> Iterator[None]:
+    def outputs(self, rows: slice, places: Sequence[int], *, batch: int) -> Iterator[None]:
         """Compare the output of each module with the recorded one.
 
         Args:
             rows: this rank's samples.
+            places: its tokens of each.
             batch: number of samples of the recorded outputs.
         """
         with contextlib.ExitStack() as hooks:
             for part in self._parts:
+                calls: Counter[str] = Counter()
 
-                def compare(name: str, output: torch.Tensor, part: Part = part) -> None:
-                    got = _whole(output)
-                    mine = _samples(self._expected[name], got, part.samples(rows), batch)
+                def compare(name: str, output: torch.Tensor, part: Part = part, calls: Any = calls) -> None:
+                    got, expected = _whole(output), self._expected[name]
+                    # A module may be called several times in a forward, and a stage runs one for each micro-batch.
+                    mine = _samples(expected[calls[name] % len(expected)], got, part.samples(rows), batch)
+                    calls[name] += 1
+                    mine = _tokens_of(mine, got, places)
                     self._note(name, "output", _difference(got, mine))
 
                 hooks.enter_context(part.counting())
@@ -135,7 +141,7 @@ class _Compared:
             yield
 
     def _keep(self, name: str, output: torch.Tensor) -> None:
-        self._expected[name] = output.detach()
+        self._expected.setdefault(name, []).append(output.detach())
         self._note(name, "output", 0.0)
 
     def loss(self, got: float | None, expected: float) -> None:
@@ -208,6 +214,17 @@ def _samples(expected: torch.Tensor, got: torch.Tensor, rows: slice, batch: int)
         return expected
     each = len(expected) // batch
     return expected[rows.start * each : rows.stop * each]
+
+
+def _tokens_of(expected: torch.Tensor, got: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """Return the part of an output for some tokens: those of a dim of their own, or of one with the samples."""
+    different = [dim for dim, (own, whole) in enumerate(zip(got.shape, expected.shape, strict=False)) if own != whole]
+    if len(different) != 1 or got.ndim != expected.ndim:
+        return expected
+    if got.shape[different[0]] == len(places):
+        return expected.index_select(different[0], torch.tensor(places, device=expected.device))
+    samples = len(got) // len(places) if different == [0] else 0
+    return expected.unflatten(0, (samples, -1))[:, places].flatten(0, 1) if samples else expected
 
 
 @contextlib.contextmanager

@@ -94,6 +94,8 @@ def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return args[place] if 0 <= place < len(args) else None
 
     mask, positions = find("attention_mask"), find("position_ids")
+    if isinstance(mask, DTensor) and all(placement.is_replicate() for placement in mask.placements):
+        mask = mask.to_local()  # over ranks of another axis, such as tensor parallel ones
     if isinstance(mask, T) and not isinstance(mask, DTensor) and mask.dim() == 4:
         call.mask = mask
         if "attention_mask" in kwargs:

@@ -1,0 +1,132 @@
+"""The axis `cp` of a plan: what it needs of the numbers and of the model.
+
+Note [Whole sequences at the border]
+The ranks of `cp` share each sample: a rank has a part of its tokens, and attention is over the parts of all
+(`hp_styles.ContextParallel`). The caller passes whole sequences, the same on each of these ranks, and the model takes
+its part of everything that belongs to a token. Labels are shifted before, since the token after the last of a part is
+often on another rank. The loss is the sum over this rank's tokens, over the number of tokens that count on all ranks
+that have other tokens, times the number of these ranks: the mean of the ranks' losses is the loss of one process over
+the whole batch, however the tokens that count are distributed, and `fully_shard`, which takes the mean of the ranks'
+gradients, has its gradient. Without labels the outputs are whole sequences again; with labels, this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from hp_plan.diagnostics import Diagnostic
+from hp_plan.outline import ModelOutline, generalise, matching
+from hp_plan.plan import ParallelPlan
+from hp_styles.extend import kv_copies
+
+__all__ = ["check_attention", "check_context", "check_sequence"]
+
+_LAYERS = ("full_attention", "sliding_attention")
+
+
+def check_context(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check [context]: that it has an effect, and that its degree divides the axis."""
+    section, cp = plan.context, plan.mesh.cp
+    if cp == 1:
+        options = [item.name for item in fields(section) if getattr(section, item.name) != item.default]
+        mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
+        message = f"{', '.join(options)} would have no effect: the mesh {mesh} has no cp axis"
+        fix = "leave [context] out, or make mesh.cp at least 2"
+        return [Diagnostic("context", message, fix)] if options else []
+    degree = section.ulysses_degree
+    if degree is not None and cp % degree:
+        divisors = ", ".join(str(number) for number in range(1, cp + 1) if cp % number == 0)
+        message = f"got {degree}, which does not divide the {cp} ranks of cp"
+        return [Diagnostic("context.ulysses_degree", message, f"make it one of {divisors}")]
+    return []
+
+
+def check_sequence(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that a sample divides over the ranks of `cp`."""
+    cp, length = plan.mesh.cp, plan.data.sequence_length
+    chunks = 2 * cp if plan.context.load_balance else cp
+    if cp == 1 or length % chunks == 0:
+        return []
+    balanced = f" x 2 chunks (load_balance) = {chunks}" if plan.context.load_balance else ""
+    message = f"{length} tokens do not divide over cp {cp}{balanced}"
+    return [Diagnostic("data.sequence_length", message, f"make it {-(-length // chunks) * chunks}")]
+
+
+def check_attention(plan: ParallelPlan, model: ModelOutline, blocks: str) -> list[Diagnostic]:
+    """Check that only attention mixes the model's tokens, that it can be spread, and that the loss counts tokens.
+
+    Args:
+        plan: the plan.
+        model: its model.
+        blocks: the pattern of the model's blocks, empty where it has no list of them.
+    """
+    if plan.mesh.cp == 1:
+        return []
+    return [*_check_mixing(plan, model, blocks), *_check_heads(plan, model), *_check_loss(plan, model)]
+
+
+def _refused(plan: ParallelPlan, message: str, fix: str) -> Diagnostic:
+    return Diagnostic("mesh.cp", f"cp = {plan.mesh.cp}, but {message}", fix)
+
+
+def _check_mixing(plan: ParallelPlan, model: ModelOutline, blocks: str) -> Iterator[Diagnostic]:
+    """Refuse what mixes tokens and is no attention that a style spreads: each rank would mix its own part alone."""
+    leave, config = "leave cp out", model.config
+    attention = [name for name, module in model.modules.items() if module.attention]
+    without = [
+        name for name in matching(blocks, model.names) if not any(each.startswith(f"{name}.") for each in attention)
+    ]
+    if not attention:
+        message = f"{model.type_name} has no attention whose forward takes an attention_mask, as transformers' have"
+        yield _refused(plan, message, leave)
+        return
+    if without:
+        shown = f"{without[0]} and {len(without) - 1} more" if len(without) > 1 else without[0]
+        yield _refused(plan, f"{shown}, a {model.modules[without[0]].type_name}, has no such attention", leave)
+    convolutions = generalise(name for name, module in model.modules.items() if module.convolution)
+    if convolutions:
+        yield _refused(plan, f"{convolutions[0]} mixes neighbouring tokens, some of them on other ranks", leave)
+    others = sorted(set(_each(config, "layer_types")) - set(_LAYERS))
+    if others and not without:
+        yield _refused(plan, f"layers are of the type {others[0]!r}; known are {', '.join(_LAYERS)}", leave)
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation != "sdpa":
+        message = f"attention is computed by {implementation!r}, and 'sdpa' is what can be spread over ranks"
+        yield _refused(plan, message, "write attn_implementation = 'sdpa' in [model.overrides], or leave cp out")
+
+
+def _check_heads(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    """Check that a rank's heads, of its part by `tp`, divide over the ranks of a Ulysses group."""
+    config, tp, cp = model.config, plan.mesh.tp, plan.mesh.cp
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return []
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % tp or kv_heads % tp:
+        return []  # said of tp already
+    degree = plan.context.ulysses_degree or cp
+    try:
+        kv_copies(heads // tp, kv_heads // tp, degree, cp)
+    except ValueError as error:
+        message, _, fix = str(error).removeprefix("ContextParallel: ").partition(". Pass ulysses_degree= ")
+        return [Diagnostic("context.ulysses_degree", message, f"make it {fix}")] if cp % degree == 0 else []
+    return []
+
+
+def _check_loss(plan: ParallelPlan, model: ModelOutline) -> Iterator[Diagnostic]:
+    if not model.counts_tokens:
+        message = (
+            f"{model.type_name} has no loss_function that takes shift_labels and num_items_in_batch, as transformers'"
+            " causal language models have: labels could not be shifted before the sequence is sharded"
+        )
+        yield _refused(plan, message, "leave cp out, or take such a model")
+    if any(_each(model.config, "output_router_logits")):
+        message = "output_router_logits adds an auxiliary loss of the tokens of each rank alone"
+        yield _refused(plan, message, "write output_router_logits = false in [model.overrides]")
+
+
+def _each(config: Any, name: str) -> list[Any]:
+    value = getattr(config, name, None)
+    return list(value) if isinstance(value, (list, tuple)) else [value] if value else []

@@ -1,0 +1,265 @@
+"""A model that takes whole sequences, and computes on its part of them.
+
+See Note [Whole sequences at the border] in `hp_plan.context`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hp_dtensor import DeviceMesh
+from hp_pipeline import PipelinedModel
+from hp_platform import get_platform
+from hp_styles import context_parallel_shard, context_parallel_unshard
+from hp_styles.extend import hook
+
+__all__ = ["Border", "counts_tokens", "is_attention"]
+
+T = torch.Tensor
+IGNORED = -100
+_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels")
+_CACHES = ("past_key_values", "past_key_value", "cache_params")
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return True for attention as transformers writes it: causal or not, with a mask that its model makes."""
+    return hasattr(module, "is_causal") and "attention_mask" in _parameters(type(module).forward)
+
+
+def counts_tokens(model: nn.Module) -> bool:
+    """Return True if the model's loss is a function that takes shifted labels and the number of tokens."""
+    if getattr(model, "loss_type", None) is None:
+        return False
+    loss = getattr(model, "loss_function", None)
+    return callable(loss) and {"shift_labels", "num_items_in_batch"} <= set(_parameters(loss))
+
+
+class Border:
+    """Whole sequences become this rank's part, and losses those of all tokens.
+
+    Args:
+        mesh: of the context parallel ranks.
+        data: of all ranks with the same weights and other tokens.
+        load_balance: the plan's.
+    """
+
+    def __init__(self, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool) -> None:
+        self._mesh, self._data, self._load_balance = mesh, data, load_balance
+
+    def attach(self, model: nn.Module, plain: Callable[[Any], Any]) -> None:
+        """Register the hooks of a model.
+
+        Args:
+            model: the model; its `loss_function` is set.
+            plain: makes the model's output plain.
+        """
+        loss = _CountedLoss(model)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            parts = self.parts(type(module).forward, args, kwargs)
+            loss.expected = "labels" in parts
+            return (), parts
+
+        def whole(module: nn.Module, args: Any, output: Any) -> Any:
+            if not loss.expected:
+                return output if loss.called else self._gathered(plain(output))
+            loss.refuse()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            loss.expected = loss.called = False
+
+        model.register_forward_pre_hook(hook(enter), prepend=True, with_kwargs=True)
+        model.register_forward_hook(hook(whole))
+        model.register_forward_hook(hook(leave), always_call=True)
+
+    def attach_stages(self, model: PipelinedModel) -> None:
+        """Let `run` take whole sequences: stages send each other parts."""
+        original, stages = model.run, list(model.stages.values())
+        losses = [_CountedLoss(stage) for stage in stages]
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            parts = self.parts(type(stages[0]).forward, args, kwargs)
+            parts["position_ids"] = parts["position_ids"].expand(len(_rows(parts)), -1)  # which are cut into batches
+            for loss in losses:
+                loss.expected, loss.called = "labels" in parts, False
+            results = original(**parts)
+            if results and "labels" in parts and not any(loss.called for loss in losses):
+                losses[-1].refuse()
+            for loss in losses:
+                loss.expected = False
+            return results
+
+        model.run = run  # type: ignore[method-assign]
+
+    def parts(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a model's inputs, by name, with the number of tokens in the loss.
+
+        Raises:
+            NotImplementedError: inputs whose part is not known.
+            ValueError: lengths that differ or do not divide, or inputs that differ between the ranks of `cp`.
+        """
+        inputs = {**dict(zip(_parameters(forward)[1:], args, strict=False)), **kwargs}
+        _check(inputs)
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        if "shift_labels" in inputs:
+            inputs["labels"] = inputs.pop("shift_labels")
+        elif "labels" in inputs:  # each token's label is the token after it
+            inputs["labels"] = F.pad(inputs["labels"], (0, 1), value=IGNORED)[..., 1:]
+        tokens = {name: inputs[name] for name in _TOKENS if isinstance(inputs.get(name), T)}
+        length = _length(tokens)
+        if "position_ids" not in tokens:
+            tokens["position_ids"] = torch.arange(length, device=_rows(tokens).device)[None]
+        parts = context_parallel_shard(tokens, self._mesh, load_balance=self._load_balance)
+        total = self._agree(tokens)
+        if "labels" in tokens:
+            items = inputs.get("num_items_in_batch")  # the caller's is of the batch that the ranks of `cp` share
+            count, ranks = (total, self._data.size()) if items is None else (torch.as_tensor(items), self._mesh.size())
+            parts.update(shift_labels=parts["labels"], num_items_in_batch=count.double() / ranks)
+        return {**inputs, **parts}
+
+    def _agree(self, tokens: Mapping[str, T]) -> T:
+        """Count the labels of all ranks with other tokens, and refuse ranks of `cp` that are passed different inputs.
+
+        Raises:
+            ValueError: on all of these ranks.
+        """
+        labels = tokens.get("labels")
+        count = torch.zeros_like(_digest(tokens)) if labels is None else (labels != IGNORED).sum()
+        own = torch.stack([count, _digest(tokens)])
+        everyone, size = own.new_empty(self._data.size() * 2), self._mesh.size()
+        get_platform().collectives.all_gather(everyone, own, group=self._data.get_group())
+        counts, digests = everyone.view(-1, size, 2).unbind(-1)  # `cp` is the innermost axis
+        if bool((digests != digests[:, :1]).any()):
+            raise ValueError(
+                f"cp: its {size} ranks are passed different inputs, but they share each sample: pass the same whole"
+                f" sequences on all of them ({', '.join(tokens)})"
+            )
+        return counts[:, 0].sum()
+
+    def _gathered(self, value: Any) -> Any:
+        if isinstance(value, T):
+            return self._gather(value) if value.dim() > 1 else value
+        if isinstance(value, dict):
+            for key in list(value):
+                value[key] = self._gathered(value[key])  # in place, as in `plain`
+            return value
+        return type(value)(map(self._gathered, value)) if type(value) in (list, tuple) else value
+
+    def _gather(self, part: T) -> T:
+        """Gather a part; the mean of the ranks' gradients is then that of one process, as each has the whole loss."""
+        if part.requires_grad:
+            size = self._mesh.size()
+            part = part.view_as(part)
+            part.register_hook(lambda gradient: gradient * size)
+        return context_parallel_unshard(part, self._mesh, load_balance=self._load_balance)
+
+
+class _CountedLoss:
+    """A model's `loss_function`, which is to be given shifted labels and the number of tokens.
+
+    Args:
+        model: the model, or a stage of it.
+
+    Attributes:
+        expected: labels were passed, and the loss has not been asked for.
+        called: it has, with what it needs.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.expected = self.called = False
+        self._name, self._loss = type(model).__name__, model.loss_function
+        model.loss_function = self
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Compute the loss.
+
+        Raises:
+            NotImplementedError: the model did not hand on the shifted labels, or their number.
+        """
+        if self.expected and (options.get("shift_labels") is None or options.get("num_items_in_batch") is None):
+            self.refuse()
+        self.expected, self.called = False, self.expected or self.called
+        return self._loss(*args, **options)
+
+    def refuse(self) -> NoReturn:
+        """Refuse a model that computes its loss in another way.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"cp: {self._name} does not pass shift_labels and num_items_in_batch to its loss_function, so its loss"
+            " is of this rank's tokens alone; call it without labels, and compute the loss from its logits"
+        )
+
+
+def _check(inputs: Mapping[str, Any]) -> None:
+    """Refuse inputs whose part is not known.
+
+    Raises:
+        NotImplementedError: a key/value cache, a mask of queries and keys, or tensors of unknown meaning.
+    """
+    for name, value in inputs.items():
+        if name in _CACHES and value is not None:
+            raise NotImplementedError(
+                f"cp: {name} is passed, but a cache would hold each rank's own tokens: decoding and generate() are not"
+                " supported; generate with a model without cp"
+            )
+        if name == "logits_to_keep" and not (isinstance(value, int) and value == 0):
+            raise NotImplementedError(f"cp: {name} = {value!r} chooses places of a whole sequence; leave it out")
+        if not isinstance(value, T) or not value.dim() or name == "num_items_in_batch":
+            continue
+        if name not in (*_TOKENS, "shift_labels"):
+            known = ", ".join(_TOKENS)
+            raise NotImplementedError(
+                f"cp: the input {name!r} of shape {tuple(value.shape)} may belong to tokens, of which each rank has a"
+                f" part; those that are sharded are {known}"
+            )
+        if name == "attention_mask" and value.dim() != 2:
+            raise NotImplementedError(
+                f"cp: an attention_mask of shape {tuple(value.shape)}; pass one of padding, [batch, sequence], or"
+                " position_ids that start anew in each packed document"
+            )
+
+
+def _rows(tokens: Mapping[str, Any]) -> T:
+    """Return the samples."""
+    return next(tokens[name] for name in _TOKENS if name in tokens)
+
+
+def _length(tokens: Mapping[str, T]) -> int:
+    """Return the length of the sequence.
+
+    Raises:
+        ValueError: inputs of different lengths, or none.
+    """
+    lengths = {name: value.shape[1] if value.dim() > 1 else None for name, value in tokens.items()}
+    if len(set(lengths.values())) != 1 or None in lengths.values():
+        raise ValueError(f"cp: the inputs must be [batch, sequence, ...] of one length, got lengths {lengths}")
+    return _rows(tokens).shape[1]
+
+
+def _digest(tokens: Mapping[str, T]) -> T:
+    """Return a number that differs where inputs do."""
+    total = None
+    for value in tokens.values():
+        flat = value.detach().reshape(-1)
+        numbers = flat.double().view(torch.int64) if flat.is_floating_point() else flat.long()
+        weights = torch.arange(1, len(numbers) + 1, device=flat.device) * 0x9E3779B97F4A7C1
+        each = ((numbers + 1) * weights).sum()
+        total = each if total is None else total * 31 + each
+    assert total is not None
+    return total
