@@ -211,7 +211,7 @@ def test_numbers_that_no_training_can_use(section, value, expected):
     ("optimizer", "expected"),
     [
         (
-            {"muon": ["model.layers.*.weight"]},
+            {"muon": ["model.layers.*.mlp.*.weight"]},
             "which name = 'adamw' does not use; leave it out, or make optimizer.name",
         ),
         ({"name": "muon", "muon": ["model.layer.*"]}, "optimizer.muon[0]: 'model.layer.*' matches no parameter"),
