@@ -17,6 +17,7 @@ CASES = [
     ((5, 3, 4), (RaggedShard((0, 1, 2), (7, 0, 41, 12)),), (4,)),
     ((5, 3, 4), (Replicate(), RaggedShard((1, 2), (5, 7))), (2, 2)),
     ((5, 6), (RaggedShard((0, 1), (2, 1)), Shard(1)), (2, 2)),
+    ((5, 3, 4), (Shard(2), RaggedShard((0,), (2, 0, 3), owners=(2, 0, 2, 2, 0))), (2, 3)),
     ((8, 3), (RaggedShard((0, 1), (5, 7)), StridedShard(0, 2)), (2, 2)),
     ((5, 7), (Shard(0), Shard(1)), (4, 2)),
     ((12,), (StridedShard(0, 3), Shard(0)), (2, 2)),

@@ -19,6 +19,7 @@ ALL = [
     *map(Partial, ("avg", "min", "max", "product")),
     StridedShard(1, 4),
     RaggedShard((0, 1), (3, 0, 5)),
+    RaggedShard((0, 1), (1, 2), owners=(1, 0, 1)),
 ]
 
 

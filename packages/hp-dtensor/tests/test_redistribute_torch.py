@@ -52,7 +52,9 @@ def _any_placements(rng: random.Random, shape: tuple, mesh_shape: tuple) -> tupl
         total = rng.choice([f for f in range(1, left + 1) if left % f == 0] or [1])
         cuts = sorted(rng.randint(0, total) for _ in range(mesh_shape[ragged] - 1))
         units = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
-        found[ragged] = RaggedShard(dims, units)
+        owners = [rank for rank, count in enumerate(units) for _ in range(count)]
+        rng.shuffle(owners)
+        found[ragged] = RaggedShard(dims, units, tuple(owners) if rng.random() < 0.5 else ())
     return tuple(found)
 
 

@@ -87,7 +87,9 @@ def _placements(draw: st.DrawFn, shape: tuple[int, ...], mesh_shape: tuple[int, 
 def _ragged(draw: st.DrawFn, dims: tuple[int, ...], run: int, n: int) -> RaggedShard:
     total = draw(st.sampled_from(_divisors(run)))
     cuts = sorted(draw(st.lists(st.integers(0, total), min_size=n - 1, max_size=n - 1)))
-    return RaggedShard(dims, tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)))
+    units = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
+    owners = [rank for rank, count in enumerate(units) for _ in range(count)]
+    return RaggedShard(dims, units, tuple(draw(st.permutations(owners))) if draw(st.booleans()) else ())
 
 
 def _sizes(shape: tuple[int, ...], placements: list, mesh_shape: tuple[int, ...], dim: int) -> set[int]:
@@ -182,6 +184,7 @@ ONE_AXIS = [
     (Shard(0), Partial(), [AllGather, ToPartial]),
     (Partial("max"), Partial(), [AllReduce, ToPartial]),
     (RaggedShard((0, 1), (1, 3)), R, [AllGather]),
+    (RaggedShard((0, 1), (1, 1), (1, 0)), Shard(0), [AllToAll]),
     (RaggedShard((0, 1), (1, 3)), RaggedShard((0, 1), (1, 1)), [AllToAll]),
     (RaggedShard((0, 1), (1, 3)), Shard(0), [AllToAll]),
     (RaggedShard((0, 1), (1, 3)), Shard(1), [AllGather, Slice]),

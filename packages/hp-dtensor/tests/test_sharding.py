@@ -74,6 +74,12 @@ def test_ragged_of_some_dims_keeps_the_others() -> None:
         ((RaggedShard((0,), (1, 1, 1)),), (4,), (2,), "pass 2 non-negative units, got 3"),
         ((RaggedShard((0,), (1, -1)),), (4,), (2,), "non-negative"),
         ((RaggedShard((0, 2), (1, 1)),), (4, 2, 2), (2,), "dims must be consecutive and ascending"),
+        (
+            (RaggedShard((0,), (1, 1), (0, 0)),),
+            (4,),
+            (2,),
+            "owners must list each rank as often as its unit says, got (2, 0) times",
+        ),
         ((RaggedShard((0,), (1,)), RaggedShard((0,), (1,))), (4,), (1, 1), "more than one RaggedShard"),
     ],
 )

@@ -98,7 +98,10 @@ def _placements(draw, shape, mesh_shape, partial: bool):
             total = draw(st.sampled_from(_divisors(runs.pop())))
             n = mesh_shape[ragged]
             cuts = sorted(draw(st.lists(st.integers(0, total), min_size=n - 1, max_size=n - 1)))
-            found[ragged] = RaggedShard(dims, tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)))
+            units = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
+            owners = [rank for rank, count in enumerate(units) for _ in range(count)]
+            shuffled = tuple(draw(st.permutations(owners))) if draw(st.booleans()) else ()
+            found[ragged] = RaggedShard(dims, units, shuffled)
     return tuple(found)
 
 

@@ -119,5 +119,8 @@ def test_a_ragged_run_of_everything_stays_one() -> None:
     ragged = RaggedShard((0, 1), (5, 7))
     assert view_placements((4, 3), (2, 6), (ragged,), (2,)) == ((ragged,), (ragged,))
     assert view_placements((4, 3), (12,), (ragged,), (2,)) == ((ragged,), (RaggedShard((0,), (5, 7)),))
+    owned = RaggedShard((0, 1), (1, 2), owners=(1, 0, 1))
+    flat = RaggedShard((0,), (1, 2), owners=(1, 0, 1))
+    assert view_placements((4, 3), (12,), (owned,), (2,)) == ((owned,), (flat,))
     rows = RaggedShard((0,), (1, 3))
     assert view_placements((4, 3), (12,), (rows,), (2,)) == ((R,), (R,))

@@ -46,7 +46,11 @@ def _cases(draw: Any) -> tuple[tuple[int, ...], tuple[Any, ...], tuple[int, ...]
         axis, first = draw(st.integers(0, len(mesh) - 1)), draw(dim)
         dims = tuple(range(first, draw(st.integers(first, len(shape) - 1)) + 1))
         units = st.lists(st.integers(0, 3), min_size=mesh[axis], max_size=mesh[axis])
-        placements[axis] = RaggedShard(dims, tuple(draw(units)))
+        counts = tuple(draw(units))
+        owners = [rank for rank, count in enumerate(counts) for _ in range(count)]
+        placements[axis] = RaggedShard(
+            dims, counts, tuple(draw(st.permutations(owners))) if draw(st.booleans()) else ()
+        )
     return shape, tuple(placements), mesh
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -99,12 +99,12 @@ def who_holds(shape: Sequence[int], placements: Sequence[Placement], mesh_shape:
     dims = [[_local(dim, size, placements, mesh_shape, c) for c in coordinates] for dim, size in enumerate(shape)]
     edges = [{0, size, *(e for held in each for e in held.starts + held.stops)} for size, each in zip(shape, dims)]
     ragged = ragged_of(placements)
-    ranges: list[tuple[int, int]] = []
+    ranges: list[Sequence[tuple[int, int]]] = []
     if ragged:
         for rank, coordinate in enumerate(coordinates):
             by_dim = [each[rank] for each in dims]
-            ranges.append(_range(ragged[1], by_dim, mesh_shape[ragged[0]], coordinate[ragged[0]]))
-            for edge in ranges[-1]:
+            ranges.append(_of_rank(ragged[1], by_dim, mesh_shape[ragged[0]], coordinate[ragged[0]]))
+            for edge in chain.from_iterable(ranges[-1]):
                 _add_edges(edges, ragged[1], by_dim, edge)
     bounds = [sorted(each) for each in edges]
     at = [np.array(each[:-1], dtype=np.int64) for each in bounds]
@@ -115,7 +115,7 @@ def who_holds(shape: Sequence[int], placements: Sequence[Placement], mesh_shape:
         if ragged:
             sizes = [sum(each[rank].lengths) for each in dims]
             offset = _offsets(local, sizes, ragged[1].dims)
-            holds[rank] &= (ranges[rank][0] <= offset) & (offset < ranges[rank][1])
+            holds[rank] &= np.any([(start <= offset) & (offset < stop) for start, stop in ranges[rank]], axis=0)
     return _compressed(holds, bounds)
 
 
@@ -134,11 +134,10 @@ def _local(dim: int, size: int, placements: Sequence[Placement], mesh: Sequence[
     return _Intervals(tuple(s for s, _ in local), tuple(s + n for s, n in local), tuple(n for _, n in local))
 
 
-def _range(placement: RaggedShard, dims: Sequence[_Intervals], n: int, index: int) -> tuple[int, int]:
-    """Return start and stop of a rank's range of the flattened ragged dims."""
+def _of_rank(placement: RaggedShard, dims: Sequence[_Intervals], n: int, index: int) -> list[tuple[int, int]]:
+    """Return start and stop of a rank's ranges of the flattened ragged dims, at least one."""
     _, size, _ = run_view(placement, (), [sum(each.lengths) for each in dims])
-    range_ = parts(placement, size, n)[index]
-    return (range_[0][0], range_[0][0] + range_[0][1]) if range_ else (0, 0)
+    return [(start, start + length) for start, length in parts(placement, size, n)[index] or [(0, 0)]]
 
 
 def _add_edges(edges: Sequence[set[int]], placement: RaggedShard, dims: Sequence[_Intervals], edge: int) -> None:

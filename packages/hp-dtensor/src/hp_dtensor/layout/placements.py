@@ -81,13 +81,17 @@ class RaggedShard(Placement):
     Args:
         dims: the tensor dims, ascending.
         units: one count per rank of the axis; the number of elements must be a multiple of their sum.
+        owners: for each of ``sum(units)`` equal blocks the rank that has it, where a rank's blocks are no range; they
+            ascend on the rank. With ``RaggedShard((0,), (2, 1), owners=(0, 1, 0))`` rank 0 has the outer thirds.
     """
 
     dims: tuple[int, ...]
     units: tuple[int, ...]
+    owners: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        return f"RaggedShard(dims={self.dims}, units={self.units})"
+        owners = f", owners={self.owners}" if self.owners else ""
+        return f"RaggedShard(dims={self.dims}, units={self.units}{owners})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ Note [One range of elements]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -55,7 +56,7 @@ def parts(placement: Placement, size: int, n: int) -> tuple[tuple[Interval, ...]
     - ``Shard``: chunk ``i``.
     - ``StridedShard(dim, split_factor=f)``: chunk ``i`` of each of ``f`` blocks of ``size / f``: of
       ``parts(StridedShard(0, 2), 8, 2)``, rank 0 has elements 0, 1, 4, 5.
-    - ``RaggedShard``: one interval of ``size * units[i] / sum(units)``.
+    - ``RaggedShard``: one interval of ``size * units[i] / sum(units)``, or with ``owners`` the blocks of rank ``i``.
 
     Raises:
         ValueError: if ``split_factor`` doesn't divide ``size``, or ``size`` is not a multiple of the sum of ``units``.
@@ -72,6 +73,10 @@ def _parts(placement: Placement, size: int, n: int) -> tuple[tuple[Interval, ...
                 f"{placement!r} does not fit: the named dims have {size} elements here, which must be a multiple of "
                 f"sum(units) = {total}. Pass units whose sum divides the number of elements"
             )
+        if placement.owners:
+            block = size // total
+            blocks = [(owner, (index * block, block)) for index, owner in enumerate(placement.owners)]
+            return tuple(tuple(_merge([each for owner, each in blocks if owner == rank])) for rank in range(n))
         chunks: list[Interval] = []
         start = 0
         for unit in placement.units:
@@ -187,7 +192,12 @@ def _normalize_one(placement: Placement, axis: int, shape: Sequence[int], mesh_s
                 f"{placement!r} on mesh axis {axis} of size {mesh_shape[axis]}: pass {mesh_shape[axis]} "
                 f"non-negative units, got {len(placement.units)}: {placement.units}"
             )
-        return placement if dims == placement.dims else RaggedShard(dims, placement.units)
+        if placement.owners and tuple(map(placement.owners.count, range(mesh_shape[axis]))) != placement.units:
+            raise ValueError(
+                f"{placement!r}: owners must list each rank as often as its unit says, got"
+                f" {tuple(map(placement.owners.count, range(mesh_shape[axis])))} times the ranks from 0"
+            )
+        return placement if dims == placement.dims else replace(placement, dims=dims)
     return placement
 
 
@@ -277,9 +287,9 @@ def take(array: Any, placements: Sequence[Placement], mesh_shape: Sequence[int],
         axis, placement = ragged
         outer, elements, inner = run_view(placement, (), array.shape)
         local = parts(placement, elements, mesh_shape[axis])[coordinate[axis]]
-        start, length = local[0] if local else (0, 0)
+        flat, pieces = array.reshape(outer, elements, inner), local or [(0, 0)]
         shape = local_shape(array.shape, _only(placement, axis, len(mesh_shape)), mesh_shape, coordinate)
-        array = array.reshape(outer, elements, inner)[:, start : start + length].reshape(shape)
+        array = np.concatenate([flat[:, start : start + length] for start, length in pieces], 1).reshape(shape)
     return array
 
 

@@ -68,7 +68,7 @@ class Cut:
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
         even = run % (factor * place.n) == 0
         if isinstance(placement, RaggedShard):
-            even = len(set(placement.units)) == 1
+            even = len(set(placement.units)) == 1 and not placement.owners
         held = parts(placement, run, place.n)
         if place.order is not None:
             held, even = tuple(held[index] for index in place.order), False

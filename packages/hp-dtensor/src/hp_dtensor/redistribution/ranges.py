@@ -70,7 +70,7 @@ def local_ranges(
             elements = _product(elements, by_dim[first:start], shape[first:start])
             inner = _product(_ranges([(0, 1)]), by_dim[start:end], shape[start:end])
             part = parts(placement, int(inner[:, 1].sum()), mesh_shape[axis])[coordinate[axis]]
-            inner = _within(inner, *(part[0] if part else (0, 0)))
+            inner = joined_ranges(np.concatenate([_within(inner, *each) for each in part or [(0, 0)]]))
             elements, dim = _nested(elements, inner, prod(shape[start:end])), end
         result.append(_product(elements, by_dim[dim:stop], shape[dim:stop]))
     return tuple(result)

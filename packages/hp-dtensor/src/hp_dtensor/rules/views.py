@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hp_dtensor.layout.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
 
@@ -55,7 +56,7 @@ def view_placements(
         elif isinstance(placement, RaggedShard):  # ranges of all elements in order are the same in any shape
             covers_all = placement.dims == tuple(range(len(shape))) and len(result) > 0
             operand.append(placement if covers_all else Replicate())
-            out.append(RaggedShard(tuple(range(len(result))), placement.units) if covers_all else Replicate())
+            out.append(replace(placement, dims=tuple(range(len(result)))) if covers_all else Replicate())
         else:
             operand.append(placement)
             out.append(placement)

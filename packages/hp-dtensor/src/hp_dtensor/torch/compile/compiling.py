@@ -177,7 +177,7 @@ def _encode(placement: Any) -> Any:
     if isinstance(placement, StridedShard):
         return "StridedShard", (placement.dim, placement.split_factor)
     if isinstance(placement, RaggedShard):
-        return "RaggedShard", (placement.dims, placement.units)
+        return "RaggedShard", (placement.dims, placement.units, placement.owners)
     if isinstance(placement, Shard):
         return "Shard", (placement.dim,)
     raise TypeError("torch.compile: not a placement")
