@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hp_moe.dispatch import Dispatch, refusal, settings
-
-TOLD_BY_ALL = (0, 8, 2, *settings("all_to_all", "fast"), 0, 0)
+from hp_moe.dispatch import Dispatch, Message, refusal, settings
 
 
 def test_rows_arrive_ordered_by_expert_and_source():
@@ -20,8 +18,7 @@ def test_rows_arrive_ordered_by_expert_and_source():
         ]
         begin = [sum(widths[:rank]) for rank in range(ranks)]
         messages = [
-            [[*(len(rows[s][begin[d] + e]) for e in range(widths[d])), *TOLD_BY_ALL] for d in range(ranks)]
-            for s in range(ranks)
+            [[len(rows[s][begin[d] + e]) for e in range(widths[d])] for d in range(ranks)] for s in range(ranks)
         ]
         for d in range(ranks):
             plan = Dispatch.of(messages[d], [messages[s][d] for s in range(ranks)])
@@ -38,8 +35,8 @@ def test_rows_arrive_ordered_by_expert_and_source():
 def test_all_ranks_are_told_alike_of_what_is_wrong():
     good = [3, 0, 8, 2, *settings("all_to_all", "fast"), 0, 0]
     bad = [1, 0, 16, 4, *settings("all_to_all", "exact"), 5, 6]
-    assert refusal("Experts", 4, [good, good]) is None
-    text = refusal("Experts", 4, [good, bad])
+    assert refusal("Experts", 4, [Message(good, 1), Message(good, 1)]) is None
+    text = refusal("Experts", 4, [Message(good, 1), Message(bad, 1)])
     assert text == (
         "Experts: rank 1 has tokens of size 16, rank 0 8; rank 1 has choices a token 4, rank 0 2; rank 1 runs with"
         " token_dispatcher='all_to_all', combine='exact', rank 0 with token_dispatcher='all_to_all', combine='fast':"

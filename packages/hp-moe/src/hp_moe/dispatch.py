@@ -7,8 +7,9 @@ Note [The order of rows]
     their rows came.
 
 Note [What ranks tell each other]
-    Before the rows, each rank tells each other the rows for each of its experts, the copies of tokens, and what is
-    wrong with its inputs. So all ranks know of a bad input before any of them sends a row, and raise alike.
+    Before the rows, each rank tells each other the rows for each of its experts, the copies of tokens, the settings of
+    its style, and what is wrong with its inputs. So all ranks know of a bad input before any of them sends a row, and
+    raise alike.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["COMBINES", "DISPATCHERS", "TOLD", "Dispatch", "refusal", "settings"]
+__all__ = ["COMBINES", "DISPATCHERS", "TOLD", "Dispatch", "Message", "refusal", "settings"]
 
-DISPATCHERS: tuple[str, ...] = ("all_to_all",)
+DISPATCHERS: tuple[str, ...] = ("all_to_all", "all_gather", "deredundency")
 COMBINES: tuple[str, ...] = ("fast", "exact")
 
 TOLD: tuple[str, ...] = ("copies", "hidden", "choices", "dispatcher", "combine", "unknown", "infinite")
@@ -52,27 +53,34 @@ class Dispatch:
     copies_received: tuple[int, ...]
 
     @classmethod
-    def of(cls, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> Dispatch:
+    def of(
+        cls,
+        sent: Sequence[Sequence[int]],
+        received: Sequence[Sequence[int]],
+        copies_sent: Sequence[int] = (),
+        copies_received: Sequence[int] = (),
+    ) -> Dispatch:
         """Plan an exchange.
 
         Args:
-            sent: this rank's message to each rank: Note [What ranks tell each other].
-            received: the message of each rank to this one.
+            sent: for each rank the rows for each of its experts.
+            received: from each rank the rows for each of this rank's experts.
+            copies_sent: see ``Dispatch``.
+            copies_received: see ``Dispatch``.
         """
-        told, width = len(TOLD), len(received[0]) - len(TOLD)
-        rows = [message[:-told] for message in received]
-        ends = list(itertools.accumulate(itertools.chain.from_iterable(rows), initial=0))
+        width = len(received[0])
+        ends = list(itertools.accumulate(itertools.chain.from_iterable(received), initial=0))
         return cls(
-            tuple(sum(message[:-told]) for message in sent),
-            tuple(map(sum, rows)),
-            tuple(map(sum, zip(*rows, strict=True))),
+            tuple(map(sum, sent)),
+            tuple(map(sum, received)),
+            tuple(map(sum, zip(*received, strict=True))),
             tuple(
-                (ends[source * width + expert], rows[source][expert])
+                (ends[source * width + expert], received[source][expert])
                 for expert in range(width)
-                for source in range(len(rows))
+                for source in range(len(received))
             ),
-            tuple(message[-told] for message in sent),
-            tuple(message[-told] for message in received),
+            tuple(copies_sent),
+            tuple(copies_received),
         )
 
     @property
@@ -82,7 +90,22 @@ class Dispatch:
         return filled == sorted(filled)
 
 
-def refusal(name: str, experts: int, received: Sequence[Sequence[int]]) -> str | None:
+class Message:
+    """What one rank told another: Note [What ranks tell each other].
+
+    Attributes:
+        rows: for each of the receiver's experts.
+        told: by the names of ``TOLD``.
+        further: numbers that a route adds.
+    """
+
+    def __init__(self, numbers: Sequence[int], width: int) -> None:
+        end = width + len(TOLD)
+        self.rows, self.further = numbers[:width], numbers[end:]
+        self.told = dict(zip(TOLD, numbers[width:end], strict=True))
+
+
+def refusal(name: str, experts: int, received: Sequence[Message]) -> str | None:
     """Say what is wrong with the inputs of a layer on any rank, the same on all; None if nothing is.
 
     Args:
@@ -90,7 +113,7 @@ def refusal(name: str, experts: int, received: Sequence[Sequence[int]]) -> str |
         experts: their number, over all ranks.
         received: each rank's message: Note [What ranks tell each other].
     """
-    told = [dict(zip(TOLD, message[-len(TOLD) :], strict=True)) for message in received]
+    told = [message.told for message in received]
     problems = []
     for rank, each in enumerate(told):
         for key, what in (("hidden", "tokens of size"), ("choices", "choices a token")):

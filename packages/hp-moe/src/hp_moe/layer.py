@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hp_dtensor
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard
-from hp_moe.dispatch import TOLD, Dispatch, refusal, settings
+from hp_moe.dispatch import TOLD, Message, refusal, settings
 from hp_moe.experts import compute, describe
 from hp_moe.placement import ExpertPlacement
 from hp_moe.port import port
@@ -24,6 +24,8 @@ __all__ = ["ExpertLayer", "run_over_ranks"]
 
 Tensor = Any
 Restore = Callable[[Tensor], Tensor]
+Asked = tuple[Route, Callable[[], tuple[list[int], list[int]]], list[int], list[int]]
+"""A route, what waits for the numbers of its exchange, and how many of them go to each rank and come from each."""
 
 
 class ExpertLayer:
@@ -77,10 +79,10 @@ class ExpertLayer:
         (tokens, chosen, weights), restore = self._local(tokens, chosen, weights)
         parts = {name: self._part(getattr(module, name)) for name in self.own.parameters}
         guests = self._borrow(parts)
-        route = self._route(tokens, chosen, weights)
+        route = self._plan(self._ask(tokens, chosen, weights))
         rows = self.style.dispatch(route, tokens, weights)
         scale = None if route.scale is None else port().cast(route.scale, rows)
-        rows = self._compute(module, rows, route.plan.sizes, parts, guests, scale)
+        rows = self._compute(module, rows, route.sizes, parts, guests, scale)
         return restore(port().cast(self.style.combine(route, rows), tokens))
 
     def _compute(
@@ -166,7 +168,8 @@ class ExpertLayer:
         return parameter.to_local()
 
     # ---- where tokens go ----
-    def _route(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Route:
+    def _ask(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Asked:
+        """Begin to tell all ranks what goes to them."""
         f, choices, ranks = port(), chosen.shape[-1], len(self.widths)
         table = tuple(range(self.own.experts)) if self.loans else self.slots
         slots, unknown = f.slots(chosen, table)
@@ -174,25 +177,38 @@ class ExpertLayer:
             slots = choose_holders(slots, self.placement, self.group, self.rank, whole=False)
         kind = Fast if self.style.combine_tokens == "fast" and choices > 1 else Exact
         route = kind(slots, choices, self.widths, self.group)
-        counts, copies = f.split(f.count(slots, len(self.computed)), self.widths), route.copies()
         numbers = (tokens.shape[-1], choices, *settings(self.style.token_dispatcher, self.style.combine_tokens))
         told = f.message([numbers, unknown, f.not_finite(weights)], slots)
-        message = f.message([part for rank in range(ranks) for part in (counts[rank], copies[rank], told)], slots)
-        sizes = [width + len(TOLD) for width in self.widths]
-        own = sizes[self.rank]
-        # The layer's one wait of the host.
-        sent, received = map(iter, f.exchange_numbers(message, sizes, [own] * ranks, self.group))
-        to_each = [list(itertools.islice(sent, size)) for size in sizes]
-        of_each = [list(itertools.islice(received, own)) for _ in range(ranks)]
-        problem = refusal(self.own.name, self.own.experts, of_each)
+        counts, copies = f.split(f.count(slots, len(self.computed)), self.widths), route.copies()
+        parts = zip(counts, copies, [told] * ranks, route.further(counts), strict=True)
+        message = f.message([part for *own, further in parts for part in (*own, *further)], slots)
+        own = self.widths[self.rank] + len(TOLD)
+        to_each, of_each = route.further_sizes()
+        sent = [width + len(TOLD) + more for width, more in zip(self.widths, to_each, strict=True)]
+        received = [own + more for more in of_each]
+        return route, f.exchange_numbers(message, sent, received, self.group), sent, received
+
+    def _plan(self, asked: Asked) -> Route:
+        """Wait for what ranks tell each other, which is the layer's one wait of the host; refuse what is wrong."""
+        route, wait, *sizes = asked
+        (sent, to_each), (received, of_each) = zip(wait(), sizes, strict=True)
+        sent = [Message(list(each), width) for each, width in zip(_parts(sent, to_each), self.widths, strict=True)]
+        received = [Message(list(each), self.widths[self.rank]) for each in _parts(received, of_each)]
+        problem = refusal(self.own.name, self.own.experts, received)
         if problem:
             raise ValueError(problem)
         if self.style.slots:
-            rows = itertools.chain.from_iterable(each[: -len(TOLD)] for each in to_each)
+            rows = itertools.chain.from_iterable(each.rows for each in sent)
             for expert, count in zip(self.computed, rows, strict=True):
                 self.load[expert] += count
-        route.plan = Dispatch.of(to_each, of_each)
+        route.plan(sent, received)
         return route
+
+
+def _parts(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Cut numbers into parts."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return (numbers[first:end] for first, end in itertools.pairwise(ends))
 
 
 def _replicated(value: Tensor, mesh: DeviceMesh) -> Any:

@@ -13,6 +13,26 @@ Tensor = Any
 Module = Any
 
 
+class Transfer(Protocol):
+    """Tensors on their way between the ranks of a group, forward and backward.
+
+    ``end(*begin(*ahead(*tensors)))`` is an exchange. Forward runs from ``begin`` to ``end``. Backward runs from ``end``
+    to ``ahead``: what is computed between ``ahead`` and ``end``, its gradients are under the exchange of gradients.
+    """
+
+    def ahead(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Mark the place where backward waits."""
+        ...
+
+    def begin(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Begin to exchange; return what is filled when ``end`` returns."""
+        ...
+
+    def end(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Wait for what ``begin`` returned, and return it."""
+        ...
+
+
 class Port(Protocol):
     """Rows of tokens and modules of experts; `<framework>/port.py`. All of it is differentiable that has gradients."""
 
@@ -56,17 +76,18 @@ class Port(Protocol):
         """Return the places of numbers in ascending order, equal ones as they come; and where each place is there."""
         ...
 
-    def copies(self, slots: Tensor, choices: int, widths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def copies(self, slots: Tensor, token: Tensor, tokens: int, widths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """List what goes to each rank once.
 
         Args:
-            slots: for each token and choice, the number of its expert among all that ranks compute.
-            choices: a token.
+            slots: for each choice of any token, the number of its expert among all that ranks compute.
+            token: of each choice.
+            tokens: their number.
             widths: how many experts each rank computes.
 
         Returns:
-            The token of each copy, ordered by rank; for each token and choice its copy's place among those to that
-            rank; the copies to each rank.
+            The token of each copy, ordered by rank; for each choice its copy's place among those to that rank; the
+            copies to each rank.
         """
         ...
 
@@ -80,8 +101,8 @@ class Port(Protocol):
 
     def exchange_numbers(
         self, message: Tensor, sent: Sequence[int], received: Sequence[int], group: Any
-    ) -> tuple[list[int], list[int]]:
-        """Exchange integers with all ranks; return what was sent and what came, on the host."""
+    ) -> Callable[[], tuple[list[int], list[int]]]:
+        """Begin to exchange integers with all ranks; return what waits, and returns those sent and received."""
         ...
 
     def summed_numbers(self, numbers: Sequence[int], group: Any) -> list[int]:
@@ -90,6 +111,14 @@ class Port(Protocol):
 
     def positions(self, blocks: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
         """List the numbers of blocks (first, count), one after the other, on the device of a tensor."""
+        ...
+
+    def counted(self, count: int, times: int, like: Tensor) -> Tensor:
+        """List the numbers below a count, each so many times."""
+        ...
+
+    def repeated_table(self, table: tuple[int, ...], sizes: Sequence[int], like: Tensor) -> Tensor:
+        """List the numbers of a table, each as often as its size says, on the device of a tensor."""
         ...
 
     def repeated_numbers(self, counts: Tensor | Sequence[int], like: Tensor) -> Tensor:
@@ -105,8 +134,18 @@ class Port(Protocol):
         """Repeat each row so many times and put the copies in an order, of numbers row * times + copy."""
         ...
 
+    def transfer(self, group: Any, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> Transfer:
+        """Plan to exchange tensors with the ranks of a group; ranks without rows take part.
+
+        Args:
+            group: of the ranks; None is this one alone.
+            sent: for each tensor the rows to each rank.
+            received: the rows from each.
+        """
+        ...
+
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-        """Send rows to the ranks of a group and receive theirs; ranks without rows take part."""
+        """Send rows to the ranks of a group and receive theirs, at once."""
         ...
 
     def combined(self, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def choose_holders(experts: Tensor, placement: ExpertPlacement, group: Any, rank
     """
     f, count, ranks = port(), len(placement.home), placement.ranks
     message = f.message([f.count(experts, count)] * ranks, experts)
-    _, received = f.exchange_numbers(message, [count] * ranks, [count] * ranks, group)
+    _, received = f.exchange_numbers(message, [count] * ranks, [count] * ranks, group)()
     counts = [received[source * count : (source + 1) * count] for source in range(ranks)]
     parts = placement.shares(counts, whole=whole)[rank]
     places = {

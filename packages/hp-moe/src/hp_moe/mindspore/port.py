@@ -71,13 +71,12 @@ def order(slots: Numbers) -> tuple[Numbers, Numbers]:
     return places, np.argsort(places, kind="stable")
 
 
-def copies(slots: Numbers, choices: int, widths: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
+def copies(slots: Numbers, token: Numbers, tokens: int, widths: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
     """List what goes to each rank once."""
-    there = np.repeat(np.arange(len(widths)), widths)[slots].reshape(-1, choices)
-    goes = np.zeros((len(there), len(widths)), bool)
-    np.put_along_axis(goes, there, True, 1)
-    places = np.take_along_axis(goes.cumsum(0) - 1, there, 1)
-    return np.nonzero(goes.T)[1], places.reshape(-1), goes.sum(0)
+    there = np.repeat(np.arange(len(widths)), widths)[slots]
+    goes = np.zeros((tokens, len(widths)), bool)
+    goes[token, there] = True
+    return np.nonzero(goes.T)[1], (goes.cumsum(0) - 1)[token, there], goes.sum(0)
 
 
 def message(parts: Sequence[Any], like: Any) -> Numbers:
@@ -92,10 +91,11 @@ def split(numbers: Numbers, sizes: Sequence[int]) -> Sequence[Numbers]:
 
 def exchange_numbers(
     message: Numbers, sent: Sequence[int], received: Sequence[int], group: Any
-) -> tuple[list[int], list[int]]:
-    """Exchange integers."""
+) -> Callable[[], tuple[list[int], list[int]]]:
+    """Exchange integers, at once."""
     numbers = message.tolist()
-    return numbers, numbers if group is None else _exchanged(message, sent, received, group).tolist()
+    arrived = numbers if group is None else _exchanged(message, sent, received, group).tolist()
+    return lambda: (numbers, arrived)
 
 
 def _exchanged(numbers: Numbers, sent: Sequence[int], received: Sequence[int], group: Any) -> Numbers:
@@ -117,6 +117,16 @@ def positions(blocks: Sequence[tuple[int, int]], like: Any) -> Numbers:
     return np.concatenate([np.arange(first, first + rows) for first, rows in blocks])
 
 
+def counted(count: int, times: int, like: Any) -> Numbers:
+    """List the numbers below a count, each so many times."""
+    return np.repeat(np.arange(count), times)
+
+
+def repeated_table(table: tuple[int, ...], sizes: Sequence[int], like: Any) -> Numbers:
+    """List the numbers of a table, each as often as its size says."""
+    return np.repeat(np.asarray(table, np.int64), sizes)
+
+
 def repeated_numbers(counts: Any, like: Tensor) -> Tensor:
     """List each place as often as its count says."""
     numbers = counts.asnumpy() if isinstance(counts, Tensor) else np.asarray(counts)
@@ -132,6 +142,26 @@ def take(rows: Any, places: Numbers) -> Any:
 def spread(rows: Tensor, order: Numbers, inverse: Numbers, times: int) -> Tensor:
     """Repeat rows and put them in an order."""
     return Spread.apply(rows, order, inverse, times)
+
+
+class _Transfer:
+    """Exchanges at once, in ``begin``: gradients of MindSpore's functions come in no order that is known."""
+
+    def __init__(self, group: Any, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> None:
+        self.group, self.ways = group, list(zip(sent, received, strict=True))
+
+    def ahead(self, *tensors: Any) -> Sequence[Any]:
+        return tensors
+
+    def begin(self, *tensors: Any) -> Sequence[Any]:
+        return [exchange(each, *way, self.group) for each, way in zip(tensors, self.ways, strict=True)]
+
+    end = ahead
+
+
+def transfer(group: Any, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> _Transfer:
+    """Plan to exchange tensors."""
+    return _Transfer(group, sent, received)
 
 
 def exchange(rows: Any, sent: Sequence[int], received: Sequence[int], group: Any) -> Any:

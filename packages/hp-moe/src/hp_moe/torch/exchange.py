@@ -1,4 +1,4 @@
-"""Rows between ranks and between orders, each with its transpose: sums in a fixed order, no atomic additions."""
+"""Rows between orders, each with its transpose: sums in a fixed order, no atomic additions."""
 
 from __future__ import annotations
 
@@ -9,31 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from hp_platform import get_platform
-from hp_platform.torch.heavy import exchanged
-
-__all__ = ["Combined", "Exchange", "Recomputed", "Repeated", "Spread", "SwiGlu"]
+__all__ = ["Combined", "Recomputed", "Repeated", "Spread", "SwiGlu"]
 
 T = torch.Tensor
-
-
-class Exchange(torch.autograd.Function):
-    """An all-to-all of rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: T, sent: Sequence[int], received: Sequence[int], group: Any) -> T:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return exchanged(lambda: _all_to_all(rows, sent, received, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T, None, None, None]:  # type: ignore[override]
-        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(rows: T, sent: Sequence[int], received: Sequence[int], group: Any) -> T:
-    out = rows.new_empty((sum(received), *rows.shape[1:]))
-    get_platform().collectives.all_to_all(out, rows.contiguous(), list(received), list(sent), group=group)
-    return out
 
 
 class Spread(torch.autograd.Function):

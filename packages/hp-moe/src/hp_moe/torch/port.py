@@ -11,7 +11,9 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
-from hp_moe.torch.exchange import Combined, Exchange, Recomputed, Repeated, Spread, SwiGlu
+from hp_moe.port import Transfer
+from hp_moe.torch.exchange import Combined, Recomputed, Repeated, Spread, SwiGlu
+from hp_moe.torch.transfer import Nowhere, Travel
 from hp_platform import get_platform
 from hp_platform.torch.grouped import grouped_linear
 
@@ -65,14 +67,14 @@ def order(slots: T) -> tuple[T, T]:
     return places, torch.empty_like(places).scatter_(0, places, torch.arange(len(places), device=places.device))
 
 
-def copies(slots: T, choices: int, widths: Sequence[int]) -> tuple[T, T, T]:
+def copies(slots: T, token: T, tokens: int, widths: Sequence[int]) -> tuple[T, T, T]:
     """List what goes to each rank once."""
-    device = slots.device
-    owners = _table(tuple(rank for rank, width in enumerate(widths) for _ in range(width)), device)
-    there = owners[slots].view(-1, choices)
-    goes = torch.zeros(len(there), len(widths), dtype=torch.bool, device=device).scatter_(1, there, True)
-    places = (goes.cumsum(0) - 1).gather(1, there)
-    return goes.t().nonzero()[:, 1], places.flatten(), goes.sum(0)
+    owners = _table(tuple(rank for rank, width in enumerate(widths) for _ in range(width)), slots.device)
+    there = token * len(widths) + owners[slots]
+    goes = torch.zeros(tokens * len(widths), dtype=torch.bool, device=slots.device).scatter_(0, there, True)
+    goes = goes.view(tokens, len(widths))
+    places = (goes.cumsum(0) - 1).view(-1)[there]
+    return goes.t().nonzero()[:, 1], places, goes.sum(0)
 
 
 def message(parts: Sequence[T | tuple[int, ...]], like: T) -> T:
@@ -103,15 +105,22 @@ def split(numbers: T, sizes: Sequence[int]) -> Sequence[T]:
 
 def exchange_numbers(
     message: T, sent: Sequence[int], received: Sequence[int], group: Any
-) -> tuple[list[int], list[int]]:
+) -> Callable[[], tuple[list[int], list[int]]]:
     """Exchange integers; one copy to the host."""
     if group is None:
-        numbers = message.tolist()
-        return numbers, numbers
+        return lambda: (message.tolist(), message.tolist())
     arrived = message.new_empty(sum(received))
-    get_platform().collectives.all_to_all(arrived, message, list(received), list(sent), group=group)
-    numbers = torch.cat([message, arrived]).tolist()
-    return numbers[: len(message)], numbers[len(message) :]
+    handle = get_platform().collectives.all_to_all(
+        arrived, message, list(received), list(sent), group=group, async_op=True
+    )
+
+    def wait() -> tuple[list[int], list[int]]:
+        if handle is not None:
+            handle.wait()
+        numbers = torch.cat([message, arrived]).tolist()
+        return numbers[: len(message)], numbers[len(message) :]
+
+    return wait
 
 
 def summed_numbers(numbers: Sequence[int], group: Any) -> list[int]:
@@ -126,6 +135,17 @@ def positions(blocks: Sequence[tuple[int, int]], like: T) -> T:
     first, rows = torch.tensor(blocks, dtype=torch.int64).view(-1, 2).unbind(1)
     begin = torch.repeat_interleave(first - (rows.cumsum(0) - rows), rows)
     return (begin + torch.arange(len(begin))).to(like.device, non_blocking=True)
+
+
+def counted(count: int, times: int, like: T) -> T:
+    """List the numbers below a count, each so many times."""
+    return torch.arange(count, device=like.device).repeat_interleave(times)
+
+
+def repeated_table(table: tuple[int, ...], sizes: Sequence[int], like: T) -> T:
+    """List the numbers of a table, each as often as its size says."""
+    each = torch.repeat_interleave(torch.tensor(table), torch.tensor(sizes), output_size=sum(sizes))
+    return each.to(like.device, non_blocking=True)
 
 
 def repeated_numbers(counts: T | Sequence[int], like: T) -> T:
@@ -145,9 +165,16 @@ def spread(rows: T, order: T, inverse: T, times: int) -> T:
     return Spread.apply(rows, order, inverse, times)
 
 
+def transfer(group: Any, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> Transfer:
+    """Plan to exchange tensors."""
+    return Nowhere() if group is None else Travel(group, sent, received)
+
+
 def exchange(rows: T, sent: Sequence[int], received: Sequence[int], group: Any) -> T:
     """Send rows to ranks and receive theirs."""
-    return rows if group is None else Exchange.apply(rows, tuple(sent), tuple(received), group)
+    way = transfer(group, [sent], [received])
+    (out,) = way.end(*way.begin(*way.ahead(rows)))
+    return out
 
 
 def combined(rows: T, weights: T, order: T, inverse: T) -> T:

@@ -1,0 +1,150 @@
+"""Tensors between ranks: begun in one place and waited for in another, forward and backward.
+
+Note [Where gradients travel]
+    Autograd runs the nodes that are ready from the latest to the earliest, by when forward made them. A gradient's
+    exchange begins in the node of ``end`` and is waited for in that of ``ahead``. So all nodes that forward made
+    between the two run meanwhile: another exchange's, or those of weights (``hp_platform.torch.grouped.held``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hp_platform import get_platform
+from hp_platform.torch.heavy import exchanged
+
+__all__ = ["Nowhere", "Travel"]
+
+T = torch.Tensor
+
+
+class Nowhere:
+    """No exchange: this rank alone."""
+
+    def ahead(self, *tensors: T) -> Sequence[T]:
+        return tensors
+
+    begin = end = ahead
+
+
+class Travel:
+    """One exchange of tensors.
+
+    Args:
+        group: of the ranks.
+        sent: for each tensor the rows to each rank.
+        received: for each tensor the rows from each rank.
+
+    Attributes:
+        early: backward begins in the node of ``begin``, which comes after that of ``end``: who calls ``begin`` has
+            nodes of its own around it.
+        returning: gradients under way between the two nodes.
+    """
+
+    def __init__(self, group: Any, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> None:
+        self.group, self.sent, self.received = group, [list(each) for each in sent], [list(each) for each in received]
+        self.early = False
+        self.returning: list[T | None] | None = None
+        self._handles: list[Any] = []
+        self._needed: list[bool] = []
+
+    def ahead(self, *tensors: T) -> Sequence[T]:
+        return _Ahead.apply(self, *tensors)
+
+    def begin(self, *tensors: T) -> Sequence[T]:
+        self._needed = [each.requires_grad and torch.is_grad_enabled() for each in tensors]
+        return _Begin.apply(self, *tensors)
+
+    def end(self, *tensors: T) -> Sequence[T]:
+        return _End.apply(self, *tensors)
+
+    def send(self, tensors: Sequence[T]) -> list[T]:
+        """Begin to exchange."""
+        ways = zip(tensors, self.sent, self.received, strict=True)
+        return [exchanged(functools.partial(self._launch, *way)) for way in ways]
+
+    def send_back(self, gradients: Sequence[T]) -> list[T | None]:
+        """Begin to exchange the gradients that are needed, the other way."""
+        ways = zip(gradients, self.received, self.sent, self._needed, strict=True)
+        return [self._launch(each, sent, received) if needed else None for each, sent, received, needed in ways]
+
+    def wait(self) -> None:
+        """Wait for what has begun."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+
+    def _launch(self, rows: T, sent: list[int], received: list[int]) -> T:
+        rows = rows.contiguous()
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        all_to_all = get_platform().collectives.all_to_all
+        self._handles.append(_Kept(all_to_all(out, rows, received, sent, group=self.group, async_op=True), rows))
+        return out
+
+
+class _Kept:
+    """A handle, and the tensor that must live until it has been waited for."""
+
+    def __init__(self, handle: Any, rows: T) -> None:
+        self.handle, self.rows = handle, rows
+
+    def wait(self) -> None:
+        self.handle.wait()
+
+
+def _unchanged(ctx: Any, travel: Travel, tensors: Sequence[T]) -> tuple[T, ...]:
+    out = tuple(each.view_as(each) for each in tensors)
+    _prepare(ctx, travel, out)
+    return out
+
+
+def _prepare(ctx: Any, travel: Travel, out: Sequence[T]) -> None:
+    ctx.travel = travel
+    ctx.mark_non_differentiable(*(each for each in out if not each.is_floating_point()))
+
+
+class _Ahead(torch.autograd.Function):
+    """Where gradients have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, travel: Travel, *tensors: T) -> tuple[T, ...]:
+        return _unchanged(ctx, travel, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:  # type: ignore[override]
+        ctx.travel.wait()
+        return None, *gradients
+
+
+class _Begin(torch.autograd.Function):
+    """Where tensors leave."""
+
+    @staticmethod
+    def forward(ctx: Any, travel: Travel, *tensors: T) -> tuple[T, ...]:
+        out = tuple(travel.send(tensors))
+        _prepare(ctx, travel, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:  # type: ignore[override]
+        returning, ctx.travel.returning = ctx.travel.returning, None
+        return None, *(ctx.travel.send_back(gradients) if returning is None else returning)
+
+
+class _End(torch.autograd.Function):
+    """Where tensors have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, travel: Travel, *tensors: T) -> tuple[T, ...]:
+        travel.wait()
+        return _unchanged(ctx, travel, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:  # type: ignore[override]
+        if not ctx.travel.early:
+            ctx.travel.returning = ctx.travel.send_back(gradients)
+        return None, *gradients  # of the shapes of what arrived: those that travel are handed out by `_Begin`
