@@ -7,6 +7,7 @@ from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import local_shape
 from hp_dtensor.layout.spec import TensorSpec, normalize, spec_named
 from hp_dtensor.mesh.axes import axes_overlap, axes_within, axis_within
+from hp_dtensor.mesh.roots import in_one_root, slice_of
 from hp_dtensor.sharding_plan import matches, matching
 from hp_dtensor.visualize import text_table
 
@@ -15,12 +16,14 @@ __all__ = [
     "TensorSpec",
     "axes_within",
     "boxes",
+    "in_one_root",
     "kind_of",
     "local_shape",
     "matches",
     "matching",
     "spec_named",
     "normalize",
+    "slice_of",
     "axes_overlap",
     "text_table",
     "axis_within",

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hp_dtensor import DeviceMesh, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.extend import TensorSpec, axes_overlap, axes_within
+from hp_dtensor.extend import TensorSpec, axes_overlap, axes_within, slice_of
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
-__all__ = ["DataAxes", "PostForwardRanks", "slice_of"]
+__all__ = ["DataAxes", "PostForwardRanks"]
 
 
 class _Grouped:
@@ -267,12 +267,9 @@ class DataAxes(_Grouped):
             for axis, placement in enumerate(inner.placements if inner is not None else ()):
                 assert inner is not None
                 line = set(groups.get_process_group_ranks(inner.mesh.get_group(axis)))
-                if (
-                    line <= all_ranks
-                    and len(line & ours) == 1
-                    and not (placement.is_replicate() or placement.is_partial())
-                ):
-                    covered *= len(line)
+                if len(line & ours) == 1 and not (placement.is_replicate() or placement.is_partial()):
+                    # Its ranks outside of the root's have the samples of those inside: tensor parallel ones.
+                    covered *= len(line & all_ranks)
             if covered != len(all_ranks):
                 layout = "no layout of its own" if inner is None else f"{inner.placements} on {inner.mesh}"
                 raise ValueError(
@@ -348,20 +345,6 @@ class DataAxes(_Grouped):
             " Both must be slices of one mesh, by name: mesh = init_device_mesh(..., mesh_dim_names=("
             '"dp", "tp")); parallelize on mesh["tp"] or on the full mesh, shard on mesh["dp"]'
         )
-
-
-def slice_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return a mesh as a slice of a root, or None if it is none.
-
-    Equal meshes are one value, even as slices of different roots: it suffices that this root has the axes.
-    """
-    if mesh.root == root:
-        return mesh
-    names = mesh.mesh_dim_names
-    if not names or not set(names) <= {*(root.mesh_dim_names or ()), *root._flattened}:
-        return None
-    sliced = root[names]
-    return sliced if sliced == mesh else None
 
 
 def _ranks(mesh: DeviceMesh) -> frozenset[int]:

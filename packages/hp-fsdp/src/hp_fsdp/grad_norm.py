@@ -18,9 +18,8 @@ from math import ceil
 from typing import Any
 
 from hp_dtensor import DeviceMesh
-from hp_dtensor.extend import TensorSpec, axis_within
+from hp_dtensor.extend import TensorSpec, axis_within, in_one_root, slice_of
 from hp_fsdp import port
-from hp_fsdp.axes import slice_of
 from hp_fsdp.layout import BLOCK
 from hp_fsdp.managed_params import spec_of
 from hp_platform import collectives, get_platform
@@ -227,15 +226,14 @@ def _joint_mesh(meshes: set[DeviceMesh]) -> DeviceMesh | None:
     if len(meshes) <= 1:
         return next(iter(meshes), None)
     ordered = sorted(meshes, key=lambda mesh: (-mesh.ndim, mesh.mesh_dim_names or ()))
-    largest = ordered[0]
-    for place, mesh in enumerate(ordered):
-        own = slice_of(largest.root, mesh)
-        if own is None:
-            raise ValueError(
-                f"global_grad_norm: parameters are on {mesh} and on {largest}; both must be slices, by name, of one"
-                " mesh"
-            )
-        ordered[place] = own
+    slices = in_one_root(ordered)
+    if slices is None:
+        other = next((mesh for mesh in ordered if in_one_root([ordered[0], mesh]) is None), ordered[-1])
+        raise ValueError(
+            f"global_grad_norm: parameters are on {other} and on {ordered[0]}; both must be slices, by name, of one"
+            " mesh"
+        )
+    ordered, largest = slices, slices[0]
     axes = [(mesh, axis) for mesh in ordered for axis in range(mesh.ndim)]
     # Axes that were made of others, or split: the larger ones have all ranks.
     chosen: list[DeviceMesh] = []

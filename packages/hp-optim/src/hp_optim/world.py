@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor import DeviceMesh
-from hp_dtensor.extend import axis_within
+from hp_dtensor.extend import axis_within, in_one_root
 from hp_optim.newton_schulz import Orthogonalization
 from hp_optim.ownership import OwnerPlan, Placed, assign
 from hp_optim.rules import Matrix
@@ -70,14 +70,14 @@ def world_of(meshes: set[DeviceMesh]) -> list[int]:
 def _around(meshes: set[DeviceMesh]) -> DeviceMesh:
     """Return the mesh of the axes of all meshes; of axes that others were made of, the larger ones."""
     ordered = sorted(meshes, key=lambda mesh: (-mesh.ndim, mesh.mesh_dim_names or ()))
-    axes: list[DeviceMesh] = []
-    for mesh in ordered:
-        if mesh.mesh_dim_names is None or mesh.root != ordered[0].root:
-            raise ValueError(
-                f"Muon: parameters are on {mesh} and on {ordered[0]}; one of them must have all ranks, or both must be"
-                " slices, by name, of one mesh"
-            )
-        axes += [mesh[name] for name in mesh.mesh_dim_names]
+    slices = in_one_root(ordered)
+    if slices is None or any(mesh.mesh_dim_names is None for mesh in slices):
+        other = next((mesh for mesh in ordered if in_one_root([ordered[0], mesh]) is None), ordered[-1])
+        raise ValueError(
+            f"Muon: parameters are on {other} and on {ordered[0]}; one of them must have all ranks, or both must be"
+            " slices, by name, of one mesh"
+        )
+    axes = [mesh[name] for mesh in slices for name in mesh.mesh_dim_names or ()]
     chosen: list[DeviceMesh] = []
     for axis in sorted(axes, key=lambda axis: -axis.size()):
         if not axis_within(axis._axes[0], [one._axes[0] for one in chosen]):

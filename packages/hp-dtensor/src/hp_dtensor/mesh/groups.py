@@ -14,7 +14,7 @@ from hp_platform.extend import when_groups_end
 if TYPE_CHECKING:
     from hp_dtensor.mesh.device_mesh import DeviceMesh
 
-__all__ = ["adopt", "check_world", "note", "read_options", "start"]
+__all__ = ["adopt", "check_world", "living", "note", "read_options", "start"]
 
 # By identity: equal meshes have groups of their own.
 _living: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
@@ -25,10 +25,15 @@ def note(mesh: DeviceMesh) -> None:
     _living[id(mesh)] = mesh
 
 
+def living() -> list[DeviceMesh]:
+    """List the meshes that are in use."""
+    return list(_living.values())
+
+
 @when_groups_end
 def _forget_groups() -> None:
     """Drop the groups of all meshes, which as values outlive them; the next use creates new ones."""
-    for mesh in list(_living.values()):
+    for mesh in living():
         mesh._groups = mesh._rank = None
 
 
