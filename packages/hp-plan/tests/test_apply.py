@@ -136,9 +136,9 @@ def test_shapes_that_do_not_divide_are_found_on_every_rank_before_anything_is_se
 
 
 @on_ranks(2)
-def test_axes_that_this_version_does_not_have():
-    with pytest.raises(PlanError, match="mesh.ep: ep = 2, but this version has no ep axis; leave it out; the axes are"):
-        apply(nn.Linear(4, 4), ParallelPlan.from_dict({"mesh": {"ep": 2}}))
+def test_a_model_without_experts_is_not_spread():
+    with pytest.raises(PlanError, match="ep = 2, but Linear .model_type None. has no expert parallel plan"):
+        apply(nn.Linear(4, 4), ParallelPlan.from_dict({"mesh": {"dp_shard": 2, "ep": 2}}))
 
 
 @on_ranks(2)

@@ -22,6 +22,7 @@ from hp_pipeline import PipelineSchedule
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
 from hp_plan.context import check_context
 from hp_plan.diagnostics import PlanError
+from hp_plan.experts import expert_styles, spread_experts, with_expert_axes
 from hp_plan.memory import check_memory, check_states, memory_left
 from hp_plan.outline import ModelOutline, matches
 from hp_plan.pipelines import check_pipeline, check_split, choose_order
@@ -71,9 +72,11 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if mesh is None:
         mesh = init_device_mesh(platform.devices.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     _check_mesh(mesh, axes)
+    styles = choose_styles(plan, outline).by_name if "tp" in axes or plan.mesh.ep > 1 else {}
+    mesh = with_expert_axes(plan, mesh, expert_styles(styles))
     if "pp" in axes:
-        return _in_stages(model, plan, mesh, outline)
-    _distribute(model, plan, mesh, outline, outline.modules)
+        return _in_stages(model, plan, mesh, outline, styles)
+    _distribute(model, plan, mesh, outline, styles, outline.modules)
     _take_whole_sequences(model, plan, mesh)
     own.adapt_library_methods(model, tensor_parallel="tp" in axes)
     if activations is not None:
@@ -81,7 +84,9 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     return model
 
 
-def _in_stages(model: Any, plan: ParallelPlan, mesh: DeviceMesh, outline: ModelOutline) -> Any:
+def _in_stages(
+    model: Any, plan: ParallelPlan, mesh: DeviceMesh, outline: ModelOutline, styles: Mapping[str, str]
+) -> Any:
     """Return this rank's stages of the model, each distributed over the ranks that have the same."""
     own, pp = models(), mesh["pp"]
     choice = choose_order(plan, model)
@@ -92,7 +97,7 @@ def _in_stages(model: Any, plan: ParallelPlan, mesh: DeviceMesh, outline: ModelO
         # What stands in for modules of other stages has another class.
         here = {name for name, module in own.named_modules(stage) if type(module) is kinds.get(name)}
         alone = {info.parameter.rpartition(".")[0] for info in choice.split.shared_in(index)}
-        _distribute(stage, plan, mesh, outline, here, alone)
+        _distribute(stage, plan, mesh, outline, styles, here, alone)
         stages.append(choice.split.pipeline_stage(index))
     schedule = PipelineSchedule(
         stages,
@@ -111,6 +116,7 @@ def _distribute(
     plan: ParallelPlan,
     mesh: DeviceMesh,
     outline: ModelOutline,
+    styles: Mapping[str, str],
     here: Container[str],
     alone: Container[str] = (),
 ) -> None:
@@ -121,17 +127,21 @@ def _distribute(
         plan: the plan.
         mesh: of all axes; that of the stages is not used.
         outline: of the whole model.
+        styles: name of a module or parameter of the whole model -> its style.
         here: names of the modules that `model` runs itself.
         alone: names of modules that are groups of their own.
     """
     own, axes = models(), plan.mesh.axes
+    styles = {
+        name: style
+        for name, style in styles.items()
+        if (name if name in outline.modules else name.rpartition(".")[0]) in here
+    }
+    experts = expert_styles(styles)
+    spread = spread_experts(own.base(model), plan, mesh, outline, experts)
     if "tp" in axes:
-        styles = {
-            name: style
-            for name, style in choose_styles(plan, outline).by_name.items()
-            if (name if name in outline.modules else name.rpartition(".")[0]) in here
-        }
-        parallelize_module(own.base(model), mesh["tp"], styles)
+        dense = {name: style for name, style in styles.items() if name not in experts}
+        parallelize_module(own.base(model), mesh["tp"], dense)
         own.replicate_rest(model, mesh["tp"])
         own.keep_border_plain(model, mesh["tp"], plain)
     if "cp" in axes:
@@ -146,14 +156,15 @@ def _distribute(
         over = mesh["dp_replicate", "_".join(plan.mesh.shard_axes)]
     dtypes = {name: own.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
     options = {
+        "mesh": over,
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
         "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
     }
     for name, module in reversed(list(own.named_modules(own.base(model)))):  # Inner groups before the ones around them.
-        grouped = name in alone or any(matches(pattern, name) for pattern in plan.fsdp.groups)
+        grouped = name in alone or name in spread or any(matches(pattern, name) for pattern in plan.fsdp.groups)
         if name and name in here and grouped:
-            hp_fsdp.fully_shard(module, over, **options)
-    hp_fsdp.fully_shard(model, over, **options)
+            hp_fsdp.fully_shard(module, **{**options, **spread.get(name, {})})
+    hp_fsdp.fully_shard(model, **options)
 
 
 def _take_whole_sequences(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> None:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from hp_plan.context import check_attention, check_context, check_sequence
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.effects import check_effects
-from hp_plan.experts import check_expert_axis
+from hp_plan.experts import EXPERT_STYLES, check_expert_axis, check_experts
 from hp_plan.memory import check_memory, check_states
 from hp_plan.outline import ModelOutline, ModuleOutline, generalise, matching
 from hp_plan.pipelines import check_pipeline
@@ -20,7 +20,7 @@ from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
 
 # What this version can apply, by framework; the others are read, so that a plan may be written for later.
 APPLIED_AXES = {
-    "torch": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    "torch": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"),
     "mindspore": ("dp_replicate", "dp_shard", "tp"),
 }
 _BY_HAND = "leave it out, or write the stages as Cells and run them by hp_pipeline.Schedule1F1B"
@@ -124,14 +124,11 @@ def _check_training(plan: ParallelPlan) -> list[Diagnostic]:
     return diagnostics
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
 def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check the plan against the model's names and shapes."""
-    diagnostics = [*_check_groups(plan, model), *_check_experts(plan, model), *_check_length(plan, model)]
+    diagnostics = [*_check_groups(plan, model), *_check_length(plan, model)]
     diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
-    if plan.mesh.tp == 1 and isinstance(plan.styles, str):
+    if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.
     try:
         choice = choose_styles(plan, model)
@@ -141,6 +138,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
         *_check_styles(choice, model),
         *_check_heads(plan, choice, model),
         *_check_tied(choice, model),
+        *check_experts(plan, choice.by_name, model),
         *diagnostics,
     ]
 
@@ -152,11 +150,13 @@ def _check_styles(choice: StyleChoice, model: ModelOutline) -> list[Diagnostic]:
         key = f'styles."{pattern}"'
         matched = matching(pattern, names)
         parameters = [] if matched else matching(pattern, model.parameters)
-        if style not in STYLES:
-            diagnostics.append(Diagnostic(key, f"there is no style '{style}'", near_misses(style, [*STYLES, *ALIASES])))
+        known = style in STYLES or style in EXPERT_STYLES
+        if not known:
+            names_of_styles = [*STYLES, *EXPERT_STYLES, *ALIASES]
+            diagnostics.append(Diagnostic(key, f"there is no style '{style}'", near_misses(style, names_of_styles)))
         elif not matched and (not parameters or style not in PARAMETER_STYLES):
             diagnostics.append(_nothing_matches(key, pattern, style, names, parameters))
-        for shown, modules in _by_kind(matched if style in STYLES else [], model):
+        for shown, modules in _by_kind(matched if known else [], model):
             problem = _unsuited(style, modules[0])
             if problem:
                 diagnostics.append(Diagnostic(key, f"'{style}' on {shown}, which is a {modules[0].type_name}", problem))
@@ -296,16 +296,6 @@ def blocks_of(model: ModelOutline) -> str:
         if name and module.kind == "container" and f"{name}.1" in model.modules:
             return f"{name}.*"
     return ""
-
-
-def _check_experts(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
-    diagnostics = []
-    for name in _EXPERTS:
-        experts = getattr(model.config, name, None)
-        if isinstance(experts, int) and experts % plan.mesh.ep:
-            message = f"{name} is {experts}, which ep = {plan.mesh.ep} does not divide"
-            diagnostics.append(Diagnostic("mesh.ep", message, f"make mesh.ep a divisor of {experts}"))
-    return diagnostics
 
 
 def _check_length(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:

@@ -16,14 +16,20 @@ class ExpertsOutline:
     """Layout of the weights of a module of experts, as transformers' experts describe it.
 
     Attributes:
+        count: number of experts.
+        features: of an expert between its two products.
         transposed: a weight is `[experts, in, out]`, else `[experts, out, in]`.
         interleaved: gate and up alternate in `gate_up_proj`, else one follows the other.
         gated: there is a gate.
+        normed: results pass a norm with parameters of its own.
     """
 
+    count: int = 0
+    features: int = 0
     transposed: bool = False
     interleaved: bool = False
     gated: bool = True
+    normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class ModelOutline:
         base: name of the base model inside the model (`model`), empty where it is the model.
         config: the model's configuration, None where it has none.
         own_table: the tensor parallel styles that the model itself declares, parts' own among them.
+        own_expert_table: the expert parallel styles that it declares.
         embedding: name of the token embedding, empty where the model names none.
         head: name of the layer that predicts tokens, empty where the model names none.
         counts_tokens: its loss is a function that can be given shifted labels and the number of tokens, as those of
@@ -93,6 +100,7 @@ class ModelOutline:
     base: str = ""
     config: Any = None
     own_table: Mapping[str, str] = field(default_factory=dict)
+    own_expert_table: Mapping[str, str] = field(default_factory=dict)
     embedding: str = ""
     head: str = ""
     counts_tokens: bool = False

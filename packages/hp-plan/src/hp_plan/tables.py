@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hp_plan.derived import derived_table
 from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.experts import DISPATCHED, EXPERT_STYLES, expert_table, with_experts
 from hp_plan.outline import ModelOutline, generalise, matching
 from hp_plan.plan import ParallelPlan
 from hp_styles.extend import canonical, sequence_parallel_plan
@@ -121,7 +122,7 @@ def choose_styles(plan: ParallelPlan, model: ModelOutline) -> StyleChoice:
         PlanError: there is no table for the model, and none can be derived.
     """
     if isinstance(plan.styles, Mapping):
-        table, origin = {pattern: canonical(style) for pattern, style in plan.styles.items()}, "plan"
+        table, origin = _written_table(plan, model), "plan"
     else:
         table, origin = _automatic_table(plan, model)
     matches = resolve(table, model)
@@ -134,10 +135,26 @@ def choose_styles(plan: ParallelPlan, model: ModelOutline) -> StyleChoice:
     return StyleChoice(table, matches, origin, tuple(generalise(whole)))
 
 
+def _written_table(plan: ParallelPlan, model: ModelOutline) -> dict[str, str]:
+    """Return the styles that the plan writes down, under their names here."""
+    assert isinstance(plan.styles, Mapping)
+    if plan.mesh.ep == 1:
+        return {pattern: canonical(style) for pattern, style in plan.styles.items()}
+    own = {pattern: "expert_parallel" if style == DISPATCHED else style for pattern, style in plan.styles.items()}
+    experts = {pattern: style for pattern, style in own.items() if style in EXPERT_STYLES}
+    # As transformers writes it, beside the style of their module.
+    grouped = {pattern: style for pattern, style in own.items() if style == "grouped_gemm"}
+    marked = grouped.keys() - with_experts(grouped, experts, model).keys()
+    return {pattern: canonical(style) for pattern, style in own.items() if pattern not in marked}
+
+
 def _automatic_table(plan: ParallelPlan, model: ModelOutline) -> tuple[dict[str, str], str]:
     family = str(getattr(model.config, "model_type", None))
+    experts = expert_table(plan, model) if plan.mesh.ep > 1 else {}
+    if plan.mesh.tp == 1 and experts:
+        return experts, "model"
     own = _own_table(model) or TABLES.get(family) or {}
-    own = {pattern: canonical(style) for pattern, style in own.items()}
+    own = with_experts({pattern: canonical(style) for pattern, style in own.items()}, experts, model)
     own = _with_tied_embedding(own, model)
     everything = [*model.names, *model.parameters]
     styled = [name for name in everything if any(matching(pattern, [name]) for pattern in own)]

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implicit_replication
 from hp_dtensor.torch.extend import become
 from hp_fsdp.extend import Roster
+from hp_moe import GroupedExperts
 from hp_pipeline import PipelinedModel
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_plan.plan import ParallelPlan
@@ -53,6 +54,7 @@ def outline(model: nn.Module) -> ModelOutline:
         base=prefix if prefix and isinstance(getattr(model, prefix, None), nn.Module) else "",
         config=getattr(model, "config", None),
         own_table=getattr(model, "_tp_plan", None) or {},
+        own_expert_table=getattr(model, "_ep_plan", None) or {},
         embedding=_asked(model, "get_input_embeddings"),
         head=_asked(model, "get_output_embeddings"),
         counts_tokens=context.counts_tokens(model),
@@ -89,10 +91,21 @@ def _head_dim(module: nn.Module) -> int | None:
 
 
 def _experts(module: nn.Module) -> ExpertsOutline | None:
+    owner: Any = module
+    if isinstance(module, GroupedExperts):
+        return ExpertsOutline(*owner.w2.shape[::2])
     if not hasattr(module, "is_transposed") or not hasattr(module, "is_concatenated"):
         return None
-    owner: Any = module
-    return ExpertsOutline(owner.is_transposed, not owner.is_concatenated, getattr(module, "has_gate", True))
+    down = owner.down_proj.shape
+    normed = any(True for child in module.children() for _ in child.parameters())
+    return ExpertsOutline(
+        down[0],
+        down[1 if owner.is_transposed else 2],
+        owner.is_transposed,
+        not owner.is_concatenated,
+        getattr(module, "has_gate", True),
+        normed,
+    )
 
 
 def _asked(model: nn.Module, method: str) -> str:

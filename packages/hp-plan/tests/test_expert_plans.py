@@ -1,0 +1,175 @@
+"""Mixtures of experts of transformers under plans with `ep`; `nox -s experts` runs all families on all meshes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hp_plan import ParallelPlan, lint, verify
+from hp_testing import on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from expert_families import plan_of
+
+pytestmark = [
+    pytest.mark.framework("torch"),  # transformers' models are PyTorch's
+    pytest.mark.not_on("torch-npu-sim", "torch-npu", reason="reduces float64 over ranks, which HCCL does not"),
+]
+EXPERTS = "model.layers.*.mlp.experts"
+
+
+def check(plan, tolerance=1e-10):
+    result = verify(plan, tolerance=tolerance)
+    assert result.passed, f"{result.first} differs: {result.largest:.1e}"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("config", "mesh", "experts"),
+    [
+        ("Qwen3MoeConfig", {"dp_shard": 2, "ep": 2}, 8),
+        ("GptOssConfig", {"dp_shard": 2, "ep": 2}, 7),
+        ("DeepseekV3Config", {"tp": 2, "ep": 2}, 8),
+        ("MixtralConfig", {"tp": 2, "ep": 2}, 7),
+    ],
+)
+def test_experts_on_two_ranks(config, mesh, experts):
+    check(plan_of(config, mesh, experts=experts))
+
+
+@on_ranks(2)
+def test_experts_and_sequence_parallel():
+    check(plan_of("Qwen3MoeConfig", {"tp": 2, "ep": 2}, styles="auto-sequence"))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("mesh", "experts", "styles"),
+    [
+        pytest.param({"dp_shard": 4, "ep": 2}, 7, "auto", id="uneven-and-sharded"),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 8, "auto", id="replicas"),
+        pytest.param({"dp_shard": 2, "tp": 2, "ep": 4}, 8, "auto", id="over-both-axes"),
+        pytest.param({"dp_shard": 2, "tp": 2, "ep": 2}, 8, "auto", id="over-tp"),
+        pytest.param({"dp_shard": 2, "tp": 2, "ep": 2}, 8, {EXPERTS: "expert_tensor_parallel"}, id="features"),
+        pytest.param({"pp": 2, "dp_shard": 2, "ep": 2}, 8, "auto", id="stages"),
+    ],
+)
+def test_experts_on_four_ranks(mesh, experts, styles):
+    check(plan_of("Qwen3MoeConfig", mesh, experts=experts, styles=styles))
+
+
+def texts(plan):
+    return [str(diagnostic) for diagnostic in lint(plan)]
+
+
+def problem(plan):
+    (text,) = texts(plan)
+    return text
+
+
+def test_a_plan_for_experts_has_no_diagnostics():
+    for mesh in ({"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp_shard": 4, "tp": 2, "pp": 2, "ep": 4}):
+        assert texts(plan_of("Qwen3MoeConfig", mesh)) == []
+    named = {
+        EXPERTS: "ep_dispatch_experts",
+        f"{EXPERTS}.gate_up_proj": "grouped_gemm",
+        f"{EXPERTS}.down_proj": "grouped_gemm",
+    }
+    assert texts(plan_of("Qwen3MoeConfig", {"dp_shard": 2, "ep": 2}, styles=named)) == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "styles", "expected"),
+    [
+        (
+            {"dp_shard": 2, "tp": 2, "ep": 2},
+            {EXPERTS: "expert_parallel", "model.layers.0.mlp.experts": "expert_tensor_parallel"},
+            "2 styles on model.layers.0.mlp.experts",
+        ),
+        (
+            {"dp_shard": 2, "tp": 2, "ep": 2},
+            {
+                "model.layers.1.mlp.experts": "expert_parallel",
+                "model.layers.0.mlp.experts": "expert_tensor_parallel",
+            },
+            "styles: styles of experts are both 'expert_parallel' and 'expert_tensor_parallel', for one axis ep; take"
+            " 'expert_parallel' for all of them",
+        ),
+        (
+            {"dp_shard": 2},
+            {EXPERTS: "expert_parallel"},
+            "mesh.ep is 1; make mesh.ep at least 2, or leave the style out",
+        ),
+        (
+            {"dp_shard": 2, "ep": 2},
+            {EXPERTS: "expert_tensor_parallel"},
+            "there is no tp, over which features would be sharded; take 'expert_parallel'",
+        ),
+        (
+            {"dp_shard": 2, "tp": 4, "ep": 2},
+            {EXPERTS: "expert_parallel"},
+            "ep = 2 is no multiple of tp = 4, whose ranks have the same tokens; take 'expert_tensor_parallel'",
+        ),
+        (
+            {"dp_shard": 2, "tp": 2, "ep": 4},
+            {EXPERTS: "expert_tensor_parallel"},
+            "ep = 4 does not divide the 2 ranks beside tp; take 'expert_parallel'",
+        ),
+        (
+            {"dp_shard": 2, "ep": 2},
+            {"model.layers.*.mlp": "expert_parallel"},
+            "a Qwen3MoeSparseMoeBlock is no module of experts, or is called without its tokens' routing; name a module",
+        ),
+        (
+            {"dp_shard": 2, "ep": 2},
+            {"model.layers.*.self_attn.q_proj": "colwise"},
+            f'styles: ep = 2, but no style spreads experts over it; add "{EXPERTS}" = "expert_parallel"',
+        ),
+        ({"dp_shard": 2, "ep": 2}, {EXPERTS: "expert_paralel"}, "did you mean 'expert_parallel'"),
+        (
+            {"dp_shard": 2, "tp": 2, "ep": 4},
+            {"model.layers.*.mlp": "plain", EXPERTS: "expert_parallel"},
+            "it is inside of a part with style 'plain', whose tokens are the same on all ranks of tp; give the modules",
+        ),
+    ],
+)
+def test_styles_that_do_not_fit_are_refused(mesh, styles, expected):
+    assert any(expected in text for text in texts(plan_of("Qwen3MoeConfig", mesh, styles=styles)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "experts", "expected"),
+    [
+        ({"dp_shard": 16, "ep": 16}, 8, "8 experts for ep = 16 ranks; make mesh.ep at most 8"),
+        (
+            {"dp_shard": 2, "tp": 4, "ep": 2},
+            7,
+            "ep = 2 does not divide 7 experts with sharded features; make mesh.ep a divisor of 7, or take"
+            " 'expert_parallel', which spreads experts unevenly",
+        ),
+    ],
+)
+def test_numbers_of_experts_that_do_not_fit_are_refused(mesh, experts, expected):
+    overrides = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    assert expected in problem(plan_of("Qwen3MoeConfig", mesh, experts=experts, overrides=overrides))
+
+
+def test_a_family_without_an_expert_parallel_plan_is_refused():
+    overrides = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16}
+    overrides |= {"num_local_experts": 4, "vocab_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    tables = {
+        "model": {"config": "Llama4TextConfig", "overrides": {**overrides, "head_dim": 8, "pad_token_id": None}},
+        "mesh": {"dp_shard": 2, "ep": 2},
+        "fsdp": {"groups": ["model.layers.*"]},
+    }
+    text = problem(ParallelPlan.from_dict(tables))
+    assert text == (
+        "styles: ep = 2, but Llama4ForCausalLM (model_type 'llama4_text') has no expert parallel plan"
+        " (base_model_ep_plan); leave mesh.ep out; mesh.dp_shard and mesh.tp shard all parameters"
+    )
+    named = {**tables, "styles": {"model.layers.*.feed_forward.experts": "expert_parallel"}}
+    assert "a Llama4TextExperts is no module of experts, or is called without its tokens' routing" in problem(
+        ParallelPlan.from_dict(named)
+    )
