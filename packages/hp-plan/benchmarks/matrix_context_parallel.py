@@ -25,12 +25,16 @@ CHUNK = 24
 def cases_of(size: int) -> list[Case]:
     """All cases on so many ranks. Windows are shorter than a rank's part, longer, and longer than the sequence."""
     part = LENGTH // size
-    degrees = [None, 1] if size == 2 else [None, 1, 2]
+    degrees = {2: [(None, None), (1, None)], 8: [(2, 2), (1, 4)]}.get(
+        size, [(None, None), (1, None), (2, None), (2, 1), (1, 2)]
+    )
     windows = {family: [part - 1, part + 3, LENGTH + 4] for family in FAMILIES} | {"llama": [None]}
     return [
-        Case(family, window, degree, balance, batch)
+        Case(family, window, degree, balance, batch, inner)
         for family in FAMILIES
-        for window, degree, balance, batch in itertools.product(windows[family], degrees, (False, True), BATCHES)
+        for window, (degree, inner), balance, batch in itertools.product(
+            windows[family], degrees, (False, True), BATCHES
+        )
     ]
 
 
@@ -44,7 +48,7 @@ def main() -> None:
     """Runs the cases, prints the counts; ends with an error where one is neither right nor refused by all ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the cases whose description contains this")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="numbers of ranks; default 2 4")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], help="numbers of ranks; default 2 4 8")
     options = parser.parse_args()
     total: Counter[str] = Counter()
     bad = []

@@ -103,6 +103,7 @@ class Case:
         degree: ranks of a Ulysses group; None is all.
         load_balance: of the style and of the cut.
         batch: one of ``BATCHES``.
+        inner: ranks of an inner ring; None is one ring.
     """
 
     family: str
@@ -110,6 +111,7 @@ class Case:
     degree: int | None
     load_balance: bool
     batch: str
+    inner: int | None = None
 
 
 def judge(case: Case) -> str:
@@ -121,7 +123,8 @@ def judge(case: Case) -> str:
     reference = copy.deepcopy(model)
     want, loss = run(reference, batch)
     loss.backward()
-    style = ContextParallel(ulysses_degree=case.degree, load_balance=case.load_balance)
+    degrees = {"ulysses_degree": case.degree, "inner_ring_degree": case.inner}
+    style = ContextParallel(**degrees, load_balance=case.load_balance)
     parallelize_module(model, mesh, {"model.layers.*.self_attn": style})
     part = context_parallel_shard(batch, mesh, load_balance=case.load_balance)
     try:

@@ -65,11 +65,16 @@ def test_families(config, overrides):
 @on_ranks(4)
 @pytest.mark.parametrize(
     "mesh",
-    [{"cp": 4}, {"dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}, {"cp": 2, "tp": 2}],
+    [{"dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}, {"cp": 2, "tp": 2}],
     ids=" x ".join,
 )
 def test_products(mesh):
     check(small_plan(mesh, {"ulysses_degree": 2}, "Qwen3Config"))
+
+
+@on_ranks(4)
+def test_heads_and_inner_rings():
+    check(small_plan({"cp": 4}, {"ulysses_degree": 1, "inner_ring_degree": 2}))
 
 
 @on_ranks(4)
@@ -194,7 +199,12 @@ def test_lint():
         "mesh.cp at least 2"
     ]
     assert faults({"cp": 4}, {"ulysses_degree": 3}) == [
-        "context.ulysses_degree: got 3, which does not divide the 4 ranks of cp; make it one of 1, 2, 4"
+        "context.ulysses_degree: ulysses_degree = 3 does not divide the 4 ranks of the context axis; make it"
+        " one of [1, 2, 4]"
+    ]
+    assert faults({"cp": 8}, {"ulysses_degree": 2, "inner_ring_degree": 3, "load_balance": False}) == [
+        "context.inner_ring_degree: inner_ring_degree = 3 does not divide the 4 ranks of a ring, which ulysses_degree=2"
+        " leaves; make it one of [1, 2, 4]"
     ]
     short = {"data": {"sequence_length": 6, "batch_size": 2}}
     assert faults({"cp": 2}, sections=short) == [

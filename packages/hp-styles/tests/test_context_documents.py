@@ -99,18 +99,18 @@ def test_a_message_is_read_as_it_was_said() -> None:
     many = Part(tuple((Run(0, 5), Run(3, 0, False)) for _ in range(RUNS)), packed=True, joined=True)
     for part in (Part(), Part(((Run(0, 0), Run(2, 7, False)),), positioned=False), many):
         for causal in (None, False, True):
-            said = Header(((1, 2, 3, 4), (1, 2), (5,)), causal, 7, True, 2, part, fault=1)
+            said = Header(((1, 2, 3, 4), (1, 2), (5,)), causal, 7, True, (2, 1), part, fault=1)
             numbers = said.numbers()
             assert len(numbers) == SIZE
-            longest = Header.longest([numbers, Header((), None, None, False, 1, Part()).numbers()])
+            longest = Header.longest([numbers, Header((), None, None, False, (1, 1), Part()).numbers()])
             runs = said.runs() if longest else None
             assert longest == (4 * 2 * RUNS if part is many else 0) and Header.read(numbers, runs) == said
 
 
 def test_what_is_not_alike() -> None:
-    plain = Header(((1, 2),), True, None, False, 2, Part())
+    plain = Header(((1, 2),), True, None, False, (2, 1), Part())
     check_alike([plain, plain], [0, 1], None)
-    sliding = Header(((1, 2),), True, 4, False, 2, Part())
+    sliding = Header(((1, 2),), True, 4, False, (2, 1), Part())
     with pytest.raises(ValueError, match="rank 4: .1, 2., is_causal=True, window=None; rank 6: .1, 2., .* window=4"):
         check_alike([plain, sliding], [4, 6], None)
     own = TypeError("own")

@@ -68,6 +68,16 @@ def test_all_gradients_are_those_of_one_process(degree: int | None, load_balance
         _equals_one_process(Model(kv_heads, causal), ContextParallel(ulysses_degree=degree, load_balance=load_balance))
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("load_balance", [False, True], ids=["consecutive", "balanced"])
+@pytest.mark.parametrize("degrees", [(2, 2), (2, 1), (1, 2), (1, 1)], ids=["2x2x1", "2x1x2", "1x2x2", "1x1x4"])
+def test_heads_inner_and_outer_rings(degrees: tuple[int, int], load_balance: bool, causal: bool) -> None:
+    ulysses, inner = degrees
+    style = ContextParallel(ulysses_degree=ulysses, inner_ring_degree=inner, load_balance=load_balance)
+    _equals_one_process(Model(2, causal), style)
+
+
 @on_ranks(1, 3)
 def test_one_rank_and_three() -> None:
     if dist.get_world_size() == 1:

@@ -259,7 +259,7 @@ def test_load_balance_that_is_not_the_same_everywhere() -> None:
         model(context_parallel_shard(x, mesh, load_balance=balance))
     uneven = parallelize_module(Attention(), mesh, ContextParallel(load_balance=dist.get_rank() == 1))
     with pytest.raises(
-        ValueError, match="differ in load_balance .*: rank 0: load_balance=False, 2; rank 1: load_bal.*True"
+        ValueError, match="differ in load_balance .*: rank 0: load_balance=False, 2, 1; rank 1: load_bal.*True"
     ):
         uneven(x[:, :4])
 
@@ -353,8 +353,8 @@ def test_styles_check_their_arguments() -> None:
     with pytest.raises(ValueError, match="name at least one of q_proj, k_proj, v_proj"):
         AsyncContextParallel()
     assert repr(ContextParallel(ulysses_degree=2)) == (
-        "ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=2, qkv_indices=(), qkv_kwarg_names=(),"
-        " load_balance=False, use_local_output=False)"
+        "ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=2, inner_ring_degree=None, qkv_indices=(),"
+        " qkv_kwarg_names=(), load_balance=False, use_local_output=False)"
     )
     assert repr(AsyncContextParallel(v_proj="v")).startswith("AsyncContextParallel(v_proj='v', head_size=None, ")
 

@@ -15,11 +15,11 @@ def _places(size: int, rank: int, length: int, load_balance: bool) -> np.ndarray
     return chunks[chunks_of(rank, size, load_balance)].reshape(-1)
 
 
-def _seen(size: int, rank: int, *, causal: bool, load_balance: bool, length: int) -> np.ndarray:
+def _seen(size: int, rank: int, inner: int, *, causal: bool, load_balance: bool, length: int) -> np.ndarray:
     """How often a rank's blocks cover each pair of places in the whole sequence."""
     seen = np.zeros((length, length), dtype=int)
     mine, half = _places(size, rank, length, load_balance), length // size // 2
-    for block in ring_blocks(size, rank, causal=causal, load_balance=load_balance):
+    for block in ring_blocks(size, rank, causal=causal, load_balance=load_balance, inner=inner):
         if block is None:
             continue
         keys = _places(size, block.source, length, load_balance)
@@ -31,10 +31,19 @@ def _seen(size: int, rank: int, *, causal: bool, load_balance: bool, length: int
 
 
 @settings(deadline=None)
-@given(size=st.integers(1, 9), chunk=st.integers(1, 3), causal=st.booleans(), load_balance=st.booleans())
-def test_the_blocks_of_all_ranks_are_the_mask(size: int, chunk: int, causal: bool, load_balance: bool) -> None:
+@given(
+    outer=st.integers(1, 3),
+    inner=st.integers(1, 4),
+    chunk=st.integers(1, 3),
+    causal=st.booleans(),
+    load_balance=st.booleans(),
+)
+def test_the_blocks_of_all_ranks_are_the_mask(
+    outer: int, inner: int, chunk: int, causal: bool, load_balance: bool
+) -> None:
+    size = outer * inner
     length = 2 * size * chunk
-    seen = [_seen(size, r, causal=causal, load_balance=load_balance, length=length) for r in range(size)]
+    seen = [_seen(size, r, inner, causal=causal, load_balance=load_balance, length=length) for r in range(size)]
     ones = np.ones((length, length), dtype=int)
     np.testing.assert_array_equal(sum(seen), np.tril(ones) if causal else ones)
     if load_balance:
@@ -60,8 +69,15 @@ def test_groups_are_neighbours_and_rings_stride() -> None:
     assert (degrees.ring, degrees.ulysses) == (4, 2)
     assert list(degrees.ulysses_ranks(5)) == [4, 5] and list(degrees.ring_ranks(5)) == [1, 3, 5, 7]
     assert split_degrees(8, None).ring == 1
+    degrees = split_degrees(16, 2, 4)
+    assert (degrees.outer, degrees.inner, degrees.ulysses) == (2, 4, 2)
+    assert list(degrees.inner_ranks(5)) == [1, 3, 5, 7] and list(degrees.inner_ranks(10)) == [8, 10, 12, 14]
     with pytest.raises(ValueError, match=r"ulysses_degree=3 does not divide the 4 ranks .* one of \[1, 2, 4\]"):
         split_degrees(4, 3)
+    with pytest.raises(
+        ValueError, match=r"inner_ring_degree=3 does not divide the 4 ranks of a ring, .* of \[1, 2, 4\]"
+    ):
+        split_degrees(8, 2, 3)
 
 
 def test_heads_that_divide() -> None:

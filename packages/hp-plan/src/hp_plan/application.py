@@ -146,7 +146,11 @@ def _distribute(
         own.keep_border_plain(model, mesh["tp"], plain)
     if "cp" in axes:
         section = plan.context
-        style = ContextParallel(ulysses_degree=section.ulysses_degree, load_balance=section.load_balance)
+        style = ContextParallel(
+            ulysses_degree=section.ulysses_degree,
+            inner_ring_degree=section.inner_ring_degree,
+            load_balance=section.load_balance,
+        )
         attention = {name: style for name, each in outline.modules.items() if each.attention and name in here}
         parallelize_module(own.base(model), mesh["cp"], attention)
     if not plan.mesh.shard_axes:

@@ -19,7 +19,7 @@ from typing import Any
 from hp_plan.diagnostics import Diagnostic
 from hp_plan.outline import ModelOutline, generalise, matching
 from hp_plan.plan import ParallelPlan
-from hp_styles.extend import kv_copies
+from hp_styles.extend import kv_copies, split_degrees
 
 __all__ = ["check_attention", "check_context", "check_sequence"]
 
@@ -27,7 +27,7 @@ _LAYERS = ("full_attention", "sliding_attention")
 
 
 def check_context(plan: ParallelPlan) -> list[Diagnostic]:
-    """Check [context]: that it has an effect, and that its degree divides the axis."""
+    """Check [context]: that it has an effect, and that its degrees divide the axis."""
     section, cp = plan.context, plan.mesh.cp
     if cp == 1:
         options = [item.name for item in fields(section) if getattr(section, item.name) != item.default]
@@ -35,11 +35,12 @@ def check_context(plan: ParallelPlan) -> list[Diagnostic]:
         message = f"{', '.join(options)} would have no effect: the mesh {mesh} has no cp axis"
         fix = "leave [context] out, or make mesh.cp at least 2"
         return [Diagnostic("context", message, fix)] if options else []
-    degree = section.ulysses_degree
-    if degree is not None and cp % degree:
-        divisors = ", ".join(str(number) for number in range(1, cp + 1) if cp % number == 0)
-        message = f"got {degree}, which does not divide the {cp} ranks of cp"
-        return [Diagnostic("context.ulysses_degree", message, f"make it one of {divisors}")]
+    try:
+        split_degrees(cp, section.ulysses_degree, section.inner_ring_degree)
+    except ValueError as error:
+        message, _, fix = str(error).removeprefix("ContextParallel: ").partition("; choose ")
+        name, _, got = message.partition("=")
+        return [Diagnostic(f"context.{name}", f"{name} = {got}", f"make it {fix}")]
     return []
 
 

@@ -128,11 +128,14 @@ class ContextSection:
     Attributes:
         ulysses_degree: neighbouring ranks that exchange parts of the sequence for parts of the heads; keys and values
             go around the groups of them in a ring. None is all ranks, 1 a pure ring.
+        inner_ring_degree: ranks of an inner ring, such as the groups of a host: keys and values come around it before
+            they go on to the next. None is one ring.
         load_balance: each rank has a chunk of the sequence's head and one of its tail, so that under a causal mask all
             have the same work; false: one piece.
     """
 
     ulysses_degree: int | None = _at_least(1, None)
+    inner_ring_degree: int | None = _at_least(1, None)
     load_balance: bool = True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hp_styles.context.plan import chunks_of, kv_copies
+from hp_styles.context.plan import chunks_of, kv_copies, split_degrees
 from hp_styles.inputs import hook
 from hp_styles.names import ALIASES, PARAMETER_STYLES, STYLES, canonical, sequence_parallel_plan
 from hp_styles.regions import runs_on_parts
@@ -19,4 +19,5 @@ __all__ = [
     "kv_copies",
     "runs_on_parts",
     "sequence_parallel_plan",
+    "split_degrees",
 ]

@@ -14,7 +14,7 @@ ERRORS = (ValueError, TypeError, NotImplementedError, RuntimeError)  # the third
 """Classes of errors that a rank raises; the others then raise one of the same class."""
 RUNS = 64
 """Runs of a part that fit into the message; of more, another message follows."""
-_TENSORS, _DIMS, _FIXED, _RUN = 3, 6, 10, 4
+_TENSORS, _DIMS, _FIXED, _RUN = 3, 6, 11, 4
 SIZE = _FIXED + _TENSORS * _DIMS + RUNS * _RUN
 
 
@@ -27,7 +27,7 @@ class Header:
         causal: None where it is not known yet.
         window: keys that a query sees; None is all.
         load_balance: the style's.
-        ulysses: ranks of its Ulysses groups.
+        degrees: ranks of its Ulysses groups, and of its inner rings.
         part: its part of the sequence.
         fault: index in `ERRORS` of the error that this rank raises, or None.
     """
@@ -36,7 +36,7 @@ class Header:
     causal: bool | None
     window: int | None
     load_balance: bool
-    ulysses: int
+    degrees: tuple[int, int]
     part: Part
     fault: int | None = None
 
@@ -48,7 +48,7 @@ class Header:
             -1 if self.causal is None else int(self.causal),
             self.window or 0,
             int(self.load_balance),
-            self.ulysses,
+            *self.degrees,
             int(part.positioned),
             int(part.packed),
             int(part.joined),
@@ -68,7 +68,9 @@ class Header:
     @staticmethod
     def read(numbers: Sequence[int], runs: Sequence[int] | None = None) -> Header:
         """Decode a rank's message, with its runs where they came in a second message."""
-        fault, causal, window, load_balance, ulysses, positioned, packed, joined, tensors, count = numbers[:_FIXED]
+        fault, causal, window, load_balance, ulysses, inner, positioned, packed, joined, tensors, count = numbers[
+            :_FIXED
+        ]
         dims = numbers[_FIXED : _FIXED + _TENSORS * _DIMS]
         shapes = (tuple(n for n in dims[i * _DIMS : (i + 1) * _DIMS] if n >= 0) for i in range(tensors))
         flat = (numbers[_FIXED + _TENSORS * _DIMS :] if runs is None else runs)[: count * _RUN]
@@ -82,7 +84,7 @@ class Header:
             None if causal < 0 else bool(causal),
             window or None,
             bool(load_balance),
-            ulysses,
+            (ulysses, inner),
             Part(tuple(rows), bool(packed), bool(joined), bool(positioned)),
             None if fault < 0 else fault,
         )
@@ -133,11 +135,12 @@ def check_alike(headers: Sequence[Header], ranks: Sequence[int], fault: Exceptio
         Exception: ``fault``; where other ranks refuse, an error of that class which names them.
     """
     check_refusals([h.fault for h in headers], ranks, fault)
-    settings = {rank: (h.load_balance, h.ulysses) for rank, h in zip(ranks, headers, strict=True)}
+    settings = {rank: (h.load_balance, *h.degrees) for rank, h in zip(ranks, headers, strict=True)}
     if len(set(settings.values())) > 1:
-        each = "; ".join(f"rank {rank}: load_balance={b}, {u}" for rank, (b, u) in settings.items())
+        each = "; ".join(f"rank {rank}: load_balance={b}, {u}, {i}" for rank, (b, u, i) in settings.items())
         raise ValueError(
-            f"ContextParallel: the ranks' styles differ in load_balance or in the ranks of a Ulysses group: {each}"
+            f"ContextParallel: the ranks' styles differ in load_balance or in the ranks of a Ulysses group or an inner"
+            f" ring: {each}"
         )
     if len({(h.shapes, h.causal, h.window) for h in headers}) > 1:
         three = len(headers[0].shapes) == _TENSORS

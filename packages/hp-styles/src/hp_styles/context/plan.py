@@ -5,6 +5,13 @@ Note [Head and tail]
     most. With ``2 n`` chunks and chunks ``i`` and ``2 n - 1 - i`` on rank ``i``, every rank has the same. The layout
     nests: what ``u`` neighbours hold together, ordered, is chunk ``j`` and chunk ``2 r - 1 - j`` of ``2 r``, where
     ``r = n / u``; so after an exchange inside groups of ``u`` ranks, the ring over the groups is balanced the same way.
+
+Note [Rings inside a ring]
+    A ring over several hosts sends all blocks of keys over the one link between two of them. With inner rings, keys
+    come around the ranks of a host before they go on: while the blocks of an inner ring pass, each of its ranks sends
+    the one that it began with to the rank of the same place in the next. So all ranks of a host send to the next one
+    at once, and once per inner ring. In backward the gradients of the keys, which come around with them, go there
+    after the last step, one place further, where their keys are by then.
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ class Settings:
 
     Attributes:
         ulysses_degree: ranks of a Ulysses group; None is all.
+        inner_ring_degree: ranks of an inner ring; None is all that Ulysses leaves.
         load_balance: each rank holds a chunk of the head and one of the tail.
         seq_dim: the dim of the sequence in q, k and v, where these are a module's inputs or a projection's output.
         head_dim: the dim of the heads there.
@@ -51,6 +59,7 @@ class Settings:
     use_local_output: bool
     projections: Mapping[str, str] = field(default_factory=dict)
     head_size: int | None = None
+    inner_ring_degree: int | None = None
 
     @property
     def takes_qkv(self) -> bool:
@@ -60,15 +69,22 @@ class Settings:
 
 @dataclass(frozen=True)
 class Degrees:
-    """A context group as ``ring`` groups of ``ulysses`` neighbours.
+    """A context group as ``outer`` times ``inner`` groups of ``ulysses`` neighbours.
 
     Attributes:
-        ring: ranks of a ring: those with the same place inside their Ulysses group.
+        outer: inner rings that keys pass through, one after the other.
+        inner: ranks of an inner ring: neighbours among those with the same place inside their Ulysses group.
         ulysses: ranks of a Ulysses group, neighbours in the context group.
     """
 
-    ring: int
+    outer: int
+    inner: int
     ulysses: int
+
+    @property
+    def ring(self) -> int:
+        """Number of ranks of the whole ring."""
+        return self.outer * self.inner
 
     def ulysses_ranks(self, place: int) -> range:
         """List the Ulysses group of ``place``, by its places in the context group."""
@@ -79,25 +95,37 @@ class Degrees:
         """List the ring of ``place``, by its places in the context group."""
         return range(place % self.ulysses, self.ring * self.ulysses, self.ulysses)
 
+    def inner_ranks(self, place: int) -> range:
+        """List the inner ring of ``place``, by its places in the context group."""
+        first = place // self.ulysses // self.inner * self.inner
+        return self.ring_ranks(place)[first : first + self.inner]
 
-def split_degrees(size: int, ulysses_degree: int | None) -> Degrees:
+
+def split_degrees(size: int, ulysses_degree: int | None, inner_ring_degree: int | None = None) -> Degrees:
     """Divide a context group of ``size`` ranks into Ulysses groups and rings.
 
     Args:
         size: ranks of the group.
         ulysses_degree: ranks of a Ulysses group; None is all.
+        inner_ring_degree: ranks of an inner ring; None is all that are left.
 
     Raises:
-        ValueError: ``size`` is not a multiple of it.
+        ValueError: ``size`` is not a multiple of the first, or what is left not of the second.
     """
     degree = size if ulysses_degree is None else ulysses_degree
+    _check_divides("ulysses_degree", degree, size, f"the {size} ranks of the context axis")
+    ring = size // degree
+    inner = ring if inner_ring_degree is None else inner_ring_degree
+    _check_divides(
+        "inner_ring_degree", inner, ring, f"the {ring} ranks of a ring, which ulysses_degree={degree} leaves"
+    )
+    return Degrees(ring // inner, inner, degree)
+
+
+def _check_divides(name: str, degree: int, size: int, ranks: str) -> None:
     if size % degree:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
-        raise ValueError(
-            f"ContextParallel: ulysses_degree={degree} does not divide the {size} ranks of the context axis; choose one"
-            f" of {divisors}"
-        )
-    return Degrees(size // degree, degree)
+        raise ValueError(f"ContextParallel: {name}={degree} does not divide {ranks}; choose one of {divisors}")
 
 
 def kv_copies(heads: int | None, kv_heads: int | None, degree: int, size: int) -> int:
@@ -144,12 +172,15 @@ class Block:
     causal: bool = False
 
 
-def ring_blocks(size: int, rank: int, *, causal: bool, load_balance: bool) -> tuple[Block | None, ...]:
+def ring_blocks(
+    size: int, rank: int, *, causal: bool, load_balance: bool, inner: int | None = None
+) -> tuple[Block | None, ...]:
     """List what a rank computes as the keys come around, its own first; None where it sees none of them.
 
     Args:
         size: ranks of the ring.
         rank: its place in the ring.
+        inner: ranks of an inner ring, see Note [Rings inside a ring]; None is all.
         causal: a query sees the keys up to its own place in the full sequence.
         load_balance: rank i holds chunks i and 2 size - 1 - i, see Note [Head and tail]; else the i-th piece.
     """
@@ -163,7 +194,14 @@ def ring_blocks(size: int, rank: int, *, causal: bool, load_balance: bool) -> tu
             return Block(source, keys="head") if source < rank else Block(source, queries="tail")
         return Block(source) if source < rank else None
 
-    return tuple(block((rank - step) % size) for step in range(size))
+    return tuple(block(source) for source in _sources(size, rank, inner or size))
+
+
+def _sources(size: int, rank: int, inner: int) -> list[int]:
+    """List the ranks whose keys come, in their order."""
+    outer, place = divmod(rank, inner)
+    cycles = range(outer, outer - size // inner, -1)
+    return [cycle * inner % size + (place - step) % inner for cycle in cycles for step in range(inner)]
 
 
 def chunk_order(size: int, load_balance: bool) -> list[int]:

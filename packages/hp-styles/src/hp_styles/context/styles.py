@@ -63,6 +63,9 @@ class ContextParallel(ParallelStyle):
         ulysses_degree: ranks of a Ulysses group, a divisor of the axis's size and of the query heads; default None,
             all; 1 is a pure ring. Key/value heads must be a multiple or a divisor of it; if there are fewer heads, each
             rank gets the one that it needs.
+        inner_ring_degree: ranks of an inner ring, a divisor of ``n / ulysses_degree``, as many as Ulysses groups of a
+            host: keys come around it before they go on to the next, so that each rank sends to the next host once per
+            inner ring, in the background; default None, one ring.
         qkv_indices: positions of q, k and v among the module's inputs; default none.
         qkv_kwarg_names: their names, if they are passed by name; default none.
         load_balance: rank i holds chunks i and 2n - 1 - i of 2n, so that under a causal mask all ranks have the same
@@ -90,6 +93,7 @@ class ContextParallel(ParallelStyle):
         seq_dim: int = 1,
         head_dim: int = 2,
         ulysses_degree: int | None = None,
+        inner_ring_degree: int | None = None,
         qkv_indices: Sequence[int] = (),
         qkv_kwarg_names: Sequence[str] = (),
         load_balance: bool = False,
@@ -98,6 +102,8 @@ class ContextParallel(ParallelStyle):
         what = type(self).__name__
         if ulysses_degree is not None and ulysses_degree < 1:
             raise ValueError(f"{what}: ulysses_degree must be at least 1 or None, got {ulysses_degree}")
+        if inner_ring_degree is not None and inner_ring_degree < 1:
+            raise ValueError(f"{what}: inner_ring_degree must be at least 1 or None, got {inner_ring_degree}")
         for name, names in (("qkv_indices", qkv_indices), ("qkv_kwarg_names", qkv_kwarg_names)):
             if isinstance(names, str) or len(names) not in (0, 3):
                 raise ValueError(f"{what}: {name} must have three entries, for q, k and v, or none; got {names!r}")
@@ -105,6 +111,7 @@ class ContextParallel(ParallelStyle):
             raise ValueError(f"{what}: seq_dim and head_dim are both {seq_dim}")
         self.settings = Settings(
             ulysses_degree=ulysses_degree,
+            inner_ring_degree=inner_ring_degree,
             load_balance=load_balance,
             seq_dim=seq_dim,
             head_dim=head_dim,
@@ -127,7 +134,8 @@ class ContextParallel(ParallelStyle):
         s = self.settings
         return (
             f"ContextParallel(seq_dim={s.seq_dim}, head_dim={s.head_dim}, ulysses_degree={s.ulysses_degree},"
-            f" qkv_indices={s.qkv_indices}, qkv_kwarg_names={s.qkv_kwarg_names}, load_balance={s.load_balance},"
+            f" inner_ring_degree={s.inner_ring_degree}, qkv_indices={s.qkv_indices},"
+            f" qkv_kwarg_names={s.qkv_kwarg_names}, load_balance={s.load_balance},"
             f" use_local_output={s.use_local_output})"
         )
 
@@ -153,8 +161,8 @@ class AsyncContextParallel(ContextParallel):
         k_proj, v_proj: likewise.
         head_size: elements of a head; needed for outputs of shape [batch, sequence, heads * head_size].
         seq_dim, head_dim: dims of outputs with 4 dims; defaults 1 and 2.
-        ulysses_degree, load_balance, use_local_output: see ``ContextParallel``; a degree of 1 is refused, since nothing
-            can be sent early.
+        ulysses_degree, inner_ring_degree, load_balance, use_local_output: see ``ContextParallel``; a
+            ``ulysses_degree`` of 1 is refused, since nothing can be sent early.
 
     Raises:
         ValueError: no projection is named, or the module lacks one; and as ``ContextParallel``.
@@ -174,6 +182,7 @@ class AsyncContextParallel(ContextParallel):
         seq_dim: int = 1,
         head_dim: int = 2,
         ulysses_degree: int | None = None,
+        inner_ring_degree: int | None = None,
         load_balance: bool = False,
         use_local_output: bool = False,
     ) -> None:
@@ -181,6 +190,7 @@ class AsyncContextParallel(ContextParallel):
             seq_dim=seq_dim,
             head_dim=head_dim,
             ulysses_degree=ulysses_degree,
+            inner_ring_degree=inner_ring_degree,
             load_balance=load_balance,
             use_local_output=use_local_output,
         )
@@ -197,7 +207,8 @@ class AsyncContextParallel(ContextParallel):
         named = ", ".join(f"{name}_proj={path!r}" for name, path in s.projections.items())
         return (
             f"AsyncContextParallel({named}, head_size={s.head_size}, seq_dim={s.seq_dim}, head_dim={s.head_dim},"
-            f" ulysses_degree={s.ulysses_degree}, load_balance={s.load_balance},"
+            f" ulysses_degree={s.ulysses_degree}, inner_ring_degree={s.inner_ring_degree},"
+            f" load_balance={s.load_balance},"
             f" use_local_output={s.use_local_output})"
         )
 

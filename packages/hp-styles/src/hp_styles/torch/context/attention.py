@@ -41,23 +41,25 @@ class ContextGroup(SequenceGroup):
 
     Args:
         mesh: of one axis.
-        ulysses_degree: ranks of a Ulysses group; None is all.
+        degrees: ranks of a Ulysses group, and of an inner ring; None is all.
         load_balance: each rank holds a chunk of the head and one of the tail.
         rounds: when the ranks compare what they compute; modules of one style share it.
 
     Raises:
-        ValueError: the degree does not divide the ranks, or these do not ascend along the axis.
+        ValueError: a degree that does not divide the ranks, or these do not ascend along the axis.
     """
 
-    def __init__(self, mesh: DeviceMesh, ulysses_degree: int | None, load_balance: bool, rounds: Rounds) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, degrees: tuple[int | None, int | None], load_balance: bool, rounds: Rounds
+    ) -> None:
         super().__init__(mesh, load_balance, "ContextParallel")
         self.rounds = rounds
         self.number = next(_numbers)
-        self.degrees = split_degrees(self.size, ulysses_degree)
+        self.degrees = split_degrees(self.size, *degrees)
+        self.compared_degrees = self.degrees.ulysses, self.degrees.inner
         self._ulysses = self._group(self.degrees.ulysses_ranks(self.place))
-        ring = self.degrees.ring
-        ring_group = self._group(self.degrees.ring_ranks(self.place))
-        self.ring = Ring(ring_group, ring, self.place // self.degrees.ulysses, load_balance)
+        groups = [self._group(ranks(self.place)) for ranks in (self.degrees.ring_ranks, self.degrees.inner_ranks)]
+        self.ring = Ring(groups[0], groups[1], self.degrees, self.place // self.degrees.ulysses, load_balance)
 
     def _group(self, places: range) -> Any:
         if len(places) == 1:
@@ -278,7 +280,8 @@ class _Ring(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             rounds = self.group.rounds
-            settling = Settling(self.group, 0, rounds, 1, Call("context_parallel"), rounds.current)
+            degrees = self.group.compared_degrees
+            settling = Settling(self.group, 0, rounds, degrees, Call("context_parallel"), rounds.current)
             return attend(self.group, settling, {}, *args, **(kwargs or {}))
         if func in (torch.Tensor.backward, torch.autograd.backward):  # layers that are recomputed need the mode as well
             end_round(self.group.rounds.current, self.group.rounds)
@@ -302,7 +305,7 @@ def _rounds_over(mesh: DeviceMesh) -> Rounds:
 def attention_over(mesh: DeviceMesh) -> Iterator[None]:
     """Compute attention inside the block over the ring of a mesh, on parts of a head and a tail chunk."""
     rounds = _rounds_over(mesh)
-    group = ContextGroup(mesh, 1, True, rounds)
+    group = ContextGroup(mesh, (1, None), True, rounds)
     rounds.enter(mesh)
     try:
         with _Ring(group):

@@ -115,7 +115,8 @@ def attach(module: nn.Module, mesh: DeviceMesh, settings: Settings, rounds: Roun
         raise RuntimeError(
             f"ContextParallel: {type(module).__name__} already has a context parallel style; apply only one"
         )
-    group = ContextGroup(mesh, settings.ulysses_degree, settings.load_balance, rounds)
+    degrees = settings.ulysses_degree, settings.inner_ring_degree
+    group = ContextGroup(mesh, degrees, settings.load_balance, rounds)
     if settings.projections and group.degrees.ulysses == 1 and group.size > 1:
         raise ValueError(
             f"AsyncContextParallel: with ulysses_degree=1 over {group.size} ranks no projection's output is sent before"
@@ -177,7 +178,7 @@ def _settling(module: nn.Module, group: ContextGroup, call: Call, args: Any, kwa
     backward = torch._C._current_graph_task_id() != -1
     now = group.rounds.of(group.number, backward=backward)
     now.fault = now.fault or _cut_otherwise(group.mesh, group.load_balance, args, kwargs)
-    return Settling(group, group.number, group.rounds, group.degrees.ulysses, call, now, early)
+    return Settling(group, group.number, group.rounds, group.compared_degrees, call, now, early)
 
 
 def _enter(group: ContextGroup, settings: Settings) -> Any:

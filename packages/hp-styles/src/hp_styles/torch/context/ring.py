@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hp_platform import get_platform
-from hp_styles.context.plan import Block, chunks_of, ring_blocks
+from hp_styles.context.plan import Block, Degrees, chunks_of, ring_blocks
 from hp_styles.torch.context.kernels import kernel_for, masked_backward, masked_forward
 from hp_styles.torch.context.masks import Seen, places
 
@@ -32,23 +32,31 @@ def no_autocast(kind: str) -> Any:
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks that keys and values go around.
+    """The ranks that keys and values go around; Note [Rings inside a ring] in `hp_styles.context.plan`.
 
     Attributes:
         group: the process group.
-        size: its ranks.
-        rank: this one.
+        inner_group: that of the inner ring.
+        degrees: how many ranks each has.
+        rank: the place of this one.
         load_balance: each rank holds a chunk of the head and one of the tail.
     """
 
     group: Any
-    size: int
+    inner_group: Any
+    degrees: Degrees
     rank: int
     load_balance: bool
 
+    @property
+    def size(self) -> int:
+        """Number of ranks of the whole ring."""
+        return self.degrees.ring
+
     def blocks(self, seen: Seen) -> tuple[Block | None, ...]:
         """List the blocks that this rank computes, one per step."""
-        blocks = ring_blocks(self.size, self.rank, causal=seen.causal, load_balance=self.load_balance)
+        inner = self.degrees.inner
+        blocks = ring_blocks(self.size, self.rank, causal=seen.causal, load_balance=self.load_balance, inner=inner)
         return tuple(None if block is None or self._too_far(block, seen) else block for block in blocks)
 
     def _too_far(self, block: Block, seen: Seen) -> bool:
@@ -68,14 +76,72 @@ class Ring:
         mine, theirs = (places(rank, self.size, width, self.load_balance, device) for rank in (self.rank, block.source))
         return seen.mask(_part(mine, block.queries, 0), _part(theirs, block.keys, 0))
 
-    def pass_on(self, flat: T) -> _Passing:
-        """Send a one-dimensional tensor to the next rank, and receive as much from the previous one."""
+    def pass_inside(self, flat: T) -> _Passing:
+        """Send a one-dimensional tensor to the next rank of the inner ring, and receive as much from the previous."""
+        size = self.degrees.inner
+        place = self.rank % size
+        return self._pass(flat, (place + 1) % size, (place - 1) % size, size, self.inner_group)
+
+    def pass_out(self, flat: T, turned: int = 0) -> _Passing:
+        """Send to the next inner ring, and receive from the previous.
+
+        Args:
+            flat: a one-dimensional tensor.
+            turned: how many places further it goes there.
+        """
+        outer, place = divmod(self.rank, self.degrees.inner)
+
+        def at(outer: int, place: int) -> int:
+            return outer % self.degrees.outer * self.degrees.inner + place % self.degrees.inner
+
+        there, here = at(outer + 1, place + turned), at(outer - 1, place - turned)
+        return self._pass(flat, there, here, self.size, self.group)
+
+    def pass_back(self, flat: T, step: int) -> _Passing:
+        """Send gradients to the rank that has their keys in the next step; after the last, to the keys' own rank."""
+        inner = self.degrees.inner
+        return self.pass_inside(flat) if (step + 1) % inner else self.pass_out(flat, turned=1)
+
+    def _pass(self, flat: T, to: int, source: int, size: int, group: Any) -> _Passing:
         received = torch.empty_like(flat)
-        sizes = [0] * self.size
-        there, here = list(sizes), list(sizes)
-        there[(self.rank + 1) % self.size] = here[(self.rank - 1) % self.size] = flat.numel()
+        there, here = [0] * size, [0] * size
+        there[to] = here[source] = flat.numel()
         all_to_all = get_platform().collectives.all_to_all
-        return _Passing(flat, received, all_to_all(received, flat, here, there, group=self.group, async_op=True))
+        return _Passing(flat, received, all_to_all(received, flat, here, there, group=group, async_op=True))
+
+
+class _Tour:
+    """Keys and values as they come: one transfer in the inner ring a step, one to the next inner ring for all of them.
+
+    Args:
+        ring: the ranks.
+        flat: this rank's own.
+        steps: the number of steps.
+
+    Attributes:
+        flat: those of the step.
+    """
+
+    def __init__(self, ring: Ring, flat: T, steps: int) -> None:
+        self.flat, self._ring, self._steps, self._step = flat, ring, steps, 0
+        self._passing: _Passing | None = None
+        self._ahead: _Passing | None = None
+
+    def send(self) -> None:
+        """Send what the next steps need."""
+        inner = self._ring.degrees.inner
+        turn = self._step % inner
+        if turn == 0 and self._step + inner < self._steps:
+            self._ahead = self._ring.pass_out(self.flat)
+        self._passing = self._ring.pass_inside(self.flat) if turn + 1 < inner else None
+
+    def arrive(self) -> None:
+        """Wait for what the next step needs."""
+        self._step += 1
+        if self._passing is not None:
+            self.flat = self._passing.wait()
+        elif self._ahead is not None:
+            self.flat, self._ahead = self._ahead.wait(), None
 
 
 @dataclass(frozen=True)
@@ -168,12 +234,13 @@ def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
     dq, flat = torch.zeros_like(q, dtype=wide), pair.join(k, v, k.dtype)
     gradients, coming = torch.zeros_like(flat, dtype=wide), None
     blocks = ring.blocks(ctx.seen)
+    tour = _Tour(ring, flat, len(blocks))
     for step, block in enumerate(blocks):
-        passing = ring.pass_on(flat) if step + 1 < len(blocks) else None
+        tour.send()
         totals: tuple[T, T, T] | None = None
         if block is not None:
             queries = [_part(x, block.queries) for x in (grad, q, out, lse)]
-            keys = [_shared(_part(x, block.keys), heads[0]) for x in pair.split(flat)]
+            keys = [_shared(_part(x, block.keys), heads[0]) for x in pair.split(tour.flat)]
             totals = _see_back(ctx, block, queries, keys)
         if coming is not None:  # what the ranks before saw of these keys
             gradients = coming.wait()
@@ -181,9 +248,8 @@ def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
             _part(dq, block.queries).add_(totals[0])
             for into, part in zip(pair.split(gradients), totals[1:], strict=True):
                 _part(into, block.keys).add_(_summed(part, heads[1]))
-        coming = ring.pass_on(gradients)
-        if passing is not None:
-            flat = passing.wait()
+        coming = ring.pass_back(gradients, step)
+        tour.arrive()
     assert coming is not None  # a ring has steps
     dk, dv = pair.split(coming.wait())
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -193,14 +259,13 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: T, k: T, v: T, ring: Ring, seen: Seen, scale: float) -> T:  # type: ignore[override]
         pair = _Pair((k.shape, v.shape))
-        flat, total = pair.join(k, v, k.dtype), _Sum()
-        blocks = ring.blocks(seen)
-        for step, block in enumerate(blocks):
-            passing = ring.pass_on(flat) if step + 1 < len(blocks) else None
+        blocks, total = ring.blocks(seen), _Sum()
+        tour = _Tour(ring, pair.join(k, v, k.dtype), len(blocks))
+        for block in blocks:
+            tour.send()
             if block is not None:
-                total.add(*_see(ring, seen, block, q, *pair.split(flat), scale), block.queries)
-            if passing is not None:
-                flat = passing.wait()
+                total.add(*_see(ring, seen, block, q, *pair.split(tour.flat), scale), block.queries)
+            tour.arrive()
         assert total.out is not None and total.lse is not None  # a rank sees its own keys
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)

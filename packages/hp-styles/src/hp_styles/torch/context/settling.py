@@ -67,7 +67,7 @@ class Settling:
         group: the ranks.
         number: of the module, alike on all ranks.
         rounds: of the style.
-        ulysses: ranks of a Ulysses group.
+        degrees: ranks of a Ulysses group, and of an inner ring.
         call: the module's arguments.
         round: the results of other calls.
         early: something is sent before attention reads it.
@@ -76,7 +76,7 @@ class Settling:
     group: SequenceGroup
     number: int
     rounds: Rounds
-    ulysses: int
+    degrees: tuple[int, int]
     call: Call
     round: Round
     early: bool = False
@@ -169,7 +169,7 @@ class Settling:
             return self._following(first, self.rounds.follows[place], parts, part, fault)
         shapes = tuple(tuple(x.shape) for x in parts)
         number = error_number(fault)
-        header = Header(shapes, causal, self.call.window, self.group.load_balance, self.ulysses, part, number)
+        header = Header(shapes, causal, self.call.window, self.group.load_balance, self.degrees, part, number)
         headers = self._exchanged(header, parts[0].device)
         check_alike(headers, self.group.ranks, fault)
         described = tuple(h.part for h in headers)
