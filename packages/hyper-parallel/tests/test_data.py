@@ -3,7 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hyper_parallel.data import ByteText, DataError, check_text, find_files
+from hp_plan import DataSection
+from hyper_parallel.data import (
+    IGNORED,
+    DataError,
+    check_data,
+    check_text,
+    find_files,
+    open_samples,
+    read_text,
+    write_tokens,
+)
 
 
 @pytest.fixture
@@ -23,25 +33,79 @@ def test_the_standard_library_is_there_without_being_asked_for():
 
 
 def test_files_and_folders_are_read_in_order(text):
-    whole = ByteText([str(text)], max_bytes=1000)
-    assert len(whole) == 200
+    assert read_text([str(text)], max_bytes=1000).tolist() == list(range(200))
     assert check_text([str(text)], sequence_length=200, max_bytes=1000) == 200
-    options = {"seed": 0, "step": 0, "batch_size": 1, "sequence_length": 200, "rows": slice(0, 1)}
-    assert whole.batch(**options).tolist() == [list(range(200))]
-    assert len(ByteText([str(text)], max_bytes=150)) == 150
+    assert len(read_text([str(text)], max_bytes=150)) == 150
 
 
-def test_every_layout_of_ranks_draws_the_same_batch(text):
-    source = ByteText([str(text)], max_bytes=1000)
-    options = {"seed": 3, "step": 7, "batch_size": 12, "sequence_length": 9}
-    whole = source.batch(**options, rows=slice(0, 12))
-    assert whole.shape == (12, 9)
-    assert whole.dtype == np.int64
+def section(*paths, **options):
+    return DataSection(paths=tuple(map(str, paths)), sequence_length=9, **options)
+
+
+def test_every_layout_of_ranks_draws_the_same_samples(text):
+    samples = open_samples(section(text), seed=3)
+    assert len(samples) == 200 // 9
+    numbers = np.arange(84, 96)
+    whole = samples.rows(numbers)
+    assert whole.tokens.shape == (12, 9)
+    assert whole.tokens.dtype == np.int64
     for parts in (2, 3, 4):
-        rows = [slice(i * 12 // parts, (i + 1) * 12 // parts) for i in range(parts)]
-        assert np.concatenate([source.batch(**options, rows=part) for part in rows]).tolist() == whole.tolist()
-    assert source.batch(**{**options, "step": 8}, rows=slice(0, 12)).tolist() != whole.tolist()
-    assert source.batch(**{**options, "seed": 4}, rows=slice(0, 12)).tolist() != whole.tolist()
+        rows = [samples.rows(part).tokens for part in np.split(numbers, parts)]
+        assert np.concatenate(rows).tolist() == whole.tokens.tolist()
+    assert open_samples(section(text), seed=4).rows(numbers).tokens.tolist() != whole.tokens.tolist()
+    epoch = samples.rows(np.arange(22)).tokens[:, 0]
+    assert sorted(epoch.tolist()) == list(range(0, 198, 9))
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    for number, name in enumerate(("a", "b")):
+        documents = [[50 * number + token] * (token % 7 + 1) for token in range(40)]
+        write_tokens(tmp_path / name, documents, vocabulary=90)
+    (tmp_path / "a.json").write_text('{"vocabulary": 90}')
+    return [tmp_path / "a.bin", tmp_path / "b.bin"]
+
+
+def test_token_files_are_read_side_by_side_packed_or_mixed(tokens):
+    assert check_data(section(*tokens)) == 90
+    assert check_data(section(tokens[1])) == 0  # nothing says what its vocabulary is
+    together = open_samples(section(*tokens), seed=0)
+    assert len(together) == 2 * (157 // 9)
+    mixed = open_samples(section(*tokens, weights=(3.0, 1.0)), seed=0)
+    of_b = (mixed.rows(np.arange(4096)).tokens[:, 0] >= 50).sum()
+    assert of_b == 1024
+    packed = open_samples(section(tokens[0], packing=True), seed=0)
+    rows = packed.rows(np.arange(len(packed)))
+    assert len(rows) == 18  # 157 tokens of 40 documents, none of them cut
+    assert ((rows.labels == rows.tokens) | (rows.labels == IGNORED)).all()
+    assert (rows.positions == 0).sum() >= 40
+    assert len(open_samples(section(*tokens, packing=True), seed=0).rows(np.arange(8))) == 8
+
+
+@pytest.mark.parametrize(
+    ("paths", "options", "message"),
+    [
+        (["a", "text"], {}, "a.bin is a token file, but .*a.txt is text; write tokens for the text too"),
+        (["text"], {"packing": True}, "packing is for token files, but the data is text as bytes; write token files"),
+        (["text"], {"weights": (1.0,)}, "weights is for token files, but the data is text as bytes"),
+        (["a", "b"], {"weights": (1.0,)}, "2 paths have 1 weights; give one for each path"),
+        (["a", "b"], {"weights": (1.0, 0.0)}, r"the weights of a mixture are positive numbers, got \(1.0, 0.0\)"),
+        (["c"], {}, r"the token file .*c\.bin does not exist"),
+    ],
+)
+def test_data_that_does_not_fit_together_is_refused(tokens, text, paths, options, message):
+    named = {"a": tokens[0], "b": tokens[1], "text": text / "a.txt", "c": tokens[0].with_name("c.bin")}
+    with pytest.raises(DataError, match=message):
+        check_data(section(*(named[path] for path in paths), **options))
+
+
+def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(tokens):
+    samples = open_samples(section(*tokens), seed=0, vocabulary=80)
+    with pytest.raises(DataError, match=r"b\.bin has token 80 at place \d+, but the model's vocabulary has 80"):
+        samples.rows(np.arange(len(samples)))
+    (tokens[0].with_suffix(".json")).write_text("[]")
+    with pytest.raises(DataError, match=r"a\.json can't be read"):
+        check_data(section(*tokens))
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,9 @@ def test_a_mixture_has_its_proportions_in_every_block_and_each_sample_once():
     ("weights", "message"),
     [
         ([1.0], "a mixture of 2 sources has 1 weights; give one weight for each source"),
-        ([1.0, -1.0], "positive numbers, got [1.0, -1.0]; leave out a source that is not wanted"),
+        ([1.0, -1.0], "positive numbers, got (1.0, -1.0); leave out a source that is not wanted"),
         ([1.0, 0.0001], "source 1 has weight 0.0001 of 1.0001: under half a sample in 4096; give it a larger"),
-        ([1.0, float("nan")], "positive numbers, got [1.0, nan]"),
+        ([1.0, float("nan")], "positive numbers, got (1.0, nan)"),
     ],
 )
 def test_weights_that_give_a_source_nothing_are_refused(weights, message):

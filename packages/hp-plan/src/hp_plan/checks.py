@@ -12,6 +12,7 @@ from hp_plan.effects import check_effects
 from hp_plan.experts import EXPERT_STYLES, check_expert_axis, check_experts
 from hp_plan.memory import check_memory, check_states
 from hp_plan.outline import ModelOutline, ModuleOutline, generalise, matching
+from hp_plan.packing import check_packing
 from hp_plan.pipelines import check_pipeline
 from hp_plan.plan import ParallelPlan
 from hp_plan.tables import StyleChoice, choose_styles
@@ -128,6 +129,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check the plan against the model's names and shapes."""
     diagnostics = [*_check_groups(plan, model), *_check_length(plan, model)]
     diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
+    diagnostics += check_packing(plan, model)
     if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.
     try:

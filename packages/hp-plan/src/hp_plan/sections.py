@@ -209,16 +209,24 @@ class ScheduleSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    """Training text, as bytes (a vocabulary of 256).
+    """Training data: text as bytes (a vocabulary of 256), or files of tokens.
+
+    An epoch has each sample once, in an order that `run.seed` decides.
 
     Attributes:
-        paths: files or folders; none means the Python sources of the running interpreter's standard library.
+        paths: text files or folders; none means the Python sources of the running interpreter's standard library. Or
+            token files, `.bin` beside `.idx`, as `hyper-parallel data prepare` and Megatron write them.
+        weights: of token files, each path's part of the samples, in any unit; none is by their tokens.
+        packing: of token files, each sample holds whole documents, which don't see each other and of whose first token
+            no loss is taken; false cuts samples from the tokens of all documents side by side.
         sequence_length: tokens of one sample.
         batch_size: samples of one step over all ranks.
-        max_bytes: read no more than this of the text.
+        max_bytes: read no more than this of text as bytes.
     """
 
     paths: tuple[str, ...] = ()
+    weights: tuple[float, ...] = _at_least(0.0, ())
+    packing: bool = False
     sequence_length: int = _at_least(2, 128)
     batch_size: int = _at_least(1, 8)
     max_bytes: int = _at_least(1, 64_000_000)

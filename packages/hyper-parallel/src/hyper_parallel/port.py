@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from hp_plan import ParallelPlan
 from hp_platform.extend import load_port
+from hyper_parallel.data import Rows
 from hyper_parallel.launch import Job, Place
 
 Result = TypeVar("Result")
@@ -49,8 +50,8 @@ class Trainer(Protocol):
         """Get the learning rate of the next step."""
         ...
 
-    def step(self, rows: Any) -> tuple[float | None, float]:
-        """Train on this rank's rows of tokens; get its loss, if it has one, and the norm of the gradient."""
+    def step(self, rows: Rows) -> tuple[float | None, float]:
+        """Train on this rank's samples; get its loss, if it has one, and the norm of the gradient."""
         ...
 
     def gather(self, loss: float | None, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 import hp_plan
 import hp_platform
 from hp_plan import ParallelPlan, VerifyResult
 from hp_plan.extend import data_parallel_rows
 from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, watch_parent
-from hyper_parallel.data import ByteText
+from hyper_parallel.data import Samples, open_samples
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, launcher_place
@@ -83,13 +85,13 @@ def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None)
     leader = get_platform().groups.rank() == 0
     framework = training()
     trainer = framework.Trainer(plan)
-    text = ByteText(plan.data.paths, max_bytes=plan.data.max_bytes)
-    title = f"{trainer.name} of {trainer.size:,} parameters on {_mesh(plan)}, {len(text):,} bytes of text"
+    samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=plan.model.overrides.get("vocab_size"))
+    title = f"{trainer.name} of {trainer.size:,} parameters on {_mesh(plan)}, {len(samples):,} samples"
     showing = reporter.running(title, steps=plan.run.steps) if reporter else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(open(folder / "metrics.jsonl", "w", encoding="utf-8")) if leader else None
         stack.enter_context(showing)
-        loop = _Loop(plan, trainer, text)
+        loop = _Loop(plan, trainer, samples)
         for index in range(plan.run.steps):
             step = loop.step(index)
             if lines is not None:
@@ -124,11 +126,11 @@ class _Loop:
     Args:
         plan: of the run.
         trainer: the framework's.
-        text: the training text.
+        samples: of the training data.
     """
 
-    def __init__(self, plan: ParallelPlan, trainer: Trainer, text: ByteText) -> None:
-        self._plan, self._trainer, self._text = plan, trainer, text
+    def __init__(self, plan: ParallelPlan, trainer: Trainer, samples: Samples) -> None:
+        self._plan, self._trainer, self._samples = plan, trainer, samples
         self._rows = data_parallel_rows(plan)
         self._platform = get_platform()
         self.steps: list[Step] = []
@@ -138,13 +140,8 @@ class _Loop:
         """Take one optimizer step on this rank's part of the global batch."""
         start = time.perf_counter()
         data = self._plan.data
-        rows = self._text.batch(
-            seed=self._plan.run.seed,
-            step=index,
-            batch_size=data.batch_size,
-            sequence_length=data.sequence_length,
-            rows=self._rows,
-        )
+        first = index * data.batch_size
+        rows = self._samples.rows(np.arange(first + self._rows.start, first + self._rows.stop))
         lr = self._trainer.lr
         loss, norm = self._trainer.step(rows)
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.

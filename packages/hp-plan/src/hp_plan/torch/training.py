@@ -13,29 +13,45 @@ from hp_fsdp import clip_grad_norm_, global_grad_norm
 from hp_pipeline import MetaStepType, PipelinedModel
 from hp_pipeline.extend import compute_parts
 from hp_plan.plan import ParallelPlan
+from hp_plan.torch.context import IGNORED
 from hp_plan.torch.models import loss_inputs
+from hp_platform import get_platform
 
 __all__ = ["Part", "backward_loss", "clip_gradients", "parts"]
 
 
-def backward_loss(plan: ParallelPlan, model: Any, tokens: torch.Tensor) -> float | None:
+def backward_loss(
+    plan: ParallelPlan, model: Any, tokens: torch.Tensor, packed: Mapping[str, torch.Tensor] | None = None
+) -> float | None:
     """Compute the loss of this rank's samples and add its gradients.
 
     Args:
         plan: of the model.
         model: under the plan.
         tokens: (samples, sequence length).
+        packed: of samples of several documents, their ``labels`` and ``position_ids``; the loss is then the sum over
+            this rank's labels over the mean number of labels of a rank: the mean over ranks counts each label once.
 
     Returns:
         The loss; of a model in stages None on ranks without the last one.
     """
     inputs = loss_inputs(plan, tokens)
+    if packed is not None:
+        inputs |= {**packed, "num_items_in_batch": _mean_labels(packed["labels"])}
     if isinstance(model, PipelinedModel):
         losses = model.run(**inputs)
         return torch.stack(losses).mean().item() if losses else None
     loss = model(**inputs)["loss"]
     loss.backward()
     return loss.item()
+
+
+def _mean_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return the number of labels that count, averaged over all ranks; those of `tp` have the same."""
+    groups, collectives = get_platform().groups, get_platform().collectives
+    count = (labels != IGNORED).sum().double()
+    collectives.all_reduce(count, group=groups.new_group(range(groups.size())))
+    return count.clamp(min=1) / groups.size()
 
 
 def clip_gradients(model: Any, limit: float | None) -> torch.Tensor:

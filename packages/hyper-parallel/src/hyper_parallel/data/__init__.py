@@ -6,16 +6,16 @@ any other number of ranks goes on from it.
 
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.mixture import Mixture
+from hyper_parallel.data.opening import check_data, open_samples
 from hyper_parallel.data.order import permuted
 from hyper_parallel.data.packing import Packed
 from hyper_parallel.data.samples import IGNORED, Rows, Samples, Windows
-from hyper_parallel.data.text import VOCABULARY, ByteText, check_text, find_files
+from hyper_parallel.data.text import VOCABULARY, check_text, find_files, read_text
 from hyper_parallel.data.tokens import TokenFile, write_tokens
 
 __all__ = [
     "IGNORED",
     "VOCABULARY",
-    "ByteText",
     "DataError",
     "Mixture",
     "Packed",
@@ -23,8 +23,11 @@ __all__ = [
     "Samples",
     "TokenFile",
     "Windows",
+    "check_data",
     "check_text",
     "find_files",
+    "open_samples",
     "permuted",
+    "read_text",
     "write_tokens",
 ]

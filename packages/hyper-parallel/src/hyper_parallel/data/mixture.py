@@ -35,7 +35,7 @@ class Mixture:
             message = f"a mixture of {len(sources)} sources has {len(weights)} weights"
             raise DataError(message, "give one weight for each source")
         if not all(weight > 0 and np.isfinite(weight) for weight in weights):
-            message = f"the weights of a mixture are positive numbers, got {list(weights)}"
+            message = f"the weights of a mixture are positive numbers, got {tuple(weights)}"
             raise DataError(message, "leave out a source that is not wanted")
         total = sum(weights)
         exact = [_BLOCK * weight / total for weight in weights]

@@ -1,4 +1,4 @@
-"""Text as bytes: the files that are trained on, and the samples of each step."""
+"""Text as bytes: the files that are trained on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hyper_parallel.data.errors import DataError
 
@@ -70,35 +71,14 @@ def check_text(paths: Sequence[str], *, sequence_length: int, max_bytes: int) ->
     return size
 
 
-class ByteText:
-    """All the text, a token a byte, from which any rank draws its part of any step's batch.
-
-    Which samples a step sees depends on the seed and the step alone: every layout of ranks trains on the same ones.
+def read_text(paths: Sequence[str], *, max_bytes: int) -> NDArray[np.uint8]:
+    """Read all the text, a token a byte.
 
     Args:
         paths: as for `find_files`.
         max_bytes: read no more than this.
     """
-
-    def __init__(self, paths: Sequence[str], *, max_bytes: int) -> None:
-        self._text = np.frombuffer(_read(find_files(paths), max_bytes), dtype=np.uint8)
-
-    def __len__(self) -> int:
-        return len(self._text)
-
-    def batch(self, *, seed: int, step: int, batch_size: int, sequence_length: int, rows: slice) -> np.ndarray:
-        """Return samples `rows` of step `step`'s global batch: int64 of shape (rows, sequence_length).
-
-        Args:
-            seed: of the run.
-            step: from 0.
-            batch_size: samples in the global batch.
-            sequence_length: tokens a sample.
-            rows: this rank's part of the global batch.
-        """
-        last = len(self._text) - sequence_length
-        starts = np.random.default_rng((seed, step)).integers(0, last, size=batch_size, endpoint=True)[rows]
-        return self._text[starts[:, None] + np.arange(sequence_length)].astype(np.int64)
+    return np.frombuffer(_read(find_files(paths), max_bytes), dtype=np.uint8)
 
 
 def _read(files: Iterable[Path], max_bytes: int) -> bytes:

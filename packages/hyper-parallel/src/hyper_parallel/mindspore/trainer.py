@@ -14,6 +14,7 @@ from hp_optim import ChainedOptimizer
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
 from hp_plan.mindspore.extend import forward_loss, named_parameters
 from hp_platform import get_platform
+from hyper_parallel.data import Rows
 
 
 class Trainer:
@@ -48,16 +49,16 @@ class Trainer:
     def _loss(self, tokens: Tensor) -> Tensor:
         return forward_loss(self._plan, self.model, tokens)
 
-    def step(self, rows: Any) -> tuple[float, float]:
+    def step(self, rows: Rows) -> tuple[float, float]:
         """Take one optimizer step.
 
         Args:
-            rows: this rank's samples, a numpy array of tokens.
+            rows: this rank's samples.
 
         Returns:
             The loss of these samples, and the norm of all gradients before clipping.
         """
-        loss, gradients = self._gradients(Tensor(rows))
+        loss, gradients = self._gradients(Tensor(rows.tokens))
         clip = self._plan.run.grad_clip
         if clip is None:
             norm: Any = global_grad_norm(self._weights, gradients=gradients)

@@ -15,7 +15,7 @@ from hp_pipeline import PipelinedModel
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
 from hp_plan.torch.extend import backward_loss, clip_gradients
 from hp_platform import get_platform
-from hyper_parallel.data import VOCABULARY
+from hyper_parallel.data import VOCABULARY, Rows
 from hyper_parallel.torch.stages import gather_stages
 
 
@@ -46,18 +46,21 @@ class Trainer:
         """Learning rate of the next step."""
         return self._optimizer.param_groups[0]["lr"]
 
-    def step(self, rows: Any) -> tuple[float | None, float]:
+    def step(self, rows: Rows) -> tuple[float | None, float]:
         """Take one optimizer step.
 
         Args:
-            rows: this rank's samples, a numpy array of tokens.
+            rows: this rank's samples.
 
         Returns:
             The loss of these samples, None on ranks without the model's last stage, and the norm of all gradients
             before clipping.
         """
         self._optimizer.zero_grad()
-        loss = backward_loss(self._plan, self.model, torch.from_numpy(rows).to(self._device))
+        packed = {"labels": rows.labels, "position_ids": rows.positions} if self._plan.data.packing else {}
+        arrays = {"tokens": rows.tokens, **packed}
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
+        loss = backward_loss(self._plan, self.model, tensors.pop("tokens"), tensors or None)
         norm = clip_gradients(self.model, self._plan.run.grad_clip)
         self._optimizer.step()
         self._schedule.step()

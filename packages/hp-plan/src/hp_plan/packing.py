@@ -1,0 +1,35 @@
+"""Packing of documents in a plan: which models keep them apart."""
+
+from __future__ import annotations
+
+from hp_plan.diagnostics import Diagnostic
+from hp_plan.outline import ModelOutline
+from hp_plan.plan import ParallelPlan
+
+# Families of transformers that are tested to compute packed documents as they compute each alone.
+PACKING = (
+    *("cohere", "ernie4_5", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_neox", "granite", "llama", "mistral"),
+    *("mixtral", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm"),
+    "starcoder2",
+)
+_LEAVE = "write packing = false in [data]"
+
+
+def check_packing(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    """Refuse packing for models whose documents would see each other, and where losses are not counted by tokens."""
+    if not plan.data.packing:
+        return []
+    for axis in ("pp", "cp"):
+        if getattr(plan.mesh, axis) > 1:
+            message = f"samples of several documents, but with {axis} = {getattr(plan.mesh, axis)} none is supported"
+            return [Diagnostic("data.packing", message, f"{_LEAVE}, or leave {axis} out")]
+    family = getattr(model.config, "model_type", None)
+    if family not in PACKING:
+        name = model.type_name if family is None else repr(family)
+        message = f"{name} is not tested to keep documents of a sample apart"
+        return [Diagnostic("data.packing", message, f"{_LEAVE}, or take one of {', '.join(PACKING)}")]
+    implementation = getattr(model.config, "_attn_implementation", None)
+    if implementation not in ("sdpa", "eager"):
+        message = f"attention is computed by {implementation!r}; packing is tested with 'sdpa' and 'eager'"
+        return [Diagnostic("data.packing", message, f"{_LEAVE}, or write attn_implementation in [model.overrides]")]
+    return []

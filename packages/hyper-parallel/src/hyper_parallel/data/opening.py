@@ -1,0 +1,116 @@
+"""The training data of a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hp_plan import DataSection
+from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.mixture import Mixture
+from hyper_parallel.data.packing import Packed
+from hyper_parallel.data.samples import Samples, Windows
+from hyper_parallel.data.text import VOCABULARY, check_text, read_text
+from hyper_parallel.data.tokens import TokenFile
+
+_SUFFIXES = (".bin", ".idx")
+
+
+def open_samples(section: DataSection, *, seed: int, vocabulary: int | None = None) -> Samples:
+    """Open the samples of a plan's `[data]`: each once an epoch, in an order that the seed decides.
+
+    Args:
+        section: of the plan.
+        seed: of the order.
+        vocabulary: of the model; tokens beyond it are refused when they are read. None doesn't look.
+
+    Raises:
+        DataError: as `check_data`.
+    """
+    if not _has_tokens(section):
+        return Windows([read_text(section.paths, max_bytes=section.max_bytes)], section.sequence_length, seed=seed)
+    files = [TokenFile(path) for path in section.paths]
+    length = section.sequence_length
+    sources: list[Samples] = []
+    for number, group in enumerate([[file] for file in files] if section.weights or section.packing else [files]):
+        source: Samples
+        if section.packing:
+            source = Packed(group[0], length, seed=seed + number)
+        else:
+            source = Windows([file.tokens for file in group], length, seed=seed + number)
+        sources.append(source if vocabulary is None else _Checked(source, group, vocabulary))
+    weights = section.weights or [len(file.tokens) for file in files]
+    return sources[0] if len(sources) == 1 else Mixture(sources, weights, seed=seed)
+
+
+def check_data(section: DataSection) -> int:
+    """Check that a plan can be trained on its data, without reading it; return the size of the vocabulary it needs.
+
+    Raises:
+        DataError: nothing to read, files that don't fit together, less than one sample, or options without effect.
+    """
+    if not _has_tokens(section):
+        for name in ("packing", "weights"):
+            if getattr(section, name):
+                message = f"{name} is for token files, but the data is text as bytes"
+                raise DataError(message, "write token files with hyper-parallel data prepare, or leave it out")
+        check_text(section.paths, sequence_length=section.sequence_length, max_bytes=section.max_bytes)
+        return VOCABULARY
+    if section.weights and len(section.weights) != len(section.paths):
+        message = f"{len(section.paths)} paths have {len(section.weights)} weights"
+        raise DataError(message, "give one for each path")
+    open_samples(section, seed=0)
+    return max(map(_vocabulary, section.paths))
+
+
+def _has_tokens(section: DataSection) -> bool:
+    """Return True for token files, False for text.
+
+    Raises:
+        DataError: both.
+    """
+    tokens = [path for path in section.paths if Path(path).suffix in _SUFFIXES]
+    if tokens and len(tokens) < len(section.paths):
+        text = next(path for path in section.paths if path not in tokens)
+        message = f"{tokens[0]} is a token file, but {text} is text"
+        raise DataError(message, "write tokens for the text too, with hyper-parallel data prepare")
+    return bool(tokens)
+
+
+def _vocabulary(path: str) -> int:
+    """Return the vocabulary that a file's description names; 0 if there is no description."""
+    described = Path(path).with_suffix(".json")
+    if not described.is_file():
+        return 0
+    try:
+        return int(json.loads(described.read_text(encoding="utf-8"))["vocabulary"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{described} can't be read: {error!r}", "remove it, or prepare the data again") from error
+
+
+class _Checked:
+    """Samples whose tokens the model's vocabulary has.
+
+    Args:
+        samples: to check.
+        files: of their tokens.
+        vocabulary: of the model.
+    """
+
+    def __init__(self, samples: Samples, files: Sequence[TokenFile], vocabulary: int) -> None:
+        self._samples, self._files, self._vocabulary = samples, files, vocabulary
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def rows(self, numbers):
+        """Return the samples of these numbers.
+
+        Raises:
+            DataError: with the file and the place of the first token that the vocabulary lacks.
+        """
+        rows = self._samples.rows(numbers)
+        for file in self._files:
+            file.check(rows.tokens, self._vocabulary)
+        return rows
