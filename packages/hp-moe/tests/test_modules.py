@@ -233,5 +233,5 @@ def test_what_cannot_be_spread_is_refused():
     for style in (ExpertParallel, ExpertTensorParallel):
         with pytest.raises(ValueError, match=f"{style.__name__}: combine is 'fast' or 'exact', got 'quick'"):
             style(combine="quick")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="token_dispatcher is 'all_to_all', got 'deepep'"):
+    with pytest.raises(ValueError, match="is 'all_to_all', 'all_gather' or 'deredundency', got 'deepep'"):
         ExpertParallel("deepep")

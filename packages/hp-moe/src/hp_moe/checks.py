@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["check_layers", "check_router"]
+from hp_moe.dispatch import DISPATCHERS
+
+__all__ = ["check_dispatcher", "check_layers", "check_router"]
 
 
 def check_router(
@@ -42,3 +44,19 @@ def check_layers(model: Any, layers: Sequence[Any]) -> None:
     """
     if not layers:
         raise ValueError(f"update_expert_bias: {type(model).__name__} has no MoE inside, which has biases to update.")
+
+
+def check_dispatcher(token_dispatcher: str, combine: str) -> None:
+    """Refuse a dispatcher that is none, or that does not fit the way to combine.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if token_dispatcher not in DISPATCHERS:
+        *some, last = map(repr, DISPATCHERS)
+        raise ValueError(f"ExpertParallel: token_dispatcher is {', '.join(some)} or {last}, got {token_dispatcher!r}.")
+    if combine == "exact" and token_dispatcher != "all_to_all":
+        raise ValueError(
+            f"ExpertParallel: token_dispatcher={token_dispatcher!r} adds a token's results up on their way, so its bits"
+            " depend on where experts are; use combine='fast', or token_dispatcher='all_to_all'."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,12 @@ import hp_dtensor
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard
 from hp_moe.dispatch import TOLD, Message, refusal, settings
 from hp_moe.experts import compute, describe
+from hp_moe.gathered import Gathered
 from hp_moe.placement import ExpertPlacement
 from hp_moe.port import port
 from hp_moe.replicas import Loans, check_slots, choose_holders
 from hp_moe.routes import Exact, Fast, Route
+from hp_moe.two_hops import Axes, TwoHops
 from hp_platform import get_platform
 from hp_platform.frames import current_frame
 
@@ -37,6 +40,7 @@ class ExpertLayer:
         placement: which rank has which expert.
         experts: the mesh axis that experts are spread over; None where each rank has all.
         features: the mesh axis that the features of each are sharded over, or None.
+        axes: two axes that ``experts`` is made of, where tokens travel over one after the other; or None.
     """
 
     def __init__(
@@ -46,7 +50,9 @@ class ExpertLayer:
         placement: ExpertPlacement,
         experts: DeviceMesh | None,
         features: DeviceMesh | None,
+        axes: Axes | None = None,
     ) -> None:
+        self.axes = axes
         self.own, self.style = describe(module), style
         self.experts, self.features = experts, features
         self.group = None if experts is None else experts.get_group()
@@ -175,8 +181,7 @@ class ExpertLayer:
         slots, unknown = f.slots(chosen, table)
         if self.loans:
             slots = choose_holders(slots, self.placement, self.group, self.rank, whole=False)
-        kind = Fast if self.style.combine_tokens == "fast" and choices > 1 else Exact
-        route = kind(slots, choices, self.widths, self.group)
+        route = self._kind(choices)(slots, choices, self.widths, self.group)
         numbers = (tokens.shape[-1], choices, *settings(self.style.token_dispatcher, self.style.combine_tokens))
         told = f.message([numbers, unknown, f.not_finite(weights)], slots)
         counts, copies = f.split(f.count(slots, len(self.computed)), self.widths), route.copies()
@@ -187,6 +192,13 @@ class ExpertLayer:
         sent = [width + len(TOLD) + more for width, more in zip(self.widths, to_each, strict=True)]
         received = [own + more for more in of_each]
         return route, f.exchange_numbers(message, sent, received, self.group), sent, received
+
+    def _kind(self, choices: int) -> Callable[..., Route]:
+        if self.style.token_dispatcher == "all_gather":
+            return Gathered
+        if self.axes is not None:
+            return functools.partial(TwoHops, axes=self.axes)
+        return Fast if self.style.combine_tokens == "fast" and choices > 1 else Exact
 
     def _plan(self, asked: Asked) -> Route:
         """Wait for what ranks tell each other, which is the layer's one wait of the host; refuse what is wrong."""
@@ -227,9 +239,10 @@ def run_over_ranks(
     placement: ExpertPlacement,
     experts: DeviceMesh | None,
     features: DeviceMesh | None,
+    axes: Axes | None = None,
 ) -> None:
     """Put an ``ExpertLayer`` in place of a module's forward; its hooks stay."""
-    layer = ExpertLayer(module, style, placement, experts, features)
+    layer = ExpertLayer(module, style, placement, experts, features, axes)
     if len(layer.own.first) == 2:
         port().replace_forward(
             module, lambda module, x, counts, scores=None: module._expert_layer.rows(module, x, counts, scores)

@@ -113,6 +113,10 @@ class Port(Protocol):
         """List the numbers of blocks (first, count), one after the other, on the device of a tensor."""
         ...
 
+    def ordered_range(self, slots: Tensor, first: int, width: int, count: int) -> Tensor:
+        """List the places of numbers from ``first`` on below ``first + width``, which are ``count``, as they ascend."""
+        ...
+
     def counted(self, count: int, times: int, like: Tensor) -> Tensor:
         """List the numbers below a count, each so many times."""
         ...
@@ -146,6 +150,18 @@ class Port(Protocol):
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
         """Send rows to the ranks of a group and receive theirs, at once."""
+        ...
+
+    def padded(self, rows: Tensor, size: int) -> Tensor:
+        """Append rows of zeros up to a number of rows."""
+        ...
+
+    def gathered(self, rows: Tensor, group: Any) -> Tensor:
+        """Return the rows of all ranks of a group, equally many of each, one rank after the other."""
+        ...
+
+    def scattered(self, rows: Tensor, group: Any) -> Tensor:
+        """Sum rows over the ranks of a group and return this rank's part of them."""
         ...
 
     def combined(self, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

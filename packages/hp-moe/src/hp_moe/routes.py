@@ -19,13 +19,14 @@ from typing import Any
 from hp_moe.dispatch import Dispatch, Message
 from hp_moe.port import Transfer, port
 
-__all__ = ["Exact", "Fast", "Hop", "Route", "begun"]
+__all__ = ["Exact", "Fast", "Hop", "Route", "at_once", "begun"]
 
 Tensor = Any
 Begin = Callable[..., Any]
 
 
-def _at_once(begin: Begin, *tensors: Tensor) -> Any:
+def at_once(begin: Begin, *tensors: Tensor) -> Any:
+    """Begin an exchange."""
     return begin(*tensors)
 
 
@@ -49,7 +50,7 @@ class Route:
 
     def __init__(self, slots: Tensor, choices: int, widths: Sequence[int], group: Any) -> None:
         self.choices, self.widths, self.group = choices, widths, group
-        self.begun_by: tuple[Begin, Begin] = (_at_once, _at_once)
+        self.begun_by: tuple[Begin, Begin] = (at_once, at_once)
 
     def copies(self) -> Sequence[Tensor | tuple[int, ...]]:
         """Count the tokens that go to each rank once."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_moe.checks import check_dispatcher
 from hp_moe.experts import Description, describe
 from hp_moe.layer import run_over_ranks
 from hp_moe.placement import ExpertPlacement
 from hp_moe.port import port
+from hp_moe.two_hops import Axes
 from hp_styles import ParallelStyle
 from hp_styles.extend import claim
 
@@ -44,7 +46,7 @@ class BaseExpertParallel(ParallelStyle):
         experts = self.expert_mesh(device_mesh)
         placement = ExpertPlacement.even(own.experts, 1 if experts is None else experts.size())
         self.partition(module, device_mesh)
-        run_over_ranks(module, self, placement, experts, self.tensor_mesh(device_mesh))
+        run_over_ranks(module, self, placement, experts, self.tensor_mesh(device_mesh), self.axes(device_mesh))
         return module
 
     def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
@@ -53,6 +55,10 @@ class BaseExpertParallel(ParallelStyle):
 
     def tensor_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
         """Return the axis that the features of each expert are sharded over, if there is one."""
+        return None
+
+    def axes(self, mesh: DeviceMesh) -> Axes | None:
+        """Return the two axes that tokens travel over one after the other, if they do."""
         return None
 
     def partition(self, module: Any, mesh: DeviceMesh) -> None:
@@ -82,27 +88,36 @@ class BaseExpertParallel(ParallelStyle):
 
 
 class ExpertParallel(BaseExpertParallel):
-    """Whole experts on each rank of a mesh of one axis; tokens go to them and come back by an all-to-all.
+    """Whole experts on each rank of a mesh; tokens go to them and come back.
 
     Args:
-        token_dispatcher: ``"all_to_all"``.
+        token_dispatcher: ``"all_to_all"``, on a mesh of one axis. ``"all_gather"``, on one of few ranks, sends all
+            tokens to all ranks. ``"deredundency"``, on a mesh of two axes, the slow one first, ``("oep", "iep")``,
+            sends a token over the slow axis once for each group of ranks, which spreads it inside.
         combine: ``"fast"`` sends a token once to each rank that has any of its experts, which adds their results up:
             fewer bytes. ``"exact"`` sends it for each expert and adds up where it came from: the bits do not depend on
             the number of ranks.
         slots: replicas of hot experts that each rank has room for: see ``rebalance``.
 
     Raises:
-        ValueError: another dispatcher or way to combine, a negative number of slots.
+        ValueError: another dispatcher or way to combine, ``"exact"`` with a dispatcher that adds up on the way, a
+            negative number of slots.
     """
 
     def __init__(self, token_dispatcher: str = "all_to_all", *, combine: Combine = "fast", slots: int = 0) -> None:
-        if token_dispatcher != "all_to_all":
-            raise ValueError(
-                f"ExpertParallel: token_dispatcher is 'all_to_all', got {token_dispatcher!r}; exchanges in two hops"
-                " over a mesh of two axes are not built"
-            )
-        self.token_dispatcher, self.combine_tokens = token_dispatcher, _checked(self, combine)
-        self.slots = _checked_slots(self, slots)
+        self.combine_tokens, self.slots = _checked(self, combine), _checked_slots(self, slots)
+        check_dispatcher(token_dispatcher, combine)
+        self.token_dispatcher = token_dispatcher
+        self.mesh_axes = 2 if token_dispatcher == "deredundency" else 1
+
+    def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh._flatten() if mesh.ndim == 2 else mesh
+
+    def axes(self, mesh: DeviceMesh) -> Axes | None:
+        return Axes.of(mesh) if mesh.ndim == 2 else None
+
+    def partition(self, module: Any, mesh: DeviceMesh) -> None:
+        super().partition(module, self.expert_mesh(mesh))
 
     def __repr__(self) -> str:
         """Write the constructor."""

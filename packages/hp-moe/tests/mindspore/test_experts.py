@@ -78,6 +78,8 @@ def compare(style, shape, axes, losses, ranks, placement=None, **options):
 def test_whole_experts_on_each_rank_equal_one_process():
     for combine in ("fast", "exact"):
         compare(ExpertParallel(combine=combine), (2,), ("ep",), 2, 2, score_before_experts=combine == "fast")
+    compare(ExpertParallel("all_gather"), (2,), ("ep",), 2, 2)
+    compare(ExpertParallel("deredundency"), (2, 1), ("oep", "iep"), 2, 2)
     compare(TensorParallel(), (2,), ("tp",), 1, 2)
 
 
@@ -91,6 +93,7 @@ def test_replicas_equal_one_process():
 @on_ranks(4)
 def test_experts_and_features_over_two_axes_equal_one_process():
     compare(ExpertTensorParallel(), (2, 2), ("ep", "tp"), 2, 4)
+    compare(ExpertParallel("deredundency"), (2, 2), ("oep", "iep"), 4, 4)
 
 
 class Packed(nn.Cell):

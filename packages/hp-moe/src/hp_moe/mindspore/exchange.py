@@ -10,7 +10,7 @@ from mindspore import Tensor, _Function, mint, ops
 
 from hp_platform import get_platform
 
-__all__ = ["Combined", "Exchange", "Grouped", "Repeated", "Spread", "Summed", "gathered"]
+__all__ = ["Combined", "Exchange", "Gathered", "Grouped", "Repeated", "Scattered", "Spread", "Summed", "taken"]
 
 Numbers = np.ndarray
 
@@ -24,7 +24,7 @@ def _added(rows: Tensor, places: Numbers, count: int) -> Tensor:
     return ops.index_add(zeros, Tensor(places.astype(np.int32)), rows, 0) if len(places) and count else zeros
 
 
-class _Gathered(_Function):
+class _Taken(_Function):
     """Rows at some places; the gradient is added up there."""
 
     @staticmethod
@@ -37,9 +37,9 @@ class _Gathered(_Function):
         return _added(grad, ctx.places, ctx.count), None
 
 
-def gathered(rows: Tensor, places: Numbers) -> Tensor:
+def taken(rows: Tensor, places: Numbers) -> Tensor:
     """Return the rows at some places."""
-    return _Gathered.apply(rows, places)
+    return _Taken.apply(rows, places)
 
 
 class Exchange(_Function):
@@ -59,6 +59,44 @@ class Exchange(_Function):
 def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
     out = mint.zeros((sum(received), *rows.shape[1:]), dtype=rows.dtype)
     get_platform().collectives.all_to_all(out, rows.contiguous(), list(received), list(sent), group=group)
+    return out
+
+
+class Gathered(_Function):
+    """The rows of all ranks; gradients are summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return _gather(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _scatter(grad, ctx.group), None
+
+
+class Scattered(_Function):
+    """A part of a sum over ranks; the transpose of ``Gathered``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return _scatter(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _gather(grad, ctx.group), None
+
+
+def _gather(rows: Tensor, group: Any) -> Tensor:
+    out = mint.zeros((rows.shape[0] * get_platform().groups.size(group), *rows.shape[1:]), dtype=rows.dtype)
+    get_platform().collectives.all_gather(out, rows.contiguous(), group=group)
+    return out
+
+
+def _scatter(rows: Tensor, group: Any) -> Tensor:
+    out = mint.zeros((rows.shape[0] // get_platform().groups.size(group), *rows.shape[1:]), dtype=rows.dtype)
+    get_platform().collectives.reduce_scatter(out, rows.contiguous(), group=group)
     return out
 
 

@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.mindspore.extend import distribute_parameter
-from hp_moe.mindspore.exchange import Combined, Exchange, Grouped, Repeated, Spread, Summed, gathered
+from hp_moe.mindspore.exchange import Combined, Exchange, Gathered, Grouped, Repeated, Scattered, Spread, Summed, taken
 from hp_platform import get_platform
 
 Numbers = np.ndarray
@@ -117,6 +117,12 @@ def positions(blocks: Sequence[tuple[int, int]], like: Any) -> Numbers:
     return np.concatenate([np.arange(first, first + rows) for first, rows in blocks])
 
 
+def ordered_range(slots: Numbers, first: int, width: int, count: int) -> Numbers:
+    """List the places of numbers of a range, as they ascend."""
+    own = np.where((slots < first) | (slots >= first + width), width, slots - first)
+    return np.argsort(own, kind="stable")[:count]
+
+
 def counted(count: int, times: int, like: Any) -> Numbers:
     """List the numbers below a count, each so many times."""
     return np.repeat(np.arange(count), times)
@@ -136,7 +142,7 @@ def repeated_numbers(counts: Any, like: Tensor) -> Tensor:
 # ---- rows ----
 def take(rows: Any, places: Numbers) -> Any:
     """Return the rows at some places."""
-    return rows[places] if isinstance(rows, np.ndarray) else gathered(rows, places)
+    return rows[places] if isinstance(rows, np.ndarray) else taken(rows, places)
 
 
 def spread(rows: Tensor, order: Numbers, inverse: Numbers, times: int) -> Tensor:
@@ -171,6 +177,26 @@ def exchange(rows: Any, sent: Sequence[int], received: Sequence[int], group: Any
     if isinstance(rows, np.ndarray):
         return _exchanged(rows, sent, received, group)
     return Exchange.apply(rows, list(sent), list(received), group)
+
+
+def padded(rows: Any, size: int) -> Any:
+    """Append rows of zeros."""
+    shape = (size - rows.shape[0], *rows.shape[1:])
+    if isinstance(rows, np.ndarray):
+        return np.concatenate([rows, np.zeros(shape, rows.dtype)])
+    return mint.cat([rows, mint.zeros(shape, dtype=rows.dtype)]) if shape[0] else rows
+
+
+def gathered(rows: Any, group: Any) -> Any:
+    """Return the rows of all ranks."""
+    if isinstance(rows, np.ndarray):
+        return Gathered.apply(Tensor(rows), group).asnumpy()
+    return Gathered.apply(rows, group)
+
+
+def scattered(rows: Tensor, group: Any) -> Tensor:
+    """Sum rows over ranks and return this rank's part."""
+    return Scattered.apply(rows, group)
 
 
 def combined(rows: Tensor, weights: Tensor, order: Numbers, inverse: Numbers) -> Tensor:

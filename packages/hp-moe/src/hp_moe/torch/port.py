@@ -13,7 +13,7 @@ from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
 from hp_moe.port import Transfer
 from hp_moe.torch.exchange import Combined, Recomputed, Repeated, Spread, SwiGlu
-from hp_moe.torch.transfer import Nowhere, Travel
+from hp_moe.torch.transfer import Gathered, Nowhere, Scattered, Travel
 from hp_platform import get_platform
 from hp_platform.torch.grouped import grouped_linear
 
@@ -137,6 +137,12 @@ def positions(blocks: Sequence[tuple[int, int]], like: T) -> T:
     return (begin + torch.arange(len(begin))).to(like.device, non_blocking=True)
 
 
+def ordered_range(slots: T, first: int, width: int, count: int) -> T:
+    """List the places of numbers of a range, as they ascend."""
+    own = (slots - first).masked_fill((slots < first) | (slots >= first + width), width)
+    return torch.argsort(own, stable=True)[:count]
+
+
 def counted(count: int, times: int, like: T) -> T:
     """List the numbers below a count, each so many times."""
     return torch.arange(count, device=like.device).repeat_interleave(times)
@@ -175,6 +181,22 @@ def exchange(rows: T, sent: Sequence[int], received: Sequence[int], group: Any) 
     way = transfer(group, [sent], [received])
     (out,) = way.end(*way.begin(*way.ahead(rows)))
     return out
+
+
+def padded(rows: T, size: int) -> T:
+    """Append rows of zeros."""
+    missing = size - len(rows)
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+
+
+def gathered(rows: T, group: Any) -> T:
+    """Return the rows of all ranks."""
+    return Gathered.apply(rows, group)
+
+
+def scattered(rows: T, group: Any) -> T:
+    """Sum rows over ranks and return this rank's part."""
+    return Scattered.apply(rows, group)
 
 
 def combined(rows: T, weights: T, order: T, inverse: T) -> T:

@@ -17,7 +17,7 @@ import torch
 from hp_platform import get_platform
 from hp_platform.torch.heavy import exchanged
 
-__all__ = ["Nowhere", "Travel"]
+__all__ = ["Gathered", "Nowhere", "Scattered", "Travel"]
 
 T = torch.Tensor
 
@@ -148,3 +148,41 @@ class _End(torch.autograd.Function):
         if not ctx.travel.early:
             ctx.travel.returning = ctx.travel.send_back(gradients)
         return None, *gradients  # of the shapes of what arrived: those that travel are handed out by `_Begin`
+
+
+class Gathered(torch.autograd.Function):
+    """The rows of all ranks; gradients are summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: T, group: Any) -> T:
+        ctx.group = group
+        return exchanged(lambda: _gather(rows, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
+        return _scatter(grad, ctx.group), None
+
+
+class Scattered(torch.autograd.Function):
+    """A part of a sum over ranks; the transpose of ``Gathered``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: T, group: Any) -> T:
+        ctx.group = group
+        return exchanged(lambda: _scatter(rows, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
+        return _gather(grad, ctx.group), None
+
+
+def _gather(rows: T, group: Any) -> T:
+    out = rows.new_empty((len(rows) * get_platform().groups.size(group), *rows.shape[1:]))
+    get_platform().collectives.all_gather(out, rows.contiguous(), group=group)
+    return out
+
+
+def _scatter(rows: T, group: Any) -> T:
+    out = rows.new_empty((len(rows) // get_platform().groups.size(group), *rows.shape[1:]))
+    get_platform().collectives.reduce_scatter(out, rows.contiguous(), group=group)
+    return out
