@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hp_dtensor.layout.boxes import Box, boxes
 from hp_dtensor.layout.placements import kind_of
-from hp_dtensor.layout.sharding import local_shape
+from hp_dtensor.layout.sharding import cut_dim, intervals, local_shape
 from hp_dtensor.layout.spec import TensorSpec, normalize, spec_named
 from hp_dtensor.mesh.axes import axes_overlap, axes_within, axis_within
 from hp_dtensor.mesh.roots import in_one_root, slice_of
@@ -17,6 +17,8 @@ __all__ = [
     "axes_within",
     "boxes",
     "in_one_root",
+    "cut_dim",
+    "intervals",
     "kind_of",
     "local_shape",
     "matches",

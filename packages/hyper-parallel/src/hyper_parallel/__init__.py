@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hp_checkpoint import *  # noqa: F403
     from hp_dtensor import *  # noqa: F403
     from hp_fsdp import *  # noqa: F403
     from hp_moe import *  # noqa: F403
@@ -27,6 +28,7 @@ PACKAGES = (
     "hp_fsdp",
     "hp_offload",
     "hp_optim",
+    "hp_checkpoint",
     "hp_pipeline",
     "hp_plan",
 )

@@ -1,0 +1,24 @@
+"""Checkpoints that all ranks write in place as one Hugging Face model, and that load into any layout.
+
+Planning, files and checksums are framework-neutral; tensors are touched in the frameworks' folders only. Nothing is
+pickled.
+"""
+
+from hp_checkpoint.api import load, save
+from hp_checkpoint.checkpointer import Checkpointer, Keep, Loaded
+from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
+from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.models import load_model, save_model
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "InvalidCheckpointError",
+    "Keep",
+    "Loaded",
+    "Manifest",
+    "load",
+    "load_model",
+    "save",
+    "save_model",
+]

@@ -1,0 +1,263 @@
+"""Files of a checkpoint: safetensors whose content is a pure function of the tensors' names, shapes and dtypes.
+
+Every rank computes each file's name, header and offsets by itself, so all ranks write their pieces into shared files at
+the same time. Names and index are those of the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from hp_checkpoint.errors import InvalidCheckpointError
+
+__all__ = [
+    "DTYPES",
+    "PAGE",
+    "Entry",
+    "File",
+    "Kind",
+    "check_file_name",
+    "index_of",
+    "lay_out",
+    "read_header",
+    "strict_json",
+]
+
+DTYPES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+"""The dtypes of safetensors, and the bytes of an element."""
+
+PAGE = 4096
+_LIMIT = 5 * 10**9
+_HEADER_LIMIT = 100 * 10**6  # safetensors' own readers take no more
+_METADATA = "__metadata__"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Dtype (by its name in safetensors) and global shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the complete tensor."""
+        return prod(self.shape) * DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a checkpoint: its name, kind, file, and the offset in bytes of its first element in the file."""
+
+    name: str
+    kind: Kind
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A safetensors file: its name, the bytes before the first tensor, its size, and its tensors."""
+
+    name: str
+    header: bytes
+    size: int
+    entries: tuple[Entry, ...]
+
+
+def lay_out(part: str, tensors: Mapping[str, Kind], *, limit: int = _LIMIT) -> tuple[File, ...]:
+    """Distribute tensors over files, in the order of their names.
+
+    Inside a file those with the largest elements come first, so that each is aligned to its own elements. The header is
+    padded, so that the first tensor starts at a page.
+
+    Args:
+        part: the files' first word: "model" for ``model.safetensors``, or ``model-00001-of-00002.safetensors``.
+        tensors: by name.
+        limit: bytes of a file, unless one tensor alone has more. Default 5 GB.
+
+    Raises:
+        ValueError: a name that safetensors reserves, or a header longer than its readers take.
+    """
+    if _METADATA in tensors:
+        raise ValueError(f"save: a tensor is named {_METADATA!r}, a name that safetensors reserves; rename it")
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name in sorted(tensors):
+        if groups[-1] and filled + tensors[name].nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += tensors[name].nbytes
+    if len(groups) == 1:
+        return (_file(f"{part}.safetensors", groups[0], tensors),)
+    count = len(groups)
+    return tuple(
+        _file(f"{part}-{number:05d}-of-{count:05d}.safetensors", names, tensors)
+        for number, names in enumerate(groups, 1)
+    )
+
+
+def index_of(files: Sequence[File]) -> dict[str, Any]:
+    """Return the content of ``model.safetensors.index.json``, which transformers reads where files are several."""
+    entries = [entry for file in files for entry in file.entries]
+    return {
+        "metadata": {"total_size": sum(entry.kind.nbytes for entry in entries)},
+        "weight_map": {entry.name: entry.file for entry in sorted(entries, key=lambda entry: entry.name)},
+    }
+
+
+def read_header(file: str, size: int, prefix: bytes, content: bytes) -> tuple[Entry, ...]:
+    """Check a safetensors file's header and list its tensors.
+
+    Args:
+        file: the file's name.
+        size: its bytes.
+        prefix: its first 8 bytes, the header's length.
+        content: the header.
+
+    Raises:
+        InvalidCheckpointError: the header is longer than the file, no JSON, or describes tensors that overlap, that lie
+            outside of the file, or that have a dtype that is not known.
+    """
+    start = 8 + header_length(file, size, prefix)
+    header = strict_json(content, f"the header of {file}")
+    header.pop(_METADATA, None)
+    entries = []
+    for name, description in header.items():
+        try:
+            dtype, shape = str(description["dtype"]), tuple(int(each) for each in description["shape"])
+            begin, end = (int(each) for each in description["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise InvalidCheckpointError(
+                f"{file}: tensor {name!r} is described by {description!r}; expected dtype, shape and data_offsets"
+            ) from None
+        if dtype not in DTYPES:
+            raise InvalidCheckpointError(
+                f"{file}: tensor {name!r} has dtype {dtype!r}, which is not one of {', '.join(DTYPES)}"
+            )
+        kind = Kind(dtype, shape)
+        if min(shape, default=0) < 0 or not 0 <= begin <= end or end - begin != kind.nbytes or start + end > size:
+            raise InvalidCheckpointError(
+                f"{file}: tensor {name!r}, {dtype} of shape {list(shape)}, needs {kind.nbytes} bytes, and is said to be"
+                f" at [{begin}, {end}) of {size - start}: the file is cut off, or its header is wrong"
+            )
+        entries.append(Entry(name, kind, file, start + begin))
+    _check_overlaps(file, entries)
+    return tuple(entries)
+
+
+def header_length(file: str, size: int, prefix: bytes) -> int:
+    """Return the length of a header, from a file's first 8 bytes.
+
+    Raises:
+        InvalidCheckpointError: it is longer than the file, or than the readers of safetensors take.
+    """
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > size - 8:
+        raise InvalidCheckpointError(
+            f"{file}: its header would have {length} bytes, and the file has {size}: it is cut off, or no safetensors"
+        )
+    if length > _HEADER_LIMIT:
+        raise InvalidCheckpointError(
+            f"{file}: its header has {length} bytes, readers of safetensors take {_HEADER_LIMIT}"
+        )
+    return length
+
+
+def strict_json(content: bytes, what: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Args:
+        content: the text.
+        what: the text's name, for errors.
+
+    Raises:
+        InvalidCheckpointError: it is no JSON, no object, or has a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidCheckpointError(f"{what} has the key {twice!r} twice")
+        return result
+
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise InvalidCheckpointError(f"{what} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidCheckpointError(f"{what} is a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def check_file_name(name: str, what: str) -> str:
+    """Return a file's name if it is one of the checkpoint's own folder.
+
+    Raises:
+        InvalidCheckpointError: it has a folder, as ``../x``.
+    """
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise InvalidCheckpointError(f"{what} names the file {name!r}; expected a file of the same folder")
+    return name
+
+
+def _file(file: str, names: Sequence[str], tensors: Mapping[str, Kind]) -> File:
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # what transformers asks for
+    order = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
+    offset, offsets = 0, {}
+    for name in order:
+        kind = tensors[name]
+        offsets[name] = offset
+        header[name] = {
+            "dtype": kind.dtype,
+            "shape": list(kind.shape),
+            "data_offsets": [offset, offset + kind.nbytes],
+        }
+        offset += kind.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-(len(text) + 8) % PAGE)
+    if len(text) > _HEADER_LIMIT:
+        raise ValueError(f"save: the header of {file} would have {len(text)} bytes, readers take {_HEADER_LIMIT}")
+    start = 8 + len(text)
+    entries = tuple(Entry(name, tensors[name], file, start + offsets[name]) for name in order)
+    return File(file, len(text).to_bytes(8, "little") + text, start + offset, entries)
+
+
+def _check_overlaps(file: str, entries: Sequence[Entry]) -> None:
+    end, before = 0, ""
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.kind.nbytes)):
+        if entry.kind.nbytes and entry.offset < end:
+            raise InvalidCheckpointError(f"{file}: the tensors {before!r} and {entry.name!r} overlap")
+        if entry.kind.nbytes:
+            end, before = entry.offset + entry.kind.nbytes, entry.name

@@ -1,0 +1,142 @@
+"""Loading: each block is read by one rank, verified, and sent to the ranks that want bytes of it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
+from hp_checkpoint.files import Entry
+from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.pieces import scale
+from hp_checkpoint.ranks import Ranks, describe
+from hp_checkpoint.reads import COLUMNS, exchange, request_rows
+from hp_checkpoint.saving import STATE
+from hp_checkpoint.state import Address
+from hp_checkpoint.storage import opened, read_at, read_small
+from hp_checkpoint.tensors import kind_of, local_pieces
+from hp_checkpoint.transfers import Request, Target, Transfers
+
+__all__ = ["Verify", "check_entries", "load_tensors", "read_tree", "verify_files"]
+
+Verify = Literal["read", "all"]
+
+
+def check_entries(wanted: Mapping[Address, Any], manifest: Manifest) -> dict[Address, Entry]:
+    """Find the entry of each wanted tensor.
+
+    Raises:
+        ValueError: names that the checkpoint lacks, with near misses; another shape or dtype.
+    """
+    result: dict[Address, Entry] = {}
+    missing, faults = [], []
+    for (part, name), value in wanted.items():
+        entries = manifest.parts.get(part, {})
+        entry = entries.get(name) or entries.get(manifest.aliases.get(part, {}).get(name, ""))
+        kind = kind_of(name, value)
+        if entry is None:
+            near = difflib.get_close_matches(name, entries, 1)
+            missing.append(f"{name!r}" + (f" (it has {near[0]!r})" if near else ""))
+        elif entry.kind != kind:
+            faults.append(
+                f"{name!r} is {kind.dtype} of shape {list(kind.shape)}, in the checkpoint {entry.kind.dtype} of shape"
+                f" {list(entry.kind.shape)}"
+            )
+        else:
+            result[part, name] = entry
+    if missing:
+        raise ValueError(
+            f"load: the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {', '.join(missing[:5])}"
+        )
+    if faults:
+        raise ValueError(f"load: {len(faults)} of {len(wanted)} tensors do not fit: {'; '.join(faults[:3])}")
+    return result
+
+
+def load_tensors(
+    wanted: Mapping[Address, Any], manifest: Manifest, folder: Path, ranks: Ranks, *, verify: Verify = "read"
+) -> None:
+    """Load tensors in place; all ranks call it together, each with its own.
+
+    Args:
+        wanted: tensors by address.
+        manifest: of the checkpoint.
+        folder: its folder.
+        ranks: who loads.
+        verify: "read" compares each block that is read with its checksums, "all" first compares all of the checkpoint.
+
+    Raises:
+        CheckpointError: it failed on some rank; on all ranks.
+    """
+    if verify == "all":
+        ranks.agree(lambda: verify_files(manifest, folder, ranks.rank, ranks.size), "load")
+    names = sorted(manifest.files)
+    requests: list[Request] = []
+
+    def request() -> bytes:
+        for address, entry in check_entries(wanted, manifest).items():
+            own = [scale(piece, entry.kind.itemsize, entry.offset) for piece in local_pieces(wanted[address])]
+            target = Target(wanted[address], sum(piece.size for piece in own))
+            requests.extend(Request(names.index(entry.file), piece, target) for piece in own)
+        requests.sort(key=lambda each: (each.file, each.piece.first))
+        return request_rows((each.file, each.piece) for each in requests).tobytes()
+
+    rows = ranks.agree(request, "load")
+    arrays = [np.frombuffer(each, np.int64).reshape(-1, COLUMNS) for each in rows]
+    plan = exchange(arrays, ranks.rank, block_bytes=manifest.block_bytes)
+    failure = Transfers(plan, requests, manifest, [folder / name for name in names], ranks).run()
+    ranks.agree(lambda: _raised(failure), "load")
+
+
+def _raised(failure: Exception | None) -> bytes:
+    if failure is not None:
+        raise CheckpointError(f"{describe(failure)}. Tensors may have been changed in part") from failure
+    return b""
+
+
+def read_tree(manifest: Manifest, folder: Path) -> Any:
+    """Read the state's JSON values.
+
+    Raises:
+        InvalidCheckpointError: the file was changed.
+    """
+    content = read_small(folder / STATE)
+    data = np.frombuffer(content, np.uint8)
+    if len(data) != manifest.files[STATE].size:
+        raise InvalidCheckpointError(f"{STATE} has {len(data):,} bytes, expected {manifest.files[STATE].size:,}")
+    for block in range(-(-len(data) // manifest.block_bytes)):
+        manifest.verify_block(STATE, block, data[block * manifest.block_bytes : (block + 1) * manifest.block_bytes])
+    return json.loads(content)
+
+
+def verify_files(manifest: Manifest, folder: Path, rank: int = 0, size: int = 1) -> bytes:
+    """Compare all files with their sizes and checksums; of several ranks each compares some blocks.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        InvalidCheckpointError: naming the first one that differs.
+    """
+    number = 0
+    for name, file in manifest.files.items():
+        path = folder / name
+        with opened(path) as descriptor:
+            found = os.fstat(descriptor).st_size
+            if found != file.size:
+                raise InvalidCheckpointError(
+                    f"{path} has {found:,} bytes, expected {file.size:,}: it was cut off or changed"
+                )
+            for start in range(0, file.size, manifest.block_bytes):
+                number += 1
+                if number % size == rank:
+                    data = np.empty(min(manifest.block_bytes, file.size - start), np.uint8)
+                    read_at(descriptor, data, start, path)
+                    manifest.verify_block(name, start // manifest.block_bytes, data)
+    return b""

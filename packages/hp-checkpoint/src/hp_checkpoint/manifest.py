@@ -1,0 +1,208 @@
+"""The manifest: a checkpoint's tensors and files with checksums; a folder is a checkpoint if its manifest is right.
+
+Note [Checksums]
+    A checksum is xxh3-64 of the bytes that one rank wrote into one block of a file: strided runs, in the order of the
+    file. So a rank computes it on the way to the file, and nothing is read again; and a reader that has a block can
+    verify it without any other. The checksums of a file cover all of its bytes, its header's too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.files import DTYPES, Entry, Kind, check_file_name, strict_json
+from hp_checkpoint.pieces import gather
+
+__all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "checksum"]
+
+MANIFEST = "manifest.json"
+VERSION = 1
+BLOCK = 8 << 20
+_HASH = ',"hash":"'
+_DIGEST = 16
+
+
+def checksum(data: np.ndarray) -> int:
+    """Return the xxh3-64 of bytes."""
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSums:
+    """A file's size, and its checksums: rows of (first, length, count, stride, checksum), ascending."""
+
+    size: int
+    rows: tuple[tuple[int, int, int, int, int], ...]
+
+    def of_block(self, block: int, block_bytes: int) -> list[tuple[int, int, int, int, int]]:
+        """List the rows of one block."""
+        low, high = (bisect_left(self.rows, (number * block_bytes,)) for number in (block, block + 1))
+        return list(self.rows[low:high])
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of ``manifest.json``.
+
+    Attributes:
+        step: the training step; None if it has none.
+        parts: the tensors of each part, by name.
+        files: sizes and checksums of all files but the manifest.
+        aliases: of each part, other names of tensors.
+        block_bytes: bytes of a block.
+        versions: versions of what wrote it.
+    """
+
+    step: int | None
+    parts: Mapping[str, Mapping[str, Entry]]
+    files: Mapping[str, FileSums]
+    aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    block_bytes: int = BLOCK
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content; its last entry is the hash of what is before it."""
+        content = {
+            "version": VERSION,
+            "step": self.step,
+            "block_bytes": self.block_bytes,
+            "versions": dict(self.versions),
+            "parts": {part: {name: _packed(e) for name, e in inner.items()} for part, inner in self.parts.items()},
+            "aliases": {part: dict(names) for part, names in self.aliases.items()},
+            "files": {
+                name: {"size": file.size, "sums": [[*row[:4], f"{row[4]:016x}"] for row in file.rows]}
+                for name, file in self.files.items()
+            },
+        }
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
+        return text + f'{_HASH}{_digest(text)}"}}'.encode()
+
+    @staticmethod
+    def from_bytes(content: bytes, where: str) -> Manifest:
+        """Read a manifest.
+
+        Args:
+            content: of the file.
+            where: its path, for errors.
+
+        Raises:
+            InvalidCheckpointError: its hash is wrong, it is of a newer version, or it contradicts itself.
+        """
+        text, mark, rest = content.rpartition(_HASH.encode())
+        if not mark or rest != f'{_digest(text)}"}}'.encode():
+            newer = _version_of(content)
+            if newer is not None and newer > VERSION:
+                raise _newer(where, newer)
+            raise InvalidCheckpointError(
+                f"{where}: its hash is wrong: the file was changed, or not written to its end. Load an older checkpoint"
+            )
+        tree = strict_json(content, where)
+        if tree.get("version", 0) > VERSION:
+            raise _newer(where, tree["version"])
+        try:
+            return _parsed(tree, where)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, InvalidCheckpointError):
+                raise
+            raise InvalidCheckpointError(f"{where} is not a manifest: {type(error).__name__}: {error}") from None
+
+    def verify_block(self, file: str, block: int, data: np.ndarray) -> None:
+        """Compare a block with its checksums.
+
+        Args:
+            file: its name.
+            block: the number of the block.
+            data: the block's bytes.
+
+        Raises:
+            InvalidCheckpointError: it differs; the text names file, block and tensors.
+        """
+        start = block * self.block_bytes
+        for first, length, count, stride, expected in self.files[file].of_block(block, self.block_bytes):
+            if checksum(gather(data, first - start, length, count, stride)) != expected:
+                stop = first + (count - 1) * stride + length
+                raise InvalidCheckpointError(
+                    f"{file}: bytes {first:,} to {stop:,} (block {block}) differ from their checksum:"
+                    f" {self._content(file, first, stop)} changed since the save. Load another checkpoint"
+                )
+
+    def _content(self, file: str, start: int, stop: int) -> str:
+        """Name what a range of a file has."""
+        entries = [entry for inner in self.parts.values() for entry in inner.values() if entry.file == file]
+        names = [e.name for e in entries if e.offset < stop and e.offset + e.kind.nbytes > start]
+        if names:
+            return f"tensor {', '.join(map(repr, names[:3]))}"
+        return "the header" if entries else "its content"
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=_DIGEST).hexdigest()
+
+
+def _newer(where: str, version: Any) -> InvalidCheckpointError:
+    return InvalidCheckpointError(
+        f"{where}: it has format version {version}, this hp-checkpoint reads up to {VERSION}. Update hp-checkpoint"
+    )
+
+
+def _version_of(content: bytes) -> int | None:
+    try:
+        version = strict_json(content, "").get("version")
+    except InvalidCheckpointError:
+        return None
+    return version if isinstance(version, int) else None
+
+
+def _packed(entry: Entry) -> list[Any]:
+    return [entry.kind.dtype, list(entry.kind.shape), entry.file, entry.offset]
+
+
+def _parsed(tree: dict[str, Any], where: str) -> Manifest:
+    block_bytes = int(tree["block_bytes"])
+    files = {
+        check_file_name(name, where): FileSums(int(file["size"]), _rows(file["sums"]))
+        for name, file in tree["files"].items()
+    }
+    for name, file in files.items():
+        _check_cover(name, file, block_bytes, where)
+    parts: dict[str, dict[str, Entry]] = {}
+    for part, inner in tree["parts"].items():
+        parts[part] = {}
+        for name, (dtype, shape, file, offset) in inner.items():
+            end = int(offset) + prod(shape) * DTYPES.get(dtype, 0)
+            if dtype not in DTYPES or file not in files or not 0 <= offset <= end <= files[file].size:
+                raise InvalidCheckpointError(
+                    f"{where}: tensor {name!r}, {dtype} of shape {shape} at {offset} of {file!r}, is in no file of it"
+                )
+            parts[part][name] = Entry(name, Kind(dtype, tuple(shape)), file, int(offset))
+    return Manifest(tree["step"], parts, files, tree["aliases"], block_bytes, tree["versions"])
+
+
+def _rows(sums: Sequence[Sequence[Any]]) -> tuple[tuple[int, int, int, int, int], ...]:
+    return tuple(sorted((int(f), int(n), int(c), int(s), int(value, 16)) for f, n, c, s, value in sums))
+
+
+def _check_cover(name: str, file: FileSums, block_bytes: int, where: str) -> None:
+    """Check that the checksums of each block are of as many bytes as it has."""
+    blocks = -(-file.size // block_bytes)
+    covered = [0] * blocks
+    for first, length, count, stride, _ in file.rows:
+        block, end = first // block_bytes, first + (count - 1) * stride + length
+        if first < 0 or end > min((block + 1) * block_bytes, file.size):
+            raise InvalidCheckpointError(
+                f"{where}: a checksum of {name} is of bytes {first} to {end}, in no block of it"
+            )
+        covered[block] += length * count
+    for block, count in enumerate(covered):
+        if count != min(block_bytes, file.size - block * block_bytes):
+            raise InvalidCheckpointError(f"{where}: the checksums of {name} are of {count} bytes of block {block}")

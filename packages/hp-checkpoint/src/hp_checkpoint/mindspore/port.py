@@ -1,0 +1,104 @@
+"""Tensors and models of MindSpore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from hp_dtensor.mindspore.extend import local_mode, local_view, set_local
+from hp_platform import get_platform
+
+_DTYPES = {
+    mindspore.bool_: "BOOL",
+    mindspore.uint8: "U8",
+    mindspore.int8: "I8",
+    mindspore.int16: "I16",
+    mindspore.uint16: "U16",
+    mindspore.float16: "F16",
+    mindspore.bfloat16: "BF16",
+    mindspore.int32: "I32",
+    mindspore.uint32: "U32",
+    mindspore.float32: "F32",
+    mindspore.int64: "I64",
+    mindspore.uint64: "U64",
+    mindspore.float64: "F64",
+    mindspore.complex64: "C64",
+}
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether a value is a tensor."""
+    return isinstance(value, Tensor)
+
+
+def dtype_of(tensor: Tensor) -> str | None:
+    """Return a dtype's name in safetensors, None for one that it lacks."""
+    return _DTYPES.get(tensor.dtype)
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """Return the reason why a tensor can't be saved or loaded, None where it can."""
+    if isinstance(tensor, Parameter) and tensor.has_init:
+        return "has no values yet; call hp_dtensor.init_parameters(cell), or cell.init_parameters_data()"
+    return None
+
+
+def read_bytes(tensor: Tensor) -> np.ndarray:
+    """Return the local tensor's bytes, row-major: its own memory where that is on the host, else a copy."""
+    local = local_view(tensor)
+    return _bytes(local) if local.numel() else np.empty(0, np.uint8)
+
+
+def written_bytes(tensor: Tensor) -> tuple[np.ndarray, Callable[[], None] | None]:
+    """Return bytes to write, and a function that brings them into the local tensor."""
+    local = local_view(tensor)
+    array = local.asnumpy()
+    if get_platform().devices.kind == "cpu" and local.is_contiguous() and array.flags.writeable:
+        return array.reshape(-1).view(np.uint8), None
+    copy = np.ascontiguousarray(array).copy()
+
+    def store() -> None:
+        with local_mode():
+            set_local(tensor, Tensor(copy).to(local.dtype))
+
+    return copy.reshape(-1).view(np.uint8), store
+
+
+def _bytes(local: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(local.asnumpy()).reshape(-1).view(np.uint8)
+
+
+def bytes_tensor(array: np.ndarray) -> Tensor:
+    """Return bytes as a tensor that the ranks can send."""
+    return Tensor(array)
+
+
+def bytes_array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor of bytes as an array."""
+    return tensor.asnumpy()
+
+
+def model_state(model: nn.Cell) -> dict[str, Any]:
+    """Return the parameters and persistent buffers by name."""
+    for _, cell in model.cells_and_names():
+        reshard = getattr(cell, "reshard", None)  # of fully_shard: the sharded parameters have to be registered
+        if callable(reshard):
+            reshard()
+    return dict(model.state_dict(keep_vars=True))
+
+
+def optimizer_states(model: nn.Cell, optimizer: Any) -> list[Any]:
+    """Refuse to.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"checkpoint: the states of {type(optimizer).__name__} are not supported on MindSpore yet. Pass them to"
+        " hp_checkpoint.save as tensors by name: {'model': ..., 'optimizer': {p.name: p for p in"
+        " optimizer.get_parameters()}}, and load them so"
+    )

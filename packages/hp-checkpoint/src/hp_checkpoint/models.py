@@ -1,0 +1,116 @@
+"""Models: a Hugging Face folder of all ranks' parameters, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hp_checkpoint.api import versions
+from hp_checkpoint.loading import Verify, load_tensors
+from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.port import port
+from hp_checkpoint.ranks import Ranks
+from hp_checkpoint.saving import save_state
+from hp_checkpoint.sources import open_checkpoint
+from hp_checkpoint.state import Address, flatten
+
+__all__ = ["MODEL", "check_unexpected", "config_texts", "load_model", "model_names", "of_model", "save_model"]
+
+MODEL = "model"
+
+
+def save_model(model: Any, folder: str | os.PathLike[str]) -> Manifest:
+    """Save a model as a Hugging Face folder, from all ranks.
+
+    Args:
+        model: its parameters and persistent buffers are saved, with its config if it has one.
+        folder: a checkpoint there is replaced.
+
+    Raises:
+        CheckpointError: it failed on some rank; on all ranks.
+    """
+    ranks = Ranks()
+    states: list[Any] = []
+
+    def collect() -> bytes:
+        states.append(flatten({MODEL: port().model_state(model)}))
+        return b""
+
+    ranks.agree(collect, "save_model")
+    texts = config_texts(model)
+    return save_state(states[0], Path(folder).absolute(), ranks, texts=texts, versions=versions())
+
+
+def load_model(model: Any, folder: str | os.PathLike[str], *, strict: bool = True, verify: Verify = "read") -> None:
+    """Load a model in place from a checkpoint, or from any folder with safetensors of a Hugging Face model.
+
+    Args:
+        model: with memory, in any layout.
+        folder: that of a checkpoint or a model.
+        strict: refuse tensors of the folder that no rank's model has. Default True.
+        verify: "read" compares what is read with its checksums, if the folder has some.
+
+    Raises:
+        CheckpointError: it failed on some rank; on all ranks.
+        ValueError: names, shapes or dtypes that differ.
+    """
+    ranks = Ranks()
+    opened: list[Manifest] = []
+
+    def prepare() -> bytes:
+        opened.append(open_checkpoint(Path(folder).absolute()))
+        return json.dumps(sorted(model_names(model))).encode()
+
+    names = {name for each in ranks.agree(prepare, "load_model") for name in json.loads(each)}
+    if strict:
+        check_unexpected(names, opened[0])
+    load_tensors(of_model(model), opened[0], Path(folder).absolute(), ranks, verify=verify)
+
+
+def config_texts(model: Any) -> dict[str, bytes]:
+    """Return the files beside a Hugging Face model's weights, of a model that has a config."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {}
+    content = json.loads(config.to_json_string())  # type: ignore[union-attr]
+    if not content.get("architectures"):
+        own = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.")), None)
+        content["architectures"] = [own] if own else None
+    texts = {"config.json": json.dumps(content, indent=2, sort_keys=True).encode()}
+    generation = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        texts["generation_config.json"] = generation.to_json_string().encode()  # type: ignore[union-attr]
+    return texts
+
+
+def model_names(model: Any) -> set[str]:
+    """Return the names of a model's tensors, those of tied ones too."""
+    return set(port().model_state(model))
+
+
+def of_model(model: Any) -> dict[Address, Any]:
+    """Return the tensors of a model by address, each once."""
+    state = flatten({MODEL: port().model_state(model)})
+    return dict(state.tensors)
+
+
+def check_unexpected(names: set[str], manifest: Manifest) -> None:
+    """Refuse a checkpoint with tensors that no rank's model has.
+
+    Args:
+        names: of all ranks' models.
+        manifest: of the checkpoint.
+
+    Raises:
+        ValueError: it has some.
+    """
+    saved = manifest.parts.get(MODEL, {})
+    tied = {first for alias, first in manifest.aliases.get(MODEL, {}).items() if alias in names}
+    unexpected = [name for name in saved if name not in names and name not in tied]
+    if unexpected:
+        raise ValueError(
+            f"load: the checkpoint has {len(unexpected)} of {len(saved)} tensors that the model lacks:"
+            f" {', '.join(map(repr, unexpected[:5]))}. It is of another model"
+        )

@@ -1,0 +1,84 @@
+"""What a framework supplies to hp-checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hp_platform.extend import load_port
+
+__all__ = ["OptimizerState", "Port", "port"]
+
+Tensor = Any
+
+
+class OptimizerState(Protocol):
+    """The state of an optimizer, by the names of the model's parameters.
+
+    Attributes:
+        states: of each parameter, by its name: tensors, the optimizer's own, and other values.
+        options: of each parameter, by its name: the options of its group.
+    """
+
+    states: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Mapping[str, Any]]
+
+    def make(self, name: str, key: str, dtype: str, shape: Sequence[int]) -> Tensor:
+        """Make a state that a parameter lacks, of a dtype by its name in safetensors and this global shape."""
+        ...
+
+    def set(self, name: str, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Set the state of a parameter, and the options of its group."""
+        ...
+
+
+class Port(Protocol):
+    """Tensors as bytes; models and optimizers as tensors by name. `<framework>/port.py`."""
+
+    def is_tensor(self, value: object) -> bool:
+        """Tell whether a value is a tensor of the framework."""
+        ...
+
+    def dtype_of(self, tensor: Tensor) -> str | None:
+        """Return a dtype's name in safetensors, None for one that it lacks."""
+        ...
+
+    def refusal(self, tensor: Tensor) -> str | None:
+        """Return the reason why a tensor can't be saved or loaded, None where it can."""
+        ...
+
+    def read_bytes(self, tensor: Tensor) -> np.ndarray:
+        """Return the local tensor's bytes, row-major: its own memory where that is on the host, else a copy."""
+        ...
+
+    def written_bytes(self, tensor: Tensor) -> tuple[np.ndarray, Callable[[], None] | None]:
+        """Return bytes to write, row-major, and a function that brings them into the local tensor.
+
+        It is None where the bytes are the tensor's own memory. Other bytes begin as the tensor's values.
+        """
+        ...
+
+    def bytes_tensor(self, array: np.ndarray) -> Tensor:
+        """Return bytes as a tensor that the ranks can send."""
+        ...
+
+    def bytes_array(self, tensor: Tensor) -> np.ndarray:
+        """Return a tensor of bytes as an array."""
+        ...
+
+    def model_state(self, model: Any) -> dict[str, Any]:
+        """Return the parameters and persistent buffers by name; a tied one is the same object under each name."""
+        ...
+
+    def optimizer_states(self, model: Any, optimizer: Any) -> list[OptimizerState]:
+        """Return the state of an optimizer, or of each optimizer in a chain."""
+        ...
+
+
+@functools.cache
+def port() -> Port:
+    """Get what the framework in use supplies."""
+    return load_port(Port)

@@ -1,0 +1,216 @@
+"""Saving: every rank writes its pieces into the shared files, then rank 0 commits."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hp_checkpoint.files import index_of
+from hp_checkpoint.manifest import BLOCK, MANIFEST, FileSums, Manifest, checksum
+from hp_checkpoint.pieces import Piece, clip, gather, scale
+from hp_checkpoint.ranks import Ranks
+from hp_checkpoint.save_plan import SavePlan, plan_save
+from hp_checkpoint.state import State
+from hp_checkpoint.storage import (
+    check_space,
+    commit,
+    in_progress,
+    make_folder,
+    opened,
+    part_folder,
+    remove_rests,
+    sync,
+    write_at,
+    write_small,
+)
+from hp_checkpoint.tensors import local_pieces, read_bytes
+
+__all__ = ["STATE", "Output", "manifest_of", "outputs", "save_state", "write_outputs"]
+
+STATE = "state.json"
+_CHUNK = 256 << 10
+_COLUMNS = 6  # number of the file, first, length, count, stride, checksum
+
+
+@dataclass(frozen=True)
+class Output:
+    """Bytes that this rank writes into a file: where their source is, and its pieces in bytes of the file."""
+
+    file: str
+    source: Callable[[], np.ndarray]
+    pieces: tuple[Piece, ...]
+
+
+def save_state(
+    state: State,
+    target: Path,
+    ranks: Ranks,
+    *,
+    step: int | None = None,
+    texts: Mapping[str, bytes] | None = None,
+    versions: Mapping[str, str] | None = None,
+    block_bytes: int = BLOCK,
+) -> Manifest:
+    """Write a checkpoint; all ranks call it together. See Note [Commit] in `storage`.
+
+    Args:
+        state: of this rank.
+        target: the checkpoint's folder.
+        ranks: who saves.
+        step: of the training.
+        texts: further files' contents by name, as config.json; rank 0's are written.
+        versions: of the libraries, for the manifest.
+        block_bytes: bytes of a checksum's block.
+
+    Raises:
+        CheckpointError: it failed on some rank, on all ranks; nothing is left of it.
+    """
+    plan = plan_save(state, str(target), step, ranks)
+    small = {**_own_texts(plan), **(texts or {})}
+    total = sum(file.size for files in plan.files.values() for file in files)
+    nonce = ranks.first(lambda: _prepare(target, total), "save").decode()
+    part = part_folder(target, nonce)
+    names = [*(file.name for files in plan.files.values() for file in files), *small]
+
+    def write() -> bytes:
+        rows = write_outputs(part, outputs(plan, state, small, ranks.rank), names, block_bytes)
+        collected.append(rows.tobytes())
+        return b""
+
+    def finish() -> bytes:
+        content = manifest_of(plan, rows_of_all, names, small, step, block_bytes, versions or {}).to_bytes()
+        write_small(part / MANIFEST, content)
+        commit(part, target)
+        return content
+
+    collected: list[bytes] = []
+    with in_progress(part) if ranks.rank == 0 else nullcontext():
+        ranks.agree(write, "save")
+        rows_of_all = ranks.collect(collected[0])
+        content = ranks.first(finish, "save")
+    return Manifest.from_bytes(content, str(target / MANIFEST))
+
+
+def outputs(plan: SavePlan, state: State, small: Mapping[str, bytes], rank: int) -> Iterator[Output]:
+    """List what a rank writes, file by file; rank 0 writes headers and small files as well."""
+    for part, files in plan.files.items():
+        for file in files:
+            if rank == 0:
+                yield Output(file.name, lambda header=file.header: _array(header), (Piece(0, len(file.header)),))
+            for entry in file.entries:
+                value = state.tensors.get((part, entry.name))
+                if value is not None and rank in plan.writers[part, entry.name]:
+                    own = tuple(scale(piece, entry.kind.itemsize, entry.offset) for piece in local_pieces(value))
+                    yield Output(file.name, lambda value=value: read_bytes(value), own)
+    for name, content in small.items() if rank == 0 else ():
+        yield Output(name, lambda content=content: _array(content), (Piece(0, len(content)),))
+
+
+def write_outputs(folder: Path, listed: Iterable[Output], names: Sequence[str], block_bytes: int) -> np.ndarray:
+    """Write and sync pieces, and return their checksums' rows; one file is open at a time.
+
+    Args:
+        folder: that of the save.
+        listed: sorted by file.
+        names: of all files; a row has the number of its file among them.
+        block_bytes: bytes of a checksum's block.
+    """
+    rows: list[tuple[int, ...]] = []
+    pending: dict[str, list[Output]] = {}
+    for output in listed:
+        pending.setdefault(output.file, []).append(output)
+    for name, group in pending.items():
+        path, number = folder / name, names.index(name)
+        with opened(path, write=True) as descriptor:
+            for output in group:
+                data = output.source()
+                for piece in output.pieces:
+                    for part in _by_block(piece, block_bytes):
+                        value = _write(descriptor, part, data, path)
+                        rows.append((number, part.first, part.length, part.count, part.stride, value))
+                del data
+            sync(descriptor, path)
+    array = np.array([row[:-1] for row in rows], dtype=np.int64).reshape(-1, _COLUMNS - 1)
+    sums = np.array([row[-1] for row in rows], dtype=np.uint64).view(np.int64)
+    return np.column_stack([array, sums])
+
+
+def manifest_of(
+    plan: SavePlan,
+    rows: Iterable[bytes],
+    names: Sequence[str],
+    small: Mapping[str, bytes],
+    step: int | None,
+    block_bytes: int,
+    versions: Mapping[str, str],
+) -> Manifest:
+    """Assemble the manifest of all ranks' checksums."""
+    sizes = {file.name: file.size for files in plan.files.values() for file in files}
+    sizes |= {name: len(content) for name, content in small.items()}
+    of_file: dict[str, list[Any]] = {name: [] for name in names}
+    for each in rows:
+        array = np.frombuffer(each, dtype=np.int64).reshape(-1, _COLUMNS)
+        sums = array[:, -1].view(np.uint64) if len(array) else array[:, -1]
+        for row, value in zip(array.tolist(), sums.tolist(), strict=True):
+            of_file[names[row[0]]].append((*row[1:-1], value))
+    files = {name: FileSums(sizes[name], tuple(sorted(each))) for name, each in of_file.items()}
+    parts = {part: {e.name: e for file in files for e in file.entries} for part, files in plan.files.items()}
+    aliases: dict[str, dict[str, str]] = {}
+    for (part, name), (_, first) in plan.aliases.items():
+        aliases.setdefault(part, {})[name] = first
+    return Manifest(step, parts, files, aliases, block_bytes, dict(versions))
+
+
+def _by_block(piece: Piece, block_bytes: int) -> Iterator[Piece]:
+    for block in range(piece.first // block_bytes, (piece.end - 1) // block_bytes + 1):
+        yield from clip(piece, block * block_bytes, (block + 1) * block_bytes)
+
+
+def _write(descriptor: int, piece: Piece, data: np.ndarray, path: Path) -> int:
+    """Write a piece that lies in one block, and return its checksum, computed while the bytes are in the cache."""
+    if piece.count > 1 and piece.stride != piece.length:
+        values = gather(data, piece.local, piece.length, piece.count, piece.local_stride)
+        for number in range(piece.count):
+            run = values[number * piece.length : (number + 1) * piece.length]
+            write_at(descriptor, run, piece.first + number * piece.stride, path)
+        return checksum(values)
+    values = gather(data, piece.local, piece.length, piece.count, piece.local_stride)
+    hasher = xxhash.xxh3_64()
+    for at in range(0, len(values), _CHUNK):
+        chunk = values[at : at + _CHUNK]
+        hasher.update(chunk.data)
+        write_at(descriptor, chunk, piece.first + at, path)
+    return hasher.intdigest()
+
+
+def _own_texts(plan: SavePlan) -> dict[str, bytes]:
+    texts = {STATE: json.dumps(plan.tree, ensure_ascii=False).encode()}
+    for part, files in plan.files.items():
+        if len(files) > 1:
+            texts[f"{part}.safetensors.index.json"] = json.dumps(index_of(files), indent=2).encode()
+    return texts
+
+
+def _prepare(target: Path, needed: int) -> bytes:
+    if target.exists() and not (target.is_dir() and ((target / MANIFEST).exists() or not any(target.iterdir()))):
+        raise FileExistsError(
+            f"save: {target} exists and is no checkpoint; only a checkpoint is replaced. Save under another name"
+        )
+    make_folder(target.parent)
+    remove_rests(target.parent)
+    check_space(target.parent, needed)
+    nonce = secrets.token_hex(6)
+    make_folder(part_folder(target, nonce))
+    return nonce.encode()
+
+
+def _array(content: bytes) -> np.ndarray:
+    return np.frombuffer(content, np.uint8)

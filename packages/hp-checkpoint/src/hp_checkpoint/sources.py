@@ -1,0 +1,70 @@
+"""Folders that can be loaded: checkpoints with a manifest, and plain safetensors of a Hugging Face model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.files import Entry, check_file_name, header_length, read_header, strict_json
+from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
+from hp_checkpoint.storage import opened, read_at, read_small
+
+__all__ = ["open_checkpoint"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("*.distcp", ".metadata", "*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def open_checkpoint(folder: Path) -> Manifest:
+    """Read the manifest of a folder; that of a model's folder without one is made of its files' headers.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        InvalidCheckpointError: it is no checkpoint, or a damaged one.
+    """
+    if not folder.is_dir():
+        beside = sorted(each.name for each in folder.parent.glob("*") if (each / MANIFEST).exists())
+        has = f"; {folder.parent} has the checkpoints {', '.join(beside[-5:])}" if beside else ""
+        raise FileNotFoundError(f"there is no checkpoint {folder}{has}")
+    if os.path.lexists(folder / MANIFEST):
+        return Manifest.from_bytes(read_small(folder / MANIFEST), str(folder / MANIFEST))
+    if (folder / _INDEX).exists():
+        index = strict_json(read_small(folder / _INDEX), _INDEX)
+        files = sorted({check_file_name(name, _INDEX) for name in dict(index.get("weight_map", {})).values()})
+        return _of_headers(folder, files)
+    if (folder / _SINGLE).exists():
+        return _of_headers(folder, [_SINGLE])
+    pickles = [each.name for pattern in _PICKLES for each in folder.glob(pattern)]
+    if pickles:
+        raise InvalidCheckpointError(
+            f"{folder} has {', '.join(sorted(pickles)[:3])}, which are pickles: loading them would run code, so they"
+            " are refused. Load them with the library that wrote them, and save the state with hp_checkpoint.save or"
+            " safetensors"
+        )
+    raise InvalidCheckpointError(f"{folder} is no checkpoint: it has neither {MANIFEST} nor {_SINGLE}")
+
+
+def _of_headers(folder: Path, files: Iterable[str]) -> Manifest:
+    entries: dict[str, Entry] = {}
+    sizes: dict[str, FileSums] = {}
+    for name in files:
+        path = folder / name
+        with opened(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            prefix = np.empty(min(8, size), np.uint8)
+            read_at(descriptor, prefix, 0, path)
+            content = np.empty(header_length(name, size, prefix.tobytes()), np.uint8)
+            read_at(descriptor, content, 8, path)
+        for entry in read_header(name, size, prefix.tobytes(), content.tobytes()):
+            if entry.name in entries:
+                raise InvalidCheckpointError(
+                    f"{folder}: tensor {entry.name!r} is in {entries[entry.name].file} and {name}"
+                )
+            entries[entry.name] = entry
+        sizes[name] = FileSums(size, ())
+    return Manifest(None, {"model": entries}, sizes)

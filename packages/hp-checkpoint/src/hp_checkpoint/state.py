@@ -1,0 +1,191 @@
+"""States: nested dictionaries of tensors and JSON values, as tensors by name and one JSON text. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hp_checkpoint.tensors import is_tensor
+
+__all__ = ["Address", "State", "decode", "fill", "flatten", "merge"]
+
+Address = tuple[str, str]
+"""Of a tensor: its part (the first word of its file's name) and its name in the part."""
+
+_PART = re.compile(r"[A-Za-z0-9_]+")
+_TENSOR, _FLOAT, _TUPLE, _PAIRS = "__tensor__", "__float__", "__tuple__", "__pairs__"
+_MARKS = {_TENSOR, _FLOAT, _TUPLE, _PAIRS}
+
+
+class State:
+    """A state as tensors and JSON.
+
+    Attributes:
+        tensors: by address; one that appears more than once has the address of its first place.
+        aliases: the other addresses of such tensors.
+        tree: the state as JSON values, with the tensors' addresses in their places.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[Address, Any] = {}
+        self.aliases: dict[Address, Address] = {}
+        self.tree: Any = None
+
+
+def flatten(state: Mapping[str, Any]) -> State:
+    """Divide a state into tensors and JSON values.
+
+    Tensors under a key of the state, as "optimizer", are the part of that name, and named by their path below it.
+    Tensors at the top are the part "model".
+
+    Raises:
+        TypeError: a value that is neither a tensor nor JSON, or a key that is neither a string nor a number.
+        ValueError: two tensors of one name.
+    """
+    result = State()
+    places: dict[int, Address] = {}
+    if not isinstance(state, Mapping):
+        raise TypeError(f"checkpoint: the state is a {type(state).__name__}, expected a dictionary")
+    top = "state" if "model" in state else "model"
+
+    def visit(value: Any, path: tuple[Any, ...]) -> Any:
+        if is_tensor(value):
+            return {_TENSOR: list(_add(result, places, _address(path, top), value))}
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, (str, int)):
+                    raise TypeError(f"checkpoint: {_dotted(path)!r} has the key {key!r}; keys are strings or numbers")
+            items = [(key, visit(inner, (*path, key))) for key, inner in value.items()]
+            if all(isinstance(key, str) for key, _ in items) and not _MARKS.intersection(value):
+                return dict(items)
+            return {_PAIRS: [list(item) for item in items]}
+        if isinstance(value, (list, tuple)):
+            items = [visit(inner, (*path, number)) for number, inner in enumerate(value)]
+            return {_TUPLE: items} if isinstance(value, tuple) else items
+        if isinstance(value, float) and not math.isfinite(value):
+            return {_FLOAT: repr(value)}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        raise TypeError(
+            f"checkpoint: {_dotted(path)!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint has"
+            " tensors, arrays, and what JSON has (None, bool, int, float, str, lists, dictionaries), because a pickle"
+            " would run code when it is loaded. Convert it, as by .item() or str()"
+        )
+
+    result.tree = visit(state, ())
+    return result
+
+
+def decode(tree: Any, tensor: Callable[[Address], Any]) -> Any:
+    """Return the state of a tree: the inverse of `flatten`.
+
+    Args:
+        tree: of JSON.
+        tensor: returns the tensor of an address.
+    """
+    if isinstance(tree, dict):
+        if len(tree) == 1:
+            mark, inner = next(iter(tree.items()))
+            if mark == _TENSOR:
+                return tensor((inner[0], inner[1]))
+            if mark == _FLOAT:
+                return float(inner)
+            if mark == _TUPLE:
+                return tuple(decode(each, tensor) for each in inner)
+            if mark == _PAIRS:
+                return {key: decode(each, tensor) for key, each in inner}
+        return {key: decode(each, tensor) for key, each in tree.items()}
+    return [decode(each, tensor) for each in tree] if isinstance(tree, list) else tree
+
+
+def fill(template: Any, saved: Any, path: tuple[Any, ...] = ()) -> Any:
+    """Return a template with the saved values that are no tensors; dictionaries and lists are changed in place.
+
+    Args:
+        template: a state, whose tensors stay.
+        saved: the decoded state, with None for each tensor.
+        path: of both, for errors.
+
+    Raises:
+        ValueError: the template has a key that the saved state lacks, or a list of another length.
+    """
+    if is_tensor(template):
+        return template
+    if isinstance(template, dict):
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"load: {_dotted(path)!r} is a dictionary, the checkpoint has {saved!r}")
+        for key in template:
+            if key not in saved:
+                raise ValueError(
+                    f"load: {_dotted((*path, key))!r} is not in the checkpoint, which has {list(saved)[:8]}"
+                )
+            template[key] = fill(template[key], saved[key], (*path, key))
+        return template
+    if isinstance(template, list) and isinstance(saved, list) and len(template) == len(saved):
+        template[:] = [fill(a, b, (*path, n)) for n, (a, b) in enumerate(zip(template, saved, strict=True))]
+        return template
+    if isinstance(template, (list, tuple)) and any(is_tensor(each) for each in template):
+        raise ValueError(
+            f"load: {_dotted(path)!r} is a {type(template).__name__} with tensors, of {len(template)} elements; use"
+            " lists of the same length"
+        )
+    return saved
+
+
+def merge(trees: list[Any]) -> Any:
+    """Join the trees of several ranks: dictionaries by their keys, all else has to be equal.
+
+    Args:
+        trees: the different ones.
+
+    Raises:
+        ValueError: two ranks have different values of a key.
+    """
+
+    def join(one: Any, other: Any, path: tuple[Any, ...]) -> Any:
+        if one == other and type(one) is type(other):
+            return one
+        plain = isinstance(one, dict) and isinstance(other, dict) and not _MARKS.intersection({*one, *other})
+        if not plain:
+            texts = [json.dumps(each)[:80] for each in (one, other)]
+            raise ValueError(
+                f"save: {_dotted(path)!r} is {texts[0]} on one rank and {texts[1]} on another. Values that differ by"
+                " rank need keys of their own, as f'rank{rank}'"
+            )
+        return {
+            key: join(one[key], other[key], (*path, key)) if key in one and key in other else {**other, **one}[key]
+            for key in dict.fromkeys([*one, *other])
+        }
+
+    result = trees[0]
+    for tree in trees[1:]:
+        result = join(result, tree, ())
+    return result
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path)) or "the state"
+
+
+def _address(path: tuple[Any, ...], top: str) -> Address:
+    if len(path) == 1:
+        return top, str(path[0])
+    part = str(path[0])
+    return (part, _dotted(path[1:])) if _PART.fullmatch(part) else ("state", _dotted(path))
+
+
+def _add(state: State, places: dict[int, Address], address: Address, value: Any) -> Address:
+    if address in state.tensors or address in state.aliases:
+        raise ValueError(f"checkpoint: two tensors are named {address[1]!r} in {address[0]!r}; rename one")
+    first = places.setdefault(id(value), address)
+    if first == address:
+        state.tensors[address] = value
+        return address
+    if first[0] != address[0]:  # a file has no entry of another part
+        state.tensors[address] = value
+        return address
+    state.aliases[address] = first
+    return first

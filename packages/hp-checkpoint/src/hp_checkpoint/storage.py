@@ -1,0 +1,214 @@
+"""Files on a POSIX file system: written in place by many processes, complete once they are renamed.
+
+Note [Commit]
+    A save writes into ``<name>.part-<nonce>``. Each rank syncs the files that it wrote to. Then rank 0 writes the
+    manifest last, syncs it and the folder, renames the folder, and syncs its parent. At any moment before the rename
+    the old checkpoints are untouched; a folder without a manifest whose own hash is right is no checkpoint. The nonce
+    keeps what an interrupted save left from meeting the next one, which removes it once no process locks it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from hp_checkpoint.errors import InvalidCheckpointError
+
+__all__ = [
+    "check_space",
+    "commit",
+    "in_progress",
+    "make_folder",
+    "opened",
+    "part_folder",
+    "read_at",
+    "read_small",
+    "remove_rests",
+    "sync",
+    "write_at",
+    "write_small",
+]
+
+_PART = ".part-"
+_CHUNK = 1 << 20
+_EXCHANGE = 2  # RENAME_EXCHANGE
+_AT_FDCWD = -100
+
+
+def part_folder(target: Path, nonce: str) -> Path:
+    """Return the folder that a save writes into before it is renamed to ``target``."""
+    return target.with_name(f"{target.name}{_PART}{nonce}")
+
+
+@contextmanager
+def in_progress(part: Path) -> Iterator[None]:
+    """Lock the folder of a save, so that it is not taken for an interrupted one's, and remove it if the save fails."""
+    descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_rests(parent: Path) -> None:
+    """Remove what interrupted saves left in a folder; a save in progress has locked its own."""
+    for folder in parent.glob(f"*{_PART}*"):
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it; another rank may do the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise ``OSError`` (ENOSPC) if a file system has less than ``needed`` bytes left."""
+    usage = os.statvfs(folder)
+    free = usage.f_bavail * usage.f_frsize
+    if free < needed:
+        text = f"{needed:,} bytes are needed and {free:,} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder))
+
+
+@contextmanager
+def opened(path: Path, *, write: bool = False) -> Iterator[int]:
+    """Open a regular file, which is created for writing.
+
+    Raises:
+        InvalidCheckpointError: to be read, it is a link, a pipe or another special file.
+        OSError: it can't be opened.
+    """
+    flags = os.O_WRONLY | os.O_CREAT if write else os.O_RDONLY | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise InvalidCheckpointError(f"{path} is a link; expected a regular file") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InvalidCheckpointError(f"{path} is no regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, data: np.ndarray, offset: int, path: Path) -> None:
+    """Write bytes at an offset.
+
+    Raises:
+        OSError: with the file's name.
+    """
+    view = data.data
+    while view:
+        try:
+            done = os.pwrite(descriptor, view[:_CHUNK], offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        view, offset = view[done:], offset + done
+
+
+def read_at(descriptor: int, data: np.ndarray, offset: int, path: Path) -> None:
+    """Fill ``data`` from an offset of a file.
+
+    Raises:
+        InvalidCheckpointError: the file is too short.
+        OSError: with the file's name.
+    """
+    view = data.data
+    while view:
+        try:
+            done = os.preadv(descriptor, [view], offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        if not done:
+            raise InvalidCheckpointError(f"{path} ends at byte {offset:,}: it was cut off")
+        view, offset = view[done:], offset + done
+
+
+def write_small(path: Path, content: bytes) -> None:
+    """Write a small file and sync it."""
+    with opened(path, write=True) as descriptor:
+        write_at(descriptor, np.frombuffer(content, np.uint8), 0, path)
+        sync(descriptor, path)
+
+
+def read_small(path: Path, limit: int = 1 << 30) -> bytes:
+    """Read a complete file.
+
+    Raises:
+        InvalidCheckpointError: it is longer than ``limit``, or not a regular file.
+        OSError: it can't be read.
+    """
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise InvalidCheckpointError(f"{path} has {size:,} bytes, at most {limit:,} were expected")
+        data = np.empty(size, np.uint8)
+        read_at(descriptor, data, 0, path)
+    return data.tobytes()
+
+
+def sync(descriptor: int, path: Path) -> None:
+    """Wait until a file's content is on the disk."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def commit(part: Path, target: Path) -> None:
+    """Rename a folder that is complete, and sync; a checkpoint at ``target`` is exchanged for it and then removed.
+
+    Raises:
+        OSError: the file system can't exchange folders.
+    """
+    _sync_folder(part)
+    if target.exists():
+        _exchange(part, target)
+        _sync_folder(target.parent)
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        os.rename(part, target)
+        _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(part: Path, target: Path) -> None:
+    """Exchange two folders in one step, which Linux can and POSIX can't."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        number = errno.ENOSYS
+    elif rename(_AT_FDCWD, os.fsencode(part), _AT_FDCWD, os.fsencode(target), _EXCHANGE) == 0:
+        return
+    else:
+        number = ctypes.get_errno()
+    text = "this file system can't exchange folders; save under a new name"
+    raise OSError(number, f"{os.strerror(number)}: {text}", str(target))

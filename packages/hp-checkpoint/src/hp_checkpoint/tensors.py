@@ -1,0 +1,117 @@
+"""Tensors of a state: of the framework, or NumPy arrays, with their kind and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hp_checkpoint.files import Kind
+from hp_checkpoint.pieces import Piece, pieces
+from hp_checkpoint.port import port
+from hp_checkpoint.writers import Holding
+from hp_dtensor.extend import TensorSpec
+
+__all__ = ["holding_of", "is_tensor", "kind_of", "local_pieces", "read_bytes", "written_bytes"]
+
+_NUMPY = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float64": "F64",
+    "complex64": "C64",
+}
+
+
+def is_tensor(value: object) -> bool:
+    """Tell tensors and arrays from the other values of a state."""
+    if isinstance(value, np.ndarray):
+        return True
+    plain = isinstance(value, (type(None), bool, int, float, str, dict, list, tuple))
+    return not plain and port().is_tensor(value)
+
+
+def kind_of(name: str, value: Any) -> Kind:
+    """Return dtype and global shape of a tensor.
+
+    Raises:
+        TypeError: a dtype that safetensors lacks, or a kind of tensor whose layout is not known.
+    """
+    array = isinstance(value, np.ndarray)
+    dtype = _NUMPY.get(value.dtype.name) if array else port().dtype_of(value)
+    reason = None if array else port().refusal(value)
+    if dtype is None:
+        reason = f"has dtype {value.dtype}, which safetensors lacks; convert it before the call"
+    if dtype is None or reason is not None:
+        raise TypeError(f"checkpoint: {name!r} {reason}")
+    spec = _spec(value)
+    return Kind(dtype, tuple(int(size) for size in (value.shape if spec is None else spec.shape)))
+
+
+def holding_of(name: str, value: Any, rank: int, world_size: int) -> Holding:
+    """Return a tensor's layout; a tensor that is no DTensor is complete on this rank.
+
+    Raises:
+        ValueError: a DTensor with a Partial, or on ranks that don't take part.
+    """
+    spec = _spec(value)
+    if spec is None:
+        return Holding((rank,))
+    if spec.partial:
+        raise ValueError(
+            f"checkpoint: {name!r} is placed {spec.placements}, and no rank has elements of a Partial's value."
+            " Reduce it first: tensor.reduce_partial()"
+        )
+    ranks = tuple(int(each) for each in spec.mesh.ranks.reshape(-1))
+    if max(ranks) >= world_size:
+        raise ValueError(
+            f"checkpoint: {name!r} is on the ranks {ranks}, and {world_size} take part; call without no_dist, on all"
+            " ranks"
+        )
+    return Holding(ranks, tuple(spec.mesh.shape), tuple(spec.placements))
+
+
+def local_pieces(value: Any) -> tuple[Piece, ...]:
+    """Return the pieces of a tensor on this rank, in elements."""
+    spec = _spec(value)
+    if spec is None:
+        return pieces(tuple(value.shape), (), (), ())
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    return pieces(spec.shape, spec.placements, tuple(spec.mesh.shape), tuple(coordinate))
+
+
+def read_bytes(value: Any) -> np.ndarray:
+    """Return the local bytes, row-major; a view where possible."""
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return port().read_bytes(value)
+
+
+def written_bytes(value: Any) -> tuple[np.ndarray, Callable[[], None] | None]:
+    """Return local bytes to write, and a function that brings them into the tensor, None where they are its own."""
+    if not isinstance(value, np.ndarray):
+        return port().written_bytes(value)
+    if value.flags.c_contiguous and value.flags.writeable:
+        return value.reshape(-1).view(np.uint8), None
+    copy = np.ascontiguousarray(value)
+
+    def store() -> None:
+        value[...] = copy
+
+    return copy.reshape(-1).view(np.uint8), store
+
+
+def _spec(value: Any) -> TensorSpec | None:
+    return getattr(value, "_spec", None) if not isinstance(value, np.ndarray) else None

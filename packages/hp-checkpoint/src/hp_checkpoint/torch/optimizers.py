@@ -1,0 +1,104 @@
+"""Models and optimizers of PyTorch: their tensors by the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hp_checkpoint.torch.dtypes import DTYPES
+
+__all__ = ["model_state", "optimizer_states"]
+
+State = dict[str, Any]
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_NOT_OPTIONS = ("params", "param_names")
+
+
+def model_state(model: torch.nn.Module) -> State:
+    """Return the parameters and persistent buffers by name, without the prefixes of torch's wrappers."""
+    return {_unwrapped(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def optimizer_states(model: torch.nn.Module, optimizer: Any) -> list[_States]:
+    """Return the state of an optimizer, or of each optimizer in a chain.
+
+    Raises:
+        ValueError: a parameter that is not the model's.
+        TypeError: a state whose layout is not known.
+    """
+    names: dict[int, str] = {}
+    for name, value in model_state(model).items():
+        names.setdefault(id(value), name)
+    optimizers: Iterable[Any] = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    return [_States(names, each) for each in optimizers]
+
+
+class _States:
+    """An optimizer as an `OptimizerState`."""
+
+    def __init__(self, names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._groups: dict[str, State] = {}
+        self.states: dict[str, State] = {}
+        self.options: dict[str, State] = {}
+        packed = optimizer.state_dict()["state"]  # what swaps states waits here for its copies
+        number = 0
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    raise ValueError(
+                        f"checkpoint: parameter {number} of {type(optimizer).__name__}, of shape"
+                        f" {tuple(parameter.shape)}, is not the model's. What replaces parameters (to_empty, an"
+                        " adapter) comes before the optimizer"
+                    )
+                self._parameters[name], self._groups[name], self.options[name] = parameter, group, options
+                self.states[name] = dict(packed.get(number, {}))
+                _check_layouts(name, parameter, self.states[name], optimizer)
+                number += 1
+
+    def make(self, name: str, key: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        """Make a state that a parameter lacks: in the parameter's layout if it has its shape."""
+        parameter, group = self._parameters[name], self._groups[name]
+        if key != "step" and tuple(shape) == tuple(parameter.shape):  # a scalar's state is shaped as "step"
+            return torch.zeros_like(parameter, dtype=DTYPES[dtype], requires_grad=False)
+        on_device = key != "step" or group.get("capturable") or group.get("fused")
+        return torch.zeros(tuple(shape), dtype=DTYPES[dtype], device=parameter.device if on_device else "cpu")
+
+    def set(self, name: str, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Set the state of a parameter, and the options of its group."""
+        state = self._optimizer.state[self._parameters[name]]
+        for key, value in values.items():
+            if state.get(key) is not value:
+                state[key] = value
+        group = self._groups[name]
+        for key, value in options.items():
+            own = group.get(key)
+            if isinstance(own, torch.Tensor):
+                own.fill_(value) if not isinstance(value, torch.Tensor) else own.copy_(value)
+            else:
+                group[key] = value
+
+
+def _check_layouts(name: str, parameter: torch.Tensor, state: State, optimizer: Any) -> None:
+    """Refuse plain tensors beside a sharded parameter: each rank's are its own, in a layout that only it knows."""
+    spec = getattr(parameter, "_spec", None)
+    if spec is None or spec.replicated:
+        return
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and getattr(value, "_spec", None) is None:
+            raise TypeError(
+                f"checkpoint: state {key!r} of {name!r} in {type(optimizer).__name__} is a plain tensor of shape"
+                f" {tuple(value.shape)}, and the parameter is sharded: how it is divided over the ranks is not known."
+                " Use an optimizer whose states are DTensors (AdamW, Muon, torch.optim.AdamW)"
+            )
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

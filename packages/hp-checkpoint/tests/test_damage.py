@@ -1,0 +1,270 @@
+"""Interrupted saves, full disks, flipped bytes and other damage: the old checkpoint stays, the error names it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save
+from hp_checkpoint.files import Kind, lay_out
+from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.storage import check_space
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+import crash_program
+from crash_program import empty, loads, state
+
+
+def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path):
+    program = [sys.executable, crash_program.__file__, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    points, _, replaced, _ = done.stdout.split()
+    assert int(points) > 40 and int(replaced) > 40
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename"])
+def test_a_failing_write_is_named(tmp_path, monkeypatch, call, number):
+    save(state(1), checkpoint_id=tmp_path / "old", no_dist=True)
+    own, name, at = getattr(os, call), errno.errorcode[number], 0
+    while True:
+        calls = iter(range(10**6))
+
+        def failing(*arguments, calls=calls, at=at):
+            if next(calls) == at:
+                raise OSError(number, os.strerror(number))
+            return own(*arguments)
+
+        monkeypatch.setattr(os, call, failing)
+        try:
+            save(state(2), checkpoint_id=tmp_path / "new", no_dist=True)
+        except CheckpointError as error:
+            assert f"save failed: {name}: " in str(error)
+            assert str(tmp_path) in str(error) or call == "rename"
+        else:
+            break
+        finally:
+            monkeypatch.setattr(os, call, own)
+        rests = [path.name for path in tmp_path.iterdir() if path.name not in ("old", "new")]
+        assert not rests and loads(tmp_path / "old", 1)
+        if (tmp_path / "new").exists():  # its parent could not be synced
+            assert loads(tmp_path / "new", 2)
+            shutil.rmtree(tmp_path / "new")
+        at += 1
+    assert at >= {"pwrite": 7, "fsync": 6, "rename": 1}[call] and loads(tmp_path / "new", 2)
+
+
+def test_a_full_disk_is_seen_before_the_first_byte(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: 10,000,\d{3},\d{3},\d{3},000 bytes are needed and"):
+        check_space(tmp_path, 10**16)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damage") / "c"
+    save(state(1), checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+FLIPS = int(os.environ.get("HP_CHECKPOINT_FLIPS", "120"))
+
+
+def test_a_flipped_byte_is_named(checkpoint):
+    """By file and tensor, in data, headers, manifest and the other values."""
+    choice = random.Random(0)
+    manifest = Manifest.from_bytes((checkpoint / "manifest.json").read_bytes(), "m")
+    entries = [entry for inner in manifest.parts.values() for entry in inner.values()]
+    files = sorted(checkpoint.iterdir())
+    for _ in range(FLIPS):
+        path = choice.choice(files)
+        content = path.read_bytes()
+        at = choice.randrange(len(content))
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << choice.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises((CheckpointError, InvalidCheckpointError)) as caught:
+            load(empty(), checkpoint_id=checkpoint, no_dist=True, verify=choice.choice(["all", "read"]))
+        path.write_bytes(content)
+        here = [e.name for e in entries if e.file == path.name and e.offset <= at < e.offset + e.kind.nbytes]
+        assert path.name in str(caught.value)
+        if here:
+            assert f"tensor {here[0]!r} changed since the save" in str(caught.value)
+        elif path.suffix == ".safetensors":
+            assert "the header changed since the save" in str(caught.value)
+    assert loads(checkpoint, 1)
+
+
+def test_only_what_is_read_is_verified_by_default(checkpoint, tmp_path):
+    folder = tmp_path / "c"
+    shutil.copytree(checkpoint, folder)
+    damaged = bytearray((folder / "optimizer.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (folder / "optimizer.safetensors").write_bytes(damaged)
+    model = {"model": empty()["model"]}
+    load(model, checkpoint_id=folder, no_dist=True)
+    assert (model["model"]["w1"] == state(1)["model"]["w1"]).all()
+    with pytest.raises(InvalidCheckpointError, match=r"optimizer.safetensors: bytes .* tensor 'w0.m' changed since"):
+        load(model, checkpoint_id=folder, no_dist=True, verify="all")
+
+
+def rewritten(folder: Path, change) -> None:
+    """Change a manifest and give it the right hash."""
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest.pop("hash")
+    change(manifest)
+    import hashlib
+
+    text = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
+    digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+    (folder / "manifest.json").write_bytes(text + f',"hash":"{digest}"}}'.encode())
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def pipe(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def link(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "elsewhere")
+    (folder / "model.safetensors").symlink_to(folder / "elsewhere")
+
+
+def outside(manifest: dict) -> None:
+    manifest["files"]["../x"] = manifest["files"].pop("model.safetensors")
+
+
+def uncovered(manifest: dict) -> None:
+    manifest["files"]["model.safetensors"]["sums"].pop()
+
+
+def unknown_dtype(manifest: dict) -> None:
+    manifest["parts"]["model"]["w0"][0] = "F3"
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (cut, r"model.safetensors ends at byte .*: it was cut off"),
+        (pipe, r"model.safetensors is no regular file"),
+        (link, r"model.safetensors is a link; expected a regular file"),
+        (lambda f: rewritten(f, outside), r"names the file '../x'; expected a file of the same folder"),
+        (lambda f: rewritten(f, uncovered), r"the checksums of model.safetensors are of \d+ bytes of block 0"),
+        (lambda f: rewritten(f, unknown_dtype), r"tensor 'w0', F3 of shape .* is in no file of it"),
+        (lambda f: rewritten(f, lambda m: m.update(version=7)), r"format version 7, this hp-checkpoint reads up to 1"),
+        (lambda f: (f / "manifest.json").write_text("{}"), r"its hash is wrong: the file was changed, or not written"),
+        (lambda f: (f / "model.safetensors").unlink(), r"ENOENT: No such file or directory: .*model.safetensors"),
+        (lambda f: [p.unlink() for p in f.iterdir()], r"is no checkpoint: it has neither manifest.json nor model.saf"),
+        (shutil.rmtree, r"there is no checkpoint .*c$"),
+    ],
+)
+def test_damaged_folders(checkpoint, tmp_path, damage, error):
+    folder = tmp_path / "c"
+    shutil.copytree(checkpoint, folder)
+    damage(folder)
+    with pytest.raises((CheckpointError, InvalidCheckpointError, FileNotFoundError), match=error):
+        load(empty(), checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda s: s["model"].update(w11=np.zeros(3)), r"lacks 1 of 5 tensors: 'w11' \(it has 'w1'\)"),
+        (lambda s: s["model"].update(w1=np.zeros(3)), r"'w1' is F64 of shape \[3\], in the checkpoint F32 of shape"),
+        (lambda s: s.update(lr=0.1), r"'lr' is not in the checkpoint, which has \['model', 'optimizer', 'step'\]"),
+        (lambda s: s.update(step={"a": 1}), r"'step' is a dictionary, the checkpoint has 1"),
+    ],
+)
+def test_states_that_do_not_fit(checkpoint, change, error):
+    new = empty()
+    change(new)
+    with pytest.raises(ValueError, match=error):
+        load(new, checkpoint_id=checkpoint, no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ({"a": {"b": object()}}, "'a.b' is a builtins.object; .*because a pickle would run code when it is loaded"),
+        ({"a": {(1, 2): 3}}, r"'a' has the key \(1, 2\); keys are strings or numbers"),
+        (
+            {"model": {"a.b": np.zeros(1), "a": {"b": np.zeros(1)}}},
+            "two tensors are named 'a.b' in 'model'; rename one",
+        ),
+        ({"w": np.array(["x"])}, "'w' has dtype <U1, which safetensors lacks; convert it before the call"),
+        ([1], "the state is a list, expected a dictionary"),
+        ({"__metadata__": np.zeros(1)}, "a tensor is named '__metadata__', a name that safetensors reserves"),
+    ],
+)
+def test_states_that_are_refused(tmp_path, bad, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        save(bad, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_foreign_folders(tmp_path):
+    (tmp_path / "pickles").mkdir()
+    (tmp_path / "pickles" / ".metadata").write_bytes(b"x")
+    with pytest.raises(
+        InvalidCheckpointError, match="has .metadata, which are pickles: loading them would run code, so"
+    ):
+        load({}, checkpoint_id=tmp_path / "pickles", no_dist=True)
+    with pytest.raises(FileExistsError, match="pickles exists and is no checkpoint; only a checkpoint is replaced"):
+        save({"w": np.zeros(1)}, checkpoint_id=tmp_path / "pickles", no_dist=True)
+    assert (tmp_path / "pickles" / ".metadata").read_bytes() == b"x"
+    save({"w": np.zeros(1)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint .*step-2; .* has the checkpoints step-1"):
+        load({}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+
+
+def test_a_model_folder_without_a_manifest(tmp_path):
+    """Several files and an index, as on the hub; a name in two files is refused."""
+    arrays = {f"t{n}": np.arange(10, dtype=np.float32) + n for n in range(4)}
+    files = lay_out("model", {name: Kind("F32", (10,)) for name in arrays}, limit=80)
+    for file in files:
+        content = bytearray(file.size)
+        content[: len(file.header)] = file.header
+        for entry in file.entries:
+            content[entry.offset : entry.offset + 40] = arrays[entry.name].tobytes()
+        (tmp_path / file.name).write_bytes(content)
+    index = {"weight_map": {entry.name: file.name for file in files for entry in file.entries}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    new = {name: np.zeros(10, np.float32) for name in arrays}
+    load(new, checkpoint_id=tmp_path, no_dist=True)
+    assert all((new[name] == arrays[name]).all() for name in arrays)
+    shutil.copy(tmp_path / files[0].name, tmp_path / files[1].name)
+    with pytest.raises(
+        InvalidCheckpointError, match=r"tensor 't0' is in model-00001-of-00002.safetensors and model-00"
+    ):
+        load(new, checkpoint_id=tmp_path, no_dist=True)
+    index["weight_map"]["t0"] = "../x"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        InvalidCheckpointError, match=r"index.json names the file '../x'; expected a file of the same fol"
+    ):
+        load(new, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_values_come_back_as_they_were(tmp_path):
+    values = {"n": None, "f": [0.1, float("-inf")], 3: (1, ("x", True)), "__tensor__": {"a": 1}, "e": {}, "l": []}
+    tied = np.arange(3)
+    save({"values": values, "model": {"a": tied, "b": tied}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    new = {"values": dict.fromkeys(values), "model": {"b": np.zeros(3, int)}}
+    load(new, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert new["values"] == values and new["model"]["b"].tolist() == [0, 1, 2]
+    manifest = Manifest.from_bytes((tmp_path / "c" / "manifest.json").read_bytes(), "m")
+    assert list(manifest.parts["model"]) == ["a"] and manifest.aliases == {"model": {"b": "a"}}

@@ -1,0 +1,137 @@
+"""Saved in one layout, loaded in another, bit for bit, on ranks of any framework."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hp_checkpoint import CheckpointError, load, save
+from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.ranks import Ranks
+from hp_checkpoint.saving import save_state
+from hp_checkpoint.state import flatten
+from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_platform import get_platform
+from hp_testing import as_array, as_tensor, device_type, on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from checkpoint_layouts import choose_placements, choose_shape
+
+MESHES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)]}
+
+
+def laid_out(array, mesh, placements):
+    return distribute_tensor(as_tensor(array), mesh, placements)
+
+
+def local(tensor):
+    return as_array(tensor.to_local())
+
+
+@on_ranks(1, 2, 3, 4, timeout=120)
+def test_any_layout_loads_from_any_other(tmp_path, ranks):
+    choice = random.Random(ranks)
+    meshes = {shape: init_device_mesh(device_type(), shape) for shape in MESHES[ranks]}
+    for trial in range(12):
+        shapes = {name: choose_shape(choice.choice) for name in ("a", "b", "c")}
+        arrays = {
+            name: np.random.default_rng(trial).standard_normal(shape).astype("f4") for name, shape in shapes.items()
+        }
+        saved, loaded = (choice.choice(list(meshes)) for _ in range(2))
+        block_bytes = choice.choice([64, 1024, 1 << 20])
+        state = {
+            name: laid_out(each, meshes[saved], choose_placements(choice.choice, each.shape, saved))
+            for name, each in arrays.items()
+        }
+        new = {
+            name: laid_out(np.zeros_like(each), meshes[loaded], choose_placements(choice.choice, each.shape, loaded))
+            for name, each in arrays.items()
+        }
+        folder = tmp_path / f"{ranks}-{trial}"
+        save_state(flatten({"model": state}), folder, Ranks(), block_bytes=block_bytes)
+        load({"model": new}, checkpoint_id=folder, verify=choice.choice(["read", "all"]))
+        for name, each in arrays.items():
+            truth = laid_out(each, meshes[loaded], new[name].placements)
+            assert local(new[name]).tobytes() == local(truth).tobytes(), (name, state[name].placements)
+
+
+@on_ranks(4)
+def test_other_ranks_load_what_four_wrote(tmp_path):
+    """Any rank loads alone, and reads the files' checksums."""
+    mesh = init_device_mesh(device_type(), (2, 2))
+    array = np.arange(35, dtype=np.float32).reshape(5, 7)
+    save({"model": {"w": laid_out(array, mesh, [Shard(0), Shard(1)])}, "step": 7}, checkpoint_id=tmp_path / "c")
+    state = {"model": {"w": as_tensor(np.zeros((5, 7), np.float32))}, "step": 0}
+    load(state, checkpoint_id=tmp_path / "c", no_dist=True, verify="all")
+    assert (as_array(state["model"]["w"]) == array).all() and state["step"] == 7
+
+
+@on_ranks(2)
+def test_ranks_with_different_tensors(tmp_path):
+    """As the stages of a pipeline: each rank has its own tensors, plain or on a mesh of its own, and own values."""
+    rank = get_platform().groups.rank()
+    own = {f"layer{rank}": as_tensor(np.full(3, rank, np.float32)), "shared": as_tensor(np.arange(4.0))}
+    save({"model": own, "by_rank": {str(rank): rank}, "lr": 0.5}, checkpoint_id=tmp_path / "c")
+    other = 1 - rank
+    new = {"model": {f"layer{other}": as_tensor(np.zeros(3, np.float32))}, "by_rank": {str(other): None}, "lr": 0}
+    load(new, checkpoint_id=tmp_path / "c")
+    assert as_array(new["model"][f"layer{other}"]).tolist() == [other] * 3
+    assert new["by_rank"] == {str(other): other} and new["lr"] == 0.5
+
+
+@on_ranks(2)
+def test_the_files_of_any_layout_are_the_same(tmp_path):
+    mesh = init_device_mesh(device_type(), (2,))
+    array = np.arange(60, dtype=np.float32).reshape(6, 10)
+    sums = set()
+    for number, placements in enumerate([[Shard(0)], [Shard(1)], [Replicate()]]):
+        folder = tmp_path / str(number)
+        save({"model": {"w": laid_out(array, mesh, placements)}, "step": 1}, checkpoint_id=folder)
+        sums.add(hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest())
+    assert len(sums) == 1
+
+
+@on_ranks(2)
+def test_each_byte_is_read_once(tmp_path):
+    """Over all ranks, for a change of layout from rows to columns."""
+    mesh = init_device_mesh(device_type(), (2,))
+    array = np.arange(1 << 18, dtype=np.float32).reshape(512, 512)
+    manifest = save_state(
+        flatten({"model": {"w": laid_out(array, mesh, [Shard(0)])}}), tmp_path / "c", Ranks(), block_bytes=64 << 10
+    )
+    new = laid_out(np.zeros_like(array), mesh, [Shard(1)])
+    counts: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        preadv = os.preadv
+        patch.setattr(os, "preadv", lambda *arguments: counts.append(preadv(*arguments)) or counts[-1])
+        load({"model": {"w": new}}, checkpoint_id=tmp_path / "c")
+    read = as_tensor(np.array([sum(counts)], np.int64))
+    get_platform().collectives.all_reduce(read, group=get_platform().groups.default_group())
+    each = sum(os.path.getsize(tmp_path / "c" / name) for name in ("manifest.json", "state.json"))
+    assert int(as_array(read)[0]) - 2 * each == manifest.files["model.safetensors"].size == array.nbytes + 4096
+    assert local(new).tobytes() == local(laid_out(array, mesh, [Shard(1)])).tobytes()
+
+
+@on_ranks(2)
+def test_a_failing_rank_is_named_on_all(tmp_path):
+    rank = get_platform().groups.rank()
+    bad = {"model": {"w": as_tensor(np.zeros(2, np.float32))}, "x": object() if rank == 1 else 1}
+    with pytest.raises(CheckpointError, match="save failed on 1 of 2 ranks: rank 1: checkpoint: 'x' is a builtins.obj"):
+        save(bad, checkpoint_id=tmp_path / "c")
+    with pytest.raises(ValueError, match="'w' is F32 of shape .3. on one rank, and F32 of shape .4. on rank 1"):
+        save({"model": {"w": as_tensor(np.zeros(3 + rank, np.float32))}}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(ValueError, match="'lr' is 0 on one rank and 1 on another. Values that differ by rank need"):
+        save({"model": {"w": as_tensor(np.zeros(3, np.float32))}, "lr": rank}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(ValueError, match="the ranks save different targets: rank 0: .*c0'"):
+        save({"model": {"w": as_tensor(np.zeros(3, np.float32))}}, checkpoint_id=tmp_path / f"c{rank}")
+    assert not list(tmp_path.iterdir())
+    save({"model": {"w": as_tensor(np.zeros(3, np.float32))}}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(CheckpointError, match="load failed on 1 of 2 ranks: rank 1: .*lacks 1 of 1 tensors: 'v'"):
+        load({"model": {"wv"[rank]: as_tensor(np.ones(3, np.float32))}}, checkpoint_id=tmp_path / "c")
+    assert isinstance(Manifest.from_bytes((tmp_path / "c" / "manifest.json").read_bytes(), "m"), Manifest)

@@ -1,0 +1,126 @@
+"""Models in training: fully_shard, tensor parallelism and optimizers, resumed in another layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hp_checkpoint import Checkpointer, CheckpointError, Keep
+from hp_dtensor import init_device_mesh
+from hp_fsdp import full_state_dict, fully_shard
+from hp_optim import AdamW, get_hyper_lr_scheduler, get_hyper_optimizer
+from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from hp_testing import device_type, on_ranks
+
+
+def plain(seed=0, hidden=9):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, hidden), nn.GELU(), nn.Linear(hidden, 5, bias=False)).to(device_type())
+
+
+def sharded(model, dp, tp):
+    mesh = init_device_mesh(device_type(), (dp, tp), mesh_dim_names=("dp", "tp"))
+    if tp > 1:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh["dp"])
+
+
+def optimizer_of(kind, model):
+    if kind == "torch":
+        return torch.optim.AdamW(model.parameters(), lr=0.1)
+    if kind == "adamw":
+        return AdamW(model.parameters(), lr=0.1)
+    named = list(model.named_parameters())
+    matrices, others = [n for n, p in named if p.ndim == 2], [n for n, p in named if p.ndim != 2]
+    return get_hyper_optimizer(model, matrices, others, muon_kwargs={"lr": 0.1}, adamw_kwargs={"lr": 0.1})
+
+
+def train(model, optimizer, steps, schedule=None):
+    for step in range(*steps):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device_type())
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+
+
+def whole(model):
+    return {name: value.clone() for name, value in full_state_dict(model).items()}
+
+
+@on_ranks(4, timeout=120)
+@pytest.mark.parametrize("kind", ["torch", "adamw", "muon"])
+def test_training_goes_on_in_another_layout(tmp_path, kind):
+    """Weights after two more steps are those of a run that was loaded in the old layout, up to the order of sums."""
+    hidden = 8 if kind == "muon" else 9  # uneven: each rank has other units
+    model = sharded(plain(0, hidden), 2, 2)
+    optimizer = optimizer_of(kind, model)
+    train(model, optimizer, (0, 2))
+    with Checkpointer(tmp_path / "run", keep=Keep(last=1)) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, model, optimizer, data={"next": 8}, extra={"note": "x", "t": torch.arange(3)})
+    assert checkpoints.steps() == [2]
+    saved = whole(model)
+    train(model, optimizer, (2, 4))
+    for dp, tp in ((4, 1), (1, 4)):
+        other = sharded(plain(1, hidden), dp, tp)
+        new = optimizer_of(kind, other)
+        loaded = checkpoints.load(other, new)
+        assert loaded.step == 2 and loaded.data == {"next": 8} and loaded.extra["t"].tolist() == [0, 1, 2]
+        for name, value in whole(other).items():
+            assert torch.equal(value, saved[name]), name
+        train(other, new, (2, 4))
+        for name, value in whole(other).items():
+            torch.testing.assert_close(value, whole(model)[name], rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_a_resumed_run_is_the_same_run(tmp_path):
+    """Same layout: bit for bit, with the schedule."""
+
+    def start(seed):
+        model = sharded(plain(seed), 2, 1)
+        optimizer = optimizer_of("muon", model)
+        return model, optimizer, get_hyper_lr_scheduler(optimizer, total_steps=10, warmup_steps=2, lr=0.1)
+
+    model, optimizer, schedule = start(0)
+    train(model, optimizer, (0, 3), schedule)
+    checkpoints = Checkpointer(tmp_path / "run")
+    checkpoints.save(3, model, optimizer, schedule=schedule)
+    train(model, optimizer, (3, 5), schedule)
+    other, new, other_schedule = start(1)
+    assert checkpoints.load(other, new, schedule=other_schedule).step == 3 and new.iteration == 3
+    train(other, new, (3, 5), other_schedule)
+    for name, value in whole(other).items():
+        assert torch.equal(value, whole(model)[name]), name
+
+
+@on_ranks(2)
+def test_states_that_are_missing_are_errors(tmp_path):
+    model = sharded(plain(), 2, 1)
+    checkpoints = Checkpointer(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="step latest is not in .*; it has no checkpoint"):
+        checkpoints.load(model)
+    checkpoints.save(1, model)
+    with pytest.raises(ValueError, match="the checkpoint has no optimizer; load it without one"):
+        checkpoints.load(model, optimizer_of("torch", model))
+    with pytest.raises(FileNotFoundError, match=r"step 5 is not in .*; it has the steps \[1\]"):
+        checkpoints.load(model, step=5)
+    torch.manual_seed(0)
+    small = sharded(nn.Sequential(nn.Linear(6, 10)).to(device_type()), 2, 1)
+    with pytest.raises(ValueError, match="has 1 of 3 tensors that the model lacks: '2.weight'. It is of another model"):
+        checkpoints.load(small)
+
+
+@on_ranks(2)
+def test_a_state_of_unknown_layout_is_refused(tmp_path):
+    model = sharded(plain(), 2, 1)
+    optimizer = optimizer_of("torch", model)
+    train(model, optimizer, (0, 1))
+    parameter = next(each for each in model.parameters() if each.to_local().numel())
+    optimizer.state[parameter]["codes"] = torch.zeros(7)
+    expected = "rank 0: checkpoint: state 'codes' of '0.weight' in AdamW is a plain tensor of shape .7,., and the param"
+    with pytest.raises(CheckpointError, match=expected):
+        Checkpointer(tmp_path / "run").save(1, model, optimizer)
