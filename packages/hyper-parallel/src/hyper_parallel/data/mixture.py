@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,9 +47,8 @@ class Mixture:
                 )
                 raise DataError(message, "give it a larger weight, or leave it out")
         self._sources, self._seed = list(sources), seed
-        counts = _rounded(exact)
-        self._ends = np.cumsum(counts)
-        self._counts = counts
+        self._counts = _rounded(exact)
+        self._last: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:
         return max(
@@ -66,12 +66,26 @@ class Mixture:
         return Rows.joined(parts, np.argsort(order, kind="stable"))
 
     def places(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each sample, and its number there."""
-        blocks = np.asarray(numbers, dtype=np.int64) // _BLOCK
-        cards = permuted(numbers, count=_BLOCK, seed=self._seed)
-        sources = np.searchsorted(self._ends, cards, side="right")
-        first = np.concatenate([[0], self._ends[:-1]])[sources]
-        return sources, blocks * self._counts[sources] + cards - first
+        """Return the source of each sample, and its number there: each source's are used one after the other."""
+        blocks, places = np.divmod(np.asarray(numbers, dtype=np.int64), _BLOCK)
+        sources, within = np.empty_like(places), np.empty_like(places)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            of_block, ranks = self._block(block)
+            sources[here] = of_block[places[here]]
+            within[here] = block * self._counts[sources[here]] + ranks[places[here]]
+        return sources, within
+
+    def _block(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each sample of a block, and how many of the same source come before it there."""
+        if self._last[0] != block:
+            cards = permuted(np.arange(_BLOCK) + block * _BLOCK, count=_BLOCK, seed=self._seed)
+            sources = np.searchsorted(np.cumsum(self._counts), cards, side="right")
+            ranks = np.empty_like(sources)
+            for source, count in enumerate(self._counts):
+                ranks[sources == source] = np.arange(count)
+            self._last = block, (sources, ranks)
+        return self._last[1]
 
 
 def _rounded(exact: Sequence[float]) -> NDArray[np.int64]:
