@@ -35,6 +35,15 @@ def test_boxes_hold_what_the_rank_holds(shape, placements, mesh):
         inside = [whole[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.sizes))].reshape(-1) for b in found]
         expected = take(whole, placements, mesh, coordinate).reshape(-1)
         assert all(len(piece) for piece in inside)
+        local = take(whole, placements, mesh, coordinate)
+        for box, piece in zip(found, inside, strict=True):
+            block = local
+            if box.ragged is not None:
+                dim, start, sizes = box.ragged
+                block = np.take(local, range(start, start + prod(sizes)), axis=dim)
+                block = block.reshape(local.shape[:dim] + sizes + local.shape[dim + 1 :])
+            there = block[tuple(slice(at, at + size) for at, size in zip(box.at, box.sizes, strict=True))]
+            assert there.reshape(-1).tolist() == piece.tolist()
         assert sorted(np.concatenate([*inside, np.arange(0)])) == sorted(expected)
 
 

@@ -64,11 +64,20 @@ def compare(single: MoE, moe: MoE, losses: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("combine", ["fast", "exact"])
-def test_replicas_equal_one_process(combine):
-    mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=("ep",))
+@pytest.mark.parametrize(
+    ("style", "shape"),
+    [
+        (ExpertParallel(slots=2), (4,)),
+        (ExpertParallel(combine="exact", slots=2), (4,)),
+        (ExpertParallel("all_gather", slots=2), (4,)),
+        (ExpertParallel("deredundency", slots=2), (2, 2)),
+    ],
+    ids=repr,
+)
+def test_replicas_equal_one_process(style, shape):
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("oep", "iep")[-len(shape) :])
     single, moe = build(), build()
-    parallelize_module(moe.experts, mesh, ExpertParallel(combine=combine, slots=2))
+    parallelize_module(moe.experts, mesh, style)
     for placement in (replicated(4, e1=(1, 2, 3)), replicated(4, e1=(3,), e5=(0, 1)), replicated(4)):
         place_experts(moe.experts, placement)
         for model in (single, moe):

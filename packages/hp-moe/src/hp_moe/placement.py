@@ -12,6 +12,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hp_dtensor import Placement, RaggedShard, Shard
+
 __all__ = ["ExpertPlacement", "Shares", "plan_replicas"]
 
 Shares = tuple[tuple[tuple[int, ...], ...], ...]
@@ -61,6 +63,13 @@ class ExpertPlacement:
         few, more = divmod(experts, ranks)
         home = tuple(rank for rank in range(ranks) for _ in range(few + (rank < more)))
         return cls(home, ((),) * experts, ranks)
+
+    def cut(self) -> Placement:
+        """Return the layout of experts' parameters on the axis: each rank has the rows of its own, ascending."""
+        sizes = tuple(map(self.home.count, range(self.ranks)))
+        if list(self.home) != sorted(self.home):
+            return RaggedShard((0,), sizes, owners=self.home)
+        return Shard(0) if len(set(sizes)) == 1 else RaggedShard((0,), sizes)
 
     @functools.cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:

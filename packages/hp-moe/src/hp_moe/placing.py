@@ -1,8 +1,15 @@
-"""Change which ranks compute an expert, between steps: replicas that follow the load, and homes."""
+"""Change which ranks compute an expert, between steps: replicas that follow the load, and homes.
+
+Note [Homes]
+    The home of an expert has its row of each parameter. A rank's rows are those of its experts in ascending order, and
+    the layout of the parameters says which they are (``RaggedShard`` with ``owners``). So ``full_tensor`` and
+    checkpoints have the experts in their order wherever they are.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 from hp_moe.layer import ExpertLayer
@@ -48,51 +55,80 @@ def rebalance(model: Any, *, keep: float = 0.05, group: Any = None) -> dict[str,
     return {name: layer.placement for name, layer in layers.items()}
 
 
-def place_experts(module: Any, placement: ExpertPlacement) -> None:
+def place_experts(module: Any, placement: ExpertPlacement, *, optimizer: Any = None) -> None:
     """Place the experts of a module, between steps, on all ranks of their mesh.
+
+    An expert with another home moves there, with its parameters, their gradients and their states in the optimizer,
+    bit for bit. Each rank keeps its number of experts: Note [Homes].
+
+    Example:
+        >>> swapped = ExpertPlacement((1, 0, 0, 1), ((), (), (), ()), 2)  # were at (0, 0, 1, 1)
+        >>> place_experts(layer.mlp.experts, swapped, optimizer=optimizer)
 
     Args:
         module: of experts, under a style.
         placement: of its experts, with replicas as far as the style has ``slots``.
+        optimizer: one, or several, that have the module's parameters; needed where homes change. () is none.
 
     Raises:
         TypeError: a module without a style of experts.
-        ValueError: a placement of another number of experts or ranks, with more replicas on a rank than it has slots;
-            ranks that were passed different ones.
+        ValueError: a placement of another number of experts or ranks, with more replicas on a rank than it has slots,
+            with other homes and no optimizer; ranks that were passed different ones.
+        NotImplementedError: other homes, on MindSpore, under fully_shard, or under an optimizer whose states are not
+            laid out as their parameters.
     """
     layer = getattr(module, "_expert_layer", None)
     if layer is None:
         raise TypeError(
             f"place_experts: {type(module).__name__} has no experts over ranks; apply ExpertParallel to it first"
         )
-    problem = _problem(layer, placement)
-    _agree(layer, placement, problem)
+    several = isinstance(optimizer, Iterable)
+    optimizers = list(optimizer) if several else [] if optimizer is None else [optimizer]
+    moves = placement.home != layer.placement.home
+    problem, belongings = None, []
+    try:
+        layer.check(placement)
+        if moves:
+            _check_homes(layer, placement, optimizer)
+            axes = 1 if layer.features is None else 2
+            belongings = port().belongings(module, layer.own.parameters, layer.placement.cut(), axes, optimizers)
+    except (ValueError, NotImplementedError) as error:
+        problem = error
+    _agree(layer, (placement, belongings), problem)
+    if moves:
+        port().move(module, layer.own.parameters, placement.cut(), optimizers)
     layer.place(placement)
 
 
-def _problem(layer: ExpertLayer, placement: ExpertPlacement) -> str | None:
-    try:
-        layer.check(placement)
-    except ValueError as error:
-        return str(error)
-    return None
+def _check_homes(layer: ExpertLayer, placement: ExpertPlacement, optimizer: Any) -> None:
+    """Refuse other homes that a layer has no memory for, or that leave optimizer states behind."""
+    before, after = ([each.home.count(rank) for rank in range(each.ranks)] for each in (layer.placement, placement))
+    if before != after:
+        raise ValueError(
+            f"{layer.own.name}: the ranks would be home to {after} experts, but have memory for {before}; swap homes"
+        )
+    if optimizer is None:
+        raise ValueError(
+            f"{layer.own.name}: experts get other homes, and the states of their parameters have to go with them; pass"
+            " optimizer=, or optimizer=() if there is none"
+        )
 
 
-def _agree(layer: ExpertLayer, placement: ExpertPlacement, problem: str | None) -> None:
-    """Raise on all ranks alike where one has a problem, or another placement."""
-    digest = -1 if problem else zlib.crc32(repr(placement).encode())
+def _agree(layer: ExpertLayer, choice: object, problem: Exception | None) -> None:
+    """Raise on all ranks alike where one has a problem, or another choice."""
+    digest = -1 if problem else zlib.crc32(repr(choice).encode())
     digests = [digest if rank == layer.rank else 0 for rank in range(len(layer.widths))]
     if layer.group is not None:
         digests = port().summed_numbers(digests, layer.group)
     if problem:
-        raise ValueError(problem)
+        raise problem
     for rank, other in enumerate(digests):
         if other == -1:
             raise ValueError(f"{layer.own.name}: rank {rank} was passed a placement that does not fit; see its error.")
         if other != digest:
             raise ValueError(
-                f"{layer.own.name}: rank {layer.rank} and rank {rank} were passed different placements; pass the"
-                " same on all ranks"
+                f"{layer.own.name}: rank {layer.rank} and rank {rank} were passed different placements, or optimizers"
+                " with different states; pass the same on all ranks"
             )
 
 

@@ -55,6 +55,27 @@ class Port(Protocol):
         """Let a module's calls run ``forward(module, ...)``; its hooks stay, and copies of it run their own."""
         ...
 
+    def belongings(
+        self, module: Module, names: Sequence[str], cut: Placement, axes: int, optimizers: Sequence[Any]
+    ) -> list[str]:
+        """List what moves with parameters to other ranks: themselves, gradients, states in optimizers.
+
+        Args:
+            module: of experts.
+            names: of its parameters.
+            cut: their placement on the first mesh axis.
+            axes: of their mesh.
+            optimizers: whose states move.
+
+        Raises:
+            NotImplementedError: something keeps them from moving.
+        """
+        ...
+
+    def move(self, module: Module, names: Sequence[str], cut: Placement, optimizers: Sequence[Any]) -> None:
+        """Lay parameters, their gradients and states out by another placement on the first mesh axis."""
+        ...
+
     def named_modules(self, model: Module) -> Iterable[tuple[str, Module]]:
         """List a model's modules and their names, the model among them."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from hp_dtensor import DeviceMesh, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor import DeviceMesh, Placement, Replicate, Shard, StridedShard
 from hp_moe.checks import check_dispatcher
 from hp_moe.experts import Description, describe
 from hp_moe.layer import run_over_ranks
@@ -64,8 +64,7 @@ class BaseExpertParallel(ParallelStyle):
     def partition(self, module: Any, mesh: DeviceMesh) -> None:
         """Shard the parameters of the experts by expert."""
         own = describe(module)
-        sizes = tuple(map(len, ExpertPlacement.even(own.experts, mesh.size()).local))
-        cut: Placement = Shard(0) if len(set(sizes)) == 1 else RaggedShard((0,), sizes)
+        cut = ExpertPlacement.even(own.experts, mesh.size()).cut()
         placements: dict[str, tuple[Placement, ...]] = dict.fromkeys(own.parameters, (cut,))
         port().distribute(module, mesh, placements, self.src_data_rank)
 

@@ -73,8 +73,8 @@ def boxes(
     first, count = (placement.dims[0] if placement.dims else 0), len(placement.dims)
     before, flattened, after = local[:first], local[first : first + count], local[first + count :]
     result: list[Box] = []
+    done = 0
     for start, length in parts(placement, prod(flattened), mesh_shape[axis])[coordinate[axis]]:
-        done = 0
         for offsets, sizes in range_boxes(flattened, start, start + length):
             padded = ((0,) * len(before)) + offsets + ((0,) * len(after))
             result += _split(local_intervals, padded, before + sizes + after, (first, done, sizes))

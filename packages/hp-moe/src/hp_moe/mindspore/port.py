@@ -42,6 +42,21 @@ def replace_forward(module: nn.Cell, forward: Callable[..., Any]) -> None:
     module.construct = types.MethodType(forward, module)
 
 
+def belongings(
+    module: nn.Cell, names: Sequence[str], cut: Placement, axes: int, optimizers: Sequence[Any]
+) -> list[str]:
+    """Refuse to move parameters."""
+    raise NotImplementedError(
+        f"{type(module).__name__}: experts do not move to other ranks on MindSpore. Leave homes as they are;"
+        " replicas work"
+    )
+
+
+def move(module: nn.Cell, names: Sequence[str], cut: Placement, optimizers: Sequence[Any]) -> None:
+    """Refuse to move parameters."""
+    belongings(module, names, cut, 1, optimizers)
+
+
 def named_modules(model: nn.Cell) -> Iterable[tuple[str, nn.Cell]]:
     """List Cells and their names."""
     return model.cells_and_names()

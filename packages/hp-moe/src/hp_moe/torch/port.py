@@ -12,6 +12,7 @@ from torch import nn
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
 from hp_moe.port import Transfer
+from hp_moe.torch import migration
 from hp_moe.torch.exchange import Combined, Recomputed, Repeated, Spread, SwiGlu
 from hp_moe.torch.transfer import Gathered, Nowhere, Scattered, Travel
 from hp_platform import get_platform
@@ -37,6 +38,9 @@ def distribute(
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Let a module's calls run ``forward``; a method, as a copy of the module binds it to itself."""
     module.forward = types.MethodType(forward, module)
+
+
+belongings, move = migration.belongings, migration.move
 
 
 def named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from hp_optim.rules import Matrix
 from hp_optim.world import owner_plan, placed_as
 from hp_platform import get_platform
 
-__all__ = ["is_distributed", "local_device", "placed_on", "plan_for"]
+__all__ = ["is_distributed", "layout_of", "local_device", "placed_on", "plan_for"]
 
 
 def placed_on(parameter: torch.Tensor, name: str, matrices: tuple[Matrix, ...], settings: Orthogonalization) -> Placed:
@@ -24,8 +25,7 @@ def placed_on(parameter: torch.Tensor, name: str, matrices: tuple[Matrix, ...], 
         ValueError: a partial parameter.
     """
     refuse_foreign(parameter, f"Muon: parameter {name!r}")
-    spec = parameter._spec if isinstance(parameter, DTensor) else None
-    return placed_as(name, parameter.shape, spec, matrices, settings)
+    return placed_as(name, parameter.shape, layout_of(parameter), matrices, settings)
 
 
 def plan_for(placed: Sequence[Placed], parameters: Sequence[torch.Tensor]) -> tuple[OwnerPlan, torch.device]:
@@ -48,6 +48,11 @@ def plan_for(placed: Sequence[Placed], parameters: Sequence[torch.Tensor]) -> tu
 def is_distributed(parameter: torch.Tensor) -> bool:
     """Tell whether several ranks have a part of a parameter."""
     return isinstance(parameter, DTensor) and parameter._spec.mesh.size() > 1
+
+
+def layout_of(parameter: torch.Tensor) -> Any:
+    """Return the layout of a DTensor, None of a plain tensor."""
+    return parameter._spec if isinstance(parameter, DTensor) else None
 
 
 def local_device(parameter: torch.Tensor) -> torch.device:

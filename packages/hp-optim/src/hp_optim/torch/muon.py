@@ -17,7 +17,7 @@ from hp_optim.ownership import Placed
 from hp_optim.rules import MatrixRule, rule_of, split
 from hp_optim.torch.agreement import check_alike
 from hp_optim.torch.exchange import Exchanger, Flags
-from hp_optim.torch.layouts import is_distributed, local_device, placed_on, plan_for
+from hp_optim.torch.layouts import is_distributed, layout_of, local_device, placed_on, plan_for
 from hp_optim.torch.momenta import Momenta
 from hp_optim.torch.newton_schulz import compute_dtype, orthogonalize
 from hp_platform.extend import own_rank
@@ -217,10 +217,11 @@ class _Bucket:
         trains = list(map(_requires_grad, members))
         if not self.distributed:  # else ranks can't know which gradients the others have
             trains = [each and gradient is not None for each, gradient in zip(trains, map(_get_grad, members))]
-        if self.planned != (trains, settings):
+        layouts = list(map(layout_of, members))  # they change where experts move to other ranks
+        if self.planned != (trains, settings, layouts):
             self.planned = None
             self._plan([member for member, each in zip(self.members, trains) if each], settings)
-            self.planned = (trains, settings)
+            self.planned = (trains, settings, layouts)
         if not self.parameters:
             return
         gradients: list[Any] = list(map(_get_grad, self.parameters))
