@@ -225,7 +225,6 @@ def test_lint():
 @pytest.mark.parametrize(
     ("config", "overrides", "text"),
     [
-        ("Qwen3MoeConfig", {**EXPERTS, "output_router_logits": True}, "output_router_logits adds an auxiliary loss of"),
         ("MambaConfig", {}, "MambaForCausalLM has no attention whose forward takes an attention_mask"),
         (
             "Qwen3NextConfig",

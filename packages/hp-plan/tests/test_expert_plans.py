@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hp_plan import ParallelPlan, lint, verify
+from hp_plan import ParallelPlan, build_model, lint, verify
+from hp_plan.memory import training_bytes
+from hp_plan.port import models
 from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -173,3 +175,33 @@ def test_a_family_without_an_expert_parallel_plan_is_refused():
     assert "a Llama4TextExperts is no module of experts, or is called without its tokens' routing" in problem(
         ParallelPlan.from_dict(named)
     )
+
+
+def test_a_load_balancing_loss_of_a_ranks_own_tokens_is_refused():
+    """Of 0.1 times such a loss, gradients of embeddings differ by more than their size."""
+    logits = {"output_router_logits": True}
+    for mesh in ({"dp_shard": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_replicate": 3}, {"cp": 2}):
+        parts = {"dp_replicate": 3}.get(next(iter(mesh)), 2)
+        assert (
+            f"model.overrides: output_router_logits adds a load balancing loss of the tokens of each of {parts} ranks"
+            " alone; write output_router_logits = false in [model.overrides]: the loss of all tokens is no mean of"
+            " theirs"
+        ) in texts(plan_of("MixtralConfig", mesh, overrides=logits))
+    assert texts(plan_of("MixtralConfig", {"tp": 2, "ep": 2}, overrides=logits)) == []
+
+
+@on_ranks(2)
+def test_a_load_balancing_loss_where_all_ranks_have_the_same_tokens():
+    check(plan_of("Qwen3MoeConfig", {"tp": 2, "ep": 2}, overrides={"output_router_logits": True}))
+
+
+def test_experts_that_ranks_do_not_divide_take_the_memory_of_the_most():
+    def bytes_of(experts, ep):
+        plan = plan_of("MixtralConfig", {"dp_shard": 4, "ep": ep}, experts=experts)
+        return training_bytes(plan, models().outline(build_model(plan, device="meta")))
+
+    one = 3 * 16 * 24  # elements of an expert
+    for experts, ep, most in ((8, 4, 2), (7, 4, 2), (7, 2, 2), (5, 4, 2)):
+        dense = bytes_of(8, 1) - 2 * 2 * one * 4 * 4  # two layers; weight, gradient, two states, of four bytes
+        router = 2 * (8 - experts) * 16 * 4 * 4 // 4
+        assert bytes_of(experts, ep) == pytest.approx(dense - router + 2 * most * one * 4 * 4, abs=64)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from hp_plan.context import check_attention, check_context, check_sequence
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.effects import check_effects
-from hp_plan.experts import EXPERT_STYLES, check_expert_axis, check_experts
+from hp_plan.experts import EXPERT_STYLES, check_auxiliary_loss, check_expert_axis, check_experts
 from hp_plan.memory import check_memory, check_states
 from hp_plan.outline import ModelOutline, ModuleOutline, generalise, matching
 from hp_plan.packing import check_packing
@@ -127,7 +127,7 @@ def _check_training(plan: ParallelPlan) -> list[Diagnostic]:
 
 def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check the plan against the model's names and shapes."""
-    diagnostics = [*_check_groups(plan, model), *_check_length(plan, model)]
+    diagnostics = [*_check_groups(plan, model), *_check_length(plan, model), *check_auxiliary_loss(plan, model)]
     diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
     diagnostics += check_packing(plan, model)
     if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):

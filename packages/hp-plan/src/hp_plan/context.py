@@ -123,9 +123,6 @@ def _check_loss(plan: ParallelPlan, model: ModelOutline) -> Iterator[Diagnostic]
             " causal language models have: labels could not be shifted before the sequence is sharded"
         )
         yield _refused(plan, message, "leave cp out, or take such a model")
-    if any(_each(model.config, "output_router_logits")):
-        message = "output_router_logits adds an auxiliary loss of the tokens of each rank alone"
-        yield _refused(plan, message, "write output_router_logits = false in [model.overrides]")
 
 
 def _each(config: Any, name: str) -> list[Any]:

@@ -25,6 +25,7 @@ from hp_styles import parallelize_module
 
 __all__ = [
     "EXPERT_STYLES",
+    "check_auxiliary_loss",
     "check_expert_axis",
     "check_experts",
     "expert_styles",
@@ -142,6 +143,20 @@ def check_experts(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOut
             key = f'styles."{shown}"' if isinstance(plan.styles, Mapping) else "mesh.ep"
             diagnostics.setdefault((shown, style), Diagnostic(key, f"'{style}' on {shown}: {problem[0]}", problem[1]))
     return list(diagnostics.values())
+
+
+def check_auxiliary_loss(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    """Check that a loss that evens out the experts' loads is of all tokens; it is no mean over them."""
+    parts = plan.mesh.data_parallel * plan.mesh.cp
+    configs = {"": model.config} | {
+        f"{name}.": getattr(model.config, name, None) for name in getattr(model.config, "sub_configs", {})
+    }
+    own = next((name for name, each in configs.items() if getattr(each, "output_router_logits", False)), None)
+    if own is None or parts == 1:
+        return []
+    message = f"{own}output_router_logits adds a load balancing loss of the tokens of each of {parts} ranks alone"
+    fix = f"write {own}output_router_logits = false in [model.overrides]: the loss of all tokens is no mean of theirs"
+    return [Diagnostic("model.overrides", message, fix)]
 
 
 _UNPLAIN = "give the modules of that part styles of their own, or make mesh.tp 1"

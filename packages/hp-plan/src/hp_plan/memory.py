@@ -34,8 +34,19 @@ def training_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
         states = 1 if plan.optimizer.momentum else 0
     if plan.optimizer.swap_slices:  # three slices are on the device at a time
         states *= min(1.0, 3 / plan.optimizer.swap_slices)
-    shard = int(model.elements + model.trained * (1 + states)) // (plan.mesh.world_size // plan.mesh.dp_replicate)
-    return shard * BYTES[plan.run.dtype]
+    uneven = _uneven_experts(plan, model)
+    shared = model.elements + uneven + (model.trained + uneven) * (1 + states)
+    return int(shared) // (plan.mesh.world_size // plan.mesh.dp_replicate) * BYTES[plan.run.dtype]
+
+
+def _uneven_experts(plan: ParallelPlan, model: ModelOutline) -> int:
+    """Return the elements that experts would have more if all ranks of `ep` had as many as the one with the most."""
+    more = 0
+    for module in model.modules.values():
+        if module.experts is not None:
+            one = sum(map(prod, module.shapes.values())) // max(1, module.experts.count)
+            more += -module.experts.count % plan.mesh.ep * one
+    return more
 
 
 def _hidden_part(plan: ParallelPlan, model: ModelOutline) -> float:
