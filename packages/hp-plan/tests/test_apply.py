@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
+from hp_fsdp import HSDPModule
 from hp_plan import ParallelPlan, PlanError, ScheduleSection, apply, build_model, build_optimizer, build_schedule
 from hp_plan.sections import schedule_factor
 from hp_testing import device_type, on_ranks
@@ -69,6 +70,16 @@ def test_tied_weights_stay_tied(styles):
     model = apply(build_model(plan, device=device_type()), plan)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert isinstance(model.lm_head.weight, DTensor)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("groups", "sharded"), [([], {"model.layers.0", "model.layers.1"}), ([""], set())])
+def test_the_blocks_are_groups_unless_the_plan_says_otherwise(groups, sharded):
+    plan = llama({"dp_shard": 2}, overrides={"num_hidden_layers": 2}, fsdp={"groups": groups})
+    applied = apply(build_model(plan, device=device_type()), plan)
+    found = {name for name, module in applied.named_modules() if name and isinstance(module, HSDPModule)}
+    assert found == sharded
+    assert isinstance(applied, HSDPModule)
 
 
 @on_ranks(2)

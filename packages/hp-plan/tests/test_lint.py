@@ -275,16 +275,6 @@ def test_sharding_options_on_a_mesh_that_shards_nothing_are_named():
     assert texts(plan_of(mesh={"tp": 2}, fsdp={"reshard_after_forward": True})) == [], "as without it"
 
 
-def test_a_model_of_blocks_sharded_as_one_group_is_named():
-    overrides = {"num_hidden_layers": 2}
-    assert texts(plan_of(overrides=overrides, mesh={"dp_shard": 2})) == [
-        "fsdp.groups: no groups, so each rank would gather the whole model at once, as if nothing were sharded; write "
-        'groups = ["model.layers.*"] in [fsdp], or groups = [""] where the model is to be one group'
-    ]
-    assert texts(plan_of(overrides=overrides, mesh={"dp_shard": 2}, fsdp={"groups": [""]})) == []
-    assert texts(plan_of(overrides={"num_hidden_layers": 1}, mesh={"dp_shard": 2})) == []
-
-
 @pytest.mark.parametrize("shards", [1, 2])
 def test_resharding_to_a_smaller_group_is_refused(shards):
     tables = plan_of(mesh={"dp_shard": 2}, fsdp={"groups": ["model.layers.*"], "reshard_after_forward": shards})

@@ -24,7 +24,7 @@ from hp_plan.context import check_context
 from hp_plan.diagnostics import PlanError
 from hp_plan.experts import expert_styles, spread_experts, with_expert_axes
 from hp_plan.memory import check_memory, check_states, memory_left
-from hp_plan.outline import ModelOutline, matches
+from hp_plan.outline import ModelOutline, block_lists, matches
 from hp_plan.pipelines import check_pipeline, check_split, choose_order
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
@@ -164,8 +164,9 @@ def _distribute(
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
         "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
     }
+    groups = plan.fsdp.groups or block_lists(outline)
     for name, module in reversed(list(own.named_modules(own.base(model)))):  # Inner groups before the ones around them.
-        grouped = name in alone or name in spread or any(matches(pattern, name) for pattern in plan.fsdp.groups)
+        grouped = name in alone or name in spread or any(matches(pattern, name) for pattern in groups)
         if name and name in here and grouped:
             hp_fsdp.fully_shard(module, **{**options, **spread.get(name, {})})
     hp_fsdp.fully_shard(model, **options)

@@ -11,7 +11,7 @@ from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.effects import check_effects
 from hp_plan.experts import EXPERT_STYLES, check_auxiliary_loss, check_expert_axis, check_experts
 from hp_plan.memory import check_memory, check_states
-from hp_plan.outline import ModelOutline, ModuleOutline, generalise, matching
+from hp_plan.outline import ModelOutline, ModuleOutline, block_lists, generalise, matching
 from hp_plan.packing import check_packing
 from hp_plan.pipelines import check_pipeline
 from hp_plan.plan import ParallelPlan
@@ -252,11 +252,6 @@ def _sharded_dim(style: str) -> int | None:
 
 def _check_groups(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     diagnostics = []
-    blocks = blocks_of(model)
-    if plan.mesh.dp_shard * plan.mesh.cp > 1 and not plan.fsdp.groups and blocks:
-        message = "no groups, so each rank would gather the whole model at once, as if nothing were sharded"
-        fix = f'write groups = ["{blocks}"] in [fsdp], or groups = [""] where the model is to be one group'
-        diagnostics.append(Diagnostic("fsdp.groups", message, fix))
     for index, pattern in enumerate(plan.fsdp.groups):
         key, matched = f"fsdp.groups[{index}]", matching(pattern, model.names)
         if not matched and pattern:  # "" is the model itself
@@ -294,10 +289,7 @@ def _check_optimizer(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic
 
 def blocks_of(model: ModelOutline) -> str:
     """Return the pattern of the first list of several modules, outermost first; empty if there is none."""
-    for name, module in model.modules.items():
-        if name and module.kind == "container" and f"{name}.1" in model.modules:
-            return f"{name}.*"
-    return ""
+    return next(iter(block_lists(model)), "")
 
 
 def _check_length(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:

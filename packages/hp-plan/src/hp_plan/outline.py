@@ -129,3 +129,18 @@ def generalise(names: Iterable[str]) -> list[str]:
     """
     dotted = (".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
     return list(dict.fromkeys(name for name in dotted if name))
+
+
+def block_lists(model: ModelOutline) -> tuple[str, ...]:
+    """Return the patterns of the model's lists of several modules, those inside other lists left out.
+
+    >>> outline = ModelOutline({name: ModuleOutline("M", "container") for name in ("layers", "layers.0", "layers.1")})
+    >>> block_lists(outline)
+    ('layers.*',)
+    """
+    lists: list[str] = []
+    for name, module in model.modules.items():
+        several = name and module.kind == "container" and f"{name}.1" in model.modules
+        if several and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists.append(name)
+    return tuple(f"{name}.*" for name in lists)

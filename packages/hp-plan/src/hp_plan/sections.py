@@ -145,6 +145,7 @@ class FsdpSection:
 
     Attributes:
         groups: patterns of modules whose parameters are gathered together; what no group holds belongs to the root.
+            None are the blocks of the model's outermost lists; `[""]` is one group, the whole model.
         reshard_after_forward: free the gathered parameters after forward (true) or after backward (false). A number,
             the size of a smaller group to keep them sharded over, is read and can't be applied yet.
         param_dtype: compute in this dtype.
