@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hp_moe.dispatch import Dispatch, Message, refusal, settings
+from hp_moe.dispatch import Dispatch, Message, fit
 
 
 def test_rows_arrive_ordered_by_expert_and_source():
@@ -32,14 +32,7 @@ def test_rows_arrive_ordered_by_expert_and_source():
             assert plan.sorted == (arrived == expected)
 
 
-def test_all_ranks_are_told_alike_of_what_is_wrong():
-    good = [3, 0, 8, 2, *settings("all_to_all", "fast"), 0, 0]
-    bad = [1, 0, 16, 4, *settings("all_to_all", "exact"), 5, 6]
-    assert refusal("Experts", 4, [Message(good, 1), Message(good, 1)]) is None
-    text = refusal("Experts", 4, [Message(good, 1), Message(bad, 1)])
-    assert text == (
-        "Experts: rank 1 has tokens of size 16, rank 0 8; rank 1 has choices a token 4, rank 0 2; rank 1 runs with"
-        " token_dispatcher='all_to_all', combine='exact', rank 0 with token_dispatcher='all_to_all', combine='fast':"
-        " give all ranks one style; rank 1 chose 5 experts that are none of 4: their numbers go from 0 to 3; rank 1"
-        " has 6 weights that are not finite: look at the router."
-    )
+def test_ranks_fit_where_all_have_inputs_of_one_kind_and_none_are_wrong():
+    good, other, wrong = (Message(each, 2) for each in ([3, 0, 8, 7, 0], [1, 0, 4, 6, 0], [1, 0, 4, 7, 2]))
+    assert fit([good, good])
+    assert not fit([good, other]) and not fit([good, wrong])

@@ -188,37 +188,6 @@ def test_routers_refuse_numbers_that_do_not_fit(arguments, text):
         TokenChoiceTopKRouter(*arguments)
 
 
-@on_ranks(2)
-def test_a_bad_input_of_one_rank_is_an_error_of_all():
-    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",))
-    experts = parallelize_module(GroupedExperts(4, 4, 3), mesh, ExpertParallel()).to(device_type())
-    layer = experts._expert_layer
-    rank = dist.get_rank()
-    x = torch.randn(3, 4, device=device_type())
-    chosen = torch.tensor([[0, 1], [2, 0], [1, 2]], device=device_type())
-    weights = torch.rand(3, 2, device=device_type())
-    for wrong, text in (
-        ((x, chosen + rank, weights), r"rank 1 chose 2 experts that are none of 3"),
-        ((x, chosen, weights / (1 - rank)), r"rank 1 has 6 weights that are not finite"),
-        ((x, chosen[:, : 2 - rank], weights[:, : 2 - rank]), r"rank 1 has choices a token 1, rank 0 2"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            layer(experts, *wrong)
-    assert layer(experts, x, chosen, weights).shape == x.shape
-    with pytest.raises(ValueError, match="counts add up to 4 rows, but there are 3"):
-        experts(x, [2, 1, 1])
-
-
-@on_ranks(2)
-def test_ranks_of_different_styles_are_an_error_of_all():
-    mesh, rank = init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",)), dist.get_rank()
-    combine = ("fast", "exact")[rank]
-    experts = parallelize_module(GroupedExperts(4, 4, 2), mesh, ExpertParallel(combine=combine)).to(device_type())
-    inputs = torch.randn(3, 4), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
-    with pytest.raises(ValueError, match="rank 1 runs with .*combine='exact', rank 0 with .*combine='fast'"):
-        experts._expert_layer(experts, *(each.to(device_type()) for each in inputs))
-
-
 @on_ranks(4)
 def test_what_cannot_be_spread_is_refused():
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("ep", "tp"))

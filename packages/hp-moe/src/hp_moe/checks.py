@@ -7,7 +7,7 @@ from typing import Any
 
 from hp_moe.dispatch import DISPATCHERS
 
-__all__ = ["check_dispatcher", "check_layers", "check_router"]
+__all__ = ["check_bias", "check_dispatcher", "check_layers", "check_router"]
 
 
 def check_router(
@@ -33,6 +33,18 @@ def check_router(
         raise ValueError(
             f"{name}: {limited} of {groups} groups have {limited * (experts // groups)} experts, top_k is {top_k};"
             " num_limited_groups must be from 1 to num_expert_groups, and leave enough."
+        )
+
+
+def check_bias(experts: int, shape: Sequence[int]) -> None:
+    """Refuse a bias of another number of experts, also where it would be broadcast.
+
+    Raises:
+        ValueError: it is.
+    """
+    if tuple(shape) != (experts,):
+        raise ValueError(
+            f"TokenChoiceTopKRouter: expert_bias of shape {tuple(shape)} is none of {experts} experts: ({experts},)."
         )
 
 

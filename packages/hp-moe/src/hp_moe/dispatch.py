@@ -7,29 +7,22 @@ Note [The order of rows]
     their rows came.
 
 Note [What ranks tell each other]
-    Before the rows, each rank tells each other the rows for each of its experts, the copies of tokens, the settings of
-    its style, and what is wrong with its inputs. So all ranks know of a bad input before any of them sends a row, and
-    raise alike.
+    Before the rows, each rank tells each other the rows for each of its experts, the copies of tokens, what its inputs
+    are, and how many of them are wrong: Note [What is wrong on one rank] in `hp_moe.inputs`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["COMBINES", "DISPATCHERS", "TOLD", "Dispatch", "Message", "refusal", "settings"]
+__all__ = ["DISPATCHERS", "TOLD", "Dispatch", "Message", "fit"]
 
 DISPATCHERS: tuple[str, ...] = ("all_to_all", "all_gather", "deredundency")
-COMBINES: tuple[str, ...] = ("fast", "exact")
 
-TOLD: tuple[str, ...] = ("copies", "hidden", "choices", "dispatcher", "combine", "unknown", "infinite")
+TOLD: tuple[str, ...] = ("copies", "kind", "wrong")
 """What follows the rows for each expert in a rank's message to another."""
-
-
-def settings(token_dispatcher: str, combine: str) -> tuple[int, int]:
-    """Write a style's settings as the numbers that ranks tell each other: they exchange alike, or not at all."""
-    return DISPATCHERS.index(token_dispatcher), COMBINES.index(combine)
 
 
 @dataclass(frozen=True)
@@ -105,34 +98,7 @@ class Message:
         self.told = dict(zip(TOLD, numbers[width:end], strict=True))
 
 
-def refusal(name: str, experts: int, received: Sequence[Message]) -> str | None:
-    """Say what is wrong with the inputs of a layer on any rank, the same on all; None if nothing is.
-
-    Args:
-        name: of the module of experts.
-        experts: their number, over all ranks.
-        received: each rank's message: Note [What ranks tell each other].
-    """
+def fit(received: Sequence[Message]) -> bool:
+    """Tell whether all ranks' inputs are right and of one kind, the same on all: Note [What ranks tell each other]."""
     told = [message.told for message in received]
-    problems = []
-    for rank, each in enumerate(told):
-        for key, what in (("hidden", "tokens of size"), ("choices", "choices a token")):
-            if each[key] != told[0][key]:
-                problems.append(f"rank {rank} has {what} {each[key]}, rank 0 {told[0][key]}")
-        if any(each[key] != told[0][key] for key in ("dispatcher", "combine")):
-            problems.append(
-                f"rank {rank} runs with {_written(each)}, rank 0 with {_written(told[0])}: give all ranks one style"
-            )
-        if each["unknown"]:
-            problems.append(
-                f"rank {rank} chose {each['unknown']} experts that are none of {experts}: their numbers go from 0 to"
-                f" {experts - 1}"
-            )
-        if each["infinite"]:
-            problems.append(f"rank {rank} has {each['infinite']} weights that are not finite: look at the router")
-    return f"{name}: {'; '.join(problems)}." if problems else None
-
-
-def _written(told: Mapping[str, int]) -> str:
-    """Write the settings in a message as the arguments that they were."""
-    return f"token_dispatcher={DISPATCHERS[told['dispatcher']]!r}, combine={COMBINES[told['combine']]!r}"
+    return not any(each["wrong"] for each in told) and len({each["kind"] for each in told}) == 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hp_moe.port import port
 
-__all__ = ["Description", "compute", "describe"]
+__all__ = ["Description", "check_module", "compute", "describe"]
 
 Tensor = Any
 
@@ -18,8 +19,9 @@ class Description:
     """A module of experts.
 
     Attributes:
-        name: of its class, for errors.
+        name: in its model and of its class, for errors.
         experts: their number.
+        hidden: size of tokens.
         features: between the two products of an expert.
         first: the weight of the first product, or its two weights, of the gate and of what it is multiplied with.
         second: the weight of the second product.
@@ -32,6 +34,7 @@ class Description:
 
     name: str
     experts: int
+    hidden: int
     features: int
     first: tuple[str, ...]
     second: str
@@ -56,8 +59,10 @@ def describe(module: Any) -> Description:
     """Describe a module of experts, by what transformers' modules say of themselves.
 
     Raises:
-        TypeError: a module without weights of three dims.
+        TypeError: a module without weights of three dims, or with some that do not fit each other.
     """
+    kind, name_in_model = type(module).__name__, getattr(module, "_name_in_model", "")
+    called = f"{name_in_model} ({kind})" if name_in_model else kind
     gated = bool(getattr(module, "has_gate", True))
     own = hasattr(module, "w1")
     first, second = (("w1", "w3"), "w2") if own else (("gate_up_proj",) if gated else ("up_proj",), "down_proj")
@@ -66,15 +71,25 @@ def describe(module: Any) -> Description:
         if not port().is_weight(weight):
             got = "none" if weight is None else f"one of shape {tuple(getattr(weight, 'shape', ()))}"
             raise TypeError(
-                f"{type(module).__name__} is not a module of experts: {name} must be a parameter [experts, out, in],"
+                f"{called} is not a module of experts: {name} must be a parameter [experts, out, in],"
                 f" got {got}. Name the module that has gate_up_proj (or up_proj, with has_gate = False) and down_proj."
             )
     transposed = bool(getattr(module, "is_transposed", False))
     down = getattr(module, second)
     packed = gated and not own and bool(getattr(module, "is_concatenated", True))
+    hidden = down.shape[2 if transposed else 1]
+    for name in first:
+        shape = tuple(getattr(module, name).shape)
+        if shape[0] != down.shape[0] or shape[1 if transposed else 2] != hidden:
+            raise TypeError(
+                f"{called}: {name} of shape {shape} and {second} of shape {tuple(down.shape)} are not the weights"
+                f" {'[experts, in, out]' if transposed else '[experts, out, in]'} of the same experts. Set the module's"
+                " is_transposed as they are."
+            )
     return Description(
-        type(module).__name__,
+        called,
         down.shape[0],
+        hidden,
         down.shape[1 if transposed else 2],
         first,
         second,
@@ -84,6 +99,32 @@ def describe(module: Any) -> Description:
         own or (packed and port().is_swiglu(module)),
         bool(getattr(module, "use_grouped_mm", True)),
     )
+
+
+def check_module(own: Description, module: Any) -> None:
+    """Refuse modules whose calls an ``ExpertLayer`` cannot take over.
+
+    Raises:
+        TypeError: it is called with something else than tokens, choices and weights (as Llama 4's, whose tokens are
+            scaled before), or has no activation.
+        ValueError: transformers has spread its experts over ranks.
+    """
+    call = inspect.signature(getattr(module, "construct", None) or module.forward)
+    try:
+        call.bind(None, None, None)
+    except TypeError:
+        raise TypeError(
+            f"{own.name} is called with {call}; experts over ranks are called with tokens, the experts chosen for each,"
+            " and their weights. Write a module of experts with these arguments"
+        ) from None
+    activation = "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
+    if len(own.first) == 1 and not callable(getattr(module, activation, None)):
+        raise TypeError(f"{own.name} has no {activation}, which computes what is between its two products: define it")
+    if getattr(module, "_is_expert_parallel", False):
+        raise ValueError(
+            f"{own.name}: transformers has spread these experts over ranks already; load the model without an ep_size"
+            " in its distributed_config"
+        )
 
 
 def compute(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import hp_dtensor
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard
-from hp_moe.dispatch import TOLD, Message, refusal, settings
+from hp_moe import inputs
+from hp_moe.dispatch import TOLD, Message, fit
 from hp_moe.experts import compute, describe
 from hp_moe.gathered import Gathered
 from hp_moe.placement import ExpertPlacement
@@ -27,8 +28,9 @@ __all__ = ["ExpertLayer", "run_over_ranks"]
 
 Tensor = Any
 Restore = Callable[[Tensor], Tensor]
-Asked = tuple[Route, Callable[[], tuple[list[int], list[int]]], list[int], list[int]]
-"""A route, what waits for the numbers of its exchange, and how many of them go to each rank and come from each."""
+Asked = tuple[Route, Callable[[], tuple[list[int], list[int]]], Callable[[], ValueError], list[int], list[int]]
+"""A route, what waits for the numbers of its exchange, what builds the error of all ranks where inputs are wrong, and
+how many numbers go to each rank and come from each."""
 
 
 class ExpertLayer:
@@ -56,6 +58,7 @@ class ExpertLayer:
         self.own, self.style = describe(module), style
         self.experts, self.features = experts, features
         self.group = None if experts is None else experts.get_group()
+        self.ranks = [get_platform().groups.rank()] if experts is None else experts.ranks.flatten().tolist()
         self.rank = 0 if self.group is None else get_platform().groups.rank(self.group)
         self.load = [0] * self.own.experts
         self.place(placement)
@@ -80,16 +83,23 @@ class ExpertLayer:
         """
         check_slots(self.own.name, placement, self.own.experts, len(self.widths), self.style.slots)
 
-    def __call__(self, module: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute the sum over choices of weight times expert, for each token."""
+    def __call__(
+        self, module: Any, tokens: Tensor, chosen: Tensor, weights: Tensor, problem: str | None = None
+    ) -> Tensor:
+        """Compute the sum over choices of weight times expert, for each token.
+
+        Raises:
+            ValueError: there is a problem, or the inputs of any rank are wrong; on all ranks.
+        """
         (tokens, chosen, weights), restore = self._local(tokens, chosen, weights)
         parts = {name: self._part(getattr(module, name)) for name in self.own.parameters}
         guests = self._borrow(parts)
-        route = self._plan(self._ask(tokens, chosen, weights))
+        route = self._plan(self._ask(module, tokens, chosen, weights, problem))
         rows = self.style.dispatch(route, tokens, weights)
         scale = None if route.scale is None else port().cast(route.scale, rows)
         rows = self._compute(module, rows, route.sizes, parts, guests, scale)
-        return restore(port().cast(self.style.combine(route, rows), tokens))
+        out = port().pinned(self.style.combine(route, rows), chosen, self.own.name)
+        return restore(port().cast(out, tokens))
 
     def _compute(
         self,
@@ -124,11 +134,15 @@ class ExpertLayer:
 
     def rows(self, module: Any, rows: Tensor, counts: Tensor | Sequence[int], scores: Tensor | None) -> Tensor:
         """Compute rows ordered by expert, as ``GroupedExperts`` does."""
+        problem = None
+        if len(counts) != self.own.experts:
+            problem = f"has counts of {len(counts)} experts, but there are {self.own.experts}"
+            counts = (0,) * self.own.experts
         chosen = port().repeated_numbers(counts, rows)
-        if len(chosen) != len(rows):
-            raise ValueError(f"{self.own.name}: counts add up to {len(chosen)} rows, but there are {len(rows)}.")
+        if problem is None and len(chosen) != len(rows):
+            problem = f"has counts that add up to {len(chosen)} rows, but there are {len(rows)}"
         weights = port().ones(rows) if scores is None else scores
-        return self(module, rows, chosen.reshape(-1, 1), weights.reshape(-1, 1))
+        return self(module, rows, chosen.reshape(-1, 1), weights.reshape(-1, 1), problem)
 
     # ---- inputs and parameters ----
     def _local(self, *inputs: Tensor) -> tuple[list[Tensor], Restore]:
@@ -174,16 +188,20 @@ class ExpertLayer:
         return parameter.to_local()
 
     # ---- where tokens go ----
-    def _ask(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Asked:
+    def _ask(self, module: Any, tokens: Tensor, chosen: Tensor, weights: Tensor, problem: str | None) -> Asked:
         """Begin to tell all ranks what goes to them."""
-        f, choices, ranks = port(), chosen.shape[-1], len(self.widths)
+        f, ranks = port(), len(self.widths)
+        problem = problem or inputs.problem(self.own, getattr(module, self.own.second), tokens, chosen, weights)
+        if problem:  # this rank takes part without tokens
+            chosen = f.repeated_numbers((0,) * self.own.experts, tokens).reshape(-1, 1)
+        choices, settings = chosen.shape[-1], (self.style.token_dispatcher, self.style.combine_tokens)
+        kind, words = inputs.kind(choices, f.traits(tokens), f.traits(weights), *settings)
         table = tuple(range(self.own.experts)) if self.loans else self.slots
         slots, unknown = f.slots(chosen, table)
         if self.loans:
             slots = choose_holders(slots, self.placement, self.group, self.rank, whole=False)
         route = self._kind(choices)(slots, choices, self.widths, self.group)
-        numbers = (tokens.shape[-1], choices, *settings(self.style.token_dispatcher, self.style.combine_tokens))
-        told = f.message([numbers, unknown, f.not_finite(weights)], slots)
+        told = f.message([(kind,), (1,) if problem else unknown + f.not_finite(weights)], slots)
         counts, copies = f.split(f.count(slots, len(self.computed)), self.widths), route.copies()
         parts = zip(counts, copies, [told] * ranks, route.further(counts), strict=True)
         message = f.message([part for *own, further in parts for part in (*own, *further)], slots)
@@ -191,7 +209,12 @@ class ExpertLayer:
         to_each, of_each = route.further_sizes()
         sent = [width + len(TOLD) + more for width, more in zip(self.widths, to_each, strict=True)]
         received = [own + more for more in of_each]
-        return route, f.exchange_numbers(message, sent, received, self.group), sent, received
+
+        def refused() -> ValueError:
+            said = problem or inputs.wrong_values(self.own, chosen, weights)
+            return inputs.refusal(self.own.name, said, words, self.ranks, self.group, slots)
+
+        return route, f.exchange_numbers(message, sent, received, self.group), refused, sent, received
 
     def _kind(self, choices: int) -> Callable[..., Route]:
         if self.style.token_dispatcher == "all_gather":
@@ -202,13 +225,12 @@ class ExpertLayer:
 
     def _plan(self, asked: Asked) -> Route:
         """Wait for what ranks tell each other, which is the layer's one wait of the host; refuse what is wrong."""
-        route, wait, *sizes = asked
+        route, wait, refused, *sizes = asked
         (sent, to_each), (received, of_each) = zip(wait(), sizes, strict=True)
         sent = [Message(list(each), width) for each, width in zip(_parts(sent, to_each), self.widths, strict=True)]
         received = [Message(list(each), self.widths[self.rank]) for each in _parts(received, of_each)]
-        problem = refusal(self.own.name, self.own.experts, received)
-        if problem:
-            raise ValueError(problem)
+        if not fit(received):
+            raise refused()
         if self.style.slots:
             rows = itertools.chain.from_iterable(each.rows for each in sent)
             for expert, count in zip(self.computed, rows, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hp_dtensor import DeviceMesh, Placement
 from hp_platform.extend import load_port
@@ -31,6 +31,22 @@ class Transfer(Protocol):
     def end(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Wait for what ``begin`` returned, and return it."""
         ...
+
+
+class Traits(NamedTuple):
+    """What a tensor is.
+
+    Attributes:
+        dtype: its name.
+        numbers: ``"integer"``, ``"floating"`` or ``"other"``.
+        device: that it is on; empty where there is one only.
+        recorded: operations on it are, for a gradient.
+    """
+
+    dtype: str
+    numbers: str
+    device: str
+    recorded: bool
 
 
 class Port(Protocol):
@@ -78,6 +94,19 @@ class Port(Protocol):
 
     def named_modules(self, model: Module) -> Iterable[tuple[str, Module]]:
         """List a model's modules and their names, the model among them."""
+        ...
+
+    # ---- inputs ----
+    def traits(self, value: Tensor) -> Traits:
+        """Return what a tensor is."""
+        ...
+
+    def listed(self, value: Tensor) -> list[Any]:
+        """Return a tensor's numbers, on the host."""
+        ...
+
+    def pinned(self, out: Tensor, chosen: Tensor, name: str) -> Tensor:
+        """Return a layer's output; backward raises where a block that was computed again chose other experts."""
         ...
 
     # ---- numbers ----

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard, StridedShard
 from hp_moe.checks import check_dispatcher
-from hp_moe.experts import Description, describe
+from hp_moe.experts import Description, check_module, describe
 from hp_moe.layer import run_over_ranks
 from hp_moe.placement import ExpertPlacement
 from hp_moe.port import port
 from hp_moe.two_hops import Axes
 from hp_styles import ParallelStyle
-from hp_styles.extend import claim
+from hp_styles.extend import applied_name, claim
 
 __all__ = ["BaseExpertParallel", "ExpertParallel", "ExpertTensorParallel", "TensorParallel"]
 
@@ -37,14 +37,19 @@ class BaseExpertParallel(ParallelStyle):
         """Shard the experts and run them over the ranks.
 
         Raises:
-            TypeError: a module that is none of experts.
-            ValueError: fewer experts than ranks.
+            TypeError: a module that is none of experts, or is called with something else.
+            ValueError: fewer experts than ranks, or experts that transformers has spread over ranks already.
             RuntimeError: the module has a style already.
         """
+        module._name_in_model = applied_name()
         own = describe(module)
-        claim(module, self)
+        check_module(own, module)
         experts = self.expert_mesh(device_mesh)
-        placement = ExpertPlacement.even(own.experts, 1 if experts is None else experts.size())
+        try:
+            placement = ExpertPlacement.even(own.experts, 1 if experts is None else experts.size())
+        except ValueError as error:
+            raise ValueError(f"{own.name}: {error}") from None
+        claim(module, self)
         self.partition(module, device_mesh)
         run_over_ranks(module, self, placement, experts, self.tensor_mesh(device_mesh), self.axes(device_mesh))
         return module

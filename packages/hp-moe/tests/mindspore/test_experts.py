@@ -161,7 +161,7 @@ def test_a_bad_input_of_one_rank_is_an_error_of_all():
     experts = parallelize_module(Packed(), mesh, ExpertParallel())
     rank = get_platform().groups.rank()
     tokens, weights = Tensor(np.ones((3, 6))), Tensor(np.ones((3, 2)))
-    with pytest.raises(ValueError, match="rank 1 chose 3 experts that are none of 5"):
+    with pytest.raises(ValueError, match=r"Packed: rank 1 chose expert 5 for token 0, but there"):
         experts(tokens, Tensor(np.array([[0, 4 + rank]] * 3)), weights)
 
 

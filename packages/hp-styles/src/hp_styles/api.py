@@ -14,7 +14,7 @@ from hp_styles import port
 from hp_styles.checks import check_mesh
 from hp_styles.inputs import comparing_in_calls_of
 from hp_styles.names import named_style
-from hp_styles.styles import ParallelStyle, source_rank
+from hp_styles.styles import ParallelStyle, applying
 
 __all__ = ["loss_parallel", "parallelize_module"]
 
@@ -91,14 +91,15 @@ def parallelize_module(
             _, other, _ = chosen.setdefault(id(modules[name]), (name, pattern, style))
             if other != pattern:
                 raise ValueError(f"parallelize_module: {name!r} is matched by {other!r} and by {pattern!r}; keep one")
-    with source_rank(src_data_rank), comparing_in_calls_of(module):
+    with applying(src_data_rank), comparing_in_calls_of(module):
         for name, style in placed.items():
             owner, _, own = name.rpartition(".")
             placement = style._parameter_placement(own, len(parameters[name].shape))
             port.modules().place(modules[owner], own, mesh, placement, src_data_rank)
         for name, _, style in chosen.values():
             try:
-                style.apply(modules[name], mesh)
+                with applying(src_data_rank, name):
+                    style.apply(modules[name], mesh)
             except NotImplementedError as error:
                 raise NotImplementedError(f"parallelize_module: {name or 'the module itself'}: {error}") from None
     inside = {id(style): style for name, _, style in chosen.values() if name}

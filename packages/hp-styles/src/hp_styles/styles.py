@@ -53,17 +53,22 @@ def claim(module: Any, style: ParallelStyle) -> None:
     module._parallel_style = repr(style)
 
 
-_source: ContextVar[int | None] = ContextVar("src_data_rank", default=0)
+_applied: ContextVar[tuple[int | None, str]] = ContextVar("applied", default=(0, ""))
 
 
 @contextlib.contextmanager
-def source_rank(src_data_rank: int | None) -> Iterator[None]:
-    """Set ``ParallelStyle.src_data_rank`` inside a ``with`` block; styles are shared, so none of them stores it."""
-    token = _source.set(src_data_rank)
+def applying(src_data_rank: int | None, name: str = "") -> Iterator[None]:
+    """Set ``ParallelStyle.src_data_rank`` and ``applied_name()`` in a ``with`` block; shared styles store neither."""
+    token = _applied.set((src_data_rank, name))
     try:
         yield
     finally:
-        _source.reset(token)
+        _applied.reset(token)
+
+
+def applied_name() -> str:
+    """Return the name of the module that a style is being applied to, in its model; empty outside of it."""
+    return _applied.get()[1]
 
 
 class ParallelStyle(ABC):
@@ -83,7 +88,7 @@ class ParallelStyle(ABC):
     @property
     def src_data_rank(self) -> int | None:
         """Rank along each axis whose parameters count: the argument of ``parallelize_module``, else 0."""
-        return _source.get()
+        return _applied.get()[0]
 
     @abstractmethod
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:

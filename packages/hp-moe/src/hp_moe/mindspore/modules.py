@@ -9,7 +9,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from hp_moe.checks import check_router
+from hp_moe.checks import check_bias, check_router
 from hp_moe.experts import compute, describe
 from hp_moe.mindspore.balance import attach_loss, balance_loss
 from hp_moe.mindspore.exchange import Spread
@@ -68,6 +68,8 @@ class TokenChoiceTopKRouter(nn.Cell):
         self.gate = mint.nn.Linear(dim, num_experts, bias=False)
 
     def construct(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        if expert_bias is not None:
+            check_bias(self.num_experts, expert_bias.shape)
         logits = self.gate(x)
         logits = logits if logits.dtype == mindspore.float64 else logits.astype(mindspore.float32)
         scores = mint.sigmoid(logits) if self.score_func == "sigmoid" else mint.softmax(logits, -1)

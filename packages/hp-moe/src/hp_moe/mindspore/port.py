@@ -18,6 +18,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.mindspore.extend import distribute_parameter
 from hp_moe.mindspore.exchange import Combined, Exchange, Gathered, Grouped, Repeated, Scattered, Spread, Summed, taken
+from hp_moe.port import Traits
 from hp_platform import get_platform
 
 Numbers = np.ndarray
@@ -60,6 +61,24 @@ def move(module: nn.Cell, names: Sequence[str], cut: Placement, optimizers: Sequ
 def named_modules(model: nn.Cell) -> Iterable[tuple[str, nn.Cell]]:
     """List Cells and their names."""
     return model.cells_and_names()
+
+
+# ---- inputs ----
+def traits(value: Tensor) -> Traits:
+    """Return what a tensor is."""
+    name = str(value.dtype)
+    numbers = "floating" if "Float" in name else "integer" if "Int" in name else "other"
+    return Traits(name, numbers, "", False)
+
+
+def listed(value: Tensor) -> list[Any]:
+    """Return a tensor's numbers."""
+    return value.asnumpy().tolist()
+
+
+def pinned(out: Tensor, chosen: Tensor, name: str) -> Tensor:
+    """Return an output: MindSpore's recompute differentiates what it computes again, with its own choices."""
+    return out
 
 
 # ---- numbers ----

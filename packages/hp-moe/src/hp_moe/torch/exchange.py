@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Combined", "Recomputed", "Repeated", "Spread", "SwiGlu"]
+__all__ = ["Combined", "Pinned", "Recomputed", "Repeated", "Spread", "SwiGlu"]
 
 T = torch.Tensor
 
@@ -131,3 +131,30 @@ def _blocks(rows: T) -> list[slice]:
     """Cut rows into blocks; on devices there is one."""
     step = max(_BLOCK // max(rows.shape[1], 1), 1) if rows.device.type == "cpu" else max(len(rows), 1)
     return [slice(first, first + step) for first in range(0, len(rows), step)]
+
+
+class Pinned(torch.autograd.Function):
+    """A layer's output, whose backward first compares choices, where a checkpoint computed them again.
+
+    The forward's choices stay beside those that it saves, which a checkpoint computes again. Where both differ,
+    gradients would meet other rows than those of the forward, often of the same shapes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: T, chosen: T, name: str) -> T:
+        ctx.save_for_backward(chosen)
+        ctx.chosen, ctx.name = chosen, name
+        ctx.mark_dirty(out)  # a view could not be changed in place, as models do that add their shared experts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T, None, None]:  # type: ignore[override]
+        (again,) = ctx.saved_tensors
+        if again.data_ptr() != ctx.chosen.data_ptr() and not torch.equal(again, ctx.chosen):
+            raise RuntimeError(
+                f"{ctx.name}: the block was computed again for backward, and {int((again != ctx.chosen).sum())} of"
+                f" {again.numel()} choices of experts are others than in forward. What comes before the router is not"
+                " deterministic: let the checkpoint keep the state of the generators (preserve_rng_state), or save the"
+                " choices (hp_offload.checkpoint with a policy_fn for torch.ops.aten.topk.default)."
+            )
+        return grad, None, None

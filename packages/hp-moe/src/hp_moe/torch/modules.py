@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hp_moe.checks import check_router
+from hp_moe.checks import check_bias, check_router
 from hp_moe.experts import compute, describe
 from hp_moe.torch.balance import attach_loss, balance_loss, count
 from hp_moe.torch.port import order, spread
@@ -121,7 +121,12 @@ class TokenChoiceTopKRouter(nn.Module):
         Returns:
             The scores of the chosen experts and their numbers, ``[tokens, top_k]`` each, and all scores, ``[tokens,
             experts]``, before ``route_scale``.
+
+        Raises:
+            ValueError: a bias of another shape.
         """
+        if expert_bias is not None:
+            check_bias(self.num_experts, expert_bias.shape)
         logits = self.gate(x)
         logits = logits if logits.dtype is torch.float64 else logits.float()
         scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(-1)

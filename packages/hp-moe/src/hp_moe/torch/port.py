@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,9 +12,9 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
-from hp_moe.port import Transfer
+from hp_moe.port import Traits, Transfer
 from hp_moe.torch import migration
-from hp_moe.torch.exchange import Combined, Recomputed, Repeated, Spread, SwiGlu
+from hp_moe.torch.exchange import Combined, Pinned, Recomputed, Repeated, Spread, SwiGlu
 from hp_moe.torch.transfer import Gathered, Nowhere, Scattered, Travel
 from hp_platform import get_platform
 from hp_platform.torch.grouped import grouped_linear
@@ -46,6 +47,29 @@ belongings, move = migration.belongings, migration.move
 def named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """List modules and their names."""
     return model.named_modules()
+
+
+# ---- inputs ----
+def traits(value: T) -> Traits:
+    """Return what a tensor is."""
+    return Traits(*_named(value.dtype), str(value.device), value.requires_grad and torch.is_grad_enabled())
+
+
+@functools.cache
+def _named(dtype: torch.dtype) -> tuple[str, str]:
+    if dtype.is_floating_point:
+        return str(dtype), "floating"
+    return str(dtype), "other" if dtype.is_complex or dtype is torch.bool else "integer"
+
+
+def listed(value: T) -> list[Any]:
+    """Return a tensor's numbers."""
+    return value.tolist()
+
+
+def pinned(out: T, chosen: T, name: str) -> T:
+    """Return an output; backward compares choices."""
+    return Pinned.apply(out, chosen, name)
 
 
 # ---- numbers ----
