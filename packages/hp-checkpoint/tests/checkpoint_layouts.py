@@ -37,7 +37,8 @@ def choose_placements(pick: Pick, shape: tuple[int, ...], mesh_shape: tuple[int,
         axis = pick(range(len(mesh_shape)))
         start = pick(range(len(shape)))
         dims = tuple(range(start, pick(range(start, len(shape))) + 1))
-        placements[axis] = RaggedShard(dims, _units(pick, shape, placements, mesh_shape, axis, dims))
+        units = _units(pick, shape, placements, mesh_shape, axis, dims)
+        placements[axis] = RaggedShard(dims, units, _owners(pick, units) if pick([False, True]) else ())
     for coordinate in coordinates(mesh_shape):  # a factor may not divide what other axes leave
         try:
             local_shape(shape, placements, mesh_shape, coordinate)
@@ -67,6 +68,14 @@ def _units(pick: Pick, shape, placements, mesh_shape, axis, dims) -> tuple[int, 
     total = sizes.pop()
     cuts = sorted(pick(range(total + 1)) for _ in range(mesh_shape[axis] - 1))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total]))
+
+
+def _owners(pick: Pick, units: tuple[int, ...]) -> tuple[int, ...]:
+    """Choose the rank of each block."""
+    left, owners = [rank for rank, count in enumerate(units) for _ in range(count)], []
+    while left:
+        owners.append(left.pop(pick(range(len(left)))))
+    return tuple(owners)
 
 
 def coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:

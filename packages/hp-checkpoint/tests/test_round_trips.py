@@ -16,7 +16,7 @@ from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.state import flatten
-from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor import RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks
 
@@ -90,7 +90,8 @@ def test_the_files_of_any_layout_are_the_same(tmp_path):
     mesh = init_device_mesh(device_type(), (2,))
     array = np.arange(60, dtype=np.float32).reshape(6, 10)
     sums = set()
-    for number, placements in enumerate([[Shard(0)], [Shard(1)], [Replicate()]]):
+    moved = RaggedShard((0,), (3, 3), owners=(1, 0, 0, 1, 0, 1))
+    for number, placements in enumerate([[Shard(0)], [Shard(1)], [Replicate()], [moved]]):
         folder = tmp_path / str(number)
         save({"model": {"w": laid_out(array, mesh, placements)}, "step": 1}, checkpoint_id=folder)
         sums.add(hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest())

@@ -144,12 +144,12 @@ def _packed(placement: Placement) -> list[Any]:
     if isinstance(placement, StridedShard):
         return ["StridedShard", placement.dim, placement.split_factor]
     if isinstance(placement, RaggedShard):
-        return ["RaggedShard", list(placement.dims), list(placement.units)]
+        return ["RaggedShard", list(placement.dims), list(placement.units), list(placement.owners)]
     return ["Replicate"]
 
 
 def _unpacked(packed: Sequence[Any]) -> Placement:
     kind, *arguments = packed
     if kind == "RaggedShard":
-        return RaggedShard(tuple(arguments[0]), tuple(arguments[1]))
+        return RaggedShard(*map(tuple, arguments))
     return {"Shard": Shard, "StridedShard": StridedShard, "Replicate": Replicate}[kind](*arguments)
