@@ -11,6 +11,7 @@ from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
     from hp_moe.torch.balance import MoEAuxLossAutoScaler, update_expert_bias
+    from hp_moe.torch.library import register_experts
     from hp_moe.torch.modules import FeedForward, GroupedExperts, MoE, TokenChoiceTopKRouter
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "TokenChoiceTopKRouter",
     "place_experts",
     "plan_replicas",
+    "register_experts",
     "rebalance",
     "update_expert_bias",
 ]
@@ -38,6 +40,7 @@ __getattr__, __dir__ = lazy_exports(
         "MoE": "modules",
         "MoEAuxLossAutoScaler": "balance",
         "TokenChoiceTopKRouter": "modules",
+        "register_experts": "library",
         "update_expert_bias": "balance",
     },
 )

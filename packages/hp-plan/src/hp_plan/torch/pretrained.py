@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hp_dtensor import DTensor, implicit_replication
+from hp_moe import register_experts
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_platform import get_platform
 
@@ -63,6 +64,7 @@ def build(name: str, overrides: Mapping[str, Any], *, task: str | None, dtype: t
         PlanError: there is no such task or class, or none for this configuration.
     """
     model = model_class(config_class(name), task)
+    register_experts()
     config = config_class(name)(**overrides)
     if hasattr(model, "from_config"):
         return model.from_config(config, dtype=dtype)
