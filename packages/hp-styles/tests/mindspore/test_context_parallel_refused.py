@@ -1,33 +1,38 @@
-"""Context parallelism says that it is not on MindSpore."""
+"""What needs attention's calls to be intercepted says that it is not on MindSpore."""
 
 from __future__ import annotations
 
 import pytest
-from mindspore import Tensor, mint
+from mindspore import mint
 
 from hp_dtensor import init_device_mesh
 from hp_styles import (
+    AsyncContextParallel,
     AsyncDSASparseAttentionContextParallel,
-    ContextParallel,
     DSAIndexerContextParallel,
     DSAIndexerLossContextParallel,
-    context_parallel_shard,
+    context_parallel,
     parallelize_module,
 )
 from hp_testing import device_type, on_ranks
 
 
 @on_ranks(1)
-def test_context_parallel_is_for_torch() -> None:
+def test_what_is_for_torch() -> None:
     mesh = init_device_mesh(device_type(), (1,), ("cp",))
-    with pytest.raises(NotImplementedError, match="context parallelism is for PyTorch"):
-        parallelize_module(mint.nn.Linear(2, 2), mesh, ContextParallel())
-    with pytest.raises(NotImplementedError, match="context parallelism is for PyTorch"):
-        context_parallel_shard(Tensor([[1, 2]]), mesh)
+    with pytest.raises(
+        NotImplementedError, match="MindSpore's attention is not intercepted; apply the style to a Cell"
+    ):
+        parallelize_module(mint.nn.Linear(2, 2), mesh, AsyncContextParallel(v_proj="v", head_size=2))
+    with (
+        pytest.raises(NotImplementedError, match="as a block, is for PyTorch only.* use ContextParallel on a Cell"),
+        context_parallel(mesh),
+    ):
+        pass
     for style in (
         DSAIndexerContextParallel(),
         DSAIndexerLossContextParallel(),
         AsyncDSASparseAttentionContextParallel(core="core", projections={"key": "norm"}),
     ):
-        with pytest.raises(NotImplementedError, match="context parallelism is for PyTorch"):
+        with pytest.raises(NotImplementedError, match="context parallelism of sparse attention.* is for PyTorch only"):
             parallelize_module(mint.nn.Linear(2, 2), mesh, style)

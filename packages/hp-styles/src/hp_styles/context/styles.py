@@ -37,7 +37,8 @@ class ContextParallel(ParallelStyle):
     - With ``qkv_indices`` or ``qkv_kwarg_names``, q, k and v are the module's inputs. The module runs on plain tensors
       with the full sequence and a part of the heads, and may use masks of the full sequence or biases. Its output has
       the queries' dims, or the heads flattened into ``head_dim``, and is redistributed to the input's layout. If the
-      degree leaves a ring, the call of scaled_dot_product_attention inside is computed over the ring.
+      degree leaves a ring, the call of scaled_dot_product_attention inside is computed over the ring. This is the way
+      on MindSpore, where around a ring attention is computed in the Cell's place.
 
     Groups of ``ulysses_degree`` neighbours exchange their parts of the sequence for parts of the heads (one all-to-all
     for q, k and v, one for the output). Keys and values travel around the ``n / ulysses_degree`` groups in a ring, and
@@ -78,7 +79,8 @@ class ContextParallel(ParallelStyle):
             ids. Parts must have equal lengths. The ranks compare them once per call of the module given to
             ``parallelize_module``, at its first attention; an error on one of them is an error on all.
         NotImplementedError: (in forward) another attention mask, a key/value cache that holds tokens, dropout,
-            attention weights as output, nn.MultiheadAttention; on MindSpore.
+            attention weights as output, nn.MultiheadAttention. On MindSpore: q, k and v that are no inputs, and a ring
+            around a Cell that does not say ``parallel_kind = "attention"``.
         RuntimeError: a second such style on a module; (in forward) no call of scaled_dot_product_attention; (in
             backward) second derivatives of a ring.
 

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DeviceMesh, DTensor
 from hp_dtensor.torch.extend import backward
-from hp_platform import get_platform
 from hp_styles.context.plan import kv_copies, split_degrees
 from hp_styles.rounds import Rounds
 from hp_styles.torch.context.call import Call
@@ -57,15 +56,8 @@ class ContextGroup(SequenceGroup):
         self.number = next(_numbers)
         self.degrees = split_degrees(self.size, *degrees)
         self.compared_degrees = self.degrees.ulysses, self.degrees.inner
-        self._ulysses = self._group(self.degrees.ulysses_ranks(self.place))
-        groups = [self._group(ranks(self.place)) for ranks in (self.degrees.ring_ranks, self.degrees.inner_ranks)]
-        self.ring = Ring(groups[0], groups[1], self.degrees, self.place // self.degrees.ulysses, load_balance)
-
-    def _group(self, places: range) -> Any:
-        if len(places) == 1:
-            return None
-        ranks = [self.ranks[place] for place in places]
-        return self.mesh.get_group() if len(places) == self.size else get_platform().groups.new_group(ranks)
+        self._ulysses = self.subgroup(self.degrees.ulysses_ranks(self.place))
+        self.ring = Ring(self.links(self.degrees, torch.empty_like), load_balance)
 
     def plan(self, head_dim: int, seq_dim: int) -> Exchange:
         """Plan the Ulysses exchange of tensors with these dims."""

@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DeviceMesh, DTensor
+from hp_styles.context.inputs import check_output, find_input, with_inputs
 from hp_styles.context.plan import Settings
 from hp_styles.inputs import hook
 from hp_styles.rounds import Rounds
@@ -230,7 +231,7 @@ def _check_met(module: nn.Module, args: Any, output: Any) -> None:
 def _receiver(group: ContextGroup, settings: Settings) -> Any:
     def receive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tuple(args), dict(kwargs)
-        qkv = [_input(module, args, kwargs, settings, which) for which in range(3)]
+        qkv = [find_input(module, args, kwargs, settings, which) for which in range(3)]
         q: T = qkv[0][1]
         head, seq = settings.head_dim % q.dim(), settings.seq_dim % q.dim()
         settling = _settling(module, group, Call(type(module).__name__), args, kwargs, False)
@@ -243,11 +244,7 @@ def _receiver(group: ContextGroup, settings: Settings) -> Any:
         parts, _ = settling.of(checked, [x for _, x in qkv], None)
         with torch._C.DisableTorchFunction():
             sent = group.to_heads(tuple(x.movedim((1, 2), (head, seq)) for x in parts), {}, head, seq)  # type: ignore
-        for (where, _), x in zip(qkv, sent, strict=True):
-            if isinstance(where, str):
-                kwargs[where] = x
-            else:
-                args = (*args[:where], x, *args[where + 1 :])
+        args, kwargs = with_inputs(args, kwargs, [where for where, _ in qkv], sent)
         _open(
             _Frame(module, settling, query=q, inside=(sent[0].shape[head], sent[0].shape[seq])),
             group if group.degrees.ring > 1 else None,
@@ -255,21 +252,6 @@ def _receiver(group: ContextGroup, settings: Settings) -> Any:
         return args, kwargs
 
     return receive
-
-
-def _input(module: nn.Module, args: Any, kwargs: Any, settings: Settings, which: int) -> tuple[int | str, T]:
-    """Find one of q, k and v: its place and its value."""
-    index = settings.qkv_indices[which] if settings.qkv_indices else None
-    name = settings.qkv_kwarg_names[which] if settings.qkv_kwarg_names else None
-    where = index if index is not None and index < len(args) else name
-    value = kwargs.get(name) if where is name else args[index]
-    if where is None or not isinstance(value, T):
-        raise TypeError(
-            f"ContextParallel on {type(module).__name__}: {'qkv'[which]} is looked for at position {index} and by name"
-            f" {name!r}; the inputs are {[type(x).__name__ for x in args]} and"
-            f" { {key: type(x).__name__ for key, x in kwargs.items()} }"
-        )
-    return where, value
 
 
 def _giver(group: ContextGroup, settings: Settings) -> Any:
@@ -286,11 +268,7 @@ def _giver(group: ContextGroup, settings: Settings) -> Any:
             )
         ndim, (heads, length) = frame.query.dim(), frame.inside
         head, seq = settings.head_dim % ndim, settings.seq_dim % ndim
-        if max(head, seq) >= first.dim() or first.shape[seq] != length or first.shape[head] % heads:
-            raise ValueError(
-                f"ContextParallel on {type(module).__name__}: the output of shape {tuple(first.shape)} must have the"
-                f" sequence of length {length} in dim {seq} and the {heads} heads in dim {head}, as the queries"
-            )
+        check_output(module, tuple(first.shape), heads, length, head, seq)
         with torch._C.DisableTorchFunction():
             result = group.to_sequence(first, head, seq)
         if frame.settling.round.late is not None:

@@ -1,10 +1,4 @@
-"""Ring attention: keys and values pass around, each rank adds what its queries see of them.
-
-Note [A ring without send and receive]
-    A step is an all-to-all in which each rank has a piece for its successor alone. Backends run that as the one send
-    and the one receive that it is, beside the computation, in an order that cannot deadlock, and a ring of two needs no
-    case of its own.
-"""
+"""Ring attention: keys and values pass around, each rank adds what its queries see of them."""
 
 from __future__ import annotations
 
@@ -15,8 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hp_platform import get_platform
-from hp_styles.context.plan import Block, Degrees, chunks_of, ring_blocks
+from hp_styles.context.plan import Block, chunks_of, ring_blocks
+from hp_styles.context.ring import Links, come_around, return_gradients
 from hp_styles.torch.context.kernels import kernel_for, masked_backward, masked_forward
 from hp_styles.torch.context.masks import Seen, places
 
@@ -32,30 +26,29 @@ def no_autocast(kind: str) -> Any:
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks that keys and values go around; Note [Rings inside a ring] in `hp_styles.context.plan`.
+    """The ranks that keys and values go around.
 
     Attributes:
-        group: the process group.
-        inner_group: that of the inner ring.
-        degrees: how many ranks each has.
-        rank: the place of this one.
+        links: between them.
         load_balance: each rank holds a chunk of the head and one of the tail.
     """
 
-    group: Any
-    inner_group: Any
-    degrees: Degrees
-    rank: int
+    links: Links
     load_balance: bool
 
     @property
     def size(self) -> int:
         """Number of ranks of the whole ring."""
-        return self.degrees.ring
+        return self.links.degrees.ring
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank."""
+        return self.links.rank
 
     def blocks(self, seen: Seen) -> tuple[Block | None, ...]:
         """List the blocks that this rank computes, one per step."""
-        inner = self.degrees.inner
+        inner = self.links.degrees.inner
         blocks = ring_blocks(self.size, self.rank, causal=seen.causal, load_balance=self.load_balance, inner=inner)
         return tuple(None if block is None or self._too_far(block, seen) else block for block in blocks)
 
@@ -75,84 +68,6 @@ class Ring:
         width = seen.length // self.size
         mine, theirs = (places(rank, self.size, width, self.load_balance, device) for rank in (self.rank, block.source))
         return seen.mask(_part(mine, block.queries, 0), _part(theirs, block.keys, 0))
-
-    def pass_inside(self, flat: T) -> _Passing:
-        """Send a one-dimensional tensor to the next rank of the inner ring, and receive as much from the previous."""
-        size = self.degrees.inner
-        place = self.rank % size
-        return self._pass(flat, (place + 1) % size, (place - 1) % size, size, self.inner_group)
-
-    def pass_out(self, flat: T, turned: int = 0) -> _Passing:
-        """Send to the next inner ring, and receive from the previous.
-
-        Args:
-            flat: a one-dimensional tensor.
-            turned: how many places further it goes there.
-        """
-        outer, place = divmod(self.rank, self.degrees.inner)
-
-        def at(outer: int, place: int) -> int:
-            return outer % self.degrees.outer * self.degrees.inner + place % self.degrees.inner
-
-        there, here = at(outer + 1, place + turned), at(outer - 1, place - turned)
-        return self._pass(flat, there, here, self.size, self.group)
-
-    def pass_back(self, flat: T, step: int) -> _Passing:
-        """Send gradients to the rank that has their keys in the next step; after the last, to the keys' own rank."""
-        inner = self.degrees.inner
-        return self.pass_inside(flat) if (step + 1) % inner else self.pass_out(flat, turned=1)
-
-    def _pass(self, flat: T, to: int, source: int, size: int, group: Any) -> _Passing:
-        received = torch.empty_like(flat)
-        there, here = [0] * size, [0] * size
-        there[to] = here[source] = flat.numel()
-        all_to_all = get_platform().collectives.all_to_all
-        return _Passing(flat, received, all_to_all(received, flat, here, there, group=group, async_op=True))
-
-
-class _Tour:
-    """Keys and values as they come: one transfer in the inner ring a step, one to the next inner ring for all of them.
-
-    Args:
-        ring: the ranks.
-        flat: this rank's own.
-        steps: the number of steps.
-
-    Attributes:
-        flat: those of the step.
-    """
-
-    def __init__(self, ring: Ring, flat: T, steps: int) -> None:
-        self.flat, self._ring, self._steps, self._step = flat, ring, steps, 0
-        self._passing: _Passing | None = None
-        self._ahead: _Passing | None = None
-
-    def send(self) -> None:
-        """Send what the next steps need."""
-        inner = self._ring.degrees.inner
-        turn = self._step % inner
-        if turn == 0 and self._step + inner < self._steps:
-            self._ahead = self._ring.pass_out(self.flat)
-        self._passing = self._ring.pass_inside(self.flat) if turn + 1 < inner else None
-
-    def arrive(self) -> None:
-        """Wait for what the next step needs."""
-        self._step += 1
-        if self._passing is not None:
-            self.flat = self._passing.wait()
-        elif self._ahead is not None:
-            self.flat, self._ahead = self._ahead.wait(), None
-
-
-@dataclass(frozen=True)
-class _Passing:
-    sent: T
-    received: T
-    handle: Any
-
-    def wait(self) -> T:
-        self.handle.wait()
-        return self.received
 
 
 @dataclass(frozen=True)
@@ -232,26 +147,21 @@ def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
     heads = q.shape[1], k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, flat = torch.zeros_like(q, dtype=wide), pair.join(k, v, k.dtype)
-    gradients, coming = torch.zeros_like(flat, dtype=wide), None
-    blocks = ring.blocks(ctx.seen)
-    tour = _Tour(ring, flat, len(blocks))
-    for step, block in enumerate(blocks):
-        tour.send()
-        totals: tuple[T, T, T] | None = None
-        if block is not None:
-            queries = [_part(x, block.queries) for x in (grad, q, out, lse)]
-            keys = [_shared(_part(x, block.keys), heads[0]) for x in pair.split(tour.flat)]
-            totals = _see_back(ctx, block, queries, keys)
-        if coming is not None:  # what the ranks before saw of these keys
-            gradients = coming.wait()
-        if totals is not None and block is not None:
-            _part(dq, block.queries).add_(totals[0])
-            for into, part in zip(pair.split(gradients), totals[1:], strict=True):
-                _part(into, block.keys).add_(_summed(part, heads[1]))
-        coming = ring.pass_back(gradients, step)
-        tour.arrive()
-    assert coming is not None  # a ring has steps
-    dk, dv = pair.split(coming.wait())
+
+    def compute(block: Block, flat: T) -> tuple[T, T]:
+        queries = [_part(x, block.queries) for x in (grad, q, out, lse)]
+        keys = [_shared(_part(x, block.keys), heads[0]) for x in pair.split(flat)]
+        to_queries, to_keys, to_values = _see_back(ctx, block, queries, keys)
+        _part(dq, block.queries).add_(to_queries)
+        return to_keys, to_values
+
+    def add(gradients: T, block: Block, own: tuple[T, T]) -> T:
+        for into, part in zip(pair.split(gradients), own, strict=True):
+            _part(into, block.keys).add_(_summed(part, heads[1]))
+        return gradients
+
+    zeros = torch.zeros_like(flat, dtype=wide)
+    dk, dv = pair.split(return_gradients(ring.links, ring.blocks(ctx.seen), flat, zeros, compute, add))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -259,13 +169,12 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: T, k: T, v: T, ring: Ring, seen: Seen, scale: float) -> T:  # type: ignore[override]
         pair = _Pair((k.shape, v.shape))
-        blocks, total = ring.blocks(seen), _Sum()
-        tour = _Tour(ring, pair.join(k, v, k.dtype), len(blocks))
-        for block in blocks:
-            tour.send()
-            if block is not None:
-                total.add(*_see(ring, seen, block, q, *pair.split(tour.flat), scale), block.queries)
-            tour.arrive()
+        total = _Sum()
+
+        def see(block: Block, flat: T) -> None:
+            total.add(*_see(ring, seen, block, q, *pair.split(flat), scale), block.queries)
+
+        come_around(ring.links, ring.blocks(seen), pair.join(k, v, k.dtype), see)
         assert total.out is not None and total.lse is not None  # a rank sees its own keys
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)

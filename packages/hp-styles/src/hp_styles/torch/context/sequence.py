@@ -8,6 +8,7 @@ import torch
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard
 from hp_platform import get_platform
+from hp_styles.context.group import ContextRanks
 from hp_styles.context.plan import chunk_order, chunks_of, divided
 
 __all__ = ["CUT", "SequenceGroup", "like", "shard", "unshard"]
@@ -15,33 +16,8 @@ __all__ = ["CUT", "SequenceGroup", "like", "shard", "unshard"]
 T = torch.Tensor
 
 
-class SequenceGroup:
-    """The ranks that a sequence is sharded over.
-
-    Args:
-        mesh: of one axis.
-        load_balance: each rank holds a chunk of the head and one of the tail.
-        style: the name of the style, for errors.
-
-    Raises:
-        ValueError: the ranks do not ascend along the axis, or this one is not among them.
-    """
-
-    def __init__(self, mesh: DeviceMesh, load_balance: bool, style: str) -> None:
-        self.mesh = mesh
-        self.load_balance = load_balance
-        self.style = style
-        self.ranks: list[int] = mesh.ranks.reshape(-1).tolist()
-        self.size = len(self.ranks)
-        if self.ranks != sorted(self.ranks):
-            raise ValueError(
-                f"{style}: the ranks along the context axis are {self.ranks}; they must ascend, as in a mesh made by"
-                " init_device_mesh"
-            )
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise ValueError(f"{style}: this rank is not in the mesh of ranks {self.ranks}")
-        self.place = coordinate[0]
+class SequenceGroup(ContextRanks):
+    """The ranks that a sequence is sharded over, with what they hold of it."""
 
     def cuts(self, x: DTensor) -> list[bool]:
         """Return for each axis of a DTensor's mesh whether the sequence is sharded over it."""
@@ -84,18 +60,6 @@ class SequenceGroup:
                     f" ranks {line} it must be {expected} with the sequence sharded over ranks {self.ranks}:"
                     " redistribute it first"
                 )
-
-    def check_halves(self, x: T, name: str, seq_dim: int) -> None:
-        """Refuse a part that is not a chunk of the head and one of the tail.
-
-        Raises:
-            ValueError: an odd length with ``load_balance``.
-        """
-        if self.load_balance and x.shape[seq_dim] % 2:
-            raise ValueError(
-                f"{self.style}: load_balance needs two equal chunks per rank, but {name} of shape {tuple(x.shape)} has"
-                f" length {x.shape[seq_dim]} (dim {seq_dim}); shard the sequence with context_parallel_shard"
-            )
 
     def gathered(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Gather the numbers of every rank."""
