@@ -3,6 +3,7 @@
 grouped   forward and backward of a grouped product against torch's own, and in float64 against a loop over the weight
 replicas  the worst rank's load over the mean, with a replica a rank and without, and the time to plan it
 layer     a layer of experts on two gloo ranks against transformers' all-to-all
+hot       a layer on four gloo ranks where half of the tokens choose one expert, with replicas and without
 
     python packages/hp-moe/benchmarks/bench_moe.py --repeats 30
 """
@@ -24,11 +25,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 
 from hp_dtensor import init_device_mesh
-from hp_moe import ExpertParallel, ExpertPlacement, plan_replicas
+from hp_moe import ExpertParallel, ExpertPlacement, GroupedExperts, plan_replicas, rebalance
 from hp_platform.torch.grouped import grouped_linear
 from hp_styles import parallelize_module
 
 EXPERTS, CHOICES, HIDDEN, INNER, TOKENS, RANKS = 64, 8, 256, 128, 2048, 2
+HOT_RANKS = 4
 
 
 def compared(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -146,19 +148,66 @@ def layer(rank: int, store: str, repeats: int) -> None:
     dist.destroy_process_group()
 
 
+def hot(rank: int, store: str, repeats: int) -> None:
+    """Time a layer where one expert gets half of the tokens: the CPU time of the busiest rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=HOT_RANKS)
+    mesh = init_device_mesh("cpu", (HOT_RANKS,), mesh_dim_names=("ep",))
+    experts, hidden, inner, tokens = 16, 512, 1024, 1024
+    layers: dict[str, Any] = {}
+    for name, slots in (("no replicas", 0), ("one slot", 1)):
+        torch.manual_seed(0)
+        layers[name] = parallelize_module(
+            GroupedExperts(hidden, inner, experts, True), mesh, ExpertParallel(slots=slots)
+        )
+    torch.manual_seed(1 + rank)
+    chosen = torch.where(torch.rand(tokens) < 0.5, 0, torch.randint(1, experts, (tokens,))).sort().values
+    counts, x = chosen.bincount(minlength=experts), torch.randn(tokens, hidden)
+
+    def step(name: str) -> float:
+        layers[name].zero_grad()
+        dist.barrier()
+        begin = time.process_time()
+        layers[name](x.clone().requires_grad_(), counts).square().mean().backward()
+        return time.process_time() - begin
+
+    step("one slot")
+    placement = rebalance(layers["one slot"])[""]
+    seconds: dict[str, list[float]] = {name: [] for name in layers}
+    for repeat in range(repeats + 2):
+        for name, values in seconds.items():
+            every: list[Any] = [None] * HOT_RANKS
+            dist.all_gather_object(every, step(name))
+            values += [max(every)] if repeat > 1 else []
+    if rank == 0:
+        none, one = seconds.values()
+        shared = sum(map(bool, placement.replicas))
+        megabytes = 3 * hidden * inner * 4 / 2**20
+        print(
+            f"hot {experts} experts of {hidden} x {inner} on {HOT_RANKS} ranks, half of {HOT_RANKS} x {tokens}"
+            f" tokens to one: {1e3 * statistics.median(none):.0f} ms of the busiest rank's CPU, with one slot a rank"
+            f" ({shared} expert has {len(placement.replicas[0])} replicas) {1e3 * statistics.median(one):.0f} ms,"
+            f" {statistics.median(one) / statistics.median(none):.2f} (minima {min(one) / min(none):.2f}); a slot in"
+            f" use holds {megabytes:.0f} MiB of weights, and as many of gradients in backward"
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--parts", nargs="+", default=["grouped", "replicas", "layer"])
+    parser.add_argument("--parts", nargs="+", default=["grouped", "replicas", "layer", "hot"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if "grouped" in arguments.parts:
         grouped(arguments.repeats)
     if "replicas" in arguments.parts:
         replicas()
-    if "layer" in arguments.parts:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(layer, (f"{folder}/store", arguments.repeats), nprocs=RANKS)
+    for name, run, ranks in (("layer", layer, RANKS), ("hot", hot, HOT_RANKS)):
+        if name in arguments.parts:
+            with tempfile.TemporaryDirectory() as folder:
+                torch.multiprocessing.spawn(run, (f"{folder}/store", arguments.repeats), nprocs=ranks)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from hp_platform.ports import (
     platform_name,
     wanted_platform,
 )
+from hp_platform.tree_sum import TreeSum, subtrees
 
 __all__ = [
     "DEVICE",
@@ -23,6 +24,7 @@ __all__ = [
     "PLATFORM",
     "PLATFORMS",
     "SettingError",
+    "TreeSum",
     "attribute_to",
     "attributed_modules",
     "end_with_parent",
@@ -31,6 +33,7 @@ __all__ = [
     "observers",
     "own_rank",
     "platform_name",
+    "subtrees",
     "wanted_platform",
     "watch_parent",
     "when_groups_end",
