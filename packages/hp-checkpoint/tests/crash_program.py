@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hp_checkpoint import load, save
+from hp_checkpoint import load, save, storage
 
 CALLS = ("pwrite", "fsync", "rename", "mkdir", "open")
 STRIDE = 4096
@@ -82,7 +82,7 @@ def killed_at(point: int, target: Path, seed: int) -> bool:
 
 
 def main(folder: Path) -> None:
-    points = 0
+    points, storage._NEW = 0, 0.0  # rests may be removed at once
     save(state(1), checkpoint_id=folder / "old", no_dist=True)
     while killed_at(points, folder / "new", 2):
         assert loads(folder / "old", 1), points

@@ -5,18 +5,22 @@ pickled.
 """
 
 from hp_checkpoint.api import load, save
-from hp_checkpoint.checkpointer import Checkpointer, Keep, Loaded
+from hp_checkpoint.background import Committed, Pending
+from hp_checkpoint.checkpointer import Checkpointer, Loaded
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.models import load_model, save_model
+from hp_checkpoint.retention import Keep
 
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "Committed",
     "InvalidCheckpointError",
     "Keep",
     "Loaded",
     "Manifest",
+    "Pending",
     "load",
     "load_model",
     "save",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,50 +12,22 @@ from typing import Any, Literal
 import numpy as np
 
 from hp_checkpoint.api import versions
+from hp_checkpoint.background import Committed, Pending, Writer
 from hp_checkpoint.files import Entry
 from hp_checkpoint.loading import Verify, load_tensors, read_tree
-from hp_checkpoint.manifest import MANIFEST, Manifest
+from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.models import MODEL, check_unexpected, config_texts, model_names, of_model
 from hp_checkpoint.port import OptimizerState, port
 from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.saving import save_state
+from hp_checkpoint.retention import Keep, prune, step_folder, steps_in
+from hp_checkpoint.saving import prepare_save, save_state
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import Address, decode, flatten
 
 __all__ = ["Checkpointer", "Keep", "Loaded"]
 
-_STEP = re.compile(r"step-(\d{8,})")
 _OPTIMIZER, _OPTIONS = "optimizer", "optimizer_options"
 _OTHERS = ("schedule", "data", "extra", "iteration")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """The checkpoints that stay when a new one is complete.
-
-    Attributes:
-        last: so many of the newest. Default 2.
-        every: those whose step is a multiple of it as well. Default None: no others.
-
-    Raises:
-        ValueError: a number below 1.
-    """
-
-    last: int = 2
-    every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.last < 1 or (self.every is not None and self.every < 1):
-            raise ValueError(f"{self}: last and every must be at least 1")
-
-    def removed(self, steps: Iterable[int]) -> list[int]:
-        """Return the steps that don't stay.
-
-        >>> Keep(last=1, every=100).removed([100, 150, 200, 250])
-        [150]
-        """
-        ordered = sorted(steps)
-        return [step for step in ordered[: -self.last] if self.every is None or step % self.every]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,39 +50,68 @@ class Loaded:
 class Checkpointer:
     """The checkpoints of a run: ``<folder>/step-00001200`` and so on, each a Hugging Face model with its optimizer.
 
-    All ranks make it and call it together. A save is complete when it returns.
+    All ranks make it and call it together. A save in the background stops the training only while the state is copied:
+    a writer process of each rank brings the copy to the disk. A context manager, which waits for the last save.
 
     Example:
-        >>> checkpoints = Checkpointer("runs/one")
-        >>> if checkpoints.steps():
-        ...     step = checkpoints.load(model, optimizer, schedule=schedule).step
-        >>> checkpoints.save(step, model, optimizer, schedule=schedule, data={"next_sample": step * 64})
+        >>> with Checkpointer("runs/one") as checkpoints:
+        ...     if checkpoints.steps():
+        ...         step = checkpoints.load(model, optimizer, schedule=schedule).step
+        ...     checkpoints.save(step, model, optimizer, schedule=schedule, data={"next_sample": step * 64})
 
     Args:
         folder: created by the first save.
-        keep: which checkpoints stay.
+        keep: which checkpoints stay. Default: the last two.
+        background: write beside the training. Default True; with False a save is complete when it returns.
+        busy: where a save is under way when the next one starts: "wait" for it, "skip" the new one, or raise an
+            "error".
         verify: "read" compares what is read with its checksums, "all" all of a checkpoint.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: Keep | None = None, verify: Verify = "read") -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: Keep | None = None,
+        background: bool = True,
+        busy: Literal["wait", "skip", "error"] = "wait",
+        verify: Verify = "read",
+    ) -> None:
+        if busy not in ("wait", "skip", "error"):
+            raise ValueError(f"Checkpointer: busy must be 'wait', 'skip' or 'error', got {busy!r}")
         self.folder = Path(folder).absolute()
         self.keep = Keep() if keep is None else keep
         self.verify: Verify = verify
+        self.busy = busy
+        self._writer = Writer() if background else None
+        self._pending: Pending | None = None
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.close()
+
+    def close(self) -> None:
+        """Wait for a save under way and end the writer; all ranks call it together.
+
+        Raises:
+            CheckpointError: the save failed on some rank; on all ranks.
+        """
+        writer, self._writer = self._writer, None
+        try:
+            self._settle()
+        finally:
+            if writer is not None:
+                writer.close()
 
     def steps(self) -> list[int]:
-        """List the steps that have a checkpoint, ascending."""
-        matches = (_STEP.fullmatch(path.name) for path in self.folder.glob("step-*") if (path / MANIFEST).exists())
-        return sorted(int(match[1]) for match in matches if match)
+        """List the steps that have a complete checkpoint, ascending."""
+        return steps_in(self.folder)
 
     def path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
-        return self.folder / f"step-{step:08d}"
+        return step_folder(self.folder, step)
 
     def save(
         self,
@@ -123,8 +122,10 @@ class Checkpointer:
         schedule: Any = None,
         data: Any = None,
         extra: Any = None,
-    ) -> Manifest:
-        """Save a step; afterwards checkpoints that `keep` does not name are removed.
+    ) -> Pending:
+        """Save a step; once it is complete, checkpoints that ``keep`` does not name are removed.
+
+        In the background, it returns when the state is copied, and the tensors may change.
 
         Args:
             step: of the training; a checkpoint of the same step is replaced.
@@ -134,10 +135,22 @@ class Checkpointer:
             data: JSON values: the position in the data.
             extra: JSON values, tensors and arrays.
 
+        Returns:
+            The save under way; ``wait()`` on it, the next save and `close` raise its error.
+
         Raises:
-            CheckpointError: it failed on some rank; on all ranks. The older checkpoints are whole.
+            CheckpointError: it, or the save before it, failed on some rank; on all ranks. Older checkpoints are whole.
+            RuntimeError: another save is under way, with ``busy="error"``.
         """
         ranks = Ranks()
+        if self._pending is not None:
+            pending = self._pending
+            busy = b"1" in ranks.agree(lambda: b"0" if pending.done() else b"1", "save")
+            if busy and self.busy == "skip":
+                return Pending(Committed(step, None))
+            if busy and self.busy == "error":
+                raise RuntimeError(f"save: step {step} is to be saved while the save before it is under way")
+            self._settle()
         states: list[Any] = []
 
         def collect() -> bytes:
@@ -148,22 +161,28 @@ class Checkpointer:
                 listed = port().optimizer_states(model, optimizer)
                 state[_OPTIMIZER] = {name: values for each in listed for name, values in each.states.items()}
                 state[_OPTIONS] = {name: values for each in listed for name, values in each.options.items()}
-            others = (
-                None if schedule is None else schedule.state_dict(),
-                data,
-                extra,
-                getattr(optimizer, "iteration", None),
-            )
+            iteration = getattr(optimizer, "iteration", None)
+            others = (None if schedule is None else schedule.state_dict(), data, extra, iteration)
             state |= dict(zip(_OTHERS, others, strict=True))
             states.append(flatten(state))
             return b""
 
         ranks.agree(collect, "save")
-        manifest = save_state(
-            states[0], self.path(step), ranks, step=step, texts=config_texts(model), versions=versions()
-        )
-        ranks.first(self._prune, "save")
-        return manifest
+        target, texts = self.path(step), config_texts(model)
+        writer = self._writer
+        if writer is None:
+            save_state(states[0], target, ranks, step=step, texts=texts, versions=versions())
+            ranks.first(self._prune, "save")
+            return Pending(Committed(step, target))
+        prepared = prepare_save(states[0], target, ranks, step=step, texts=texts, versions=versions())
+
+        def start() -> bytes:
+            writer.start(prepared, ranks, self.keep)
+            return b""
+
+        ranks.agree(start, "save")
+        self._pending = Pending(Committed(step, target), ranks, writer)
+        return self._pending
 
     def load(
         self,
@@ -187,6 +206,7 @@ class Checkpointer:
             CheckpointError: it failed on some rank; on all ranks.
             ValueError: names, shapes or dtypes that differ from the checkpoint's.
         """
+        self._settle()
         ranks = Ranks()
         opened: list[Any] = []
 
@@ -229,15 +249,14 @@ class Checkpointer:
         return Loaded(manifest.step or 0, folder, saved["data"], saved["extra"])
 
     def _prune(self) -> bytes:
-        for step in self.keep.removed(self.steps()):
-            remove(self.path(step))
+        prune(self.folder, self.keep)
         return b""
 
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that what is left of it is none."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    def _settle(self) -> None:
+        """Wait for the save under way."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.settled:
+            pending.wait()
 
 
 def _of_optimizer(states: OptimizerState, manifest: Manifest, tree: Mapping[str, Any]) -> dict[Address, Any]:

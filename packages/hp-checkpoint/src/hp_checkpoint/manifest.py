@@ -23,7 +23,7 @@ from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import DTYPES, Entry, Kind, check_file_name, strict_json
 from hp_checkpoint.pieces import gather
 
-__all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "checksum"]
+__all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "checksum", "sealed"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -35,6 +35,12 @@ _DIGEST = 16
 def checksum(data: np.ndarray) -> int:
     """Return the xxh3-64 of bytes."""
     return xxhash.xxh3_64_intdigest(data.data)
+
+
+def sealed(tree: Mapping[str, Any]) -> bytes:
+    """Return the content of a manifest's file; its last entry is the hash of what is before it."""
+    text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
+    return text + f'{_HASH}{_digest(text)}"}}'.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,12 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return the file's content; its last entry is the hash of what is before it."""
-        content = {
+        """Return the file's content."""
+        return sealed(self.tree())
+
+    def tree(self) -> dict[str, Any]:
+        """Return the content as JSON values, without the hash."""
+        return {
             "version": VERSION,
             "step": self.step,
             "block_bytes": self.block_bytes,
@@ -84,8 +94,6 @@ class Manifest:
                 for name, file in self.files.items()
             },
         }
-        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
-        return text + f'{_HASH}{_digest(text)}"}}'.encode()
 
     @staticmethod
     def from_bytes(content: bytes, where: str) -> Manifest:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from hp_checkpoint.files import index_of
-from hp_checkpoint.manifest import BLOCK, MANIFEST, FileSums, Manifest, checksum
+from hp_checkpoint.manifest import BLOCK, MANIFEST, FileSums, Manifest, checksum, sealed
 from hp_checkpoint.pieces import Piece, clip, gather, scale
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.save_plan import SavePlan, plan_save
@@ -33,7 +33,7 @@ from hp_checkpoint.storage import (
 )
 from hp_checkpoint.tensors import local_pieces, read_bytes
 
-__all__ = ["STATE", "Output", "manifest_of", "outputs", "save_state", "write_outputs"]
+__all__ = ["STATE", "Output", "Prepared", "finish", "prepare_save", "save_state", "write_outputs"]
 
 STATE = "state.json"
 _CHUNK = 256 << 10
@@ -47,6 +47,27 @@ class Output:
     file: str
     source: Callable[[], np.ndarray]
     pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A save that is planned, and whose folder is there.
+
+    Attributes:
+        outputs: of this rank.
+        names: of all files.
+        tree: the manifest without checksums, see `manifest.sealed`.
+        target: the checkpoint's folder.
+        part: the folder until the commit.
+        block_bytes: bytes of a checksum's block.
+    """
+
+    outputs: tuple[Output, ...]
+    names: tuple[str, ...]
+    tree: dict[str, Any]
+    target: Path
+    part: Path
+    block_bytes: int
 
 
 def save_state(
@@ -73,30 +94,70 @@ def save_state(
     Raises:
         CheckpointError: it failed on some rank, on all ranks; nothing is left of it.
     """
+    own = prepare_save(state, target, ranks, step=step, texts=texts, versions=versions, block_bytes=block_bytes)
+    rows: list[bytes] = []
+
+    def write() -> bytes:
+        rows.append(write_outputs(own.part, own.outputs, own.names, own.block_bytes).tobytes())
+        return b""
+
+    with in_progress(own.part) if ranks.rank == 0 else nullcontext():
+        ranks.agree(write, "save")
+        of_all = ranks.collect(rows[0])
+        content = ranks.first(lambda: finish(own.part, own.target, own.tree, own.names, of_all), "save")
+    return Manifest.from_bytes(content, str(target / MANIFEST))
+
+
+def prepare_save(
+    state: State,
+    target: Path,
+    ranks: Ranks,
+    *,
+    step: int | None = None,
+    texts: Mapping[str, bytes] | None = None,
+    versions: Mapping[str, str] | None = None,
+    block_bytes: int = BLOCK,
+) -> Prepared:
+    """Plan a save and create its folder; the arguments are those of `save_state`."""
     plan = plan_save(state, str(target), step, ranks)
     small = {**_own_texts(plan), **(texts or {})}
     total = sum(file.size for files in plan.files.values() for file in files)
     nonce = ranks.first(lambda: _prepare(target, total), "save").decode()
-    part = part_folder(target, nonce)
-    names = [*(file.name for files in plan.files.values() for file in files), *small]
+    sizes = {file.name: file.size for files in plan.files.values() for file in files}
+    sizes |= {name: len(content) for name, content in small.items()}
+    parts = {part: {e.name: e for file in files for e in file.entries} for part, files in plan.files.items()}
+    aliases: dict[str, dict[str, str]] = {}
+    for (part, name), (_, first) in plan.aliases.items():
+        aliases.setdefault(part, {})[name] = first
+    files = {name: FileSums(size, ()) for name, size in sizes.items()}
+    tree = Manifest(step, parts, files, aliases, block_bytes, dict(versions or {})).tree()
+    own = tuple(outputs(plan, state, small, ranks.rank))
+    return Prepared(own, tuple(sizes), tree, target, part_folder(target, nonce), block_bytes)
 
-    def write() -> bytes:
-        rows = write_outputs(part, outputs(plan, state, small, ranks.rank), names, block_bytes)
-        collected.append(rows.tobytes())
-        return b""
 
-    def finish() -> bytes:
-        content = manifest_of(plan, rows_of_all, names, small, step, block_bytes, versions or {}).to_bytes()
-        write_small(part / MANIFEST, content)
-        commit(part, target)
-        return content
+def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str], rows: Iterable[bytes]) -> bytes:
+    """Write the manifest with all ranks' checksums, and commit.
 
-    collected: list[bytes] = []
-    with in_progress(part) if ranks.rank == 0 else nullcontext():
-        ranks.agree(write, "save")
-        rows_of_all = ranks.collect(collected[0])
-        content = ranks.first(finish, "save")
-    return Manifest.from_bytes(content, str(target / MANIFEST))
+    Args:
+        part: the folder that has all files.
+        target: the checkpoint's folder.
+        tree: the manifest without checksums.
+        names: of all files.
+        rows: of each rank, as `write_outputs` gives them.
+
+    Returns:
+        The manifest's content.
+    """
+    for each in rows:
+        array = np.frombuffer(each, dtype=np.int64).reshape(-1, _COLUMNS)
+        for number, first, length, count, stride, value in array.tolist():
+            tree["files"][names[number]]["sums"].append([first, length, count, stride, f"{value % 2**64:016x}"])
+    for file in tree["files"].values():
+        file["sums"].sort()
+    content = sealed(tree)
+    write_small(part / MANIFEST, content)
+    commit(part, target)
+    return content
 
 
 def outputs(plan: SavePlan, state: State, small: Mapping[str, bytes], rank: int) -> Iterator[Output]:
@@ -141,32 +202,6 @@ def write_outputs(folder: Path, listed: Iterable[Output], names: Sequence[str], 
     array = np.array([row[:-1] for row in rows], dtype=np.int64).reshape(-1, _COLUMNS - 1)
     sums = np.array([row[-1] for row in rows], dtype=np.uint64).view(np.int64)
     return np.column_stack([array, sums])
-
-
-def manifest_of(
-    plan: SavePlan,
-    rows: Iterable[bytes],
-    names: Sequence[str],
-    small: Mapping[str, bytes],
-    step: int | None,
-    block_bytes: int,
-    versions: Mapping[str, str],
-) -> Manifest:
-    """Assemble the manifest of all ranks' checksums."""
-    sizes = {file.name: file.size for files in plan.files.values() for file in files}
-    sizes |= {name: len(content) for name, content in small.items()}
-    of_file: dict[str, list[Any]] = {name: [] for name in names}
-    for each in rows:
-        array = np.frombuffer(each, dtype=np.int64).reshape(-1, _COLUMNS)
-        sums = array[:, -1].view(np.uint64) if len(array) else array[:, -1]
-        for row, value in zip(array.tolist(), sums.tolist(), strict=True):
-            of_file[names[row[0]]].append((*row[1:-1], value))
-    files = {name: FileSums(sizes[name], tuple(sorted(each))) for name, each in of_file.items()}
-    parts = {part: {e.name: e for file in files for e in file.entries} for part, files in plan.files.items()}
-    aliases: dict[str, dict[str, str]] = {}
-    for (part, name), (_, first) in plan.aliases.items():
-        aliases.setdefault(part, {})[name] = first
-    return Manifest(step, parts, files, aliases, block_bytes, dict(versions))
 
 
 def _by_block(piece: Piece, block_bytes: int) -> Iterator[Piece]:

@@ -15,6 +15,7 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,7 @@ __all__ = [
 
 _PART = ".part-"
 _CHUNK = 1 << 20
+_NEW = 60.0  # seconds in which a save has surely locked its folder
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
 
@@ -65,9 +67,11 @@ def in_progress(part: Path) -> Iterator[None]:
 
 
 def remove_rests(parent: Path) -> None:
-    """Remove what interrupted saves left in a folder; a save in progress has locked its own."""
+    """Remove what interrupted saves left in a folder; a save in progress is new or has locked its own."""
     for folder in parent.glob(f"*{_PART}*"):
         with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _NEW:
+                continue
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

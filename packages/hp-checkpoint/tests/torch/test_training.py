@@ -61,6 +61,7 @@ def test_training_goes_on_in_another_layout(tmp_path, kind):
     with Checkpointer(tmp_path / "run", keep=Keep(last=1)) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, model, optimizer, data={"next": 8}, extra={"note": "x", "t": torch.arange(3)})
+    checkpoints = Checkpointer(tmp_path / "run", background=False)
     assert checkpoints.steps() == [2]
     saved = whole(model)
     train(model, optimizer, (2, 4))
@@ -87,7 +88,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
 
     model, optimizer, schedule = start(0)
     train(model, optimizer, (0, 3), schedule)
-    checkpoints = Checkpointer(tmp_path / "run")
+    checkpoints = Checkpointer(tmp_path / "run", background=False)
     checkpoints.save(3, model, optimizer, schedule=schedule)
     train(model, optimizer, (3, 5), schedule)
     other, new, other_schedule = start(1)
@@ -100,7 +101,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
 @on_ranks(2)
 def test_states_that_are_missing_are_errors(tmp_path):
     model = sharded(plain(), 2, 1)
-    checkpoints = Checkpointer(tmp_path / "run")
+    checkpoints = Checkpointer(tmp_path / "run", background=False)
     with pytest.raises(FileNotFoundError, match="step latest is not in .*; it has no checkpoint"):
         checkpoints.load(model)
     checkpoints.save(1, model)
@@ -123,4 +124,4 @@ def test_a_state_of_unknown_layout_is_refused(tmp_path):
     optimizer.state[parameter]["codes"] = torch.zeros(7)
     expected = "rank 0: checkpoint: state 'codes' of '0.weight' in AdamW is a plain tensor of shape .7,., and the param"
     with pytest.raises(CheckpointError, match=expected):
-        Checkpointer(tmp_path / "run").save(1, model, optimizer)
+        Checkpointer(tmp_path / "run", background=False).save(1, model, optimizer)

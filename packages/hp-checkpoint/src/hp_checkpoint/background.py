@@ -1,0 +1,191 @@
+"""Background saves: a snapshot is handed to the writer process, and the training goes on."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hp_checkpoint.errors import CheckpointError
+from hp_checkpoint.messages import failed_file, receive, send
+from hp_checkpoint.ranks import Ranks
+from hp_checkpoint.retention import Keep
+from hp_checkpoint.saving import Prepared
+from hp_checkpoint.snapshot import Arena
+
+__all__ = ["Committed", "Pending", "Writer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A save that is complete: its step, and its folder; None where it was skipped."""
+
+    step: int
+    folder: Path | None
+
+
+class Pending:
+    """A save under way. All ranks wait for it together; the next save and `Checkpointer.close` do so as well.
+
+    Args:
+        committed: what `wait` returns.
+        ranks: who saves.
+        writer: this rank's; None for a save that is complete.
+    """
+
+    def __init__(self, committed: Committed, ranks: Ranks | None = None, writer: Writer | None = None) -> None:
+        self._committed, self._ranks, self._writer = committed, ranks, writer
+        self._error: Exception | None = None
+
+    @property
+    def settled(self) -> bool:
+        """True once somebody has waited."""
+        return self._writer is None
+
+    def done(self) -> bool:
+        """Tell whether this rank has nothing left to write; other ranks may have."""
+        return self._writer is None or self._writer.done()
+
+    def wait(self) -> Committed:
+        """Wait until the checkpoint is complete; all ranks call it together.
+
+        Raises:
+            CheckpointError: it failed on some rank; on all ranks.
+            LostRankError: a rank has ended.
+        """
+        writer, self._writer = self._writer, None
+        if writer is not None and self._ranks is not None:
+            try:
+                self._ranks.agree(writer.written, "save")
+                self._ranks.agree(writer.committed, "save")
+            except Exception as error:
+                writer.cancel()
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._committed
+
+
+class Writer:
+    """The writer process of this rank and the arena that they share; started anew where it was killed."""
+
+    def __init__(self) -> None:
+        self._arena = Arena()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._job: Path | None = None
+        self._rank = 0
+        self._started()  # it has imported what it needs when the first job comes
+
+    def start(self, prepared: Prepared, ranks: Ranks, keep: Keep | None) -> None:
+        """Copy the bytes of this rank, and hand them over; the tensors may change when it returns.
+
+        Args:
+            prepared: the save.
+            ranks: who saves.
+            keep: what stays of the older checkpoints; None for all.
+        """
+        sizes = [sum(piece.size for piece in output.pieces) for output in prepared.outputs]
+        starts = self._arena.store(sizes, lambda number: prepared.outputs[number].source())
+        outputs = [
+            [output.file, start, size, [list(_fields(piece)) for piece in output.pieces]]
+            for output, start, size in zip(prepared.outputs, starts, sizes, strict=False)
+        ]
+        first = ranks.rank == 0
+        self._job, self._rank = prepared.part, ranks.rank
+        job = {
+            "part": str(prepared.part),
+            "target": str(prepared.target),
+            "names": prepared.names,
+            "block_bytes": prepared.block_bytes,
+            "arena": starts[-1],
+            "outputs": outputs,
+            "rank": ranks.rank,
+            "size": ranks.size,
+            "tree": prepared.tree if first else None,
+            "keep": None if keep is None or not first else asdict(keep),
+        }
+        process = self._started()
+        assert process.stdin is not None
+        send(process.stdin, job)  # type: ignore[arg-type]
+
+    def done(self) -> bool:
+        """Tell whether the writer has replied, or has ended."""
+        if self._job is None or self._process is None:
+            return True
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)  # type: ignore[arg-type]
+        return bool(poll.poll(0))
+
+    def written(self) -> bytes:
+        """Wait until this rank's files are written and synced.
+
+        Raises:
+            CheckpointError: the writer failed or was killed.
+        """
+        self._reply()
+        return b""
+
+    def committed(self) -> bytes:
+        """Wait until the writer has ended the job: on rank 0, until the checkpoint is complete.
+
+        Raises:
+            CheckpointError: the writer failed or was killed.
+        """
+        while self._job is not None:
+            self._reply()
+        return b""
+
+    def cancel(self) -> None:
+        """End the job, which failed on some rank: the writer of rank 0 doesn't wait for the others."""
+        if self._job is not None:
+            with suppress(OSError):  # the folder may be gone
+                failed_file(self._job, self._rank).write_text("the save failed on another rank")
+            with suppress(CheckpointError):
+                self.committed()
+
+    def _reply(self) -> None:
+        process, job = self._process, self._job
+        if process is None or job is None:
+            return
+        assert process.stdout is not None
+        reply = receive(process.stdout)  # type: ignore[arg-type]
+        if reply is None:
+            code = process.wait()
+            self._process = self._job = None
+            text = f"the writer process ended with status {code} during the save"
+            with suppress(OSError):  # the other writers see it there
+                failed_file(job, self._rank).write_text(text)
+            raise CheckpointError(text)
+        if reply["end"]:
+            self._job = None
+        if reply["error"] is not None:
+            raise CheckpointError(reply["error"])
+
+    def close(self) -> None:
+        """End the writer when it has written what it has."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()
+            process.wait()
+        self._arena.close()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            descriptor = self._arena.descriptor
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hp_checkpoint.writer", str(descriptor)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[descriptor],
+                start_new_session=True,  # an interrupt of the training doesn't interrupt a save
+            )
+        return self._process
+
+
+def _fields(piece: object) -> tuple[int, ...]:
+    return tuple(getattr(piece, name) for name in ("first", "length", "count", "stride", "local", "local_stride"))

@@ -1,0 +1,69 @@
+"""Retention: the steps of a run that have a checkpoint, and those that stay."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hp_checkpoint.manifest import MANIFEST
+
+__all__ = ["Keep", "prune", "remove", "step_folder", "steps_in"]
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """The checkpoints that stay when a new one is complete.
+
+    Attributes:
+        last: so many of the newest. Default 2.
+        every: those whose step is a multiple of it as well. Default None: no others.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    last: int = 2
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or (self.every is not None and self.every < 1):
+            raise ValueError(f"{self}: last and every must be at least 1")
+
+    def removed(self, steps: Iterable[int]) -> list[int]:
+        """Return the steps that don't stay.
+
+        >>> Keep(last=1, every=100).removed([100, 150, 200, 250])
+        [150]
+        """
+        ordered = sorted(steps)
+        return [step for step in ordered[: -self.last] if self.every is None or step % self.every]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint in that of a run."""
+    return folder / f"step-{step:08d}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """List the steps that have a checkpoint in a run's folder, ascending."""
+    matches = (_STEP.fullmatch(path.name) for path in folder.glob("step-*") if (path / MANIFEST).exists())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def prune(folder: Path, keep: Keep) -> list[int]:
+    """Remove the checkpoints of a run that don't stay, and return their steps."""
+    removed = keep.removed(steps_in(folder))
+    for step in removed:
+        remove(step_folder(folder, step))
+    return removed
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, its manifest first, so that what is left of it is none."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder)

@@ -1,0 +1,126 @@
+"""The writer process: writes snapshots to files and commits them, beside the training.
+
+It is started as ``python -m hp_checkpoint.writer DESCRIPTOR``, with the descriptor of an `Arena`. Jobs come from its
+standard input and replies go to its standard output, as JSON texts with their lengths before them.
+
+Note [Writers of one save]
+    Each rank has a writer, and they need no process group: each leaves a file ``rank-<k>.done`` with its checksums in
+    the save's folder, or ``rank-<k>.failed`` with its error. Rank 0's waits for all of them, removes them and commits;
+    where one failed it removes the folder. When a training process ends, its writer ends the job that it has first.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hp_checkpoint.messages import failed_file, receive, send
+from hp_checkpoint.pieces import Piece
+from hp_checkpoint.ranks import describe
+from hp_checkpoint.retention import Keep, prune
+from hp_checkpoint.saving import Output, finish, write_outputs
+from hp_checkpoint.snapshot import Arena
+from hp_checkpoint.storage import in_progress, read_small, write_small
+
+__all__ = ["main"]
+
+_POLL = 0.02
+_PATIENCE = 60.0  # seconds that an orphaned writer waits for the others
+
+
+def main(descriptor: int) -> None:
+    """Write jobs until the standard input ends."""
+    os.nice(5)
+    arena = Arena(descriptor)
+    while (job := receive(sys.stdin.buffer)) is not None:
+        try:
+            _run(job, arena)
+            _reply(end=True)
+        except Exception as error:
+            _reply(end=True, error=describe(error))
+
+
+def _reply(*, end: bool, error: str | None = None) -> None:
+    with suppress(BrokenPipeError):  # the training has ended
+        send(sys.stdout.buffer, {"end": end, "error": error})
+
+
+def _run(job: Mapping[str, Any], arena: Arena) -> None:
+    part, rank = Path(job["part"]), job["rank"]
+    if rank:
+        _write(job, arena, part, rank)
+        return
+    with in_progress(part):
+        _write(job, arena, part, rank)
+        rows = _gathered(part, job["size"])
+        finish(part, Path(job["target"]), job["tree"], job["names"], rows)
+    if job["keep"] is not None:
+        prune(Path(job["target"]).parent, Keep(**job["keep"]))
+
+
+def _write(job: Mapping[str, Any], arena: Arena, part: Path, rank: int) -> None:
+    memory = arena.reserve(job["arena"])
+    listed = [
+        Output(
+            file, lambda start=start, size=size: memory[start : start + size], tuple(Piece(*each) for each in pieces)
+        )
+        for file, start, size, pieces in job["outputs"]
+    ]
+    try:
+        rows = write_outputs(part, listed, job["names"], job["block_bytes"])
+        _leave(part / f"rank-{rank}.done", rows.tobytes())
+        _reply(end=False)
+    except Exception as error:
+        _leave(failed_file(part, rank), describe(error).encode())
+        raise
+
+
+def _leave(path: Path, content: bytes) -> None:
+    """Write a file that is complete as soon as it is there."""
+    hidden = path.with_name(f".{path.name}")
+    write_small(hidden, content)
+    os.rename(hidden, path)
+
+
+def _gathered(part: Path, size: int) -> list[bytes]:
+    """Return the rows of all ranks, once they are there.
+
+    Raises:
+        RuntimeError: a writer failed, or did not end.
+    """
+    rows: dict[int, bytes] = {}
+    alone = 0.0
+    while len(rows) < size:
+        failed = {path.stem: read_small(path).decode() for path in part.glob("rank-*.failed")}
+        if failed:
+            texts = "; ".join(f"{name.replace('-', ' ')}: {text}" for name, text in sorted(failed.items())[:4])
+            raise RuntimeError(f"the writers of {len(failed)} of {size} ranks failed: {texts}")
+        for rank in set(range(size)) - set(rows):
+            if (part / f"rank-{rank}.done").exists():
+                rows[rank] = read_small(part / f"rank-{rank}.done")
+        if len(rows) < size:
+            missing = sorted(set(range(size)) - set(rows))
+            alone = alone or (time.monotonic() if _orphaned() else 0.0)
+            if alone and time.monotonic() - alone > _PATIENCE:
+                raise RuntimeError(f"the writers of the ranks {missing[:8]} did not end, and the training has ended")
+            time.sleep(_POLL)
+    for rank in range(size):
+        (part / f"rank-{rank}.done").unlink()
+    return [rows[rank] for rank in range(size)]
+
+
+def _orphaned() -> bool:
+    """Tell whether the training process has ended: its end of the standard input is closed."""
+    poll = select.poll()
+    poll.register(sys.stdin.buffer, select.POLLHUP)
+    return bool(poll.poll(0))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
