@@ -73,6 +73,27 @@ def test_products(mesh):
 
 
 @on_ranks(4)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"cp": 2, "ep": 2, "dp_shard": 2},
+        {"cp": 2, "dp_shard": 2, "ep": 4},
+        {"cp": 4, "ep": 2},
+        {"cp": 2, "tp": 2, "ep": 2},
+    ],
+    ids=str,
+)
+def test_experts_over_ranks_that_share_samples(mesh):
+    check(small_plan(mesh, {"ulysses_degree": 2}, "Qwen3MoeConfig", **EXPERTS))
+
+
+@on_ranks(2)
+def test_mixtral():
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    check(small_plan({"cp": 2, "ep": 2}, {"ulysses_degree": 1}, "MixtralConfig", **experts))
+
+
+@on_ranks(4)
 def test_heads_and_inner_rings():
     check(small_plan({"cp": 4}, {"ulysses_degree": 1, "inner_ring_degree": 2}))
 
