@@ -33,10 +33,27 @@ TABLES = {
 }
 
 
-def run(folder, mesh):
+EXPERTS = {
+    "config": "Qwen3MoeConfig",
+    "overrides": {
+        **TABLES["model"]["overrides"],
+        "num_experts": 7,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6,
+        "experts_implementation": "grouped_linear",  # torch's own has no float64
+    },
+}
+
+
+def run(folder, mesh, model=None):
     text = folder / f"text{get_platform().groups.rank()}"  # no rank empties another's file
     text.write_bytes(b"to be or not to be, " * 20)
-    tables = {**TABLES, "mesh": mesh, "data": {**TABLES["data"], "paths": [str(text)]}}
+    tables = {
+        **TABLES,
+        "model": model or TABLES["model"],
+        "mesh": mesh,
+        "data": {**TABLES["data"], "paths": [str(text)]},
+    }
     if set(mesh) == {"pp", "tp"}:
         del tables["fsdp"]  # nothing is sharded
     return train(ParallelPlan.from_dict(tables), prepare_folder(folder / "run", name="x"))
@@ -84,6 +101,18 @@ STAGES = [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}]
 @pytest.mark.parametrize("mesh", [*LAYOUTS, *STAGES], ids=str)
 def test_every_layout_trains_on_the_same_text_to_the_same_loss(tmp_path, alone, mesh):
     run_ranks(4, run, tmp_path, mesh)
+    compare_runs(tmp_path, alone)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2, "ep": 4}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=str)
+def test_experts_over_ranks_train_to_the_same_weights_and_are_saved_whole(tmp_path, mesh):
+    (tmp_path / "alone").mkdir()
+    run_ranks(1, run, tmp_path / "alone", {}, EXPERTS)
+    run_ranks(4, run, tmp_path, mesh, EXPERTS)
+    compare_runs(tmp_path, tmp_path / "alone")
+
+
+def compare_runs(tmp_path, alone):
     # transformers computes norms and softmax in float32 whatever the weights are.
     assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
     got, expected = (load_file(folder / "run" / "checkpoint" / "model.safetensors") for folder in (tmp_path, alone))

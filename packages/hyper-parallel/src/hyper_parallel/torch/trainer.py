@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hp_fsdp import full_state_dict
+from hp_moe import register_experts
 from hp_pipeline import PipelinedModel
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
 from hp_plan.torch.extend import backward_loss, clip_gradients
@@ -120,8 +121,14 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         return None
     from transformers import AutoModelForCausalLM
 
+    experts = plan.model.overrides.get("experts_implementation")
+    if plan.mesh.ep > 1 or experts is not None:
+        # A checkpoint does not say; what the library takes by itself has no float64.
+        options = {"experts_implementation": experts or register_experts()}
+    else:
+        options = {}
     with _no_progress_bars():
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     prompt = torch.tensor([list(PROMPT.encode())])
     torch.manual_seed(plan.run.seed)
     written = model.eval().generate(
