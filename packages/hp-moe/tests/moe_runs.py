@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard, implicit_replication, init_device_mesh
 from hp_dtensor.torch.extend import distribute_parameter
-from hp_moe import ExpertParallel, ExpertTensorParallel, TensorParallel
+from hp_moe import ExpertParallel, ExpertTensorParallel, TensorParallel, global_auxiliary_loss
 from hp_platform import get_platform
 from hp_styles import parallelize_module, sequence_parallel_plan
 from hp_testing import device_type
@@ -66,6 +66,7 @@ class Run:
         combine: as ``ExpertParallel`` has it.
         num_experts: of each layer; a divisor of 24, of which each rank gets as many where all are chosen alike.
         checkpointed: each block is computed again in backward.
+        auxiliary: the model adds its load balancing loss, that of all tokens.
     """
 
     family: str
@@ -74,6 +75,7 @@ class Run:
     combine: Literal["fast", "exact"] = "fast"
     num_experts: int = 6
     checkpointed: bool = False
+    auxiliary: bool = False
 
 
 def judge(run: Run) -> str:
@@ -96,8 +98,12 @@ def worst_error(run: Run) -> float:
 
     Errors of gradients and weights are relative to the largest of all.
     """
-    single = build(run.family, run.num_experts).to(device_type())
-    spread = _spread(run, build(run.family, run.num_experts).to(device_type()))
+    single, other = (build(run.family, run.num_experts).to(device_type()) for _ in range(2))
+    if run.auxiliary:
+        for model in (single, other):
+            model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+        global_auxiliary_loss(other)
+    spread = _spread(run, other)
     _steer(run.routing, single)
     if run.checkpointed:
         for part in spread.parts:

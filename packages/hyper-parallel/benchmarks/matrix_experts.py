@@ -22,6 +22,9 @@ from hp_testing import close_pools, run_ranks
 CHUNK = 16
 EXPERTS = {"ep4": (6, 8), "ep2 x fsdp2": (2, 3, 8), "ep2 x fsdp2 on dim 1": (3,), "ep4 x fsdp4": (6, 8)}
 
+WITHOUT_LOSS = ("DeepseekV3Config", "Glm4MoeConfig")
+"""Families whose models add no load balancing loss."""
+
 
 def runs_of(product: str) -> list[Run]:
     """List all runs of a product: uneven numbers of experts, and fewer than ranks, where whole experts are spread."""
@@ -30,7 +33,7 @@ def runs_of(product: str) -> list[Run]:
         for family, experts in itertools.product(FAMILIES, EXPERTS.get(product, (6,)))
         for routing, combine in itertools.product(ROUTINGS, ("fast", "exact"))
         for checkpointed in ((False, True) if combine == "fast" else (False,))
-    ]
+    ] + [Run(family, product, auxiliary=True) for family in FAMILIES if family not in WITHOUT_LOSS]
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from hp_moe.styles import BaseExpertParallel, ExpertParallel, ExpertTensorParall
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
+    from hp_moe.torch.auxiliary import global_auxiliary_loss
     from hp_moe.torch.balance import MoEAuxLossAutoScaler, update_expert_bias
     from hp_moe.torch.library import register_experts
     from hp_moe.torch.modules import FeedForward, GroupedExperts, MoE, TokenChoiceTopKRouter
@@ -25,6 +26,7 @@ __all__ = [
     "ExpertPlacement",
     "TensorParallel",
     "TokenChoiceTopKRouter",
+    "global_auxiliary_loss",
     "place_experts",
     "plan_replicas",
     "register_experts",
@@ -40,6 +42,7 @@ __getattr__, __dir__ = lazy_exports(
         "MoE": "modules",
         "MoEAuxLossAutoScaler": "balance",
         "TokenChoiceTopKRouter": "modules",
+        "global_auxiliary_loss": "auxiliary",
         "register_experts": "library",
         "update_expert_bias": "balance",
     },
