@@ -89,3 +89,18 @@ def test_gradients_are_those_of_one_process(family, shape, over, degree):
     torch.testing.assert_close(mean, loss.detach(), rtol=1e-10, atol=0)
     for (key, one), other in zip(single.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=1e-10, atol=1e-12, msg=key)
+
+
+@on_ranks(2)
+def test_experts_without_a_group_of_their_own_are_refused():
+    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("rest", "ep"))
+    model = build("mixtral")
+    for over in (mesh["ep"], mesh["rest", "ep"]._flatten("world")):
+        layer = copy.deepcopy(model.model.layers[0])
+        parallelize_module(layer.mlp.experts, mesh["ep"], ExpertParallel())
+        with pytest.raises(
+            ValueError, match="'mlp.experts.gate_up_proj' of experts is spread over .* no group of its own"
+        ):
+            fully_shard(layer, over)
+        fully_shard(layer.mlp.experts, mesh["rest"])
+        fully_shard(layer, over)

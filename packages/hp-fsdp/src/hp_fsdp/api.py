@@ -166,9 +166,25 @@ def shard(
         if is_copy(original) or not axes.divided(parameter.name, parameter.inner):
             parameters.append(parameter)
         else:
+            _refuse_experts(parameter, axes.mesh)
             ignored.append(original)
     device = port.device_of(modules, parameters, mesh)
     port.watch_optimizers()
     for parameter in ignored:
         ignore(parameter)
     port.make_group(modules, parameters, axes, device, options, ignored)
+
+
+def _refuse_experts(parameter: Any, mesh: DeviceMesh) -> None:
+    """Refuse experts that are spread over a group's ranks: no group would take the mean of their gradients.
+
+    Raises:
+        ValueError: such experts.
+    """
+    if any(getattr(module, "_computes_rows_of_ranks", False) for module, _ in parameter.places):
+        raise ValueError(
+            f"fully_shard: parameter {parameter.name!r} of experts is spread over ranks of {mesh} as"
+            f" {parameter.inner.placements}, and in no group of its own: its gradient would be the sum over the ranks'"
+            " losses where all others get the mean. Call fully_shard on the experts first, with the mesh of the other"
+            " ranks, which may be an axis of size 1"
+        )

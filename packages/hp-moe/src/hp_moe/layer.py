@@ -277,3 +277,4 @@ def run_over_ranks(
             ),
         )
     module._expert_layer = layer
+    module._computes_rows_of_ranks = True  # what `fully_shard` asks: gradients are sums over the ranks' losses
