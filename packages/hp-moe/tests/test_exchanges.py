@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hp_dtensor import init_device_mesh
-from hp_moe import ExpertParallel, GroupedExperts
+from hp_moe import ExpertParallel, FeedForward, GroupedExperts, MoE, overlap_experts
 from hp_platform.observing import observers
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks
@@ -79,6 +81,125 @@ def test_exchanges_equal_one_process(dispatcher):
     compare(ExpertParallel(dispatcher))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "deredundency"])
+def test_parts_of_the_tokens_equal_one_process(dispatcher):
+    compare(ExpertParallel(dispatcher, chunks=2))
+    compare(ExpertParallel(dispatcher, chunks=2), tokens=3)  # one rank has an empty part
+
+
+@contextmanager
+def journal():
+    """List where exchanges begin and end."""
+    listed: list[str] = []
+    count = iter(range(1000))
+
+    def note(kind, size, group):
+        number = next(count)
+        listed.append(f"begin {number}")
+        return lambda: listed.append(f"end {number}")
+
+    observers.append(note)
+    try:
+        yield listed
+    finally:
+        observers.remove(note)
+
+
+def between(listed, first, event, last):
+    places = [listed.index(each) for each in (first, event, last)]
+    assert places == sorted(places), listed
+
+
+@contextmanager
+def weights_noted(listed):
+    """Note where the matrices of weights' gradients are computed, one after the other into one tensor."""
+    plain = torch.mm
+
+    def noting(one, other, out):
+        if out._base is not None and out._base.dim() == 3:
+            listed.append("dW")
+        return plain(one, other, out=out)
+
+    torch.mm = noting  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.mm = plain
+
+
+@on_ranks(2)
+def test_one_part_travels_while_the_other_is_computed():
+    style = ExpertParallel(chunks=2)
+    experts = parallelize_module(build(), mesh_of(style, 2), style)
+    x, chosen, weights = inputs(dist.get_rank())
+    experts._expert_layer(experts, x, chosen, weights)
+    with journal() as listed:
+        out = experts._expert_layer(experts, x, chosen, weights).square().sum()
+        # of each part the counts (0, 1), three tensors of dispatch (2 to 4, 5 to 7) and one of combine (8, 9)
+        between(listed, "begin 0", "begin 1", "end 0")
+        between(listed, "begin 2", "begin 7", "end 2")
+        between(listed, "begin 5", "begin 8", "end 5")  # the first part is computed in between
+        between(listed, "begin 8", "begin 9", "end 8")
+        listed.clear()
+        with weights_noted(listed):
+            out.backward()
+        # of combine (10, 11, the last part first), then two tensors of dispatch each (12, 13 and 14, 15)
+        between(listed, "begin 10", "begin 11", "end 10")
+        between(listed, "begin 11", "begin 12", "end 11")  # the last part's gradients are computed in between
+        between(listed, "begin 12", "begin 14", "end 12")
+        between(listed, "begin 14", "dW", "end 12")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_shared_expert_runs_while_numbers_or_results_travel(late):
+    style = ExpertParallel("all_to_all", late)
+    torch.manual_seed(0)
+    moe = MoE(HIDDEN, 4, EXPERTS, CHOICES, shared_expert=FeedForward(HIDDEN, 4)).double().to(device_type())
+    single = copy.deepcopy(moe)
+    parallelize_module(moe.experts, mesh_of(style, 2), style)
+    x = inputs(dist.get_rank())[0]
+    torch.testing.assert_close(moe(x), single(x), rtol=1e-12, atol=1e-12)
+    with journal() as listed:
+        assert moe.shared_expert is not None
+        moe.shared_expert.register_forward_hook(lambda *_: listed.append("shared"))
+        out = moe(x)
+        between(listed, "begin 2" if late else "begin 0", "shared", "end 2" if late else "end 0")
+        with weights_noted(listed):
+            out.square().sum().backward()
+        between(listed, "begin 4", "dW", "end 4")  # weights' gradients while those of tokens travel
+
+
+@on_ranks(2)
+def test_overlap_that_is_none_is_refused():
+    class Own(ExpertParallel):
+        def dispatch(self, exchange, tokens, weights):
+            return super().dispatch(exchange, tokens, weights)
+
+    with pytest.raises(TypeError, match="chunks=2 begins and ends exchanges apart, but dispatch is the style's own"):
+        Own(chunks=2)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"chunks": 0}, "chunks is the number of parts of a rank's tokens, 1 or more, got 0"),
+        ({"chunks": 2, "combine": "exact"}, "with chunks=2 a weight's gradient is a sum over parts"),
+        ({"chunks": 2, "token_dispatcher": "all_gather"}, "chunks=2 hides nothing"),
+        ({"async_combine": True, "token_dispatcher": "all_gather"}, "async_combine=True hides nothing"),
+    ]
+    for arguments, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            ExpertParallel(**arguments)
+    style = ExpertParallel(chunks=2)
+    experts = parallelize_module(build(), mesh_of(style, 2), style)
+    with pytest.raises(ValueError, match="runs by ExpertParallel.*chunks=2.*not one dispatch and one combine"):
+        overlap_experts(experts, None)  # type: ignore[arg-type]
+    mixed = ExpertParallel(chunks=1 + dist.get_rank())
+    experts = parallelize_module(build(), mesh_of(mixed, 2), mixed)
+    with pytest.raises(
+        ValueError, match="rank 0 has .*combine='fast'; rank 1 has .*chunks=2; all ranks must have the same"
+    ):
+        experts._expert_layer(experts, *inputs(dist.get_rank()))
+
+
 @contextmanager
 def sent():
     """List the collectives: kind, bytes, and the group's size."""
@@ -101,7 +222,7 @@ def test_bytes_are_those_of_copies_rows_or_all_tokens():
     owner = torch.tensor([0, 0, 1, 1, 2, 3])  # six experts over four ranks
     x, chosen, weights = inputs(rank)
     ranks, groups = owner[chosen.cpu()], owner[chosen.cpu()] // 2
-    expected = {
+    expected: dict[tuple[str, Any], int] = {
         ("all_to_all", "fast"): sum(len(set(each)) for each in ranks.tolist()) * row,
         ("all_to_all", "exact"): chosen.numel() * row,
         ("all_gather", "fast"): size * TOKENS * row,

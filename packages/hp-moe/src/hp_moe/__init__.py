@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hp_moe.overlap import overlap_experts
 from hp_moe.placement import ExpertPlacement, plan_replicas
 from hp_moe.placing import place_experts, rebalance
 from hp_moe.styles import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, TensorParallel
@@ -28,6 +29,7 @@ __all__ = [
     "TokenChoiceTopKRouter",
     "global_auxiliary_loss",
     "place_experts",
+    "overlap_experts",
     "plan_replicas",
     "register_experts",
     "rebalance",

@@ -7,7 +7,7 @@ from typing import Any
 
 from hp_moe.dispatch import DISPATCHERS
 
-__all__ = ["check_bias", "check_dispatcher", "check_layers", "check_router"]
+__all__ = ["check_bias", "check_dispatcher", "check_layers", "check_overlap", "check_router"]
 
 
 def check_router(
@@ -72,3 +72,39 @@ def check_dispatcher(token_dispatcher: str, combine: str) -> None:
             f"ExpertParallel: token_dispatcher={token_dispatcher!r} adds a token's results up on their way, so its bits"
             " depend on where experts are; use combine='fast', or token_dispatcher='all_to_all'."
         )
+
+
+def check_overlap(style: Any, base: type, dispatcher: str, async_combine: bool, combine: str, chunks: int) -> None:
+    """Refuse overlap that a style cannot run.
+
+    Args:
+        style: to be run.
+        base: whose ``dispatch`` and ``combine`` are run in parts.
+        dispatcher: its ``token_dispatcher``.
+        async_combine: see ``ExpertParallel``.
+        combine: see ``ExpertParallel``.
+        chunks: see ``ExpertParallel``.
+
+    Raises:
+        ValueError: arguments that don't go together.
+        TypeError: a style with its own ``dispatch`` or ``combine``.
+    """
+    name = type(style).__name__
+    if chunks < 1:
+        raise ValueError(f"{name}: chunks is the number of parts of a rank's tokens, 1 or more, got {chunks}.")
+    if chunks == 1 and not async_combine:
+        return
+    what = f"chunks={chunks}" if chunks > 1 else "async_combine=True"
+    if dispatcher == "all_gather":
+        raise ValueError(f"{name}: all_gather is waited for at once, {what} hides nothing; use another dispatcher.")
+    if chunks > 1 and combine == "exact":
+        raise ValueError(
+            f"{name}: with {what} a weight's gradient is a sum over parts of the tokens of each rank, whose bits depend"
+            " on the number of ranks; use combine='fast', or one chunk."
+        )
+    for method in ("dispatch", "combine"):
+        if getattr(type(style), method) is not getattr(base, method):
+            raise TypeError(
+                f"{name}: {what} begins and ends exchanges apart, but {method} is the style's own; override it without"
+                " this option."
+            )

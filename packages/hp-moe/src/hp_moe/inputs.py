@@ -56,13 +56,13 @@ def problem(own: Description, parameter: Any, tokens: Tensor, chosen: Tensor, we
 
 
 @functools.cache
-def kind(choices: int, tokens: Traits, weights: Traits, token_dispatcher: str, combine: str) -> tuple[int, str]:
+def kind(choices: int, tokens: Traits, weights: Traits, settings: str) -> tuple[int, str]:
     """Return what ranks must have in common, as a number and in words: what they exchange rows by."""
     recorded = [name for name, each in (("tokens", tokens), ("weights", weights)) if each.recorded]
     words = (
         f"{choices} {'choice' if choices == 1 else 'choices'} a token, tokens of {tokens.dtype}, weights of"
         f" {weights.dtype}, {'gradients of ' + ' and '.join(recorded) if recorded else 'no gradients'},"
-        f" token_dispatcher={token_dispatcher!r}, combine={combine!r}"
+        f" {settings}"
     )
     return zlib.crc32(words.encode()), words
 

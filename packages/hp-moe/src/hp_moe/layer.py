@@ -16,7 +16,7 @@ from hp_moe.gathered import Gathered
 from hp_moe.placement import ExpertPlacement
 from hp_moe.port import port
 from hp_moe.replicas import Loans, check_slots, choose_holders
-from hp_moe.routes import Exact, Fast, Route
+from hp_moe.routes import Begin, Exact, Fast, Route, at_once
 from hp_moe.two_hops import Axes, TwoHops
 from hp_platform import get_platform
 from hp_platform.frames import current_frame
@@ -28,6 +28,7 @@ __all__ = ["ExpertLayer", "run_over_ranks"]
 
 Tensor = Any
 Restore = Callable[[Tensor], Tensor]
+Beside = Callable[[], Any]
 Asked = tuple[Route, Callable[[], tuple[list[int], list[int]]], Callable[[], ValueError], list[int], list[int]]
 """A route, what waits for the numbers of its exchange, what builds the error of all ranks where inputs are wrong, and
 how many numbers go to each rank and come from each."""
@@ -43,6 +44,10 @@ class ExpertLayer:
         experts: the mesh axis that experts are spread over; None where each rank has all.
         features: the mesh axis that the features of each are sharded over, or None.
         axes: two axes that ``experts`` is made of, where tokens travel over one after the other; or None.
+
+    Attributes:
+        begun_by: what begins the exchanges of dispatch and of combine: see ``overlap_experts``.
+        agreed: ranks have told each other once that their styles are the same.
     """
 
     def __init__(
@@ -60,6 +65,8 @@ class ExpertLayer:
         self.group = None if experts is None else experts.get_group()
         self.ranks = [get_platform().groups.rank()] if experts is None else experts.ranks.flatten().tolist()
         self.rank = 0 if self.group is None else get_platform().groups.rank(self.group)
+        self.begun_by: tuple[Begin, Begin] = (at_once, at_once)
+        self.agreed = False
         self.load = [0] * self.own.experts
         self.place(placement)
 
@@ -84,9 +91,26 @@ class ExpertLayer:
         check_slots(self.own.name, placement, self.own.experts, len(self.widths), self.style.slots)
 
     def __call__(
-        self, module: Any, tokens: Tensor, chosen: Tensor, weights: Tensor, problem: str | None = None
-    ) -> Tensor:
+        self,
+        module: Any,
+        tokens: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        beside: Beside | None = None,
+        problem: str | None = None,
+    ) -> Any:
         """Compute the sum over choices of weight times expert, for each token.
+
+        Args:
+            module: of experts.
+            tokens: ``[tokens, hidden]``.
+            chosen: the numbers of experts, ``[tokens, choices]``.
+            weights: of the choices.
+            beside: computed while counts travel, or with ``async_combine`` results.
+            problem: what is wrong with them on this rank, if anything is known to be.
+
+        Returns:
+            The sums, and what ``beside`` returned if there is one.
 
         Raises:
             ValueError: there is a problem, or the inputs of any rank are wrong; on all ranks.
@@ -94,12 +118,71 @@ class ExpertLayer:
         (tokens, chosen, weights), restore = self._local(tokens, chosen, weights)
         parts = {name: self._part(getattr(module, name)) for name in self.own.parameters}
         guests = self._borrow(parts)
-        route = self._plan(self._ask(module, tokens, chosen, weights, problem))
-        rows = self.style.dispatch(route, tokens, weights)
+        lots = self._lots(tokens, chosen, weights)
+        last = Later(beside)
+        routes = self._routes(module, lots, problem, None if self.style.async_combine else last)
+        if len(routes) == 1 and not self.style.async_combine:
+            own = dict(parts)
+            routes[0].ahead = functools.partial(_hold, own)
+            rows = self._rows(module, routes[0], self.style.dispatch(routes[0], tokens, weights), own, guests)
+            out = self.style.combine(routes[0], rows)
+        else:
+            out = self._interleaved(module, lots, routes, parts, guests, last)
+        out = restore(port().cast(port().pinned(out, chosen, self.own.name), tokens))
+        return out if beside is None else (out, last.result)
+
+    def _lots(self, *inputs: Tensor) -> list[tuple[Tensor, ...]]:
+        """Cut the tokens of this rank into as many parts as the style says, the first one token longer or equal."""
+        chunks, tokens = self.style.chunks, len(inputs[0])
+        if chunks == 1:
+            return [inputs]
+        ends = [tokens * place // chunks for place in range(chunks + 1)]
+        return [tuple(each[first:end] for each in inputs) for first, end in itertools.pairwise(ends)]
+
+    def _routes(
+        self,
+        module: Any,
+        lots: Sequence[tuple[Tensor, ...]],
+        problem: str | None,
+        meanwhile: Callable[[], None] | None,
+    ) -> list[Route]:
+        """Plan the ways of all parts; run what there is meanwhile."""
+        if self.agreed:
+            asked = [self._ask(module, lot, problem) for lot in lots]
+            if meanwhile is not None:
+                meanwhile()
+            return [self._plan(each) for each in asked]
+        # Ranks that disagree must not begin a second exchange: after the first call they don't.
+        routes = [self._plan(self._ask(module, lot, problem)) for lot in lots]
+        self.agreed = True
+        if meanwhile is not None:
+            meanwhile()
+        return routes
+
+    def _interleaved(
+        self,
+        module: Any,
+        lots: Sequence[tuple[Tensor, ...]],
+        routes: Sequence[Route],
+        parts: Mapping[str, Tensor],
+        guests: Mapping[str, Tensor],
+        last: Callable[[], None],
+    ) -> Tensor:
+        """Compute each part while another one's exchange is under way."""
+        held = [dict(parts) for _ in routes]
+        for route, (tokens, _, weights), own in zip(routes, lots, held, strict=True):
+            route.ahead = functools.partial(_hold, own)
+            route.begin_dispatch(tokens, weights)
+        for route, own in zip(routes, held, strict=True):
+            route.begin_combine(self._rows(module, route, route.end_dispatch(), own, guests))
+        last()
+        return port().joined([route.end_combine() for route in routes])
+
+    def _rows(
+        self, module: Any, route: Route, rows: Tensor, parts: Mapping[str, Tensor], guests: Mapping[str, Tensor]
+    ) -> Tensor:
         scale = None if route.scale is None else port().cast(route.scale, rows)
-        rows = self._compute(module, rows, route.sizes, parts, guests, scale)
-        out = port().pinned(self.style.combine(route, rows), chosen, self.own.name)
-        return restore(port().cast(out, tokens))
+        return self._compute(module, rows, route.sizes, parts, guests, scale)
 
     def _compute(
         self,
@@ -132,7 +215,14 @@ class ExpertLayer:
             )
         return {name: self.loans.borrow(part, self.group) for name, part in parts.items()}
 
-    def rows(self, module: Any, rows: Tensor, counts: Tensor | Sequence[int], scores: Tensor | None) -> Tensor:
+    def rows(
+        self,
+        module: Any,
+        rows: Tensor,
+        counts: Tensor | Sequence[int],
+        scores: Tensor | None,
+        beside: Beside | None = None,
+    ) -> Any:
         """Compute rows ordered by expert, as ``GroupedExperts`` does."""
         problem = None
         if len(counts) != self.own.experts:
@@ -142,7 +232,7 @@ class ExpertLayer:
         if problem is None and len(chosen) != len(rows):
             problem = f"has counts that add up to {len(chosen)} rows, but there are {len(rows)}"
         weights = port().ones(rows) if scores is None else scores
-        return self(module, rows, chosen.reshape(-1, 1), weights.reshape(-1, 1), problem)
+        return self(module, rows, chosen.reshape(-1, 1), weights.reshape(-1, 1), beside, problem)
 
     # ---- inputs and parameters ----
     def _local(self, *inputs: Tensor) -> tuple[list[Tensor], Restore]:
@@ -188,19 +278,21 @@ class ExpertLayer:
         return parameter.to_local()
 
     # ---- where tokens go ----
-    def _ask(self, module: Any, tokens: Tensor, chosen: Tensor, weights: Tensor, problem: str | None) -> Asked:
+    def _ask(self, module: Any, lot: Sequence[Tensor], problem: str | None) -> Asked:
         """Begin to tell all ranks what goes to them."""
+        tokens, chosen, weights = lot
         f, ranks = port(), len(self.widths)
         problem = problem or inputs.problem(self.own, getattr(module, self.own.second), tokens, chosen, weights)
         if problem:  # this rank takes part without tokens
             chosen = f.repeated_numbers((0,) * self.own.experts, tokens).reshape(-1, 1)
-        choices, settings = chosen.shape[-1], (self.style.token_dispatcher, self.style.combine_tokens)
-        kind, words = inputs.kind(choices, f.traits(tokens), f.traits(weights), *settings)
+        choices = chosen.shape[-1]
+        kind, words = inputs.kind(choices, f.traits(tokens), f.traits(weights), self.style.settings)
         table = tuple(range(self.own.experts)) if self.loans else self.slots
         slots, unknown = f.slots(chosen, table)
         if self.loans:
             slots = choose_holders(slots, self.placement, self.group, self.rank, whole=False)
         route = self._kind(choices)(slots, choices, self.widths, self.group)
+        route.begun_by = self.begun_by
         told = f.message([(kind,), (1,) if problem else unknown + f.not_finite(weights)], slots)
         counts, copies = f.split(f.count(slots, len(self.computed)), self.widths), route.copies()
         parts = zip(counts, copies, [told] * ranks, route.further(counts), strict=True)
@@ -239,6 +331,24 @@ class ExpertLayer:
         return route
 
 
+class Later:
+    """A function that is called once, and its result."""
+
+    def __init__(self, function: Beside | None) -> None:
+        self.function, self.result = function, None
+
+    def __call__(self) -> None:
+        function, self.function = self.function, None
+        if function is not None:
+            self.result = function()
+
+
+def _hold(parts: dict[str, Tensor]) -> None:
+    """Hold the gradients of weights back until those of tokens travel."""
+    for name, part in parts.items():
+        parts[name] = port().held(part)
+
+
 def _parts(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
     """Cut numbers into parts."""
     ends = list(itertools.accumulate(sizes, initial=0))
@@ -267,7 +377,10 @@ def run_over_ranks(
     layer = ExpertLayer(module, style, placement, experts, features, axes)
     if len(layer.own.first) == 2:
         port().replace_forward(
-            module, lambda module, x, counts, scores=None: module._expert_layer.rows(module, x, counts, scores)
+            module,
+            lambda module, x, counts, scores=None, beside=None: module._expert_layer.rows(
+                module, x, counts, scores, beside
+            ),
         )
     else:
         port().replace_forward(

@@ -18,7 +18,13 @@ class Transfer(Protocol):
 
     ``end(*begin(*ahead(*tensors)))`` is an exchange. Forward runs from ``begin`` to ``end``. Backward runs from ``end``
     to ``ahead``: what is computed between ``ahead`` and ``end``, its gradients are under the exchange of gradients.
+
+    Attributes:
+        early: backward begins in the node of ``begin``, which comes after that of ``end``: who calls ``begin`` has
+            nodes of its own around it.
     """
+
+    early: bool
 
     def ahead(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Mark the place where backward waits."""
@@ -233,6 +239,10 @@ class Port(Protocol):
     # ---- experts ----
     def grouped(self, rows: Tensor, weight: Tensor, sizes: Sequence[int], transposed: bool, kernel: bool) -> Tensor:
         """Multiply each group of rows by a matrix of its own; with ``kernel``, by one kernel for all where there is."""
+        ...
+
+    def held(self, weight: Tensor) -> Tensor:
+        """Return a weight of grouped products whose gradient backward computes when it comes to this place."""
         ...
 
     def repeated(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:

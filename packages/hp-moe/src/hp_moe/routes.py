@@ -19,7 +19,7 @@ from typing import Any
 from hp_moe.dispatch import Dispatch, Message
 from hp_moe.port import Transfer, port
 
-__all__ = ["Exact", "Fast", "Hop", "Route", "at_once", "begun"]
+__all__ = ["Begin", "Exact", "Fast", "Hop", "Route", "at_once", "begun"]
 
 Tensor = Any
 Begin = Callable[..., Any]
@@ -43,6 +43,7 @@ class Route:
         sizes: rows of each expert of this rank; set by ``plan``.
         scale: ``[rows, 1]``, what experts multiply their results by, set by dispatch; None for nothing.
         begun_by: what dispatch and combine call with the function that begins the exchange and its arguments.
+        ahead: called where a dispatch's gradients have arrived: see ``Port.transfer``.
     """
 
     sizes: tuple[int, ...]
@@ -51,6 +52,7 @@ class Route:
     def __init__(self, slots: Tensor, choices: int, widths: Sequence[int], group: Any) -> None:
         self.choices, self.widths, self.group = choices, widths, group
         self.begun_by: tuple[Begin, Begin] = (at_once, at_once)
+        self.ahead: Callable[[], None] = _nothing
 
     def copies(self) -> Sequence[Tensor | tuple[int, ...]]:
         """Count the tokens that go to each rank once."""
@@ -95,12 +97,24 @@ class Route:
         return self.end_combine()
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 def begun(
-    begun_by: Begin, group: Any, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]], *tensors: Tensor
+    begun_by: Begin,
+    group: Any,
+    sent: Sequence[Sequence[int]],
+    received: Sequence[Sequence[int]],
+    *tensors: Tensor,
+    ahead: Callable[[], None] = _nothing,
 ) -> tuple[Transfer, Any]:
     """Begin to exchange tensors, each with its rows to and from each rank; return what to end and with what."""
     transfer = port().transfer(group, sent, received)
-    return transfer, begun_by(transfer.begin, *transfer.ahead(*tensors))
+    transfer.early = begun_by is not at_once
+    tensors = tuple(transfer.ahead(*tensors))
+    ahead()
+    return transfer, begun_by(transfer.begin, *tensors)
 
 
 class Exact(Route):
@@ -117,7 +131,7 @@ class Exact(Route):
     def begin_dispatch(self, tokens: Tensor, weights: Tensor) -> None:
         self.weights, plan = weights, self.exchange
         rows = port().spread(tokens, self.order, self.inverse, self.choices)
-        self.way = begun(self.begun_by[0], self.group, [plan.sent], [plan.received], rows)
+        self.way = begun(self.begun_by[0], self.group, [plan.sent], [plan.received], rows, ahead=self.ahead)
 
     def end_dispatch(self) -> Tensor:
         f, plan = port(), self.exchange
@@ -158,7 +172,7 @@ class Hop:
         self.token, place, self.counts = f.copies(slots, token, tokens, widths)
         self.place = f.take(place, self.order)
 
-    def begin(self, begun_by: Begin, tokens: Tensor, weights: Tensor) -> None:
+    def begin(self, begun_by: Begin, tokens: Tensor, weights: Tensor, ahead: Callable[[], None] = _nothing) -> None:
         """Begin to send copies of tokens, and for each choice its weight ``[choices, 1]`` and its copy's place."""
         f, plan = port(), self.exchange
         own = f.spread(weights, self.order, self.inverse, 1)
@@ -170,6 +184,7 @@ class Hop:
             f.take(tokens, self.token),
             own,
             self.place,
+            ahead=ahead,
         )
 
     def end(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,7 +228,7 @@ class Fast(Route):
         self.sizes = self.hop.exchange.sizes
 
     def begin_dispatch(self, tokens: Tensor, weights: Tensor) -> None:
-        self.hop.begin(self.begun_by[0], tokens, weights.reshape(-1, 1))
+        self.hop.begin(self.begun_by[0], tokens, weights.reshape(-1, 1), self.ahead)
 
     def end_dispatch(self) -> Tensor:
         copies, self.places, self.scale = self.hop.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard, StridedShard
-from hp_moe.checks import check_dispatcher
+from hp_moe.checks import check_dispatcher, check_overlap
 from hp_moe.experts import Description, check_module, describe
 from hp_moe.layer import run_over_ranks
 from hp_moe.placement import ExpertPlacement
@@ -31,19 +31,34 @@ class BaseExpertParallel(ParallelStyle):
 
     token_dispatcher: str = "all_to_all"
     combine_tokens: Combine = "fast"
+    async_combine: bool = False
+    chunks: int = 1
     slots: int = 0
+
+    @property
+    def settings(self) -> str:
+        """Write what all ranks must have in common."""
+        chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
+        return f"token_dispatcher={self.token_dispatcher!r}, combine={self.combine_tokens!r}{chunks}"
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Shard the experts and run them over the ranks.
 
         Raises:
             TypeError: a module that is none of experts, or is called with something else.
-            ValueError: fewer experts than ranks, or experts that transformers has spread over ranks already.
+            ValueError: fewer experts than ranks, experts that transformers has spread over ranks already, or
+                ``async_combine`` for other experts than ``GroupedExperts``.
             RuntimeError: the module has a style already.
         """
         module._name_in_model = applied_name()
         own = describe(module)
         check_module(own, module)
+        if self.async_combine and len(own.first) == 1:
+            raise ValueError(
+                f"{own.name}: async_combine computes the shared expert of hp_moe's MoE while results travel; these"
+                " experts return to a block that computes its own before or after them. Use chunks=2, or"
+                " overlap_experts"
+            )
         experts = self.expert_mesh(device_mesh)
         try:
             placement = ExpertPlacement.even(own.experts, 1 if experts is None else experts.size())
@@ -101,17 +116,29 @@ class ExpertParallel(BaseExpertParallel):
         combine: ``"fast"`` sends a token once to each rank that has any of its experts, which adds their results up:
             fewer bytes. ``"exact"`` sends it for each expert and adds up where it came from: the bits do not depend on
             the number of ranks.
+        async_combine: compute a ``MoE``'s shared expert while results travel, and not while counts do.
+        chunks: parts of a rank's tokens: one's exchange is under way while another is computed. 2 is the usual.
         slots: replicas of hot experts that each rank has room for: see ``rebalance``.
 
     Raises:
-        ValueError: another dispatcher or way to combine, ``"exact"`` with a dispatcher that adds up on the way, a
-            negative number of slots.
+        ValueError: another dispatcher or way to combine, ``"exact"`` with a dispatcher that adds up on the way or with
+            chunks, less than one chunk, a negative number of slots.
+        TypeError: ``async_combine`` or chunks in a style with a ``dispatch`` or ``combine`` of its own.
     """
 
-    def __init__(self, token_dispatcher: str = "all_to_all", *, combine: Combine = "fast", slots: int = 0) -> None:
+    def __init__(
+        self,
+        token_dispatcher: str = "all_to_all",
+        async_combine: bool = False,
+        *,
+        combine: Combine = "fast",
+        chunks: int = 1,
+        slots: int = 0,
+    ) -> None:
         self.combine_tokens, self.slots = _checked(self, combine), _checked_slots(self, slots)
         check_dispatcher(token_dispatcher, combine)
-        self.token_dispatcher = token_dispatcher
+        check_overlap(self, BaseExpertParallel, token_dispatcher, async_combine, combine, chunks)
+        self.token_dispatcher, self.async_combine, self.chunks = token_dispatcher, async_combine, chunks
         self.mesh_axes = 2 if token_dispatcher == "deredundency" else 1
 
     def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -125,7 +152,9 @@ class ExpertParallel(BaseExpertParallel):
 
     def __repr__(self) -> str:
         """Write the constructor."""
-        return f"ExpertParallel({self.token_dispatcher!r}, combine={self.combine_tokens!r}{_slots(self)})"
+        options = ", async_combine=True" if self.async_combine else ""
+        options += f", combine={self.combine_tokens!r}" + (f", chunks={self.chunks}" if self.chunks > 1 else "")
+        return f"ExpertParallel({self.token_dispatcher!r}{options}{_slots(self)})"
 
 
 class ExpertTensorParallel(BaseExpertParallel):

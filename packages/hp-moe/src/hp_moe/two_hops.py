@@ -103,7 +103,7 @@ class TwoHops(Route):
         self.sizes = self.exchange.sizes
 
     def begin_dispatch(self, tokens: Tensor, weights: Tensor) -> None:
-        self.outer.begin(self.begun_by[0], tokens, weights.reshape(-1, 1))
+        self.outer.begin(self.begun_by[0], tokens, weights.reshape(-1, 1), self.ahead)
 
     def end_dispatch(self) -> Tensor:
         f, own = port(), self.axes.place[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import mindspore
@@ -41,11 +41,18 @@ class GroupedExperts(nn.Cell):
             drawn = np.random.uniform(-bound, bound, (num_experts, *shape)).astype(np.float32)
             setattr(self, name, Parameter(Tensor(drawn), name=name))
 
-    def construct(self, x: Tensor, counts: Tensor | Sequence[int], scores: Tensor | None = None) -> Tensor:
+    def construct(
+        self,
+        x: Tensor,
+        counts: Tensor | Sequence[int],
+        scores: Tensor | None = None,
+        beside: Callable[[], Any] | None = None,
+    ) -> Any:
         numbers: Any = counts
         sizes = numbers.asnumpy().tolist() if isinstance(counts, Tensor) else list(numbers)
         out = compute(self, describe(self), x, sizes, lambda name: getattr(self, name))
-        return out if scores is None else out * scores.unsqueeze(-1).astype(out.dtype)
+        out = out if scores is None else out * scores.unsqueeze(-1).astype(out.dtype)
+        return out if beside is None else (out, beside())
 
 
 class TokenChoiceTopKRouter(nn.Cell):

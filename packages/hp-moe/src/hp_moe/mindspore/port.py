@@ -188,7 +188,7 @@ class _Transfer:
     """Exchanges at once, in ``begin``: gradients of MindSpore's functions come in no order that is known."""
 
     def __init__(self, group: Any, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> None:
-        self.group, self.ways = group, list(zip(sent, received, strict=True))
+        self.group, self.ways, self.early = group, list(zip(sent, received, strict=True)), False
 
     def ahead(self, *tensors: Any) -> Sequence[Any]:
         return tensors
@@ -257,6 +257,11 @@ def ones(rows: Tensor) -> Tensor:
 def grouped(rows: Tensor, weight: Tensor, sizes: Sequence[int], transposed: bool, kernel: bool) -> Tensor:
     """Multiply groups by matrices, one after the other."""
     return Grouped.apply(rows, weight, list(sizes), transposed)
+
+
+def held(weight: Tensor) -> Tensor:
+    """Leave the gradient of a weight where it is: nothing runs meanwhile."""
+    return weight
 
 
 def repeated(rows: Any, sizes: Sequence[int]) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -62,20 +63,24 @@ class GroupedExperts(nn.Module):
                 bound = weight.shape[2] ** -0.5
                 weight.uniform_(-bound, bound)
 
-    def forward(self, x: T, counts: T | Sequence[int], scores: T | None = None) -> T:
+    def forward(
+        self, x: T, counts: T | Sequence[int], scores: T | None = None, beside: Callable[[], Any] | None = None
+    ) -> Any:
         """Compute rows by their experts.
 
         Args:
             x: ``[rows, dim]``, ordered by expert.
             counts: rows of each expert.
             scores: ``[rows]``, what a row's result is multiplied by; None is 1.
+            beside: computed meanwhile, where rows travel between ranks.
 
         Returns:
-            ``[rows, dim]``.
+            ``[rows, dim]``, and what ``beside`` returned if there is one.
         """
         sizes = counts.tolist() if isinstance(counts, torch.Tensor) else list(counts)
         out = compute(self, describe(self), x, sizes, lambda name: getattr(self, name))
-        return out if scores is None else out * scores.unsqueeze(-1).to(out.dtype)
+        out = out if scores is None else out * scores.unsqueeze(-1).to(out.dtype)
+        return out if beside is None else (out, beside())
 
 
 class TokenChoiceTopKRouter(nn.Module):
@@ -203,11 +208,13 @@ class MoE(nn.Module):
         places, inverse = order(chosen.flatten())
         rows = spread(tokens, places, inverse, self.router.top_k)
         own = spread(weights.reshape(-1, 1).to(tokens.dtype), places, inverse, 1)
-        if self.score_before_experts:
-            out = self.experts(rows * own, counts)
+        arguments = (rows * own, counts) if self.score_before_experts else (rows, counts, own.flatten())
+        shared = None
+        if self.shared_expert is None:
+            out = self.experts(*arguments)
         else:
-            out = self.experts(rows, counts, own.flatten())
+            out, shared = self.experts(*arguments, beside=functools.partial(self.shared_expert, tokens))
         total = spread(out, inverse, places, 1).unflatten(0, (-1, self.router.top_k)).sum(1)
-        if self.shared_expert is not None:
-            total = total + self.shared_expert(tokens)
+        if shared is not None:
+            total = total + shared
         return total.view(x.shape)

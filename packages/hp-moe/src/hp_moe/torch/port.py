@@ -17,7 +17,7 @@ from hp_moe.torch import migration
 from hp_moe.torch.exchange import Combined, Pinned, Recomputed, Repeated, Spread, SwiGlu
 from hp_moe.torch.transfer import Gathered, Nowhere, Scattered, Travel
 from hp_platform import get_platform
-from hp_platform.torch.grouped import grouped_linear
+from hp_platform.torch import grouped as products
 
 T = torch.Tensor
 
@@ -250,7 +250,12 @@ def ones(rows: T) -> T:
 # ---- experts ----
 def grouped(rows: T, weight: T, sizes: Sequence[int], transposed: bool, kernel: bool) -> T:
     """Multiply groups by matrices."""
-    return grouped_linear(rows, weight, sizes, transposed=transposed, kernel=kernel)
+    return products.grouped_linear(rows, weight, sizes, transposed=transposed, kernel=kernel)
+
+
+def held(weight: T) -> T:
+    """Hold the gradient of a weight back."""
+    return products.held(weight) if weight.dim() == 3 else weight
 
 
 def repeated(rows: T, sizes: Sequence[int]) -> T:

@@ -4,12 +4,19 @@ Note [Kernels]
     ``torch.nn.functional.grouped_mm`` multiplies float32, bfloat16 and float16 in one kernel. Other dtypes (float64,
     complex numbers), and torch without it, take a product a group into one output, whose backward costs as much as the
     forward twice: indexing the weight by group in autograd costs a tensor of the whole weight's size for each group.
+
+Note [Weights held back]
+    Autograd runs, of the nodes that are ready, the one that forward made last. The gradient of a weight that went
+    through `held` is computed in that node, and not beside the input's: so an exchange of the input's gradient that
+    began meanwhile, between nodes that forward made after and before, runs under it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +24,7 @@ import torch.nn.functional as F
 from hp_platform.frames import current_frame
 from hp_platform.torch.heavy import in_frame
 
-__all__ = ["grouped_linear"]
+__all__ = ["grouped_linear", "held"]
 
 T = torch.Tensor
 _kernel = getattr(F, "grouped_mm", None)
@@ -56,10 +63,42 @@ def grouped_linear(input: T, weight: T, sizes: Sequence[int], *, transposed: boo
             f"grouped_linear: {weight.shape[0]} groups need as many sizes that add up to {input.shape[0]} rows, got"
             f" {len(sizes)} that add up to {sum(sizes)}."
         )
-    product = _Grouped(sizes, input.device, transposed, kernel and _takes(input, weight))
-    if current_frame() is None and product.kernel:  # torch's own graph is enough, and cheaper
+    owed: _Owed | None = getattr(weight, "_owed_gradients", None)
+    product = _Grouped(sizes, input.device, transposed, kernel and _takes(input, weight), weight.shape, owed)
+    if current_frame() is None and product.kernel and owed is None:  # torch's own graph is enough, and cheaper
         return product.output(input, weight, None)
     return in_frame(product, input, weight)
+
+
+_Owed = list[tuple[T, Callable[[], T]]]
+"""For each product of a weight the zeros in place of the weight's gradient, and what computes the gradient."""
+
+
+def held(weight: T) -> T:
+    """Return a weight whose gradients by `grouped_linear` are computed here: Note [Weights held back]."""
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return weight
+    owed: _Owed = []
+    out = _Held.apply(weight, owed)
+    out._owed_gradients = owed
+    return out
+
+
+class _Held(torch.autograd.Function):
+    """A weight, and what is owed to it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: T, owed: _Owed) -> T:
+        ctx.owed = owed
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
+        owed, total = list(ctx.owed), grad
+        ctx.owed.clear()
+        for zeros, compute in owed:
+            total = compute() if total.data_ptr() == zeros.data_ptr() else total + compute()
+        return total, None
 
 
 class _Grouped:
@@ -67,8 +106,17 @@ class _Grouped:
 
     name = "a grouped product"
 
-    def __init__(self, sizes: Sequence[int], device: torch.device, transposed: bool, kernel: bool) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        device: torch.device,
+        transposed: bool,
+        kernel: bool,
+        shape: torch.Size,
+        owed: _Owed | None,
+    ) -> None:
         self._sizes, self._transposed, self.kernel = sizes, transposed, kernel
+        self._shape, self._owed = shape, owed
         if kernel:
             ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
             self._ends = ends if device.type == "cpu" else ends.to(device, non_blocking=True)
@@ -85,15 +133,22 @@ class _Grouped:
         """Multiply the groups by each other: one matrix a group, of zeros where it has no rows."""
         if not weight:
             return []
+        if self._owed is None or torch.is_grad_enabled():
+            return [self._matrices(grad, input)]
+        zeros = grad.new_zeros(()).expand(self._shape)
+        self._owed.append((zeros, functools.partial(self._matrices, grad, input)))
+        return [zeros]
+
+    def _matrices(self, grad: T, input: Callable[[], T]) -> T:
         grad = grad.contiguous()
         left, right = (input(), grad) if self._transposed else (grad, input())
         if self.kernel:
             assert _kernel is not None
-            return [_kernel(left.t(), right, offs=self._ends)]
+            return _kernel(left.t(), right, offs=self._ends)
         out = left.new_empty((len(self._sizes), left.shape[1], right.shape[1]))
         for one, other, matrix in zip(self._groups(left), self._groups(right), out.unbind(0), strict=True):
             torch.mm(one.t(), other, out=matrix)
-        return [out]
+        return out
 
     def _by_group(self, rows: T, matrices: T) -> T:
         if self.kernel:
