@@ -154,3 +154,18 @@ def test_a_gradient_that_is_rounding_errors_alone_is_no_difference():
     tables = {**PLAN.to_dict(), "model": {"config": "OPTConfig", "overrides": overrides}}
     result = verify(ParallelPlan.from_dict(tables), steps=1, tolerance=1e-8)
     assert result.passed, (result.first, result.largest)
+
+
+@on_ranks(2)
+def test_a_loss_alone_that_differs_is_seen():
+    """Of the size of a rounding error of float32."""
+    backward_loss = module.backward_loss
+    module.backward_loss = lambda plan, model, tokens: (
+        backward_loss(plan, model, tokens) * (1 + 1e-8 * (len(tokens) < PLAN.data.batch_size))
+    )
+    try:
+        result = verify(ParallelPlan.from_dict({**PLAN.to_dict(), "mesh": {"dp_shard": 2}, "fsdp": {"groups": [""]}}))
+    finally:
+        module.backward_loss = backward_loss
+    assert not result.passed
+    assert result.largest == pytest.approx(1e-8, rel=1e-3)

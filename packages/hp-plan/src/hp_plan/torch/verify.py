@@ -150,7 +150,8 @@ class _Compared:
         total = torch.tensor([got or 0.0, got is not None], dtype=torch.float64, device=device)
         _all_reduce(total, "sum")
         mean = (total[0] / total[1]).item()
-        self._losses.append(_difference(torch.tensor(mean), torch.tensor(expected)))
+        got_and_expected = torch.tensor([mean, expected], dtype=torch.float64)
+        self._losses.append(_difference(*got_and_expected))
 
     def tensors(self, kind: str, read: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Compare a tensor of every parameter, such as its gradient; one that no rank has differs."""
