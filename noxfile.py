@@ -250,6 +250,14 @@ def experts(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def expert_plans(session: nox.Session) -> None:
+    """Verifies plans for mixtures of experts of transformers, up to 8 ranks; writes docs/experts.md; `-- Mixtral`."""
+    install(session, "hp-plan", extras="[torch,test]")
+    environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "packages/hp-plan/benchmarks/sweep_experts.py", *session.posargs, env=environment)
+
+
+@nox.session(default=False)
 def soak(session: nox.Session) -> None:
     """Runs every packages/*/benchmarks/soak_*.py, a thousand steps and more; `-- hp-offload` for one package."""
     install(session, *PACKAGES, extras="[torch,test]")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from hp_plan import ParallelPlan
+from hp_plan import ParallelPlan, PlanError, verify
+
+TOLERANCE = 1e-10
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 37,
@@ -71,3 +74,59 @@ def plan_of(config: str, mesh: dict[str, int], *, experts: int = 8, **tables: An
             **tables,
         }
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A product of axes.
+
+    Attributes:
+        mesh: sizes of the axes.
+        experts: number of experts in a layer.
+        styles: of the plan.
+    """
+
+    mesh: dict[str, int]
+    experts: int = 8
+    styles: Any = "auto"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return ParallelPlan.from_dict({"mesh": self.mesh}).mesh.world_size
+
+
+FEATURES = {"model.layers.*.mlp.experts": "expert_tensor_parallel"}
+CELLS = {
+    "ep 2": Cell({"dp_shard": 2, "ep": 2}),
+    "ep 4, uneven": Cell({"dp_shard": 4, "ep": 4}, experts=6),
+    "ep 2 x fsdp 2": Cell({"dp_shard": 4, "ep": 2}),
+    "ep 2 x fsdp 2, uneven": Cell({"dp_shard": 4, "ep": 2}, experts=7),
+    "hsdp, ep 2": Cell({"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+    "tp 2, ep 2": Cell({"tp": 2, "ep": 2}),
+    "fsdp 2 x tp 2, ep 4": Cell({"dp_shard": 2, "tp": 2, "ep": 4}),
+    "ep 2 x tp 2": Cell({"dp_shard": 2, "tp": 2, "ep": 2}, styles=FEATURES),
+    "pp 2, ep 2": Cell({"pp": 2, "dp_shard": 2, "ep": 2}),
+    "pp 2 x tp 2, ep 2": Cell({"pp": 2, "tp": 2, "ep": 2}),
+    "cp 2, ep 2": Cell({"cp": 2, "ep": 2}),
+    "fsdp 2 x cp 2, ep 4": Cell({"dp_shard": 2, "cp": 2, "ep": 4}),
+    "pp 2, ep 2 x fsdp 2": Cell({"pp": 2, "dp_shard": 4, "ep": 2}),
+    "pp 2 x fsdp 2 x tp 2, ep 4": Cell({"pp": 2, "dp_shard": 2, "tp": 2, "ep": 4}),
+    "fsdp 2 x cp 2 x tp 2, ep 4": Cell({"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}),
+}
+
+
+def judge(config: str, cell: Cell) -> dict[str, Any]:
+    """Verify a plan on this rank: `verdict`, and the largest differences, or what it was refused for."""
+    try:
+        result = verify(plan_of(config, cell.mesh, experts=cell.experts, styles=cell.styles), tolerance=TOLERANCE)
+    except PlanError as error:
+        return {"verdict": "refused", "detail": "; ".join(map(str, error.diagnostics))}
+    worst = {
+        "loss": max(result.losses),
+        "gradient": max(row.gradient for row in result.rows),
+        "weight": max(row.weight for row in result.rows),
+    }
+    if result.passed:
+        return {"verdict": "right", **worst}
+    return {"verdict": "wrong", **worst, "detail": f"{result.first} differs by {result.largest:.1e}"}

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers under plans with `ep`; `nox -s experts` runs all families on all meshes."""
+"""Mixtures of experts of transformers under plans with `ep`; `nox -s expert_plans` verifies all families on all."""
 
 from __future__ import annotations
 
