@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hp_moe.dispatch import DISPATCHERS
 
-__all__ = ["check_bias", "check_dispatcher", "check_layers", "check_overlap", "check_router"]
+__all__ = [
+    "check_bias",
+    "check_counted_together",
+    "check_dispatcher",
+    "check_layers",
+    "check_overlap",
+    "check_router",
+]
 
 
 def check_router(
@@ -48,14 +56,37 @@ def check_bias(experts: int, shape: Sequence[int]) -> None:
         )
 
 
-def check_layers(model: Any, layers: Sequence[Any]) -> None:
-    """Refuse a model without a ``MoE``.
+def check_layers(model: Any, layers: Mapping[str, int]) -> int:
+    """Refuse a model without a ``MoE``; return a number of its layers, which ranks that count together have in common.
+
+    Args:
+        model: the model.
+        layers: the number of experts of each ``MoE``, by name.
 
     Raises:
         ValueError: there are no layers.
     """
     if not layers:
         raise ValueError(f"update_expert_bias: {type(model).__name__} has no MoE inside, which has biases to update.")
+    return zlib.crc32(repr(sorted(layers.items())).encode())
+
+
+def check_counted_together(layers: Mapping[str, int], least: int, most: int) -> None:
+    """Refuse to add up the counts of different layers, on all ranks alike.
+
+    Args:
+        layers: of this rank.
+        least: the lowest of the ranks' numbers.
+        most: the highest.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if least != most:
+        raise ValueError(
+            f"update_expert_bias: ranks have different layers, as stages of a pipeline have; this rank has"
+            f" {', '.join(layers)}. Pass group=, the ranks that have the same ones, such as those of data parallelism"
+        )
 
 
 def check_dispatcher(token_dispatcher: str, combine: str) -> None:

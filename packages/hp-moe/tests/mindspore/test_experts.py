@@ -184,6 +184,22 @@ def test_biases_follow_the_tokens_of_all_ranks():
     assert moe.expert_bias.asnumpy().tolist() == [-0.25, 0.25, 0.25, -0.25, 0.25, 0.25]
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_tokens_are_counted_once_where_cells_are_recomputed(reentrant):
+    moe, x = build(), Tensor(np.random.default_rng(0).standard_normal((5, 6)))
+    again = lambda x: mindspore.recompute(moe, x, use_reentrant=reentrant).sum()  # noqa: E731
+    parallelize_value_and_grad(again, 0, moe.trainable_params())(x)
+    assert moe.tokens_per_expert.sum() == 10
+
+
+@on_ranks(2)
+def test_counts_of_different_layers_are_not_added_up():
+    rank = get_platform().groups.rank()
+    stage = nn.CellDict({f"layer{rank}": build()})
+    with pytest.raises(ValueError, match=f"ranks have different layers.*this rank has layer{rank}.*Pass group="):
+        update_expert_bias(stage)
+
+
 def test_routers_choose_the_lower_of_equal_experts_in_the_best_groups():
     router = TokenChoiceTopKRouter(8, 8, 2, "sigmoid", num_expert_groups=4, num_limited_groups=1, route_scale=2.0)
     router.gate.weight.set_data(Tensor(np.eye(8, dtype=np.float32)))

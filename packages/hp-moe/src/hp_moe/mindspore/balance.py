@@ -7,21 +7,34 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor, _Function, mint, nn
+from mindspore.graph.api import _pynative_executor
 
-from hp_moe.checks import check_layers
+from hp_moe.checks import check_counted_together, check_layers
 from hp_platform import get_platform
 
-__all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "update_expert_bias"]
+__all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "update_expert_bias"]
+
+
+def count(layer: Any, counts: np.ndarray) -> None:
+    """Add counts of a forward to a layer's, in training, and not where backward computes a Cell again."""
+    if layer.training and _pynative_executor.get_current_autodiff_engine_id() == -1:
+        layer.tokens_per_expert += counts
 
 
 def update_expert_bias(moe: nn.Cell, lr: float = 1e-3, *, group: Any = None) -> None:
     """Raise the bias of experts with fewer tokens than the mean, lower that of those with more; counts begin anew."""
-    layers = list(_layers(moe))
-    check_layers(moe, layers)
-    groups = get_platform().groups
+    named = dict(_layers(moe))
+    layers, sizes = list(named.values()), {name: len(layer.tokens_per_expert) for name, layer in named.items()}
+    number = check_layers(moe, sizes)
+    groups, collectives = get_platform().groups, get_platform().collectives
     counts = Tensor(np.concatenate([layer.tokens_per_expert for layer in layers]))
     if groups.is_initialized():
-        get_platform().collectives.all_reduce(counts, group=groups.default_group() if group is None else group)
+        group = groups.default_group() if group is None else group
+        bounds = Tensor(np.asarray([-number, number], np.int64))
+        collectives.all_reduce(bounds, "max", group=group)
+        least, most = bounds.asnumpy().tolist()
+        check_counted_together(sizes, -least, most)
+        collectives.all_reduce(counts, group=group)
     numbers, at = counts.asnumpy(), 0
     for layer in layers:
         own = numbers[at : at + len(layer.tokens_per_expert)]
@@ -31,10 +44,10 @@ def update_expert_bias(moe: nn.Cell, lr: float = 1e-3, *, group: Any = None) -> 
         layer.tokens_per_expert[:] = 0
 
 
-def _layers(module: nn.Cell) -> Iterator[Any]:
-    for _, child in module.cells_and_names():
+def _layers(module: nn.Cell) -> Iterator[tuple[str, Any]]:
+    for name, child in module.cells_and_names():
         if hasattr(child, "expert_bias") and hasattr(child, "tokens_per_expert"):
-            yield child
+            yield name, child
 
 
 def balance_loss(scores: Tensor, counts: Any, top_k: int, group: Any = None) -> Tensor:

@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_moe.checks import check_bias, check_router
 from hp_moe.experts import compute, describe
-from hp_moe.mindspore.balance import attach_loss, balance_loss
+from hp_moe.mindspore.balance import attach_loss, balance_loss, count
 from hp_moe.mindspore.exchange import Spread
 from hp_moe.mindspore.port import order, swiglu
 
@@ -126,8 +126,7 @@ class MoE(nn.Cell):
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen, scores = self.router(tokens, self.expert_bias)
         counts = np.bincount(chosen.asnumpy().reshape(-1), minlength=self.router.num_experts)
-        if self.training:
-            self.tokens_per_expert += counts
+        count(self, counts)
         if self.load_balance_coeff is not None:
             loss = balance_loss(scores, counts, top_k, self.sequence_partition_group)
             weights = attach_loss(weights, loss * self.load_balance_coeff)

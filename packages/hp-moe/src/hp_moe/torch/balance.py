@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_moe.checks import check_layers
+from hp_moe.checks import check_counted_together, check_layers
 from hp_platform import get_platform
 
 __all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "update_expert_bias"]
@@ -16,10 +16,10 @@ __all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "upda
 T = torch.Tensor
 
 
-def count(total: T, counts: T) -> None:
-    """Add counts of a forward to a buffer, in training, and not where backward computes a block again."""
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-        total += counts
+def count(layer: Any, counts: T) -> None:
+    """Add counts of a forward to a layer's, in training, and not where backward computes a block again."""
+    if layer.training and torch._C._current_graph_task_id() == -1:
+        layer.tokens_per_expert.add_(counts)
 
 
 def update_expert_bias(moe: nn.Module, lr: float = 1e-3, *, group: Any = None) -> None:
@@ -34,24 +34,30 @@ def update_expert_bias(moe: nn.Module, lr: float = 1e-3, *, group: Any = None) -
         group: the ranks whose tokens count; None is all.
 
     Raises:
-        ValueError: there is no ``MoE`` inside.
+        ValueError: there is no ``MoE`` inside, or ranks of the group have others.
     """
-    layers = list(_layers(moe))
-    check_layers(moe, layers)
-    groups = get_platform().groups
+    named = dict(_layers(moe))
+    layers, sizes = list(named.values()), {name: len(layer.expert_bias) for name, layer in named.items()}
+    number = check_layers(moe, sizes)
+    groups, collectives = get_platform().groups, get_platform().collectives
     counts = torch.cat([layer.tokens_per_expert for layer in layers])
     if groups.is_initialized():
-        get_platform().collectives.all_reduce(counts, group=groups.default_group() if group is None else group)
+        group = groups.default_group() if group is None else group
+        bounds = counts.new_tensor([-number, number])
+        collectives.all_reduce(bounds, "max", group=group)
+        least, most = bounds.tolist()
+        check_counted_together(sizes, -least, most)
+        collectives.all_reduce(counts, group=group)
     with torch.no_grad():
         for layer, own in zip(layers, counts.split([len(layer.expert_bias) for layer in layers]), strict=True):
             layer.expert_bias += lr * torch.sign(own.sum() - own * len(own))
             layer.tokens_per_expert.zero_()
 
 
-def _layers(module: nn.Module) -> Iterator[Any]:
-    for child in module.modules():
+def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, child in module.named_modules():
         if isinstance(getattr(child, "expert_bias", None), torch.Tensor) and hasattr(child, "tokens_per_expert"):
-            yield child
+            yield name, child
 
 
 def balance_loss(scores: T, counts: T, top_k: int, group: Any = None) -> T:

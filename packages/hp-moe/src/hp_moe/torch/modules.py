@@ -201,7 +201,7 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)
         weights, chosen, scores = self.router(tokens, self.expert_bias)
         counts = torch.bincount(chosen.flatten(), minlength=self.router.num_experts)
-        count(self.tokens_per_expert, counts)
+        count(self, counts)
         if self.load_balance_coeff is not None and torch.is_grad_enabled():
             loss = balance_loss(scores, counts, self.router.top_k, self.sequence_partition_group)
             weights = attach_loss(weights, loss * self.load_balance_coeff)
