@@ -34,7 +34,7 @@ from hp_plan.extend import (
 )
 from hp_platform import get_platform
 from hp_platform.extend import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, platform_name, wanted_platform
-from hyper_parallel import pipeline, worker
+from hyper_parallel import checkpoints, pipeline, worker
 from hyper_parallel.data import VOCABULARY, DataError, check_data
 from hyper_parallel.data.command import app as data_app
 from hyper_parallel.display import make_console, settings_table, verify_table
@@ -54,6 +54,7 @@ Set = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines in place of tables.")]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(checkpoints.app, name="checkpoint")
 app.add_typer(data_app, name="data")
 
 

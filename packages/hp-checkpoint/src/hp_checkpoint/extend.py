@@ -1,0 +1,8 @@
+"""Names that other packages of this repository may import, in addition to the public ones."""
+
+from __future__ import annotations
+
+from hp_checkpoint.retention import prune, steps_in
+from hp_checkpoint.tools import Difference, diff, faults, summary, to_hugging_face
+
+__all__ = ["Difference", "diff", "faults", "prune", "steps_in", "summary", "to_hugging_face"]

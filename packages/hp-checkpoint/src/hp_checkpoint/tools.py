@@ -1,0 +1,174 @@
+"""Tools for checkpoints on disk: what is in one, whether it is whole, how two differ, other formats. No framework."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.files import Entry
+from hp_checkpoint.loading import read_tree, verify_files
+from hp_checkpoint.manifest import MANIFEST, Manifest
+from hp_checkpoint.saving import STATE
+from hp_checkpoint.sources import open_checkpoint
+from hp_checkpoint.storage import opened, part_folder, read_at
+
+__all__ = ["Difference", "diff", "faults", "summary", "to_hugging_face"]
+
+_CHUNK = 16 << 20
+_FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference between two checkpoints: the tensor's or value's name, and how it differs."""
+
+    name: str
+    text: str
+
+
+def summary(folder: Path) -> dict[str, object]:
+    """Describe a checkpoint: step, parts with their tensors and bytes, files, versions."""
+    manifest = open_checkpoint(folder)
+    parts = {
+        part: {
+            "tensors": {name: [entry.kind.dtype, *entry.kind.shape] for name, entry in entries.items()},
+            "bytes": sum(entry.kind.nbytes for entry in entries.values()),
+        }
+        for part, entries in manifest.parts.items()
+    }
+    files = {name: file.size for name, file in manifest.files.items()}
+    return {"step": manifest.step, "parts": parts, "files": files, "versions": dict(manifest.versions)}
+
+
+def faults(folder: Path) -> list[str]:
+    """Compare a complete checkpoint with its checksums; list what is wrong, file by file.
+
+    Raises:
+        InvalidCheckpointError: the folder is no checkpoint, or one of a model without checksums.
+    """
+    manifest = open_checkpoint(folder)
+    if not (folder / MANIFEST).exists():
+        raise InvalidCheckpointError(f"{folder} has no {MANIFEST}, and so no checksums; its headers are right")
+    result = []
+    for name, file in manifest.files.items():
+        alone = Manifest(None, manifest.parts, {name: file}, {}, manifest.block_bytes)
+        try:
+            verify_files(alone, folder)
+        except (InvalidCheckpointError, OSError) as error:
+            result.append(str(error))
+    return result
+
+
+def diff(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Difference]:
+    """List the differences of two checkpoints, tensor by tensor, in bounded memory.
+
+    Args:
+        one: a checkpoint.
+        other: another.
+        tolerance: the largest absolute difference of floating-point numbers that counts as none; bfloat16 and 8-bit
+            floats are compared bit by bit.
+    """
+    manifests = open_checkpoint(one), open_checkpoint(other)
+    result: list[Difference] = []
+    for part in sorted({*manifests[0].parts, *manifests[1].parts}):
+        entries = [manifest.parts.get(part, {}) for manifest in manifests]
+        for name in sorted({*entries[0], *entries[1]}):
+            full = f"{part}: {name}"
+            if name not in entries[0] or name not in entries[1]:
+                where = one if name in entries[0] else other
+                result.append(Difference(full, f"only in {where}"))
+                continue
+            pair = entries[0][name], entries[1][name]
+            if pair[0].kind != pair[1].kind:
+                kinds = [f"{entry.kind.dtype} {list(entry.kind.shape)}" for entry in pair]
+                result.append(Difference(full, f"{kinds[0]} and {kinds[1]}"))
+                continue
+            text = _compared(pair, (one, other), tolerance)
+            if text is not None:
+                result.append(Difference(full, text))
+    trees = [
+        read_tree(manifest, folder) if STATE in manifest.files else None
+        for manifest, folder in zip(manifests, (one, other), strict=True)
+    ]
+    return result + list(_differing(trees[0], trees[1], "state"))
+
+
+def to_hugging_face(folder: Path, target: Path) -> list[str]:
+    """Copy a checkpoint's model alone, a Hugging Face folder, and return its files; each is verified.
+
+    Args:
+        folder: a checkpoint.
+        target: a folder that doesn't exist.
+
+    Raises:
+        FileExistsError: the target exists.
+        InvalidCheckpointError: a file differs from its checksums.
+    """
+    manifest = open_checkpoint(folder)
+    if target.exists():
+        raise FileExistsError(f"{target} exists; name a folder that doesn't")
+    tensors = {entry.file for entry in manifest.parts.get("model", {}).values()}
+    names = sorted(name for name in manifest.files if name in tensors or _belongs(name))
+    part = part_folder(target, f"{os.getpid():x}")
+    part.mkdir(parents=True)
+    try:
+        chosen = Manifest(
+            None, manifest.parts, {name: manifest.files[name] for name in names}, {}, manifest.block_bytes
+        )
+        verify_files(chosen, folder)
+        for name in names:
+            shutil.copyfile(folder / name, part / name)
+        os.rename(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return names
+
+
+def _belongs(name: str) -> bool:
+    return name.endswith(".json") and name != STATE and not name.startswith("optimizer")
+
+
+def _compared(entries: tuple[Entry, Entry], folders: tuple[Path, Path], tolerance: float) -> str | None:
+    dtype = _FLOATS.get(entries[0].kind.dtype)
+    unequal, largest = 0, 0.0
+    chunks = [_chunks(folder / entry.file, entry) for entry, folder in zip(entries, folders, strict=True)]
+    for a, b in zip(*chunks, strict=True):
+        if np.array_equal(a, b):
+            continue
+        if dtype is None:
+            unequal += int((a != b).reshape(-1, entries[0].kind.itemsize).any(axis=1).sum())
+            continue
+        x, y = a.view(dtype).astype(np.float64), b.view(dtype).astype(np.float64)
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        distance = np.where(same, 0.0, np.abs(x - y))
+        distance = np.where(np.isnan(distance), np.inf, distance)
+        unequal += int((distance > tolerance).sum())
+        largest = max(largest, float(distance.max()))
+    if not unequal:
+        return None
+    text = f"{unequal:,} of {entries[0].kind.nbytes // entries[0].kind.itemsize:,} elements differ"
+    return text if dtype is None else f"{text}, by up to {largest:.3g}"
+
+
+def _chunks(path: Path, entry: Entry) -> Iterator[np.ndarray]:
+    with opened(path) as descriptor:
+        for start in range(0, entry.kind.nbytes, _CHUNK):
+            data = np.empty(min(_CHUNK, entry.kind.nbytes - start), np.uint8)
+            read_at(descriptor, data, entry.offset + start, path)
+            yield data
+
+
+def _differing(one: object, other: object, path: str) -> Iterator[Difference]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted({*one, *other}):
+            yield from _differing(one.get(key), other.get(key), f"{path}.{key}")
+    elif one != other:
+        yield Difference(path, f"{json.dumps(one)[:60]} and {json.dumps(other)[:60]}")

@@ -1,0 +1,104 @@
+"""The `hyper-parallel checkpoint` commands: checkpoints on disk, without a framework."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hp_checkpoint import InvalidCheckpointError, Keep
+from hp_checkpoint.extend import diff, faults, prune, steps_in, summary, to_hugging_face
+
+__all__ = ["app"]
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint's folder.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
+
+app = typer.Typer(help="Look at checkpoints on disk, compare, convert and remove them.", no_args_is_help=True)
+
+
+@app.command()
+def inspect(folder: Folder, json_lines: Json = False) -> None:
+    """Show the step, tensors and files of a checkpoint."""
+    with _errors():
+        content: dict[str, Any] = summary(folder)
+    if json_lines:
+        typer.echo(json.dumps(content))
+        return
+    typer.echo(f"{folder}: step {content['step']}, {sum(content['files'].values()):,} bytes")
+    for part, described in content["parts"].items():
+        typer.echo(f"{part}: {len(described['tensors']):,} tensors, {described['bytes']:,} bytes")
+        for name, (dtype, *shape) in described["tensors"].items():
+            typer.echo(f"  {name}  {dtype} {shape}")
+
+
+@app.command()
+def verify(folder: Folder) -> None:
+    """Compare all files of a checkpoint with their checksums; exit 1 where one differs."""
+    with _errors():
+        wrong = faults(folder)
+    for text in wrong:
+        typer.echo(text)
+    if wrong:
+        raise typer.Exit(1)
+    typer.echo(f"{folder}: every byte is as it was written")
+
+
+@app.command(name="diff")
+def compare(
+    one: Folder,
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another checkpoint's folder.", show_default=False)],
+    tolerance: Annotated[float, typer.Option(min=0, help="The largest absolute difference that counts as none.")] = 0.0,
+    json_lines: Json = False,
+) -> None:
+    """List the tensors and values that differ; exit 1 where some do."""
+    with _errors():
+        differences = diff(one, other, tolerance=tolerance)
+    for each in differences:
+        typer.echo(json.dumps({"name": each.name, "text": each.text}) if json_lines else f"{each.name}: {each.text}")
+    if differences:
+        raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    folder: Folder,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder that doesn't exist.", show_default=False)],
+    to: Annotated[str, typer.Option(help="The format: hf, the model alone.")] = "hf",
+) -> None:
+    """Copy a checkpoint's model without its optimizer, verified, as a Hugging Face folder."""
+    with _errors():
+        if to != "hf":
+            raise ValueError(f"--to {to}: expected hf")
+        files = to_hugging_face(folder, target)
+    typer.echo(f"{target}: {', '.join(files)}")
+
+
+@app.command(name="prune")
+def remove(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, with step-*.", show_default=False)],
+    last: Annotated[int, typer.Option(min=1, help="Keep so many of the newest.")] = 2,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="Keep the steps that are a multiple of it as well.", show_default=False)
+    ] = None,
+) -> None:
+    """Remove old checkpoints of a run."""
+    with _errors():
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        removed = prune(folder, Keep(last=last, every=every))
+    typer.echo(f"removed {removed or 'none'}, {folder} has {steps_in(folder)}")
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Report errors that a user can mend and exit with 1."""
+    try:
+        yield
+    except (InvalidCheckpointError, ValueError, OSError) as error:
+        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+        raise typer.Exit(1) from None

@@ -1,0 +1,79 @@
+"""`hyper-parallel checkpoint`: on checkpoints of one process, without a framework."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from hp_checkpoint import save
+from hyper_parallel.cli import app
+
+
+def state(seed):
+    model = {"w": np.full((3, 4), 1.0 + seed * 1e-3, np.float32), "b": np.arange(3)}
+    return {"model": model, "optimizer": {"w": {"m": np.zeros(12)}}, "lr": 0.5 + seed}
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in range(3):
+        save(state(step), checkpoint_id=tmp_path / f"step-{step:08d}", no_dist=True)
+    return tmp_path
+
+
+def command(*arguments, code=0):
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_inspect(run):
+    assert "model: 2 tensors, 72 bytes\n  b  I64 [3]\n  w  F32 [3, 4]\n" in command("inspect", run / "step-00000001")
+    content = json.loads(command("inspect", run / "step-00000001", "--json"))
+    assert content["parts"]["optimizer"] == {"tensors": {"w.m": ["F64", 12]}, "bytes": 96}
+    assert "error: there is no checkpoint" in command("inspect", run / "step-9", code=1)
+
+
+def test_verify(run):
+    folder = run / "step-00000001"
+    assert "every byte is as it was written" in command("verify", folder)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+    text = command("verify", folder, code=1)
+    assert "tensor 'w' changed since the save" in text and "tensor 'w.m' changed since the save" in text
+
+
+def test_diff(run):
+    one, other = run / "step-00000000", run / "step-00000002"
+    assert command("diff", one, one) == ""
+    text = command("diff", one, other, code=1)
+    assert text == "model: w: 12 of 12 elements differ, by up to 0.002\nstate.lr: 0.5 and 2.5\n"
+    assert command("diff", one, other, "--tolerance", "0.01", code=1) == "state.lr: 0.5 and 2.5\n"
+    save({"model": {"w": np.zeros(2), "v": np.zeros(1)}}, checkpoint_id=run / "small", no_dist=True)
+    lines = [json.loads(line) for line in command("diff", one, run / "small", "--json", code=1).splitlines()]
+    assert {"name": "model: w", "text": "F32 [3, 4] and F64 [2]"} in lines
+    assert {"name": "model: v", "text": f"only in {run / 'small'}"} in lines
+
+
+def test_convert(run):
+    folder = run / "step-00000001"
+    assert command("convert", folder, run / "model").strip() == f"{run / 'model'}: model.safetensors"
+    assert load_file(run / "model" / "model.safetensors")["b"].tolist() == [0, 1, 2]
+    assert "exists; name a folder that doesn't" in command("convert", folder, run / "model", code=1)
+    assert "error: --to dcp: expected hf" in command("convert", folder, run / "x", "--to", "dcp", code=1)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    assert "tensor 'w' changed since the save" in command("convert", folder, run / "y", code=1)
+    assert not [path for path in run.iterdir() if path.name.startswith(("x", "y"))]
+
+
+def test_prune(run):
+    assert f"removed [1], {run} has [0, 2]" in command("prune", run, "--last", 1, "--every", 2)
+    assert f"removed none, {run} has [0, 2]" in command("prune", run)
