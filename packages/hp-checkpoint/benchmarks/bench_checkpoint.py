@@ -1,0 +1,142 @@
+"""Save and load on two gloo ranks against torch.distributed.checkpoint and safetensors: CPU seconds, and bytes read.
+
+The state is 32 matrices of float32, Shard(0) over two ranks; it is loaded in the same layout and as Shard(1). CPU
+seconds are the sum of both ranks' (user and system), the least of five interleaved rounds; bytes read are those of
+/proc/self/io. Run it on an idle machine: `python bench_checkpoint.py [--mib 256] [--folder FOLDER]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import init_device_mesh as torch_mesh
+
+import hp_platform
+from hp_checkpoint import Checkpointer, load, save
+from hp_dtensor import DTensor, Shard, init_device_mesh
+
+RANKS, TENSORS, ROUNDS = 2, 32, 5
+
+
+def measured(action: Callable[[], Any]) -> tuple[float, int]:
+    """Return CPU seconds and bytes read of an action, summed over the ranks."""
+    dist.barrier()
+    before, read = time.process_time(), _read()
+    action()
+    totals = torch.tensor([time.process_time() - before, float(_read() - read)], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return float(totals[0]), int(totals[1])
+
+
+def _read() -> int:
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"])
+
+
+def rank_main(rank: int, folder: str, mib: int, store: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    hp_platform.init_process_group("gloo", init_method=f"file://{store}", world_size=RANKS, rank=rank)
+    rows = mib * 2**20 // TENSORS // 4 // 1024
+    full = [torch.randn(rows, 1024, generator=torch.Generator().manual_seed(n)) for n in range(TENSORS)]
+    ours, theirs = init_device_mesh("cpu", (RANKS,)), torch_mesh("cpu", (RANKS,))
+
+    def state(cls: Any, mesh: Any, placement: Any, dim: int, zero: bool = False) -> dict[str, Any]:
+        parts = [each.chunk(RANKS, dim)[rank].clone(memory_format=torch.contiguous_format) for each in full]
+        parts = [torch.zeros_like(part) for part in parts] if zero else parts
+        return {f"t{n}": cls.from_local(part, mesh, [placement]) for n, part in enumerate(parts)}
+
+    base = Path(folder)
+    saved = {"ours": state(DTensor, ours, Shard(0), 0), "dcp": state(TorchDTensor, theirs, TorchShard(0), 0)}
+    plain = {name: value.to_local() for name, value in saved["dcp"].items()}
+    same = {"ours": state(DTensor, ours, Shard(0), 0, True), "dcp": state(TorchDTensor, theirs, TorchShard(0), 0, True)}
+    other = {
+        "ours": state(DTensor, ours, Shard(1), 1, True),
+        "dcp": state(TorchDTensor, theirs, TorchShard(1), 1, True),
+    }
+
+    def copy_loaded() -> None:
+        loaded = load_file(base / f"plain-{rank}.safetensors")
+        for name, value in same["dcp"].items():
+            value.to_local().copy_(loaded[name])
+
+    cases: dict[str, Callable[[], Any]] = {
+        "save: ours, with fsync and checksums": lambda: save({"model": saved["ours"]}, checkpoint_id=base / "ours"),
+        "save: DCP": lambda: dcp.save(saved["dcp"], checkpoint_id=base / "dcp"),
+        "save: safetensors, a file each": lambda: save_file(plain, base / f"plain-{rank}.safetensors"),
+        "load: ours": lambda: load({"model": same["ours"]}, checkpoint_id=base / "ours"),
+        "load: DCP": lambda: dcp.load(same["dcp"], checkpoint_id=base / "dcp"),
+        "load: safetensors, a file each": copy_loaded,
+        "load as Shard(1): ours": lambda: load({"model": other["ours"]}, checkpoint_id=base / "ours"),
+        "load as Shard(1): DCP": lambda: dcp.load(other["dcp"], checkpoint_id=base / "dcp"),
+    }
+    seconds: dict[str, float] = {}
+    reads: dict[str, int] = {}
+    for round_ in range(ROUNDS):
+        for name, action in cases.items():
+            if rank == 0 and name.startswith("save") and "safetensors" not in name:
+                shutil.rmtree(base / ("ours" if "ours" in name else "dcp"), ignore_errors=True)
+            took, reads[name] = measured(action)
+            seconds[name] = took if round_ == 0 else min(seconds[name], took)
+    for name, value in other["ours"].items():
+        assert torch.equal(value.to_local(), other["dcp"][name].to_local()), name
+    if rank == 0:
+        total = mib * 2**20
+        for name, took in seconds.items():
+            peer = name.split(":")[0] + ": DCP"
+            read = f", {reads[name] / total:.2f} x read" if "load" in name else ""
+            print(f"{name}: {took:.3f} s CPU, {took / seconds[peer]:.2f} of DCP's{read}")
+    stall(base, rank, full)
+
+
+def stall(base: Path, rank: int, full: list[torch.Tensor]) -> None:
+    """Print what a background save stops the training for, beside a copy of the same bytes."""
+    model = torch.nn.Module()
+    for number, tensor in enumerate(full):
+        part = torch.nn.Parameter(tensor.chunk(RANKS)[rank].clone())
+        setattr(model, f"t{number}_{rank}", part)
+    buffers = [torch.empty_like(each) for each in model.parameters()]
+    best = {"stall": float("inf"), "copy": float("inf")}
+    with Checkpointer(base / "run") as checkpoints:
+        for step in range(ROUNDS):
+            begin = time.process_time()
+            pending = checkpoints.save(step, model)
+            best["stall"] = min(best["stall"], time.process_time() - begin)
+            pending.wait()
+            begin = time.process_time()
+            for buffer, parameter in zip(buffers, model.parameters(), strict=True):
+                buffer.copy_(parameter.detach())
+            best["copy"] = min(best["copy"], time.process_time() - begin)
+    if rank == 0:
+        print(
+            f"background save: stops for {best['stall']:.3f} s CPU, a copy of the state takes {best['copy']:.3f} s:"
+            f" {best['stall'] / best['copy']:.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--folder", default="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, tempfile.TemporaryDirectory() as store:
+        mp.spawn(rank_main, (folder, options.mib, f"{store}/store"), RANKS)
+
+
+if __name__ == "__main__":
+    main()
