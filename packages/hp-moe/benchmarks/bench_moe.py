@@ -5,6 +5,8 @@ replicas  the worst rank's load over the mean, with a replica a rank and without
 layer     a layer of experts on two gloo ranks against transformers' all-to-all
 hot       a layer on four gloo ranks where half of the tokens choose one expert, with replicas and without
 
+bits      the share of weights whose bits differ from one rank's, by ranks, replicas and moving experts
+
     python packages/hp-moe/benchmarks/bench_moe.py --repeats 30
 """
 
@@ -14,9 +16,11 @@ import argparse
 import copy
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -194,10 +198,47 @@ def hot(rank: int, store: str, repeats: int) -> None:
     dist.destroy_process_group()
 
 
+def bits(rank: int, store: str, ranks: int, file: str, options: dict[str, Any]) -> None:
+    """Train the job of the tests for 20 steps, and write its weights down."""
+    from deterministic_experts import weights_after
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    weights = weights_after(20, **options)
+    if rank == 0:
+        torch.save(weights, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare_bits() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    jobs = {"alone": (1, {})} | {
+        f"{ranks} ranks{text}": (ranks, options)
+        for ranks in (2, 4)
+        for text, options in {
+            "": {},
+            **{f", {slots} slots": {"slots": slots} for slots in (1, 2, 3, 4)},
+            ", moving": {"moves": True},
+            ", moving, 2 slots": {"moves": True, "slots": 2},
+        }.items()
+    }
+    for deterministic in (True, False):
+        weights = {}
+        for name, (ranks, options) in jobs.items():
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = (f"{folder}/store", ranks, f"{folder}/weights", {**options, "deterministic": deterministic})
+                torch.multiprocessing.spawn(bits, arguments, nprocs=ranks)
+                weights[name] = torch.load(f"{folder}/weights").view(torch.int32)
+        one = weights.pop("alone")
+        shares = [f"{name} {float((each != one).double().mean()):.0%}" for name, each in weights.items()]
+        print(f"bits deterministic={deterministic}: weights that differ from one rank's: {'; '.join(shares)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--parts", nargs="+", default=["grouped", "replicas", "layer", "hot"])
+    parser.add_argument("--parts", nargs="+", default=["grouped", "replicas", "layer", "hot", "bits"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if "grouped" in arguments.parts:
@@ -208,6 +249,8 @@ def main() -> None:
         if name in arguments.parts:
             with tempfile.TemporaryDirectory() as folder:
                 torch.multiprocessing.spawn(run, (f"{folder}/store", arguments.repeats), nprocs=ranks)
+    if "bits" in arguments.parts:
+        compare_bits()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from deterministic_experts import shuffled
 from test_replicas import EXPERTS, build, compare
 
 from hp_dtensor import distribute_tensor, init_device_mesh
@@ -28,17 +28,6 @@ NAMES = ("w1", "w2", "w3")
 ADAMW = partial(torch.optim.AdamW, lr=0.1, foreach=False)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
 MUON = partial(Muon, lr=0.1)
-
-
-def shuffled(ranks: int, seed: int, slots: int = 0) -> ExpertPlacement:
-    """Place experts anywhere, as many on each rank as evenly, with replicas as far as there are slots."""
-    rng, home = random.Random(seed), list(ExpertPlacement.even(EXPERTS, ranks).home)
-    rng.shuffle(home)
-    replicas: list[tuple[int, ...]] = [()] * EXPERTS
-    for rank in range(ranks):
-        for expert in rng.sample([e for e in range(EXPERTS) if home[e] != rank], slots):
-            replicas[expert] = (*replicas[expert], rank)
-    return ExpertPlacement(tuple(home), tuple(map(tuple, map(sorted, replicas))), ranks)
 
 
 def spread(style) -> MoE:

@@ -15,11 +15,11 @@ from hp_moe.experts import compute, describe
 from hp_moe.gathered import Gathered
 from hp_moe.placement import ExpertPlacement
 from hp_moe.port import port
-from hp_moe.replicas import Loans, check_slots, choose_holders
+from hp_moe.replicas import Loans, borrow, check_slots, choose_holders
 from hp_moe.routes import Begin, Exact, Fast, Route, at_once
+from hp_moe.sources import Sources
 from hp_moe.two_hops import Axes, TwoHops
 from hp_platform import get_platform
-from hp_platform.frames import current_frame
 
 if TYPE_CHECKING:
     from hp_moe.styles import BaseExpertParallel
@@ -68,6 +68,7 @@ class ExpertLayer:
         self.begun_by: tuple[Begin, Begin] = (at_once, at_once)
         self.agreed = False
         self.load = [0] * self.own.experts
+        self.sums = port().piece_sums() if style.deterministic else None
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -117,7 +118,7 @@ class ExpertLayer:
         """
         (tokens, chosen, weights), restore = self._local(tokens, chosen, weights)
         parts = {name: self._part(getattr(module, name)) for name in self.own.parameters}
-        guests = self._borrow(parts)
+        guests = borrow(self.own.name, self.loans, parts, self.group, deterministic=self.sums is not None)
         lots = self._lots(tokens, chosen, weights)
         last = Later(beside)
         routes = self._routes(module, lots, problem, None if self.style.async_combine else last)
@@ -182,18 +183,26 @@ class ExpertLayer:
         self, module: Any, route: Route, rows: Tensor, parts: Mapping[str, Tensor], guests: Mapping[str, Tensor]
     ) -> Tensor:
         scale = None if route.scale is None else port().cast(route.scale, rows)
-        return self._compute(module, rows, route.sizes, parts, guests, scale)
+        return self._compute(module, rows, route, parts, guests, scale)
 
     def _compute(
         self,
         module: Any,
         rows: Tensor,
-        sizes: Sequence[int],
+        route: Route,
         parts: Mapping[str, Tensor],
         guests: Mapping[str, Tensor],
         scale: Tensor | None,
     ) -> Tensor:
         """Compute the rows of this rank's own experts, then those of its replicas."""
+        sizes = route.sizes
+        if self.sums is not None:
+            assert isinstance(route, Exact)
+            pieces = [count for _, count in route.exchange.blocks]
+            sources = Sources.of(self.placement, self.rank, pieces, route.shares)
+            leaves = [getattr(module, name) for name in parts]
+            run = functools.partial(compute, module, self.own)
+            return port().in_pieces(self.sums, sources, self.group, leaves, parts, guests, rows, run)
         if self.loans is None:
             return compute(module, self.own, rows, sizes, parts.__getitem__, scale)
         count = self.placement.home.count(self.rank)
@@ -201,19 +210,6 @@ class ExpertLayer:
         scales = (None, None) if scale is None else (scale[:end], scale[end:])
         own = compute(module, self.own, rows[:end], here, parts.__getitem__, scales[0])
         return port().joined([own, compute(module, self.own, rows[end:], there, guests.__getitem__, scales[1])])
-
-    def _borrow(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Exchange the weights of replicated experts."""
-        if self.loans is None:
-            return {}
-        frame = current_frame()
-        if frame is not None and frame.weights is not None:
-            raise NotImplementedError(
-                f"{self.own.name}: experts have replicas, and the layer runs in a frame that puts its weights'"
-                " gradients off, as split backward does, so ranks would return gradients at different times. Use a"
-                " schedule without split backward, or no replicas"
-            )
-        return {name: self.loans.borrow(part, self.group) for name, part in parts.items()}
 
     def rows(
         self,
@@ -289,10 +285,12 @@ class ExpertLayer:
         kind, words = inputs.kind(choices, f.traits(tokens), f.traits(weights), self.style.settings)
         table = tuple(range(self.own.experts)) if self.loans else self.slots
         slots, unknown = f.slots(chosen, table)
+        shares = None
         if self.loans:
-            slots = choose_holders(slots, self.placement, self.group, self.rank, whole=False)
+            whole = self.style.deterministic
+            slots, shares = choose_holders(slots, self.placement, self.group, self.rank, whole=whole)
         route = self._kind(choices)(slots, choices, self.widths, self.group)
-        route.begun_by = self.begun_by
+        route.begun_by, route.shares = self.begun_by, shares
         told = f.message([(kind,), (1,) if problem else unknown + f.not_finite(weights)], slots)
         counts, copies = f.split(f.count(slots, len(self.computed)), self.widths), route.copies()
         parts = zip(counts, copies, [told] * ranks, route.further(counts), strict=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hp_dtensor import DeviceMesh, Placement
+from hp_moe.sources import Sources
 from hp_platform.extend import load_port
 
 Tensor = Any
@@ -237,6 +238,39 @@ class Port(Protocol):
         ...
 
     # ---- experts ----
+    def piece_sums(self) -> Any:
+        """Return what keeps the gradients of pieces over the passes of a step.
+
+        Raises:
+            NotImplementedError: the framework has nothing for it.
+        """
+        ...
+
+    def in_pieces(
+        self,
+        sums: Any,
+        sources: Sources,
+        group: Any,
+        leaves: Sequence[Tensor],
+        weights: Mapping[str, Tensor],
+        guests: Mapping[str, Tensor],
+        rows: Tensor,
+        run: Callable[[Tensor, list[int], Callable[[str], Tensor]], Tensor],
+    ) -> Tensor:
+        """Compute each source's rows for each expert by themselves, and add gradients up in a fixed tree.
+
+        Args:
+            sums: from ``piece_sums``.
+            sources: the pieces.
+            group: of the ranks.
+            leaves: the parameters, whose gradients are replaced by the sums over the passes of a step.
+            weights: their parts here, by name.
+            guests: the parts of replicated experts, by name, if there are any.
+            rows: in the order of pieces.
+            run: computes rows of one expert, from their number and the function that returns its parts.
+        """
+        ...
+
     def grouped(self, rows: Tensor, weight: Tensor, sizes: Sequence[int], transposed: bool, kernel: bool) -> Tensor:
         """Multiply each group of rows by a matrix of its own; with ``kernel``, by one kernel for all where there is."""
         ...

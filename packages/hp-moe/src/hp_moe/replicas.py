@@ -10,12 +10,13 @@ Note [Lent weights]
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_moe.placement import ExpertPlacement
+from hp_moe.placement import ExpertPlacement, Shares
 from hp_moe.port import port
+from hp_platform.frames import current_frame
 
 __all__ = ["Loans", "check_slots", "choose_holders"]
 
@@ -71,7 +72,36 @@ class Loans:
         return [0 if expert is None else next(rows) for expert in self.borrowed]
 
 
-def choose_holders(experts: Tensor, placement: ExpertPlacement, group: Any, rank: int, *, whole: bool) -> Tensor:
+def borrow(
+    name: str, loans: Loans | None, parts: Mapping[str, Tensor], group: Any, *, deterministic: bool
+) -> dict[str, Tensor]:
+    """Exchange the weights of replicated experts.
+
+    Args:
+        name: of the module.
+        loans: of this rank, if experts have replicas.
+        parts: of its parameters, by name.
+        group: of the ranks that experts are spread over.
+        deterministic: the gradients of pieces go home by themselves.
+
+    Raises:
+        NotImplementedError: the layer runs in a frame that puts its weights' gradients off.
+    """
+    frame = current_frame()
+    if (loans or deterministic) and frame is not None and frame.weights is not None:
+        raise NotImplementedError(
+            f"{name}: experts have replicas or are deterministic, and the layer runs in a frame that puts its weights'"
+            " gradients off, as split backward does, so ranks would return gradients at different times. Use a schedule"
+            " without split backward, or no replicas and deterministic=False"
+        )
+    if loans is None:
+        return {}
+    return {key: loans.borrow(part.detach() if deterministic else part, group) for key, part in parts.items()}
+
+
+def choose_holders(
+    experts: Tensor, placement: ExpertPlacement, group: Any, rank: int, *, whole: bool
+) -> tuple[Tensor, Shares]:
     """Decide which holder of its expert computes each choice; all ranks decide from the counts of all.
 
     Args:
@@ -82,20 +112,20 @@ def choose_holders(experts: Tensor, placement: ExpertPlacement, group: Any, rank
         whole: see ``ExpertPlacement.shares``.
 
     Returns:
-        For each choice the place among all experts that ranks compute, one rank after the other.
+        For each choice the place among all experts that ranks compute, one rank after the other; the shares of all.
     """
     f, count, ranks = port(), len(placement.home), placement.ranks
     message = f.message([f.count(experts, count)] * ranks, experts)
     _, received = f.exchange_numbers(message, [count] * ranks, [count] * ranks, group)()
     counts = [received[source * count : (source + 1) * count] for source in range(ranks)]
-    parts = placement.shares(counts, whole=whole)[rank]
+    shares = placement.shares(counts, whole=whole)
     places = {
         pair: place for place, pair in enumerate((e, r) for r, local in enumerate(placement.local) for e in local)
     }
     table = tuple(places[expert, rank] for expert, holders in enumerate(placement.holders) for rank in holders)
     order, inverse = f.order(experts)  # an expert's tokens as they come: the first go to its home
-    holders = f.repeated_numbers(list(itertools.chain.from_iterable(parts)), experts)
-    return f.take(f.slots(holders, table)[0], inverse)
+    holders = f.repeated_numbers(list(itertools.chain.from_iterable(shares[rank])), experts)
+    return f.take(f.slots(holders, table)[0], inverse), shares
 
 
 def check_slots(name: str, placement: ExpertPlacement, experts: int, ranks: int, slots: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_moe.dispatch import Dispatch, Message
+from hp_moe.placement import Shares
 from hp_moe.port import Transfer, port
 
 __all__ = ["Begin", "Exact", "Fast", "Hop", "Route", "at_once", "begun"]
@@ -42,12 +43,14 @@ class Route:
     Attributes:
         sizes: rows of each expert of this rank; set by ``plan``.
         scale: ``[rows, 1]``, what experts multiply their results by, set by dispatch; None for nothing.
+        shares: how many tokens of each source go to which holder of an expert; None without replicas.
         begun_by: what dispatch and combine call with the function that begins the exchange and its arguments.
         ahead: called where a dispatch's gradients have arrived: see ``Port.transfer``.
     """
 
     sizes: tuple[int, ...]
     scale: Tensor | None = None
+    shares: Shares | None = None
 
     def __init__(self, slots: Tensor, choices: int, widths: Sequence[int], group: Any) -> None:
         self.choices, self.widths, self.group = choices, widths, group

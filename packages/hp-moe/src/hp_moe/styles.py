@@ -34,22 +34,27 @@ class BaseExpertParallel(ParallelStyle):
     async_combine: bool = False
     chunks: int = 1
     slots: int = 0
+    deterministic: bool = False
 
     @property
     def settings(self) -> str:
         """Write what all ranks must have in common."""
         chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
+        chunks += ", deterministic=True" if self.deterministic else ""
         return f"token_dispatcher={self.token_dispatcher!r}, combine={self.combine_tokens!r}{chunks}"
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Shard the experts and run them over the ranks.
 
         Raises:
+            NotImplementedError: ``deterministic`` on MindSpore.
             TypeError: a module that is none of experts, or is called with something else.
             ValueError: fewer experts than ranks, experts that transformers has spread over ranks already, or
                 ``async_combine`` for other experts than ``GroupedExperts``.
             RuntimeError: the module has a style already.
         """
+        if self.deterministic:
+            port().piece_sums()  # refuses where there are none
         module._name_in_model = applied_name()
         own = describe(module)
         check_module(own, module)
@@ -119,10 +124,14 @@ class ExpertParallel(BaseExpertParallel):
         async_combine: compute a ``MoE``'s shared expert while results travel, and not while counts do.
         chunks: parts of a rank's tokens: one's exchange is under way while another is computed. 2 is the usual.
         slots: replicas of hot experts that each rank has room for: see ``rebalance``.
+        deterministic: gradients have the same bits wherever experts are, with replicas or without, and for any number
+            of ranks that a step's micro-batches are spread over, consecutive ones on each: a backward pass of a rank is
+            a micro-batch, as with ``fully_shard(deterministic=True)``. Wants ``combine="exact"``. Each rank's tokens
+            for an expert are computed by themselves, and their gradients are kept to the end of the step.
 
     Raises:
         ValueError: another dispatcher or way to combine, ``"exact"`` with a dispatcher that adds up on the way or with
-            chunks, less than one chunk, a negative number of slots.
+            chunks, ``deterministic`` without ``"exact"``, less than one chunk, a negative number of slots.
         TypeError: ``async_combine`` or chunks in a style with a ``dispatch`` or ``combine`` of its own.
     """
 
@@ -134,7 +143,14 @@ class ExpertParallel(BaseExpertParallel):
         combine: Combine = "fast",
         chunks: int = 1,
         slots: int = 0,
+        deterministic: bool = False,
     ) -> None:
+        if deterministic and combine != "exact":
+            raise ValueError(
+                f"ExpertParallel: deterministic=True with combine={combine!r}, whose sums depend on where experts are;"
+                " use combine='exact'"
+            )
+        self.deterministic = deterministic
         self.combine_tokens, self.slots = _checked(self, combine), _checked_slots(self, slots)
         check_dispatcher(token_dispatcher, combine)
         check_overlap(self, BaseExpertParallel, token_dispatcher, async_combine, combine, chunks)
@@ -154,7 +170,8 @@ class ExpertParallel(BaseExpertParallel):
         """Write the constructor."""
         options = ", async_combine=True" if self.async_combine else ""
         options += f", combine={self.combine_tokens!r}" + (f", chunks={self.chunks}" if self.chunks > 1 else "")
-        return f"ExpertParallel({self.token_dispatcher!r}{options}{_slots(self)})"
+        options += _slots(self) + (", deterministic=True" if self.deterministic else "")
+        return f"ExpertParallel({self.token_dispatcher!r}{options})"
 
 
 class ExpertTensorParallel(BaseExpertParallel):

@@ -171,6 +171,8 @@ def test_hot_experts_get_replicas():
     experts = parallelize_module(Packed(), mesh, ExpertParallel(slots=1))
     experts(Tensor(np.ones((9, 6))), Tensor(np.array([[1, 0]] * 9)), Tensor(np.ones((9, 2))))
     (placement,) = rebalance(experts).values()
+    with pytest.raises(NotImplementedError, match="deterministic=True. is not built for MindSpore"):
+        parallelize_module(Packed(), mesh, ExpertParallel(combine="exact", deterministic=True))
     with pytest.raises(NotImplementedError, match="experts do not move to other ranks on MindSpore"):
         place_experts(experts, ExpertPlacement((1, 0, 0, 0, 1), ((),) * 5, 2), optimizer=())
     assert placement.home == (0, 0, 0, 1, 1) and placement.replicas in (((1,), (), (), (), ()), ((), (1,), (), (), ()))

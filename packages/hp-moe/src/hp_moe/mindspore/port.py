@@ -19,6 +19,7 @@ from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.mindspore.extend import distribute_parameter
 from hp_moe.mindspore.exchange import Combined, Exchange, Gathered, Grouped, Repeated, Scattered, Spread, Summed, taken
 from hp_moe.port import Traits
+from hp_moe.sources import Sources
 from hp_platform import get_platform
 
 Numbers = np.ndarray
@@ -254,6 +255,25 @@ def ones(rows: Tensor) -> Tensor:
 
 
 # ---- experts ----
+def piece_sums() -> Any:
+    """Refuse deterministic sums."""
+    raise NotImplementedError("ExpertParallel(deterministic=True) is not built for MindSpore; leave deterministic out")
+
+
+def in_pieces(
+    sums: Any,
+    sources: Sources,
+    group: Any,
+    leaves: Sequence[Tensor],
+    weights: Mapping[str, Tensor],
+    guests: Mapping[str, Tensor],
+    rows: Tensor,
+    run: Callable[..., Tensor],
+) -> Tensor:
+    """Refuse deterministic sums."""
+    return piece_sums()
+
+
 def grouped(rows: Tensor, weight: Tensor, sizes: Sequence[int], transposed: bool, kernel: bool) -> Tensor:
     """Multiply groups by matrices, one after the other."""
     return Grouped.apply(rows, weight, list(sizes), transposed)

@@ -13,7 +13,7 @@ from torch import nn
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
 from hp_moe.port import Traits, Transfer
-from hp_moe.torch import migration
+from hp_moe.torch import migration, pieces
 from hp_moe.torch.exchange import Combined, Pinned, Recomputed, Repeated, Spread, SwiGlu
 from hp_moe.torch.transfer import Gathered, Nowhere, Scattered, Travel
 from hp_platform import get_platform
@@ -248,6 +248,9 @@ def ones(rows: T) -> T:
 
 
 # ---- experts ----
+piece_sums, in_pieces = pieces.PieceSums, pieces.in_pieces
+
+
 def grouped(rows: T, weight: T, sizes: Sequence[int], transposed: bool, kernel: bool) -> T:
     """Multiply groups by matrices."""
     return products.grouped_linear(rows, weight, sizes, transposed=transposed, kernel=kernel)
