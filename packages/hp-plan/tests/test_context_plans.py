@@ -55,11 +55,13 @@ def test_two_ranks(context):
     [
         ("Qwen3Config", {"tie_word_embeddings": True}),
         ("Qwen3MoeConfig", EXPERTS),
+        ("Gemma2Config", {"sliding_window": 3, "attn_logit_softcapping": 0.5, "initializer_range": 0.3}),
         ("Gemma3TextConfig", {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}),
     ],
 )
-def test_families(config, overrides):
-    check(small_plan({"cp": 2}, {"ulysses_degree": 1}, config, **overrides))
+@pytest.mark.parametrize("degree", [1, 2])
+def test_families(config, overrides, degree):
+    check(small_plan({"cp": 2}, {"ulysses_degree": degree}, config, **overrides))
 
 
 @on_ranks(4)

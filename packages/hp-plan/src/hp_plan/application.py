@@ -72,6 +72,8 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if mesh is None:
         mesh = init_device_mesh(platform.devices.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     _check_mesh(mesh, axes)
+    if "cp" in axes:
+        own.spread_attention(model)
     styles = choose_styles(plan, outline).by_name if "tp" in axes or plan.mesh.ep > 1 else {}
     mesh = with_expert_axes(plan, mesh, expert_styles(styles))
     if "pp" in axes:

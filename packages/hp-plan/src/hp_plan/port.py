@@ -45,6 +45,10 @@ class Models(Protocol):
         """Take and return plain tensors; see Note [Plain tensors at the border] in `hp_plan.application`."""
         ...
 
+    def spread_attention(self, model: Module) -> None:
+        """Let attention that caps its logits be one that a context parallel style finds."""
+        ...
+
     def shard_at_border(
         self, model: Module, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool, plain: Callable[[Any], Any]
     ) -> None:

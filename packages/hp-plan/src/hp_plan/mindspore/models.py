@@ -98,6 +98,10 @@ def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], A
     model.construct = inside_replication  # A Cell has no hook that runs where its construct raised.
 
 
+def spread_attention(model: nn.Cell) -> None:
+    """Do nothing: `shard_at_border` refuses the axis."""
+
+
 def shard_at_border(
     model: nn.Cell, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool, plain: Callable[[Any], Any]
 ) -> NoReturn:

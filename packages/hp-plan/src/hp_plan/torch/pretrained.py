@@ -18,6 +18,7 @@ from hp_dtensor import DTensor, implicit_replication
 from hp_moe import register_experts
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_platform import get_platform
+from hp_styles.torch.extend import capped_attention
 
 __all__ = ["generate_inside", "save_whole"]
 
@@ -158,6 +159,46 @@ def _read_by_code(config: type) -> frozenset[str]:
     if shared.name == "configuration_utils.py":
         texts.append(shared.read_text(encoding="utf-8"))
     return frozenset(name for text in texts for groups in _READ.findall(text) for name in groups if name)
+
+
+def capped_attention_of(model: Any) -> None:
+    """Take attention from transformers' registry that a context parallel style finds, and that caps logits."""
+    library, masks = transformers(), importlib.import_module("transformers.masking_utils")
+    library.AttentionInterface.register(_CAPPED, _capped)
+    library.AttentionMaskInterface.register(_CAPPED, masks.sdpa_mask)
+    model.set_attn_implementation(_CAPPED)
+
+
+_CAPPED = "context_parallel"
+
+
+def _capped(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention as transformers' registry has it: [batch, heads, length, size] to [batch, length, heads, size].
+
+    Raises:
+        NotImplementedError: a mask, which the style takes away where it can read it, or sinks and the like.
+    """
+    unknown = [name for name in ("s_aux", "position_bias") if others.get(name) is not None]
+    if attention_mask is not None or unknown:
+        got = unknown or ["attention_mask"]
+        raise NotImplementedError(
+            f"cp: attention of {type(module).__name__} takes {got}, which is not spread over ranks"
+        )
+    causal = bool(getattr(module, "is_causal", True))
+    options = {"is_causal": causal, "scale": scaling, "dropout_p": dropout}
+    return capped_attention(query, key, value, cap=softcap, **options).transpose(1, 2).contiguous(), None
 
 
 def generate_inside(model: nn.Module) -> None:

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from hp_styles.torch import modules
+from hp_styles.torch.context.attention import capped_attention
 
-__all__ = ["modules"]
+__all__ = ["capped_attention", "modules"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from hp_dtensor import DeviceMesh, DTensor
 from hp_dtensor.torch.extend import backward
@@ -24,11 +24,11 @@ from hp_styles.rounds import Rounds
 from hp_styles.torch.context.call import Call
 from hp_styles.torch.context.exchange import Exchange, Transfer, exchange
 from hp_styles.torch.context.masks import Seen
-from hp_styles.torch.context.ring import Ring, no_autocast, ring_attention
+from hp_styles.torch.context.ring import Logits, Ring, no_autocast, ring_attention, whole_attention
 from hp_styles.torch.context.sequence import SequenceGroup, like
 from hp_styles.torch.context.settling import Settling, end_round, zeros_like_queries
 
-__all__ = ["ContextGroup", "attend", "attend_inside", "attention_over", "cut_in_place"]
+__all__ = ["ContextGroup", "attend", "attend_inside", "attention_over", "capped_attention", "cut_in_place"]
 
 T = torch.Tensor
 _numbers = itertools.count()
@@ -124,10 +124,13 @@ class ContextGroup(SequenceGroup):
             return out
         return exchange(self.plan(head_dim, seq_dim), out, to_heads=False)[0]
 
-    def over_ring(self, q: T, k: T, v: T, seen: Seen, scale: float | None) -> T:
+    def over_ring(self, q: T, k: T, v: T, seen: Seen, scale: float | None, cap: float | None = None) -> T:
         """Attention over the ring; over this rank's own keys where it has no other."""
+        logits = Logits(q.shape[-1] ** -0.5 if scale is None else scale, cap)
         if self.degrees.ring > 1:
-            return ring_attention(q, k, v, ring=self.ring, seen=seen, scale=scale)
+            return ring_attention(q, k, v, ring=self.ring, seen=seen, logits=logits)
+        if cap is not None:
+            return whole_attention(q, k, v, seen=seen, logits=logits)
         grouped, mask = q.shape[1] != k.shape[1], None if seen.is_plain else seen.whole(q.device)
         if grouped and (q.device.type != "cuda" or mask is not None):  # torch's own would hold the weights in memory
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -199,6 +202,7 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    cap: float | None = None,
 ) -> T:
     """Attention of this rank's queries over the keys of all ranks, of the kind and the layout of the queries.
 
@@ -214,6 +218,7 @@ def attend(
         is_causal: a query sees the keys up to its own place in the full sequence.
         scale: of the logits; None is 1 / sqrt(head size).
         enable_gqa: there may be fewer key than query heads.
+        cap: what the scaled logits are capped at, softly.
     """
     tensors = _cast(query, key, value)
 
@@ -228,7 +233,7 @@ def attend(
     parts, seen = settling.of(checked, tensors, is_causal)
     with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
         q, k, v = group.to_heads(parts, arriving, _HEADS, _SEQUENCE)
-        out = group.to_sequence(group.over_ring(q, k, v, seen, scale), _HEADS, _SEQUENCE)
+        out = group.to_sequence(group.over_ring(q, k, v, seen, scale, cap), _HEADS, _SEQUENCE)
     return like(out, query) if settling.round.late is None else zeros_like_queries(query, value)
 
 
@@ -260,6 +265,31 @@ def attend_inside(group: ContextGroup, settling: Settling, query: T, key: T, val
         seen = Seen(k.shape[_SEQUENCE] * group.degrees.ring, arguments["is_causal"], None, ())
         out = group.over_ring(q, k, v, seen, arguments["scale"])
     return like(out, query)
+
+
+def capped_attention(
+    query: T, key: T, value: T, *, cap: float | None, is_causal: bool, scale: float, dropout_p: float = 0.0
+) -> T:
+    """Attention with softly capped logits, for the modules with a context parallel style.
+
+    Args:
+        query: this and what follows as `torch.nn.functional.scaled_dot_product_attention` takes it.
+        key: keys, of heads that divide the queries'.
+        value: values.
+        cap: of the scaled logits, ``cap * tanh(logits / cap)``; None caps nothing.
+        is_causal: a query sees the keys up to its own place.
+        scale: of the logits.
+        dropout_p: has to be 0.
+
+    Raises:
+        RuntimeError: outside of such a module.
+    """
+    if has_torch_function((query, key, value)):
+        options = {"cap": cap, "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
+        return handle_torch_function(capped_attention, (query, key, value), query, key, value, **options)
+    raise RuntimeError(
+        "capped_attention: called outside of a module with the style ContextParallel, over several ranks"
+    )
 
 
 class _Ring(TorchFunctionMode):

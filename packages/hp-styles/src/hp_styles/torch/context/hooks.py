@@ -23,7 +23,7 @@ from hp_styles.context.inputs import check_output, find_input, with_inputs
 from hp_styles.context.plan import Settings
 from hp_styles.inputs import hook
 from hp_styles.rounds import Rounds
-from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside
+from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside, capped_attention
 from hp_styles.torch.context.call import Call, call_of, left_out, mapped
 from hp_styles.torch.context.exchange import Transfer
 from hp_styles.torch.context.sequence import CUT, like
@@ -90,6 +90,11 @@ class _Attention(TorchFunctionMode):
             if self.frame.early and self.frame.settling.round.late is None:
                 _check_sources(self.frame, self.calls, *args, **options)
             return attend(self.group, self.frame.settling, self.frame.arriving, *args, **options)
+        if func is capped_attention:
+            self.calls += 1
+            return attend(
+                self.group, self.frame.settling, self.frame.arriving, *args, enable_gqa=True, **(kwargs or {})
+            )
         if func is F.multi_head_attention_forward:
             raise NotImplementedError(
                 "ContextParallel: nn.MultiheadAttention calls attention where it can't be intercepted; use a module"

@@ -131,14 +131,21 @@ def _plain_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, sca
 
 
 # ---- under a mask: by matrix products, a slice of the queries at a time ----
-def _masked_weights(q: T, k: T, lse: T | None, mask: T, scale: float) -> tuple[T, T]:
-    """Return the weights of a slice of queries, and their normaliser, which is -inf where nothing is seen."""
-    scores = (q @ k.mT).mul_(scale).masked_fill_(~mask, float("-inf"))
+def _masked_weights(q: T, k: T, lse: T | None, mask: T, scale: float, cap: float | None) -> tuple[T, T, T | None]:
+    """Return the weights of a slice of queries, and their normaliser, which is -inf where nothing is seen.
+
+    With a cap, return the hyperbolic tangents of the logits over it, too.
+    """
+    scores, bent = (q @ k.mT).mul_(scale), None
+    if cap is not None:
+        bent = scores.div_(cap).tanh_()
+        scores = bent * cap
+    scores = scores.masked_fill_(~mask, float("-inf"))
     lse = scores.logsumexp(-1) if lse is None else lse
-    return scores.sub_(lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_(), lse
+    return scores.sub_(lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_(), lse, bent
 
 
-def masked_forward(q: T, k: T, v: T, mask: T, scale: float) -> tuple[T, T]:
+def masked_forward(q: T, k: T, v: T, mask: T, scale: float, cap: float | None = None) -> tuple[T, T]:
     """Output, in the queries' dtype, and normaliser.
 
     Args:
@@ -147,28 +154,33 @@ def masked_forward(q: T, k: T, v: T, mask: T, scale: float) -> tuple[T, T]:
         v: values.
         mask: True where a query sees a key, [batch or 1, 1, queries, keys].
         scale: of the logits.
+        cap: what the scaled logits are capped at, softly: ``cap * tanh(logits / cap)``; None is nothing.
     """
     dtype = q.dtype
     q, k, v = _wide(q, k, v)
     outs, norms = [], []
     for part, seen in zip(q.split(_QUERIES, 2), mask.split(_QUERIES, 2), strict=True):
-        weights, lse = _masked_weights(part, k, None, seen, scale)
+        weights, lse, _ = _masked_weights(part, k, None, seen, scale, cap)
         outs.append((weights @ v).to(dtype))
         norms.append(lse)
     return torch.cat(outs, 2), torch.cat(norms, 2)
 
 
-def masked_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, mask: T, scale: float) -> tuple[T, T, T]:
+def masked_backward(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, mask: T, scale: float, cap: float | None = None
+) -> tuple[T, T, T]:
     """Compute the gradients of q, k and v; see ``masked_forward``."""
     dtype = q.dtype
     grad, q, k, v, out = _wide(grad, q, k, v, out)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for start in range(0, q.shape[2], _QUERIES):
         at = slice(start, start + _QUERIES)
-        weights, _ = _masked_weights(q[:, :, at], k, lse[:, :, at], mask[:, :, at], scale)
+        weights, _, bent = _masked_weights(q[:, :, at], k, lse[:, :, at], mask[:, :, at], scale, cap)
         dv += weights.mT @ grad[:, :, at]
         inner = (grad[:, :, at] @ v.mT).sub_((grad[:, :, at] * out[:, :, at]).sum(-1, keepdim=True))
         inner.mul_(weights).mul_(scale)
+        if bent is not None:
+            inner.mul_(bent.square_().neg_().add_(1))
         dq[:, :, at] = inner @ k
         dk += inner.mT @ q[:, :, at]
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

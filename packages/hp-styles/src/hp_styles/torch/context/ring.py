@@ -14,7 +14,7 @@ from hp_styles.context.ring import Links, come_around, return_gradients
 from hp_styles.torch.context.kernels import kernel_for, masked_backward, masked_forward
 from hp_styles.torch.context.masks import Seen, places
 
-__all__ = ["Ring", "no_autocast", "ring_attention"]
+__all__ = ["Logits", "Ring", "no_autocast", "ring_attention", "whole_attention"]
 
 T = torch.Tensor
 
@@ -22,6 +22,19 @@ T = torch.Tensor
 def no_autocast(kind: str) -> Any:
     """Return a context without autocast on a kind of device."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What becomes of the products of queries and keys.
+
+    Attributes:
+        scale: what they are multiplied by.
+        cap: what they are then capped at, softly; None is nothing.
+    """
+
+    scale: float
+    cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,9 +74,9 @@ class Ring:
         queries, keys = _part_of(chunks[0], block.queries), _part_of(chunks[1], block.keys)
         return all(q * width - (k * width + width - 1) >= seen.window or k > q for q in queries for k in keys)
 
-    def mask(self, block: Block, seen: Seen, device: torch.device) -> T | None:
-        """Return the mask of a block, where it is neither full nor plain causal."""
-        if seen.is_plain:
+    def mask(self, block: Block, seen: Seen, device: torch.device, cap: float | None) -> T | None:
+        """Return the mask of a block, where it is neither full nor plain causal, or logits are capped."""
+        if seen.is_plain and cap is None:
             return None
         width = seen.length // self.size
         mine, theirs = (places(rank, self.size, width, self.load_balance, device) for rank in (self.rank, block.source))
@@ -123,21 +136,22 @@ class _Sum:
         sofar.copy_(torch.logaddexp(sofar, lse))
 
 
-def _see(ring: Ring, seen: Seen, block: Block, q: T, k: T, v: T, scale: float) -> tuple[T, T]:
+def _see(ring: Ring, seen: Seen, block: Block, q: T, k: T, v: T, logits: Logits) -> tuple[T, T]:
     queries, heads = _part(q, block.queries), q.shape[1]
     keys, values = (_shared(_part(x, block.keys), heads) for x in (k, v))
-    mask = ring.mask(block, seen, q.device)
+    mask = ring.mask(block, seen, q.device, logits.cap)
     if mask is not None:
-        return masked_forward(queries, keys, values, mask, scale)
-    return kernel_for(q, k, v).forward(queries, keys, values, block.causal, scale)
+        return masked_forward(queries, keys, values, mask, logits.scale, logits.cap)
+    return kernel_for(q, k, v).forward(queries, keys, values, block.causal, logits.scale)
 
 
 def _see_back(ctx: Any, block: Block, queries: list[T], keys: list[T]) -> tuple[T, T, T]:
     (grad, q, out, lse), (k, v) = queries, keys
-    mask = ctx.ring.mask(block, ctx.seen, q.device)
+    logits = ctx.logits
+    mask = ctx.ring.mask(block, ctx.seen, q.device, logits.cap)
     if mask is not None:
-        return masked_backward(grad, q, k, v, out, lse, mask, ctx.scale)
-    return kernel_for(q, k, v).backward(grad, q, k, v, out, lse, block.causal, ctx.scale)
+        return masked_backward(grad, q, k, v, out, lse, mask, logits.scale, logits.cap)
+    return kernel_for(q, k, v).backward(grad, q, k, v, out, lse, block.causal, logits.scale)
 
 
 def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
@@ -167,18 +181,18 @@ def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: T, k: T, v: T, ring: Ring, seen: Seen, scale: float) -> T:  # type: ignore[override]
+    def forward(ctx: Any, q: T, k: T, v: T, ring: Ring, seen: Seen, logits: Logits) -> T:  # type: ignore[override]
         pair = _Pair((k.shape, v.shape))
         total = _Sum()
 
         def see(block: Block, flat: T) -> None:
-            total.add(*_see(ring, seen, block, q, *pair.split(flat), scale), block.queries)
+            total.add(*_see(ring, seen, block, q, *pair.split(flat), logits), block.queries)
 
         come_around(ring.links, ring.blocks(seen), pair.join(k, v, k.dtype), see)
         assert total.out is not None and total.lse is not None  # a rank sees its own keys
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)
-        ctx.ring, ctx.seen, ctx.scale = ring, seen, scale
+        ctx.ring, ctx.seen, ctx.logits = ring, seen, logits
         return out
 
     @staticmethod
@@ -188,7 +202,31 @@ class _RingAttention(torch.autograd.Function):
             return *_gradients(ctx, grad), None, None, None
 
 
-def ring_attention(q: T, k: T, v: T, *, ring: Ring, seen: Seen, scale: float | None) -> T:
+class _WholeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: T, k: T, v: T, seen: Seen, logits: Logits) -> T:  # type: ignore[override]
+        keys, values = (_shared(x, q.shape[1]) for x in (k, v))
+        out, lse = masked_forward(q, keys, values, seen.whole(q.device), logits.scale, logits.cap)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.seen, ctx.logits = seen, logits
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: T) -> Any:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        keys, values = (_shared(x, q.shape[1]) for x in (k, v))
+        mask, logits = ctx.seen.whole(q.device), ctx.logits
+        dq, *others = masked_backward(grad, q, keys, values, out, lse, mask, logits.scale, logits.cap)
+        return dq, *(_summed(each, k.shape[1]) for each in others), None, None
+
+
+def whole_attention(q: T, k: T, v: T, *, seen: Seen, logits: Logits) -> T:
+    """Attention of a whole sequence with capped logits; see ``ring_attention``."""
+    return _WholeAttention.apply(q, k, v, seen, logits)  # type: ignore[return-value]
+
+
+def ring_attention(q: T, k: T, v: T, *, ring: Ring, seen: Seen, logits: Logits) -> T:
     """Attention of this rank's queries over the keys of all ranks of a ring.
 
     ``n - 1`` exchanges of keys and values forward; backward as many, and ``n`` of their gradients, which travel with
@@ -200,6 +238,6 @@ def ring_attention(q: T, k: T, v: T, *, ring: Ring, seen: Seen, scale: float | N
         v: values, as the keys; their head size may be another.
         ring: the ranks.
         seen: the keys that a query sees.
-        scale: of the logits; None is 1 / sqrt(head size).
+        logits: what becomes of the products of queries and keys.
     """
-    return _RingAttention.apply(q, k, v, ring, seen, q.shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[return-value]
+    return _RingAttention.apply(q, k, v, ring, seen, logits)  # type: ignore[return-value]
