@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "hp-moe" / "tests"))
 from moe_runs import Run, judge
 
 from hp_dtensor import DTensor, init_device_mesh
-from hp_fsdp import clip_grad_norm_, fully_shard
+from hp_fsdp import StateDictOptions, clip_grad_norm_, fully_shard, set_model_state_dict
 from hp_moe import ExpertParallel
 from hp_pipeline import PipelinedModel, Schedule1F1B, ScheduleZBV, placed, split_model
 from hp_plan.torch.float64 import Float64
@@ -132,3 +132,33 @@ def test_experts_spread_unevenly_are_not_cut_into_ranges():
     said = judge(Run("MixtralConfig", "ep2 x fsdp2", num_experts=3))
     assert said.startswith("refused: fully_shard: parameter 'gate_up_proj' is spread unevenly over")
     assert "shard another dim, with shard_placement_fn=lambda parameter: Shard(1)" in said
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("meta", [False, True])
+def test_each_rank_loads_its_own_experts(meta):
+    """transformers PR 45662: all ranks got the experts of rank 0, and trained on."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("rest", "ep"))
+    world = mesh["rest", "ep"]._flatten("world")
+    source = {name: value.clone() for name, value in build().state_dict().items()}
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if meta:
+        model.to("meta")
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp.experts, mesh["ep"], ExpertParallel())
+        fully_shard(layer.mlp.experts, mesh["rest"])
+        fully_shard(layer, world)
+    fully_shard(model, world)
+    if meta:
+        model.to_empty(device=device_type())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, source if dist.get_rank() == 0 else {}, options=options)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), source[name], rtol=0, atol=0, msg=name)
+    experts = model.model.layers[0].mlp.experts
+    experts.unshard()
+    here = source["model.layers.0.mlp.experts.down_proj"].chunk(2)[mesh.get_local_rank("ep")]
+    torch.testing.assert_close(experts.down_proj.to_local(), here, rtol=0, atol=0)

@@ -20,6 +20,7 @@ from hp_moe import (
     rebalance,
     update_expert_bias,
 )
+from hp_moe.mindspore.exchange import index
 from hp_platform import get_platform
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks
@@ -210,3 +211,9 @@ def test_routers_choose_the_lower_of_equal_experts_in_the_best_groups():
     assert chosen.asnumpy().tolist() == [[2, 3]]
     np.testing.assert_allclose(weights.asnumpy(), 2 / (1 + np.exp(-3.0)), rtol=1e-6)
     assert router(logits, Tensor([0, 0, 0, 0, 5.0, 6.0, 0, 0]))[1].asnumpy().tolist() == [[5, 4]]
+
+
+def test_more_rows_than_32_bits_count_are_refused():
+    assert index(np.array([3, 1]), 2**31 - 1).asnumpy().tolist() == [3, 1]
+    with pytest.raises(ValueError, match="2147483648 rows on one rank are more than 2147483647, which kernels count"):
+        index(np.array([3, 1]), 2**31)

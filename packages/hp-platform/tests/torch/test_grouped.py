@@ -64,3 +64,11 @@ def test_what_does_not_fit_is_refused(sizes, transposed, text):
     x, weight, _ = case(torch.float64, False)
     with pytest.raises(ValueError, match=text):
         grouped_linear(x, weight, sizes, transposed=transposed)
+
+
+def test_more_rows_than_32_bits_count_are_refused():
+    x, weight = torch.zeros(1, 4).expand(2**31, 4), torch.zeros(1, 4, 4)
+    with pytest.raises(
+        ValueError, match="2147483648 rows are more than 2147483647, which its kernels count in 32 bits"
+    ):
+        grouped_linear(x, weight, [2**31])

@@ -15,13 +15,27 @@ __all__ = ["Combined", "Exchange", "Gathered", "Grouped", "Repeated", "Scattered
 Numbers = np.ndarray
 
 
+def index(places: Numbers, count: int) -> Tensor:
+    """Return places as the indices of 32 bits that kernels take.
+
+    Raises:
+        ValueError: there are more rows than these count.
+    """
+    if count > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"experts: {count} rows on one rank are more than {np.iinfo(np.int32).max}, which kernels count in 32 bits:"
+            " use more ranks or smaller micro-batches"
+        )
+    return Tensor(places.astype(np.int32))
+
+
 def _at(rows: Tensor, places: Numbers) -> Tensor:
-    return ops.gather(rows, Tensor(places.astype(np.int32)), 0)
+    return ops.gather(rows, index(places, rows.shape[0]), 0)
 
 
 def _added(rows: Tensor, places: Numbers, count: int) -> Tensor:
     zeros = mint.zeros((count, *rows.shape[1:]), dtype=rows.dtype)
-    return ops.index_add(zeros, Tensor(places.astype(np.int32)), rows, 0) if len(places) and count else zeros
+    return ops.index_add(zeros, index(places, count), rows, 0) if len(places) and count else zeros
 
 
 class _Taken(_Function):

@@ -29,6 +29,7 @@ __all__ = ["grouped_linear", "held"]
 T = torch.Tensor
 _kernel = getattr(F, "grouped_mm", None)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_ROWS = 2**31 - 1
 _ALIGNMENT = 16  # bytes: the kernel asks for strides that are multiples of it
 
 
@@ -49,7 +50,7 @@ def grouped_linear(input: T, weight: T, sizes: Sequence[int], *, transposed: boo
         ``[rows, out]``.
 
     Raises:
-        ValueError: shapes or sizes that don't fit.
+        ValueError: shapes or sizes that don't fit, or more rows than 32 bits count.
     """
     inner = weight.shape[1 if transposed else 2] if weight.dim() == 3 else None
     if input.dim() != 2 or inner != input.shape[1]:
@@ -64,6 +65,11 @@ def grouped_linear(input: T, weight: T, sizes: Sequence[int], *, transposed: boo
             f" {len(sizes)} that add up to {sum(sizes)}."
         )
     owed: _Owed | None = getattr(weight, "_owed_gradients", None)
+    if input.shape[0] > _MOST_ROWS:
+        raise ValueError(
+            f"grouped_linear: {input.shape[0]} rows are more than {_MOST_ROWS}, which its kernels count in 32 bits:"
+            " call it for some of them at a time."
+        )
     product = _Grouped(sizes, input.device, transposed, kernel and _takes(input, weight), weight.shape, owed)
     if current_frame() is None and product.kernel and owed is None:  # torch's own graph is enough, and cheaper
         return product.output(input, weight, None)
