@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hp_plan import ParallelPlan, build_model, lint, verify
+from hp_plan.experts import check_auxiliary_loss
 from hp_plan.memory import training_bytes
+from hp_plan.outline import ModelOutline
 from hp_plan.port import models
 from hp_testing import on_ranks
 
@@ -177,22 +180,26 @@ def test_a_family_without_an_expert_parallel_plan_is_refused():
     )
 
 
-def test_a_load_balancing_loss_of_a_ranks_own_tokens_is_refused():
-    """Of 0.1 times such a loss, gradients of embeddings differ by more than their size."""
-    logits = {"output_router_logits": True}
-    for mesh in ({"dp_shard": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_replicate": 3}, {"cp": 2}):
-        parts = {"dp_replicate": 3}.get(next(iter(mesh)), 2)
-        assert (
+def test_a_load_balancing_loss_that_is_not_known_is_refused_where_ranks_have_other_tokens():
+    model = ModelOutline({}, config=SimpleNamespace(sub_configs={}, output_router_logits=True))
+    for mesh, parts in (({"dp_shard": 2, "tp": 2}, 2), ({"dp_replicate": 3}, 3), ({"dp_shard": 2, "cp": 2}, 4)):
+        (diagnostic,) = check_auxiliary_loss(ParallelPlan.from_dict({"mesh": mesh}), model)
+        assert str(diagnostic) == (
             f"model.overrides: output_router_logits adds a load balancing loss of the tokens of each of {parts} ranks"
             " alone; write output_router_logits = false in [model.overrides]: the loss of all tokens is no mean of"
             " theirs"
-        ) in texts(plan_of("MixtralConfig", mesh, overrides=logits))
-    assert texts(plan_of("MixtralConfig", {"tp": 2, "ep": 2}, overrides=logits)) == []
+        )
+    assert check_auxiliary_loss(ParallelPlan.from_dict({"mesh": {"tp": 2}}), model) == []
+
+
+LOGITS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 
 @on_ranks(2)
-def test_a_load_balancing_loss_where_all_ranks_have_the_same_tokens():
-    check(plan_of("Qwen3MoeConfig", {"tp": 2, "ep": 2}, overrides={"output_router_logits": True}))
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str)
+def test_load_balancing_losses_are_of_all_tokens(mesh):
+    """Those of each rank's tokens, averaged, gave gradients of embeddings that were wrong by more than their size."""
+    check(plan_of("Qwen3MoeConfig", mesh, overrides=LOGITS))
 
 
 def test_experts_that_ranks_do_not_divide_take_the_memory_of_the_most():

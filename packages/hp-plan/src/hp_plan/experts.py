@@ -25,6 +25,7 @@ from hp_styles import parallelize_module
 
 __all__ = [
     "EXPERT_STYLES",
+    "balances_alone",
     "check_auxiliary_loss",
     "check_expert_axis",
     "check_experts",
@@ -145,17 +146,23 @@ def check_experts(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOut
     return list(diagnostics.values())
 
 
+def balances_alone(plan: ParallelPlan, config: Any) -> str | None:
+    """Return the setting by which a model adds a load balancing loss of each rank's own tokens; None if it does not."""
+    if plan.mesh.data_parallel * plan.mesh.cp == 1:
+        return None
+    parts = {f"{name}.": getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    on = (name for name, each in {"": config, **parts}.items() if getattr(each, "output_router_logits", False))
+    return next((f"{name}output_router_logits" for name in on), None)
+
+
 def check_auxiliary_loss(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
-    """Check that a loss that evens out the experts' loads is of all tokens; it is no mean over them."""
-    parts = plan.mesh.data_parallel * plan.mesh.cp
-    configs = {"": model.config} | {
-        f"{name}.": getattr(model.config, name, None) for name in getattr(model.config, "sub_configs", {})
-    }
-    own = next((name for name, each in configs.items() if getattr(each, "output_router_logits", False)), None)
-    if own is None or parts == 1:
+    """Check that a load balancing loss can be that of all tokens, which is no mean of those of the ranks' tokens."""
+    setting = balances_alone(plan, model.config)
+    if setting is None or model.balances:
         return []
-    message = f"{own}output_router_logits adds a load balancing loss of the tokens of each of {parts} ranks alone"
-    fix = f"write {own}output_router_logits = false in [model.overrides]: the loss of all tokens is no mean of theirs"
+    parts = plan.mesh.data_parallel * plan.mesh.cp
+    message = f"{setting} adds a load balancing loss of the tokens of each of {parts} ranks alone"
+    fix = f"write {setting} = false in [model.overrides]: the loss of all tokens is no mean of theirs"
     return [Diagnostic("model.overrides", message, fix)]
 
 

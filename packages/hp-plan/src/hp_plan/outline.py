@@ -88,6 +88,7 @@ class ModelOutline:
         own_expert_table: the expert parallel styles that it declares.
         embedding: name of the token embedding, empty where the model names none.
         head: name of the layer that predicts tokens, empty where the model names none.
+        balances: it can add a load balancing loss that `hp_moe.global_auxiliary_loss` knows.
         counts_tokens: its loss is a function that can be given shifted labels and the number of tokens, as those of
             transformers' causal language models.
     """
@@ -104,6 +105,7 @@ class ModelOutline:
     embedding: str = ""
     head: str = ""
     counts_tokens: bool = False
+    balances: bool = False
 
     @property
     def type_name(self) -> str:

@@ -55,6 +55,10 @@ class Models(Protocol):
         """Take whole sequences and return whole ones; see Note [Whole sequences at the border] in `hp_plan.context`."""
         ...
 
+    def balance_all_tokens(self, model: Module) -> None:
+        """Let a model's load balancing loss be that of the tokens of all ranks."""
+        ...
+
     def adapt_library_methods(self, model: Module, *, tensor_parallel: bool) -> None:
         """Make methods that a library gave the model work on its shards."""
         ...

@@ -126,3 +126,7 @@ def forward_loss(plan: ParallelPlan, model: nn.Cell, tokens: Tensor) -> Tensor:
         tokens: (samples, sequence length).
     """
     return model(tokens, tokens)["loss"]
+
+
+def balance_all_tokens(model: nn.Cell) -> None:
+    """Do nothing: transformers' models, which add such a loss, are PyTorch's."""

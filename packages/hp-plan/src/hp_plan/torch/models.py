@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implicit_replication
 from hp_dtensor.torch.extend import become
 from hp_fsdp.extend import Roster
-from hp_moe import GroupedExperts
+from hp_moe import GroupedExperts, global_auxiliary_loss
 from hp_pipeline import PipelinedModel
 from hp_plan.context import capped
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
@@ -24,6 +24,10 @@ from hp_styles.extend import hook
 from hp_styles.torch.extend import modules as styles_modules
 
 Plain = Callable[[Any], Any]
+
+
+# What a model keeps that adds a load balancing loss to its own.
+_BALANCE = ("router_aux_loss_coef", "num_experts_per_tok")
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -59,6 +63,7 @@ def outline(model: nn.Module) -> ModelOutline:
         embedding=_asked(model, "get_input_embeddings"),
         head=_asked(model, "get_output_embeddings"),
         counts_tokens=context.counts_tokens(model),
+        balances=all(isinstance(getattr(model, name, None), (int, float)) for name in _BALANCE),
     )
 
 
@@ -224,6 +229,11 @@ def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:
     if tensor_parallel:
         library.generate_inside(model)
     library.save_whole(model)
+
+
+def balance_all_tokens(model: nn.Module) -> None:
+    """Let a model's load balancing loss be that of the tokens of all ranks."""
+    global_auxiliary_loss(base(model))
 
 
 def loss_inputs(plan: ParallelPlan, tokens: torch.Tensor) -> dict[str, Any]:
