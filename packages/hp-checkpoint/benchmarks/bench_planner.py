@@ -8,7 +8,7 @@ import numpy as np
 
 from hp_checkpoint.files import Kind, lay_out
 from hp_checkpoint.pieces import pieces, scale
-from hp_checkpoint.reads import exchange, request_rows
+from hp_checkpoint.reads import Units, exchange, request_rows
 from hp_checkpoint.writers import Holding, Tensor, writers
 from hp_dtensor import RaggedShard, Replicate, Shard
 
@@ -72,9 +72,10 @@ def main() -> None:
         own = [(entries[name], piece) for name in kinds for piece in of_shape[int(name.rpartition(".")[2])]]
         rows.append(request_rows((file, scale(piece, 4, entry.offset)) for (file, entry), piece in own))
     start = time.process_time()
-    plan = exchange(rows, 3, block_bytes=8 << 20)
+    units = Units([file.size for file in files], [range(0, file.size, 8 << 20) for file in files])
+    plan = exchange(rows, 3, units)
     print(
-        f"exchange of {len(rows[0]):,} requests on each of {WORLD:,} ranks: {len(plan.blocks):,} blocks to read on one,"
+        f"exchange of {len(rows[0]):,} requests on each of {WORLD:,} ranks: {len(plan.units):,} units to read on one,"
         f" {time.process_time() - start:.2f} s"
     )
 

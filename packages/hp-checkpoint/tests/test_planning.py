@@ -14,8 +14,9 @@ from safetensors.numpy import load as load_safetensors
 
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import Kind, index_of, lay_out, read_header
+from hp_checkpoint.manifest import FileSums
 from hp_checkpoint.pieces import Piece, clip, gather, pieces, runs, scale, scatter
-from hp_checkpoint.reads import exchange, reads, request_rows
+from hp_checkpoint.reads import Units, exchange, reads, request_rows
 from hp_checkpoint.writers import Holding, Tensor, shard_sizes, writers
 from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.sharding import take
@@ -173,7 +174,7 @@ def test_any_layout_is_read_from_any_other(data):
     shapes = data.draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=3))
     saved = data.draw(st.sampled_from(MESHES))
     loaded = data.draw(st.sampled_from(MESHES))
-    block_bytes = data.draw(st.sampled_from([16, 64, 4096]))
+    cuts = sorted({0, *data.draw(st.lists(st.integers(1, 4500), max_size=30))})
     names = [f"t{number}" for number in range(len(shapes))]
     (file,) = lay_out("model", {name: Kind("I32", shape) for name, shape in zip(names, shapes)})
     entries = {entry.name: entry for entry in file.entries}
@@ -202,10 +203,11 @@ def test_any_layout_is_read_from_any_other(data):
         for coordinate in coordinates(loaded)
     ]
     rows = [request_rows((0, piece) for _, piece in each) for each in wanted]
-    plans = [exchange(rows, rank, block_bytes=block_bytes, per_round=2) for rank in range(len(rows))]
+    units = Units([file.size], [[cut for cut in cuts if cut < file.size]])
+    plans = [exchange(rows, rank, units, per_round=100) for rank in range(len(rows))]
     assert len({plan.rounds for plan in plans}) == 1 and len({plan.remote for plan in plans}) == 1
-    read = [block for plan in plans for block in plan.blocks]
-    assert len({block[1:] for block in read}) == len(read)
+    read = [unit for plan in plans for _, unit in plan.units]
+    assert len(set(read)) == len(read)
     sent = sorted((t for plan in plans for t in plan.sends), key=repr)
     assert sent == sorted((t for plan in plans for t in plan.receives), key=repr)
     for rank, (plan, coordinate) in enumerate(zip(plans, coordinates(loaded))):
@@ -214,7 +216,7 @@ def test_any_layout_is_read_from_any_other(data):
             assert theirs == [t for t in plan.receives if t.reader == other]
         locals_ = {name: {} for name in names}
         for transfer in plan.receives:
-            assert (transfer.round, transfer.file, transfer.block) in plans[transfer.reader].blocks
+            assert (transfer.round, transfer.unit) in plans[transfer.reader].units
             name, request = wanted[rank][transfer.request]
             for piece in transfer.pieces:
                 for start, _ in runs(piece):
@@ -228,11 +230,26 @@ def test_any_layout_is_read_from_any_other(data):
 
 
 def test_bytes_that_one_rank_wants_stay_there():
+    units = Units([6400], [range(0, 6400, 64)])
     rows = [request_rows([(0, Piece(rank * 640, 640))]) for rank in range(4)]
-    plan = exchange(rows, 1, block_bytes=64)
-    assert not plan.remote and len(plan.blocks) == 10 and plan.rounds == 2
+    plan = exchange(rows, 1, units, per_round=320)
+    assert not plan.remote and len(plan.units) == 10 and plan.rounds == 2
     same = [request_rows([(0, Piece(0, 6400))])] * 4
-    assert [len(exchange(same, rank, block_bytes=64).blocks) for rank in range(4)] == [25] * 4
+    assert [len(exchange(same, rank, units).units) for rank in range(4)] == [25] * 4
+
+
+def test_units_are_what_a_checksum_is_of():
+    """Contiguous ones of some size; strided ones and small ones are joined, within a block."""
+    large, block = 100_000, 300_000
+    contiguous = FileSums(500_000, tuple((at, large, 1, 0, 0) for at in range(0, 500_000, large)))
+    assert contiguous.cuts(block) == [0, 100_000, 200_000, 300_000, 400_000]
+    small = FileSums(120_000, tuple((at, 30_000, 1, 0, 0) for at in range(0, 120_000, 30_000)))
+    assert small.cuts(block) == [0, 90_000]
+    strided = FileSums(
+        400_000, ((0, 50_000, 3, 100_000, 0), (50_000, 50_000, 3, 100_000, 0), (300_000, large, 1, 0, 0))
+    )
+    assert strided.cuts(block) == [0, 300_000]
+    assert FileSums(400_000, ()).cuts(block) == [0, 300_000]
 
 
 def test_ragged_units_of_a_flat_buffer():

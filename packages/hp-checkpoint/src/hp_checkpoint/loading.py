@@ -1,4 +1,4 @@
-"""Loading: each block is read by one rank, verified, and sent to the ranks that want bytes of it."""
+"""Loading: each byte is read by one rank, verified, and sent to the ranks that want it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hp_checkpoint.files import Entry
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.pieces import scale
 from hp_checkpoint.ranks import Ranks, describe
-from hp_checkpoint.reads import COLUMNS, exchange, request_rows
+from hp_checkpoint.reads import COLUMNS, Units, exchange, request_rows
 from hp_checkpoint.saving import STATE
 from hp_checkpoint.state import Address
 from hp_checkpoint.storage import opened, read_at, read_small
@@ -89,8 +89,10 @@ def load_tensors(
 
     rows = ranks.agree(request, "load")
     arrays = [np.frombuffer(each, np.int64).reshape(-1, COLUMNS) for each in rows]
-    plan = exchange(arrays, ranks.rank, block_bytes=manifest.block_bytes)
-    failure = Transfers(plan, requests, manifest, [folder / name for name in names], ranks).run()
+    files = [manifest.files[name] for name in names]
+    units = Units([file.size for file in files], [file.cuts(manifest.block_bytes) for file in files])
+    plan = exchange(arrays, ranks.rank, units)
+    failure = Transfers(plan, units, requests, manifest, [folder / name for name in names], ranks).run()
     ranks.agree(lambda: _raised(failure), "load")
 
 
@@ -110,8 +112,7 @@ def read_tree(manifest: Manifest, folder: Path) -> Any:
     data = np.frombuffer(content, np.uint8)
     if len(data) != manifest.files[STATE].size:
         raise InvalidCheckpointError(f"{STATE} has {len(data):,} bytes, expected {manifest.files[STATE].size:,}")
-    for block in range(-(-len(data) // manifest.block_bytes)):
-        manifest.verify_block(STATE, block, data[block * manifest.block_bytes : (block + 1) * manifest.block_bytes])
+    manifest.verify(STATE, 0, data)
     return json.loads(content)
 
 
@@ -138,5 +139,5 @@ def verify_files(manifest: Manifest, folder: Path, rank: int = 0, size: int = 1)
                 if number % size == rank:
                     data = np.empty(min(manifest.block_bytes, file.size - start), np.uint8)
                     read_at(descriptor, data, start, path)
-                    manifest.verify_block(name, start // manifest.block_bytes, data)
+                    manifest.verify(name, start, data)
     return b""

@@ -28,6 +28,7 @@ __all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "checksum", "
 MANIFEST = "manifest.json"
 VERSION = 1
 BLOCK = 8 << 20
+_SMALL = 64 << 10  # smaller units than this are joined
 _HASH = ',"hash":"'
 _DIGEST = 16
 
@@ -50,10 +51,23 @@ class FileSums:
     size: int
     rows: tuple[tuple[int, int, int, int, int], ...]
 
-    def of_block(self, block: int, block_bytes: int) -> list[tuple[int, int, int, int, int]]:
-        """List the rows of one block."""
-        low, high = (bisect_left(self.rows, (number * block_bytes,)) for number in (block, block + 1))
-        return list(self.rows[low:high])
+    def within(self, start: int, stop: int) -> tuple[tuple[int, int, int, int, int], ...]:
+        """List the rows of a range of the file that doesn't cut a checksum's bytes."""
+        low, high = (bisect_left(self.rows, (at,)) for at in (start, stop))
+        return self.rows[low:high]
+
+    def cuts(self, block_bytes: int) -> list[int]:
+        """Return where units start: at blocks, and between contiguous checksums; see Note [Units] in `reads`."""
+        blocks = range(0, self.size, block_bytes)
+        result: list[int] = []
+        for start in blocks:
+            rows = self.within(start, start + block_bytes)
+            result.append(start)
+            if all(row[2] == 1 for row in rows):
+                for first, *_ in rows:
+                    if first - result[-1] >= _SMALL:
+                        result.append(first)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,25 +138,30 @@ class Manifest:
                 raise
             raise InvalidCheckpointError(f"{where} is not a manifest: {type(error).__name__}: {error}") from None
 
-    def verify_block(self, file: str, block: int, data: np.ndarray) -> None:
-        """Compare a block with its checksums.
+    def verify(self, file: str, start: int, data: np.ndarray) -> None:
+        """Compare a range of a file, which doesn't cut a checksum's bytes, with its checksums.
 
         Args:
             file: its name.
-            block: the number of the block.
-            data: the block's bytes.
+            start: the range's first byte.
+            data: its bytes.
 
         Raises:
             InvalidCheckpointError: it differs; the text names file, block and tensors.
         """
-        start = block * self.block_bytes
-        for first, length, count, stride, expected in self.files[file].of_block(block, self.block_bytes):
+        for row in self.files[file].within(start, start + len(data)):
+            first, length, count, stride, expected = row
             if checksum(gather(data, first - start, length, count, stride)) != expected:
-                stop = first + (count - 1) * stride + length
-                raise InvalidCheckpointError(
-                    f"{file}: bytes {first:,} to {stop:,} (block {block}) differ from their checksum:"
-                    f" {self._content(file, first, stop)} changed since the save. Load another checkpoint"
-                )
+                raise self.changed(file, row)
+
+    def changed(self, file: str, row: tuple[int, int, int, int, int]) -> InvalidCheckpointError:
+        """Return the error for bytes that differ from their checksum."""
+        first, length, count, stride, _ = row
+        stop = first + (count - 1) * stride + length
+        return InvalidCheckpointError(
+            f"{file}: bytes {first:,} to {stop:,} (block {first // self.block_bytes}) differ from their checksum:"
+            f" {self._content(file, first, stop)} changed since the save. Load another checkpoint"
+        )
 
     def _content(self, file: str, start: int, stop: int) -> str:
         """Name what a range of a file has."""

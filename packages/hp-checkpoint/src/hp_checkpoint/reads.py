@@ -1,8 +1,9 @@
-"""Reads: who reads which block of which file, so that each byte is read once over all ranks.
+"""Reads: who reads which range of which file, so that each byte is read once over all ranks.
 
-Note [Blocks]
-    A file is divided into blocks. Checksums are of the parts of a block, so a block that is read completely can be
-    verified by its reader alone. Of the ranks that want bytes of a block, one reads it, checks it, and sends the others
+Note [Units]
+    A file is divided into units, each of which one rank reads completely, so that it can verify the unit alone. A unit
+    is what one checksum is of where that is a contiguous range: in the layout of the save each rank then reads its own
+    bytes. Else it is a block. Of the ranks that want bytes of a unit, one reads it, checks it, and sends the others
     what they want. All ranks know all requests and compute the same transfers, so no message announces another.
 """
 
@@ -15,31 +16,58 @@ import numpy as np
 
 from hp_checkpoint.pieces import Piece, clip, runs
 
-__all__ = ["Exchange", "Transfer", "exchange", "reads", "request_rows"]
+__all__ = ["COLUMNS", "Exchange", "Transfer", "Units", "exchange", "reads", "request_rows"]
 
 COLUMNS = 5
 """Of a request: number of the file, and first, length, count and stride of a piece, in bytes of it."""
 
 
+class Units:
+    """The units of several files, numbered in the order of the files and their offsets: see Note [Units].
+
+    Args:
+        sizes: bytes of each file.
+        cuts: the offsets at which the units of each file start, ascending from 0.
+    """
+
+    def __init__(self, sizes: Sequence[int], cuts: Sequence[Sequence[int]]) -> None:
+        self.bases = np.cumsum([0, *sizes], dtype=np.int64)
+        """Where each file starts in the sequence of all files' bytes."""
+        starts = [base + np.array(own, dtype=np.int64) for base, own in zip(self.bases, cuts)]
+        self.starts = np.concatenate([*starts, self.bases[-1:]])
+        """Where each unit starts in that sequence, and its end."""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def range_of(self, unit: int, file: int) -> tuple[int, int]:
+        """Return where a unit starts and ends in its file."""
+        return int(self.starts[unit] - self.bases[file]), int(self.starts[unit + 1] - self.bases[file])
+
+    def at(self, addresses: np.ndarray) -> np.ndarray:
+        """Return the units at places in the sequence of all files' bytes."""
+        return np.searchsorted(self.starts, addresses, side="right") - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes of one block that one rank sends to another, or has itself.
+    """Bytes of one unit that one rank sends to another, or has itself.
 
     Attributes:
         round: number of the collective that carries them.
-        reader: the rank that reads the block.
+        reader: the rank that reads the unit.
         rank: the rank that wants the bytes.
         file: the file's number.
-        block: the block's number in the file.
+        unit: the unit's number.
         request: the number of the request among the rank's own.
-        pieces: the part of the request inside the block.
+        pieces: the part of the request inside the unit.
     """
 
     round: int
     reader: int
     rank: int
     file: int
-    block: int
+    unit: int
     request: int
     pieces: tuple[Piece, ...]
 
@@ -55,14 +83,14 @@ class Exchange:
 
     Attributes:
         rounds: number of collectives, the same on all ranks.
-        blocks: (round, file, block) that this rank reads, in order.
-        sends: what others, or this rank, want of these blocks, in the order of (round, rank, block, request).
-        receives: what this rank wants, in the order of (round, reader, block, request).
+        units: (round, unit) that this rank reads, in order.
+        sends: what others, or this rank, want of these units, in the order of (round, rank, unit, request).
+        receives: what this rank wants, in the order of (round, reader, unit, request).
         remote: some rank wants bytes that another one reads; else nothing has to be communicated.
     """
 
     rounds: int
-    blocks: tuple[tuple[int, int, int], ...]
+    units: tuple[tuple[int, int], ...]
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     remote: bool
@@ -74,58 +102,53 @@ def request_rows(requests: Iterable[tuple[int, Piece]]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
 
 
-def exchange(requests: Sequence[np.ndarray], rank: int, *, block_bytes: int, per_round: int = 8) -> Exchange:
+def exchange(requests: Sequence[np.ndarray], rank: int, units: Units, *, per_round: int = 64 << 20) -> Exchange:
     """Plan one rank's part in the reading of all requests.
 
-    A block is read by a rank that wants about as much of it as any other, so that bytes wanted by one rank only are
-    not moved; among several the one with the fewest blocks reads it.
+    A unit is read by a rank that wants about as much of it as any other, so that bytes wanted by one rank only are
+    not moved; among several the one with the fewest units reads it.
 
     Args:
         requests: of each rank, as `request_rows` gives them.
         rank: whose part to return.
-        block_bytes: bytes of a block.
-        per_round: blocks that a rank reads between two collectives, which bounds its memory.
+        units: of the files.
+        per_round: bytes that a rank reads between two collectives, which bounds its memory.
     """
     ranks = np.repeat(np.arange(len(requests)), [len(each) for each in requests])
     rows = np.concatenate([each.reshape(-1, COLUMNS) for each in requests])
     numbers = np.concatenate([np.arange(len(each)) for each in requests])
     file, first, length, count, stride = rows.T
-    end = first + (count - 1) * stride + length
-    files = int(file.max()) + 1 if len(rows) else 0
-    blocks = int(-(-end.max() // block_bytes)) if len(rows) else 0
-    low, high = first // block_bytes, (end - 1) // block_bytes
+    begin = units.bases[file] + first
+    end = begin + (count - 1) * stride + length
+    low, high = units.at(begin), units.at(end - 1)
     of_row = np.repeat(np.arange(len(rows)), high - low + 1)
-    block = (
-        low[of_row] + np.arange(len(of_row)) - np.repeat(np.cumsum(high - low + 1) - (high - low + 1), high - low + 1)
-    )
-    key = file[of_row] * blocks + block
-    overlap = np.minimum(end[of_row], (block + 1) * block_bytes) - np.maximum(first[of_row], block * block_bytes)
-    weight = overlap * (length * count / (end - first))[of_row]
-    reader = _readers(key, ranks[of_row], weight, len(requests), files * blocks)
-    position = _positions(reader, len(requests))
-    rounds = int(position.max()) // per_round + 1 if len(rows) else 0
+    passed = np.cumsum(high - low + 1) - (high - low + 1)
+    unit = low[of_row] + np.arange(len(of_row)) - passed[of_row]
+    overlap = np.minimum(end[of_row], units.starts[unit + 1]) - np.maximum(begin[of_row], units.starts[unit])
+    weight = overlap * (length * count / (end - begin))[of_row]
+    reader = _readers(unit, ranks[of_row], weight, len(requests), len(units))
+    number = _bytes_before(reader, np.diff(units.starts), len(requests)) // per_round
+    rounds = int(number[reader >= 0].max()) + 1 if len(rows) else 0
 
     def transfers(mine: np.ndarray) -> list[Transfer]:
         result = []
         for at in mine.tolist():
-            row, where = of_row[at], int(block[at])
-            request = Piece(*(int(value) for value in rows[row][1:]))
-            parts = clip(request, where * block_bytes, (where + 1) * block_bytes)
+            row, where = of_row[at], int(unit[at])
+            parts = clip(Piece(*rows[row][1:].tolist()), *units.range_of(where, int(file[row])))
             if parts:
-                number, source = int(position[key[at]]) // per_round, int(reader[key[at]])
-                transfer = Transfer(number, source, int(ranks[row]), int(file[row]), where, int(numbers[row]), parts)
-                result.append(transfer)
+                source = int(reader[where])
+                own = int(ranks[row]), int(file[row]), where, int(numbers[row])
+                result.append(Transfer(int(number[where]), source, *own, parts))
         return result
 
-    sends = transfers(np.flatnonzero(reader[key] == rank))
+    sends = transfers(np.flatnonzero(reader[unit] == rank))
     receives = transfers(np.flatnonzero(ranks[of_row] == rank))
-    own = [(int(position[at]) // per_round, *divmod(int(at), blocks)) for at in np.flatnonzero(reader == rank)]
     return Exchange(
         rounds,
-        tuple(sorted(own)),
-        tuple(sorted(sends, key=lambda each: (each.round, each.rank, each.file, each.block, each.request))),
-        tuple(sorted(receives, key=lambda each: (each.round, each.reader, each.file, each.block, each.request))),
-        bool((reader[key] != ranks[of_row]).any()),
+        tuple((int(number[each]), int(each)) for each in np.flatnonzero(reader == rank)),
+        tuple(sorted(sends, key=lambda each: (each.round, each.rank, each.unit, each.request))),
+        tuple(sorted(receives, key=lambda each: (each.round, each.reader, each.unit, each.request))),
+        bool((reader[unit] != ranks[of_row]).any()),
     )
 
 
@@ -158,7 +181,7 @@ def reads(
 
 
 def _readers(key: np.ndarray, ranks: np.ndarray, weight: np.ndarray, world: int, size: int) -> np.ndarray:
-    """Return the reader of each block, -1 for a block that nobody wants."""
+    """Return the reader of each unit, -1 for one that nobody wants."""
     reader = np.full(size, -1, dtype=np.int64)
     if not len(key):
         return reader
@@ -183,11 +206,13 @@ def _readers(key: np.ndarray, ranks: np.ndarray, weight: np.ndarray, world: int,
     return reader
 
 
-def _positions(reader: np.ndarray, world: int) -> np.ndarray:
-    """Return the number of each block among those of its reader."""
-    position = np.full(len(reader), -1, dtype=np.int64)
+def _bytes_before(reader: np.ndarray, sizes: np.ndarray, world: int) -> np.ndarray:
+    """Return for each unit the bytes that its reader reads before it."""
+    before = np.zeros(len(reader), dtype=np.int64)
     order = np.argsort(reader, kind="stable")
     order = order[reader[order] >= 0]
+    total = np.cumsum(sizes[order]) - sizes[order]
+    firsts = np.searchsorted(reader[order], np.arange(world))
     counts = np.bincount(reader[order], minlength=world)
-    position[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return position
+    before[order] = total - np.repeat(total[np.minimum(firsts, max(len(total) - 1, 0))], counts) if len(order) else 0
+    return before

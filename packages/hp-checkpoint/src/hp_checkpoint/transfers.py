@@ -1,22 +1,26 @@
-"""Transfers: the blocks that this rank reads, into its own tensors and to the ranks that want bytes of them."""
+"""Transfers: the units that this rank reads, into its own tensors and to the ranks that want bytes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.pieces import Piece, clip, gather, scatter
 from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.reads import Exchange, Transfer, reads
+from hp_checkpoint.reads import Exchange, Transfer, Units, reads
 from hp_checkpoint.storage import opened, read_at
 from hp_checkpoint.tensors import written_bytes
 
 __all__ = ["Request", "Target", "Transfers"]
+
+_CHUNK = 256 << 10
 
 
 class Target:
@@ -56,6 +60,7 @@ class Transfers:
 
     Args:
         plan: of this rank.
+        units: of the files.
         requests: this rank's, in the order of the plan.
         manifest: of the checkpoint; a file without checksums is not verified, and only what is wanted of it is read.
         paths: of the files, by number.
@@ -63,105 +68,117 @@ class Transfers:
     """
 
     def __init__(
-        self, plan: Exchange, requests: Sequence[Request], manifest: Manifest, paths: Sequence[Path], ranks: Ranks
+        self,
+        plan: Exchange,
+        units: Units,
+        requests: Sequence[Request],
+        manifest: Manifest,
+        paths: Sequence[Path],
+        ranks: Ranks,
     ) -> None:
-        self._plan, self._requests, self._manifest, self._paths, self._ranks = plan, requests, manifest, paths, ranks
-        self._size = manifest.block_bytes
-        self._buffer = np.empty(self._size if plan.blocks else 0, np.uint8)
+        self._plan, self._units, self._requests = plan, units, requests
+        self._manifest, self._paths, self._ranks = manifest, paths, ranks
+        self._buffer = np.empty(manifest.block_bytes if plan.units else 0, np.uint8)
 
     def run(self) -> Exception | None:
         """Run all rounds. A rank that fails goes on sending, so that no other waits, and returns its error."""
         failure: Exception | None = None
-        sends: dict[tuple[int, int], list[Transfer]] = {}
-        for transfer in self._plan.sends:
-            sends.setdefault((transfer.file, transfer.block), []).append(transfer)
-        blocks = iter([*self._plan.blocks, (self._plan.rounds, 0, 0)])
-        number, file, block = next(blocks)
-        for current in range(self._plan.rounds):
-            packed: list[list[np.ndarray]] = [[] for _ in range(self._ranks.size)]
-            while number == current:
+        sends = {number: list(group) for number, group in groupby(self._plan.sends, lambda each: each.round)}
+        units = {number: list(group) for number, group in groupby(self._plan.units, lambda each: each[0])}
+        for number in range(self._plan.rounds):
+            sent = [0] * self._ranks.size
+            wanted: dict[int, list[tuple[Transfer, int]]] = {}
+            for transfer in sends.get(number, ()):
+                wanted.setdefault(transfer.unit, []).append((transfer, sum(sent)))
+                if transfer.rank != self._ranks.rank:  # they are sorted by rank
+                    sent[transfer.rank] += transfer.nbytes
+            outgoing = np.empty(sum(sent), np.uint8)
+            for _, unit in units.get(number, ()):
                 try:
-                    self._take(file, block, sends[file, block], packed)
+                    self._take(wanted[unit], outgoing)
                 except Exception as error:
                     failure = failure or error
-                    for transfer in sends[file, block]:
-                        if transfer.rank != self._ranks.rank:
-                            packed[transfer.rank].append(np.zeros(transfer.nbytes, np.uint8))
-                number, file, block = next(blocks)
             if self._plan.remote:
-                self._swap(current, packed)
+                self._swap(number, outgoing, sent)
         return failure
 
-    def _take(self, file: int, block: int, wanted: Sequence[Transfer], packed: list[list[np.ndarray]]) -> None:
-        """Read a block, write what this rank wants of it, and pack what others want."""
-        start = block * self._size
-        length = min(self._size, self._manifest.files[self._paths[file].name].size - start)
-        direct = self._direct(wanted, start, length)
-        data = self._buffer[:length] if direct is None else direct
-        self._read(file, block, wanted, data)
-        sent: list[tuple[int, np.ndarray]] = []
-        for transfer in wanted:
-            if transfer.rank != self._ranks.rank:
-                sent += [
-                    (transfer.rank, gather(data, each.first - start, each.length, each.count, each.stride).copy())
-                    for each in transfer.pieces
-                ]
-        for rank, values in sent:
-            packed[rank].append(values)
-        for transfer in wanted:
+    def _take(self, wanted: Sequence[tuple[Transfer, int]], outgoing: np.ndarray) -> None:
+        """Read a unit, write what this rank wants of it, and pack what others want at their places."""
+        first, own = wanted[0][0], self._ranks.rank
+        start, stop = self._units.range_of(first.unit, first.file)
+        direct = self._direct(first, stop - start) if len(wanted) == 1 and first.rank == own else None
+        data = self._buffer[: stop - start] if direct is None else direct
+        self._read(first.file, start, [each for each, _ in wanted], data)
+        for transfer, at in wanted:
             if direct is not None:
-                self._requests[transfer.request].target.arrived(length)
-            elif transfer.rank == self._ranks.rank:
-                self._place(
-                    transfer, lambda each, _: gather(data, each.first - start, each.length, each.count, each.stride)
-                )
+                self._requests[transfer.request].target.arrived(stop - start)
+            elif transfer.rank == own:
+                self._place(transfer, data, start)
+            else:
+                for piece in transfer.pieces:
+                    values = gather(data, piece.first - start, piece.length, piece.count, piece.stride)
+                    outgoing[at : at + piece.size] = values
+                    at += piece.size
 
-    def _direct(self, wanted: Sequence[Transfer], start: int, length: int) -> np.ndarray | None:
-        """Return the memory of a tensor that this rank alone wants, if the block is one run of it."""
-        if len(wanted) != 1 or wanted[0].rank != self._ranks.rank:
-            return None
-        (piece, *others) = self._parts(wanted[0])
+    def _direct(self, transfer: Transfer, length: int) -> np.ndarray | None:
+        """Return the memory of a tensor that this rank alone wants, if the unit is one run of it."""
+        piece, *others = self._parts(transfer)
         if others or piece.count > 1 or piece.length != length:
             return None
-        return self._requests[wanted[0].request].target.memory()[piece.local : piece.local + length]
+        return self._requests[transfer.request].target.memory()[piece.local : piece.local + length]
 
-    def _read(self, file: int, block: int, wanted: Sequence[Transfer], data: np.ndarray) -> None:
-        start, path = block * self._size, self._paths[file]
-        verified = bool(self._manifest.files[path.name].rows)
-        ranges = ((start, start + len(data)),)
-        if not verified:
-            ranges = reads(piece for transfer in wanted for piece in transfer.pieces)
+    def _read(self, file: int, start: int, wanted: Sequence[Transfer], data: np.ndarray) -> None:
+        """Read a unit and verify it; the checksum of a contiguous range while it is in the cache."""
+        path = self._paths[file]
+        rows = self._manifest.files[path.name].within(start, start + len(data))
         with opened(path) as descriptor:
-            for low, high in ranges:
-                read_at(descriptor, data[low - start : high - start], low, path)
-        if verified:
-            self._manifest.verify_block(path.name, block, data)
+            if not rows:
+                for low, high in reads(piece for transfer in wanted for piece in transfer.pieces):
+                    read_at(descriptor, data[low - start : high - start], low, path)
+            elif any(row[2] > 1 for row in rows):
+                read_at(descriptor, data, start, path)
+                self._manifest.verify(path.name, start, data)
+            else:
+                for row in rows:
+                    hasher, end = xxhash.xxh3_64(), row[0] + row[1]
+                    for at in range(row[0], end, _CHUNK):
+                        chunk = data[at - start : min(at + _CHUNK, end) - start]
+                        read_at(descriptor, chunk, at, path)
+                        hasher.update(chunk.data)
+                    if hasher.intdigest() != row[4]:
+                        raise self._manifest.changed(path.name, row)
 
     def _parts(self, transfer: Transfer) -> tuple[Piece, ...]:
-        """Return the pieces of one of this rank's requests in a block, with their places in the tensor."""
-        start = transfer.block * self._size
-        return clip(self._requests[transfer.request].piece, start, start + self._size)
+        """Return the pieces of one of this rank's requests in a unit, with their places in the tensor."""
+        return clip(self._requests[transfer.request].piece, *self._units.range_of(transfer.unit, transfer.file))
 
-    def _place(self, transfer: Transfer, values: Callable[[Piece, int], np.ndarray]) -> int:
-        """Write bytes into the tensor that wants them; return their number."""
-        target, position = self._requests[transfer.request].target, 0
+    def _place(self, transfer: Transfer, data: np.ndarray, start: int | None) -> int:
+        """Write bytes into the tensor that wants them; return their number.
+
+        Args:
+            transfer: of this rank's.
+            data: a unit's bytes, or the transfer's own, packed.
+            start: where the unit starts in its file; None for packed bytes.
+        """
+        target, done = self._requests[transfer.request].target, 0
         for piece in self._parts(transfer):
-            memory = target.memory()
-            scatter(memory, piece.local, piece.length, piece.count, piece.local_stride, values(piece, position))
-            position += piece.size
-        target.arrived(position)
-        return position
+            if start is None:
+                values = data[done : done + piece.size]
+            else:
+                values = gather(data, piece.first - start, piece.length, piece.count, piece.stride)
+            scatter(target.memory(), piece.local, piece.length, piece.count, piece.local_stride, values)
+            done += piece.size
+        target.arrived(done)
+        return done
 
-    def _swap(self, number: int, packed: Sequence[Sequence[np.ndarray]]) -> None:
+    def _swap(self, number: int, outgoing: np.ndarray, sent: Sequence[int]) -> None:
         """Exchange the packed bytes of a round, and write what arrives."""
         own = self._ranks.rank
         incoming = [each for each in self._plan.receives if each.round == number and each.reader != own]
         received = [0] * self._ranks.size
         for transfer in incoming:
             received[transfer.reader] += transfer.nbytes
-        sent = [sum(map(len, each)) for each in packed]
-        flat = [values for each in packed for values in each]
-        data = self._ranks.all_to_all(np.concatenate(flat) if flat else np.empty(0, np.uint8), received, sent)
+        data = self._ranks.all_to_all(outgoing, received, sent)
         at = 0
         for transfer in incoming:  # sorted by reader
-            at += self._place(transfer, lambda each, done, at=at: data[at + done : at + done + each.size])
+            at += self._place(transfer, data[at:], None)
