@@ -120,9 +120,16 @@ for each_backend in BACKENDS:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Trains a small Qwen3 on four CPU ranks, two ways sharded; what follows -- goes to `hyper-parallel train`."""
+    """Trains a small Qwen3 on four CPU ranks, two ways sharded; what follows -- goes to `hyper-parallel train`.
+
+    It stops halfway with a checkpoint, and goes on from there.
+    """
     install(session, *PACKAGES, extras="[torch]")
-    session.run("hyper-parallel", "train", "examples/qwen3_fsdp_tp.toml", *session.posargs)
+    out = Path(session.create_tmp()) / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    train = ("hyper-parallel", "train", "examples/qwen3_fsdp_tp.toml", "--out", str(out), *session.posargs)
+    session.run(*train, "--until", "75")
+    session.run(*train, "--resume", "auto")
 
 
 @nox.session

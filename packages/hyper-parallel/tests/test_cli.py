@@ -325,3 +325,8 @@ def test_the_schema_is_printed(capsys):
         cli.main(["schema"])
     assert not ended.value.code
     assert "tp" in json.loads(capsys.readouterr().out)["properties"]["mesh"]["properties"]
+
+
+def test_a_run_that_is_to_go_on_has_a_folder(command):
+    _, errors, status = command("train", "--resume", "auto")
+    assert (status, errors) == (1, "error: --resume needs the folder of the run: name it with --out\n")

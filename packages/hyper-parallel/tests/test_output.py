@@ -11,8 +11,8 @@ def test_the_folder_is_named_by_plan_and_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = prepare_folder(None, name="qwen3")
     assert re.fullmatch(r"runs/qwen3-\d{8}-\d{6}", folder.as_posix())
-    assert [path.name for path in folder.iterdir()] == ["checkpoint"]
-    assert not list((folder / "checkpoint").iterdir())
+    assert [path.name for path in folder.iterdir()] == ["checkpoints"]
+    assert not list((folder / "checkpoints").iterdir())
 
 
 def test_a_folder_that_can_not_be_written(tmp_path):
@@ -21,3 +21,16 @@ def test_a_folder_that_can_not_be_written(tmp_path):
         OutputError, match=r"the checkpoint can't be written to .*file/run: Not a directory .*with --out"
     ):
         prepare_folder(tmp_path / "file" / "run", name="x")
+
+
+def test_a_run_is_not_overwritten(tmp_path, monkeypatch):
+    folder = prepare_folder(tmp_path / "run", name="x")
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(OutputError, match=r"run has a run, which would be overwritten; go on with it by --resume auto"):
+        prepare_folder(tmp_path / "run", name="x")
+    assert prepare_folder(tmp_path / "run", name="x", resume=True) == folder
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20261123-051500")
+    assert [prepare_folder(None, name="x").name for _ in range(3)] == [
+        f"x-20261123-051500{end}" for end in ("", "-2", "-3")
+    ]

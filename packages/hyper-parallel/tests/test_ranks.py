@@ -84,6 +84,7 @@ batch_size = 8
 lr = 0.05
 [run]
 steps = 4
+stop_within = 2.0
 [model.overrides]
 """
 COMMAND = [sys.executable, "-m", "hyper_parallel"]
@@ -244,7 +245,7 @@ def test_training_leaves_its_files_and_speaks_json(launcher):
     assert [json.loads(line) for line in lines] == steps
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "steps = 30" in (folder / "run" / "plan.toml").read_text()
-    assert (folder / "run" / "checkpoint" / "model.safetensors").stat().st_size > 4 * 256 * 9
+    assert (folder / "run" / "checkpoints" / "step-00000030" / "model.safetensors").stat().st_size > 4 * 256 * 9
     assert not alive(folder)
 
 
@@ -258,7 +259,7 @@ def test_stages_are_trained_into_one_checkpoint(launcher):
     assert status == 0, err
     *steps, summary = map(json.loads, out.splitlines())
     assert [step["step"] for step in steps] == [1, 2] and steps[1]["loss"] < steps[0]["loss"] < 6
-    state = load_file(launcher.folder / "stages" / "checkpoint" / "model.safetensors")
+    state = load_file(launcher.folder / "stages" / "checkpoints" / "step-00000002" / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
         "embed.weight": (256, 9),
         "head.weight": (256, 9),
@@ -332,6 +333,61 @@ def test_no_rank_outlives_what_started_it(folder, command, means):
     process.communicate(timeout=LIMIT)
     assert process.returncode == -signal.SIGKILL
     wait_until(lambda: not alive(folder))
+
+
+@pytest.mark.parametrize("whom", ["launcher", "torchrun"])
+def test_a_run_that_is_terminated_goes_on_where_it_was(launcher, whom):
+    folder, run = launcher.folder, f"terminated-{whom}"
+    plan = write_plan(folder, run, end="wait")
+    options = ["train", plan, "--data", "text", "--out", run, "--json"]
+    launcher.begin(
+        "train",
+        write_plan(folder, f"whole-{whom}"),
+        "--data",
+        "text",
+        "--out",
+        f"whole-{whom}",
+        "--steps",
+        "60",
+        "--json",
+    )
+    status, _, err = launcher.finish()
+    assert status == 0, err
+    if whom == "launcher":
+        launcher.begin(*options, "--steps", "60")
+        wait_until(lambda: launcher.written("out").count("\n") > 3)
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.finish()[0] == 130
+    else:
+        process = start(folder, *TORCHRUN, *options, "--steps", "60")
+        wait_until(
+            lambda: (
+                (folder / run / "metrics.jsonl").exists()
+                and (folder / run / "metrics.jsonl").read_text().count("\n") > 3
+            )
+        )
+        process.terminate()
+        process.communicate(timeout=LIMIT)
+    assert not alive(folder, run)
+    (saved,) = (folder / run / "checkpoints").glob("step-*")
+    done = int(saved.name.removeprefix("step-"))
+    assert 3 <= done < 60
+    with open(folder / run / "metrics.jsonl", "a") as lines:  # a step after the checkpoint, of a run that was killed
+        lines.write(
+            json.dumps({**json.loads((folder / run / "metrics.jsonl").read_text().splitlines()[-1]), "step": done + 1})
+            + "\n"
+        )
+    launcher.begin(*options, "--steps", "60", "--resume", "auto")
+    status, out, err = launcher.finish()
+    assert status == 0, err
+    assert json.loads(out.splitlines()[0])["step"] == done + 1
+    lines = [
+        [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        for name in (run, f"whole-{whom}")
+    ]
+    assert [line["step"] for line in lines[0]] == list(range(1, 61))
+    assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
+    assert [line["lr"] for line in lines[0]] == [line["lr"] for line in lines[1]]
 
 
 def test_verify_finds_the_bigram_equal(launcher):

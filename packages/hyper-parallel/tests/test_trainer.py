@@ -45,7 +45,7 @@ EXPERTS = {
 }
 
 
-def run(folder, mesh, model=None):
+def run(folder, mesh, steps=3, model=None, **options):
     text = folder / f"text{get_platform().groups.rank()}"  # no rank empties another's file
     text.write_bytes(b"to be or not to be, " * 20)
     tables = {
@@ -54,9 +54,11 @@ def run(folder, mesh, model=None):
         "mesh": mesh,
         "data": {**TABLES["data"], "paths": [str(text)]},
     }
-    if set(mesh) == {"pp", "tp"}:
+    if not set(mesh) & {"dp_shard", "dp_replicate"} and mesh:
         del tables["fsdp"]  # nothing is sharded
-    return train(ParallelPlan.from_dict(tables), prepare_folder(folder / "run", name="x"))
+    tables["run"] = {**TABLES["run"], "steps": steps, "checkpoint_every": 2}
+    plan = ParallelPlan.from_dict(tables)
+    return train(plan, prepare_folder(folder / "run", name="x", resume="resume" in options), **options)
 
 
 @on_ranks(2)
@@ -107,15 +109,53 @@ def test_every_layout_trains_on_the_same_text_to_the_same_loss(tmp_path, alone, 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2, "ep": 4}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=str)
 def test_experts_over_ranks_train_to_the_same_weights_and_are_saved_whole(tmp_path, mesh):
     (tmp_path / "alone").mkdir()
-    run_ranks(1, run, tmp_path / "alone", {}, EXPERTS)
-    run_ranks(4, run, tmp_path, mesh, EXPERTS)
+    run_ranks(1, run, tmp_path / "alone", {}, 3, EXPERTS)
+    run_ranks(4, run, tmp_path, mesh, 3, EXPERTS)
     compare_runs(tmp_path, tmp_path / "alone")
 
 
 def compare_runs(tmp_path, alone):
     # transformers computes norms and softmax in float32 whatever the weights are.
     assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
-    got, expected = (load_file(folder / "run" / "checkpoint" / "model.safetensors") for folder in (tmp_path, alone))
+    got, expected = (
+        load_file(folder / "run" / "checkpoints" / "step-00000003" / "model.safetensors")
+        for folder in (tmp_path, alone)
+    )
     assert list(got) == list(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(1, run, folder, {}, 5)
+    return folder
+
+
+@pytest.mark.parametrize("after", [{"tp": 2}, {"pp": 2}, {}], ids=str)
+def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
+    run_ranks(2, run, tmp_path, {"dp_shard": 2})
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as lines:
+        lines.write(json.dumps({"step": 4}) + "\n")  # after the checkpoint
+    run_ranks(2 if after else 1, run, tmp_path, after, 5, resume="auto")
+    assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-5)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over(tmp_path, undisturbed):
+    run_ranks(1, run, tmp_path, {})
+    file = tmp_path / "run" / "checkpoints" / "step-00000003" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    run_ranks(1, resume_with_a_warning, tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-12)
+
+
+def resume_with_a_warning(folder):
+    with pytest.warns(RuntimeWarning, match=r"the checkpoint of step 3 can't be read: .*model\.safetensors"):
+        run(folder, {}, 5, resume="auto")

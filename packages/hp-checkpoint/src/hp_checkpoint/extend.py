@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import prune, steps_in
 from hp_checkpoint.tools import Difference, diff, faults, summary, to_hugging_face
 
-__all__ = ["Difference", "diff", "faults", "prune", "steps_in", "summary", "to_hugging_face"]
+__all__ = ["Difference", "Ranks", "diff", "faults", "prune", "steps_in", "summary", "to_hugging_face"]

@@ -79,7 +79,7 @@ class Ranks:
         """Return all ranks' payloads on rank 0; an empty list on the others."""
         if self.size == 1:
             return [payload]
-        lengths = [int.from_bytes(each, "little") for each in self._gather(len(payload).to_bytes(8, "little"))]
+        lengths = [int.from_bytes(each, "little") for each in self.gather(len(payload).to_bytes(8, "little"))]
         received = lengths if self.rank == 0 else [0] * self.size
         sent = [len(payload)] + [0] * (self.size - 1)
         data = self.all_to_all(np.frombuffer(payload, np.uint8).copy(), received, sent)
@@ -100,7 +100,7 @@ class Ranks:
         get_platform().collectives.all_to_all(output, tensor, list(received), list(sent), group=self._group)
         return own.bytes_array(output)
 
-    def _gather(self, record: bytes) -> list[bytes]:
+    def gather(self, record: bytes) -> list[bytes]:
         """Return all ranks' records of one length."""
         if self.size == 1:
             return [record]
@@ -116,7 +116,7 @@ class Ranks:
         if self.size == 1:
             return [payload]
         digest = hashlib.blake2b(payload, digest_size=_DIGEST).digest()
-        records = self._gather(digest + len(payload).to_bytes(8, "little"))
+        records = self.gather(digest + len(payload).to_bytes(8, "little"))
         if len(set(records)) == 1:
             return [payload] * self.size
         known: dict[bytes, bytes] = {}

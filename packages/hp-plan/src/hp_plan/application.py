@@ -111,6 +111,7 @@ def _in_stages(
         order=lambda _: choice.order,
     )
     pipelined = hp_pipeline.PipelinedModel(schedule)
+    _describe(pipelined, model, outline)
     _take_whole_sequences(pipelined, plan, mesh)
     return pipelined
 
@@ -174,6 +175,17 @@ def _distribute(
         if name and name in here and grouped:
             hp_fsdp.fully_shard(module, **{**options, **spread.get(name, {})})
     hp_fsdp.fully_shard(model, **options)
+
+
+def _describe(pipelined: Any, model: Any, outline: ModelOutline) -> None:
+    """Tell stages what a checkpoint has of the whole model: its configurations, and which names are one tensor."""
+    pipelined.tied_names = {name: names[0] for names in outline.tied for name in names[1:]}
+    for name in ("config", "generation_config"):
+        if hasattr(model, name):
+            setattr(pipelined, name, getattr(model, name))
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "architectures") and not config.architectures:
+        config.architectures = [type(model).__name__]
 
 
 def _take_whole_sequences(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> None:

@@ -243,6 +243,9 @@ class RunSection:
         dtype: of the weights.
         grad_clip: scale gradients down to this global norm; none leaves them alone.
         platform: the framework that the model is written for; none takes the one in use (see `get_platform`).
+        checkpoint_every: save a checkpoint after so many steps; 0 saves at the end and when the run is stopped.
+        keep: so many checkpoints, the newest.
+        stop_within: seconds between SIGTERM and the end of a rank: enough for a step and a checkpoint.
     """
 
     steps: int = _at_least(1, 100)
@@ -250,6 +253,9 @@ class RunSection:
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     grad_clip: float | None = _more_than(0.0, None)
     platform: Literal["torch", "mindspore"] | None = None
+    checkpoint_every: int = _at_least(0, 0)
+    keep: int = _at_least(1, 2)
+    stop_within: float = _more_than(0.0, 25.0)
 
 
 @dataclass(frozen=True)

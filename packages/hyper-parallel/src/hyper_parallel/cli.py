@@ -38,8 +38,8 @@ from hyper_parallel import checkpoints, pipeline, worker
 from hyper_parallel.data import VOCABULARY, DataError, check_data
 from hyper_parallel.data.command import app as data_app
 from hyper_parallel.display import make_console, settings_table, verify_table
-from hyper_parallel.launch import Job, inside_launcher, launcher_place
-from hyper_parallel.output import prepare_folder
+from hyper_parallel.launch import Job, Resume, inside_launcher, launcher_place
+from hyper_parallel.output import OutputError, prepare_folder
 from hyper_parallel.port import launcher
 from hyper_parallel.reporting import leads, say, show_diagnostics, user_errors
 
@@ -79,11 +79,19 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; by default runs/<plan>-<time>.", show_default=False)
     ] = None,
+    resume: Annotated[
+        Resume, typer.Option(help="auto: go on from the newest checkpoint in --out, or start if there is none.")
+    ] = "no",
+    until: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this step, with a checkpoint.", show_default=False)
+    ] = None,
     assignments: Set = None,
     json_lines: Json = False,
 ) -> None:
     """Train the plan's model; starts the ranks, or joins them when torchrun or msrun has started this."""
     with user_errors():
+        if resume != "no" and out is None:
+            raise OutputError("--resume needs the folder of the run: name it with --out")
         tables = _read(plan, assignments)
         _set_environment(tables, plan)
         _name_folder(tables, plan)
@@ -96,8 +104,8 @@ def train(
         ranks = _prepare(tables, nproc)
         checked = _checked(tables, ranks, training=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
-        folder = prepare_folder(out, name=plan.stem) if leads() else Path()
-        _run(worker.train_rank, Job(checked, folder, json_lines), ranks)
+        folder = prepare_folder(out, name=plan.stem, resume=resume != "no") if leads() else Path()
+        _run(worker.train_rank, Job(checked, folder, json_lines, resume, until), ranks)
 
 
 @app.command()

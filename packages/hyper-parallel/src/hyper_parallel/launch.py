@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hp_plan import ParallelPlan
+
+Resume = Literal["no", "auto"]
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,16 @@ class Job:
         plan: the plan to run.
         folder: where a training run writes.
         json_lines: show JSON in place of a display.
+        resume: "auto" goes on from the folder's newest checkpoint.
+        until: stop after this step; None trains to the last.
         events: where rank 0 writes what happens, for the launcher to show; None: rank 0 shows it itself.
     """
 
     plan: ParallelPlan
     folder: Path | None = None
     json_lines: bool = False
+    resume: Resume = "no"
+    until: int | None = None
     events: Path | None = None
 
 

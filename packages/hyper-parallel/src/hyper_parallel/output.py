@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -11,25 +12,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+
 
 class OutputError(ValueError):
     """A folder that a run can't write to."""
 
 
-def prepare_folder(out: str | os.PathLike[str] | None, *, name: str) -> Path:
+def prepare_folder(out: str | os.PathLike[str] | None, *, name: str, resume: bool = False) -> Path:
     """Create a run's folder and try to write there.
 
     Args:
-        out: the folder; None is `runs/<name>-<time>`.
+        out: the folder; None is a new `runs/<name>-<time>`.
         name: of the plan.
+        resume: go on with the run that may be there.
 
     Raises:
-        OutputError: it can't be made or written to.
+        OutputError: it can't be made or written to, or has a run that is not to go on.
     """
-    folder = Path(out) if out is not None else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(out) if out is not None else _unused(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if not resume and (folder / METRICS).exists():
+        fix = "go on with it by --resume auto, or choose another folder with --out"
+        raise OutputError(f"{folder} has a run, which would be overwritten; {fix}")
     try:
-        (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
-        for place in (folder, folder / "checkpoint"):
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        for place in (folder, folder / CHECKPOINTS):
             trial = place / f".trial-{os.getpid()}"
             trial.write_bytes(b"")
             trial.unlink()
@@ -39,6 +46,12 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str) -> Path:
             "with --out"
         ) from error
     return folder
+
+
+def _unused(folder: Path) -> Path:
+    """Add a number where two runs begin in the same second."""
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([folder], numbered) if not each.exists())
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class Trainer(Protocol):
     """A model under training, with its optimizer and schedule."""
 
     model: Any
+    optimizer: Any
+    schedule: Any
     name: str
     size: int
 
@@ -54,20 +56,12 @@ class Trainer(Protocol):
         """Train on this rank's samples; get its loss, if it has one, and the norm of the gradient."""
         ...
 
-    def gather(self, loss: float | None, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Gather the losses of the ranks that have one, and every rank's memory."""
-        ...
-
 
 class Training(Protocol):
     """Training a model and saving it; `<framework>/trainer.py`."""
 
     def Trainer(self, plan: ParallelPlan) -> Trainer:
         """Build the plan's model, with its optimizer and schedule."""
-        ...
-
-    def save_checkpoint(self, plan: ParallelPlan, model: Any, folder: Path) -> None:
-        """Write the weights as one file that the framework's library reads. Every rank calls it."""
         ...
 
     def write_sample(self, plan: ParallelPlan, folder: Path) -> str | None:

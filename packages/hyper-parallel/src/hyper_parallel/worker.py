@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -11,20 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 import hp_plan
 import hp_platform
 from hp_plan import ParallelPlan, VerifyResult
-from hp_plan.extend import data_parallel_rows
 from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, watch_parent
-from hyper_parallel.data import Samples, open_samples
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
-from hyper_parallel.launch import Job, launcher_place
-from hyper_parallel.output import Step, Summary, as_json, draw_loss, last_loss
-from hyper_parallel.port import Trainer, rank_process, training
+from hyper_parallel.launch import Job, Resume, launcher_place
+from hyper_parallel.output import METRICS, Summary, draw_loss, last_loss
+from hyper_parallel.port import rank_process, training
+from hyper_parallel.run import Run, keep_lines
+from hyper_parallel.sinks import JsonLines
+from hyper_parallel.stopping import Stop
 
 _PATIENCE = 20.0
 
@@ -36,7 +36,9 @@ def train_rank(job: Job) -> Summary | None:
         reporter = None
         if get_platform().groups.rank() == 0:
             reporter = EventWriter(job.events) if job.events else make_reporter(json_lines=job.json_lines)
-        return train(job.plan, job.folder, reporter=reporter)
+        stop = Stop(job.plan.run.stop_within)
+        stop.listen()
+        return train(job.plan, job.folder, reporter=reporter, resume=job.resume, until=job.until, stop=stop)
 
 
 def verify_rank(job: Job) -> VerifyResult:
@@ -71,93 +73,64 @@ def _rank() -> Iterator[None]:
         raise
 
 
-def train(plan: ParallelPlan, folder: Path, *, reporter: Reporter | None = None) -> Summary | None:
+def train(
+    plan: ParallelPlan,
+    folder: Path,
+    *,
+    reporter: Reporter | None = None,
+    resume: Resume = "no",
+    until: int | None = None,
+    stop: Stop | None = None,
+) -> Summary | None:
     """Train the plan's model and write the run's files. Every rank calls it.
 
     Args:
         plan: the plan to train.
-        folder: where rank 0 writes plan.toml, metrics.jsonl, loss.png and checkpoint/.
+        folder: where rank 0 writes plan.toml, metrics.jsonl and loss.png, and all ranks checkpoints/.
         reporter: shown each step; rank 0's.
+        resume: "auto" goes on from the folder's newest checkpoint.
+        until: stop after this step.
+        stop: tells whether to stop before the end.
 
     Returns:
         The summary, on rank 0.
     """
     leader = get_platform().groups.rank() == 0
-    framework = training()
-    trainer = framework.Trainer(plan)
-    samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=plan.model.overrides.get("vocab_size"))
-    title = f"{trainer.name} of {trainer.size:,} parameters on {_mesh(plan)}, {len(samples):,} samples"
+    run = Run(plan, folder, resume=resume, until=until, stop=stop)
+    name, steps, lines = run.trainer.name, [], None
+    title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {len(run.samples):,} samples"
     showing = reporter.running(title, steps=plan.run.steps) if reporter else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
-        lines = stack.enter_context(open(folder / "metrics.jsonl", "w", encoding="utf-8")) if leader else None
+        if leader:
+            (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
+            steps = keep_lines(run.folder / METRICS, run.step)
+            lines = stack.enter_context(contextlib.closing(JsonLines(run.folder / METRICS)))
         stack.enter_context(showing)
-        loop = _Loop(plan, trainer, samples)
-        for index in range(plan.run.steps):
-            step = loop.step(index)
+        for step in run.steps():
+            steps.append(step)
             if lines is not None:
-                lines.write(as_json(step) + "\n")
-                lines.flush()
+                metrics = dataclasses.asdict(step)
+                lines.write(metrics.pop("step"), metrics)
             if reporter is not None:
                 reporter.step(step)
-    framework.save_checkpoint(plan, trainer.model, folder / "checkpoint")
     if not leader:
         return None
-    (folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-    draw_loss(loop.steps, folder / "loss.png", title=f"{trainer.name} on {_mesh(plan)}")
+    checkpoint = run.checkpoints.path(run.step)
+    draw_loss(steps, run.folder / "loss.png", title=f"{name} on {_mesh(plan)}")
     summary = Summary(
-        steps=len(loop.steps),
-        first_loss=loop.steps[0].loss,
-        last_loss=last_loss(loop.steps),
-        tokens=len(loop.steps) * plan.data.batch_size * plan.data.sequence_length,
-        seconds=sum(step.seconds for step in loop.steps),
-        peak_memory=loop.peak_memory,
+        steps=len(steps),
+        first_loss=steps[0].loss,
+        last_loss=last_loss(steps),
+        tokens=len(steps) * plan.data.batch_size * plan.data.sequence_length,
+        seconds=sum(step.seconds for step in steps),
+        peak_memory=run.peak_memory,
         folder=str(folder),
-        checkpoint=str(folder / "checkpoint"),
-        sample=framework.write_sample(plan, folder / "checkpoint"),
+        checkpoint=str(folder / checkpoint.relative_to(run.folder)),
+        sample=training().write_sample(plan, checkpoint) if run.finished else None,
     )
     if reporter is not None:
         reporter.finished(summary)
     return summary
-
-
-class _Loop:
-    """The state of a run: what is trained, what was measured.
-
-    Args:
-        plan: of the run.
-        trainer: the framework's.
-        samples: of the training data.
-    """
-
-    def __init__(self, plan: ParallelPlan, trainer: Trainer, samples: Samples) -> None:
-        self._plan, self._trainer, self._samples = plan, trainer, samples
-        self._rows = data_parallel_rows(plan)
-        self._platform = get_platform()
-        self.steps: list[Step] = []
-        self.peak_memory: tuple[int, ...] = ()
-
-    def step(self, index: int) -> Step:
-        """Take one optimizer step on this rank's part of the global batch."""
-        start = time.perf_counter()
-        data = self._plan.data
-        first = index * data.batch_size
-        rows = self._samples.rows(np.arange(first + self._rows.start, first + self._rows.stop))
-        lr = self._trainer.lr
-        loss, norm = self._trainer.step(rows)
-        # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
-        losses, self.peak_memory = self._trainer.gather(loss, self._platform.devices.peak_memory())
-        seconds = time.perf_counter() - start
-        step = Step(
-            step=index + 1,
-            loss=sum(losses) / len(losses),
-            grad_norm=norm,
-            lr=lr,
-            tokens_per_second=data.batch_size * data.sequence_length / seconds,
-            peak_memory=max(self.peak_memory),
-            seconds=seconds,
-        )
-        self.steps.append(step)
-        return step
 
 
 def _mesh(plan: ParallelPlan) -> str:

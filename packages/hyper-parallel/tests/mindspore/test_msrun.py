@@ -123,7 +123,10 @@ def test_training_leaves_its_files_and_speaks_json(folder):
     assert [json.loads(line) for line in lines] == steps
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "steps = 30" in (folder / "run" / "plan.toml").read_text()
-    shapes = {name: array.shape for name, array in load_file(folder / "run/checkpoint/model.safetensors").items()}
+    shapes = {
+        name: array.shape
+        for name, array in load_file(folder / "run/checkpoints/step-00000030/model.safetensors").items()
+    }
     assert shapes == {"embed.weight": (256, 9), "head.weight": (256, 9), "head.bias": (256,)}
     assert not alive(folder)
 

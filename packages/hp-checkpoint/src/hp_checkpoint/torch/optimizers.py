@@ -17,8 +17,16 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 def model_state(model: torch.nn.Module) -> State:
-    """Return the parameters and persistent buffers by name, without the prefixes of torch's wrappers."""
-    return {_unwrapped(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    """Return the parameters and persistent buffers by name, without the prefixes of torch's wrappers.
+
+    Stages whose ``tied_names`` says that two names are one tensor have it under the first, wherever they have it.
+    """
+    tied: Mapping[str, str] = getattr(model, "tied_names", {})
+    state: State = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        own = _unwrapped(name)
+        state.setdefault(tied.get(own, own), value)
+    return state
 
 
 def optimizer_states(model: torch.nn.Module, optimizer: Any) -> list[_States]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import re
@@ -66,7 +67,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
         folder = Path(name)
         reader = None
         if job.folder is not None:
-            job = Job(job.plan, job.folder, job.json_lines, folder / "events")
+            job = dataclasses.replace(job, events=folder / "events")
             reader = stack.enter_context(EventReader(folder / "events", make_reporter(json_lines=job.json_lines)))
         (folder / JOB).write_bytes(pickle.dumps((work, job)))
         output = Tail(folder / OUTPUT)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mindspore
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor
 
 from hp_dtensor import SkipDTensorDispatch, parallelize_value_and_grad
-from hp_fsdp import clip_grad_norm_, full_state_dict, global_grad_norm
+from hp_fsdp import clip_grad_norm_, global_grad_norm
 from hp_optim import ChainedOptimizer
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
-from hp_plan.mindspore.extend import forward_loss, named_parameters
-from hp_platform import get_platform
+from hp_plan.mindspore.extend import forward_loss
 from hyper_parallel.data import Rows
 
 
@@ -25,9 +23,13 @@ class Trainer:
 
     Attributes:
         model: under the plan.
+        optimizer: None; its states are not saved.
+        schedule: None, likewise.
         name: of its class.
         size: number of elements of its parameters.
     """
+
+    optimizer = schedule = None
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
@@ -71,38 +73,6 @@ class Trainer:
                 self._optimizer(gradients)
         self._schedule.step()
         return float(loss.asnumpy()), float(norm.asnumpy())
-
-    def gather(self, loss: float | None, memory: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Gather every rank's loss and memory."""
-        losses = _gather(Tensor([loss], mindspore.float32))
-        return tuple(losses), tuple(_gather(Tensor([memory], mindspore.int64)))
-
-
-def _gather(mine: Tensor) -> list[Any]:
-    groups = get_platform().groups
-    everyone = ops.zeros((groups.size(),), mine.dtype)
-    get_platform().collectives.all_gather(everyone, mine, group=groups.new_group(range(groups.size())))
-    return everyone.asnumpy().tolist()
-
-
-def save_checkpoint(plan: ParallelPlan, model: nn.Cell, folder: Path) -> None:
-    """Gather the full model and write it on rank 0: model.safetensors. Every rank calls it.
-
-    Parameters that are one tensor are written once, under the first of their names, as transformers does.
-
-    Args:
-        plan: the plan of the model.
-        model: after `hp_plan.apply`.
-        folder: an existing folder.
-    """
-    from safetensors.numpy import save_file
-
-    state: Any = full_state_dict(model, rank0_only=True, cpu=True)
-    if get_platform().groups.rank() != 0:
-        return
-    once = {id(parameter): name for name, parameter in reversed(list(named_parameters(model)))}
-    arrays = {name: state[name].asnumpy() for name in reversed(once.values())}
-    save_file(arrays, folder / "model.safetensors")
 
 
 def write_sample(plan: ParallelPlan, folder: Path) -> None:

@@ -1,0 +1,151 @@
+"""A training run: its steps, its checkpoints, and how it goes on after an end."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from hp_checkpoint import Checkpointer, CheckpointError, Keep
+from hp_checkpoint.extend import Ranks
+from hp_plan import ParallelPlan
+from hp_plan.extend import data_parallel_rows
+from hp_platform import get_platform
+from hyper_parallel.data import Samples, open_samples
+from hyper_parallel.launch import Resume
+from hyper_parallel.output import CHECKPOINTS, Step
+from hyper_parallel.port import Trainer, training
+from hyper_parallel.stopping import Stop
+
+_RECORD = struct.Struct("<dQ?")  # a rank's loss, its memory, and whether it is asked to stop
+
+
+class Run:
+    """A run of a plan on this rank. Every rank makes it and calls it together.
+
+    Example:
+        >>> run = Run(plan, "runs/first", resume="auto")
+        >>> for step in run.steps():
+        ...     print(step.loss)
+
+    Args:
+        plan: the plan to train.
+        folder: of the run's files; rank 0's counts.
+        resume: "auto" goes on from the folder's newest checkpoint that can be read, or from the start where it has
+            none; "no" starts. PyTorch only.
+        until: stop after this step; None trains to the plan's last.
+        stop: tells whether to stop after the step; None never does.
+
+    Attributes:
+        plan: the plan.
+        folder: the same on all ranks.
+        trainer: the model under the plan, with its optimizer and schedule.
+        samples: of the training data.
+        checkpoints: of the run.
+        step: how many are done.
+        sample: the number of the next global sample.
+        peak_memory: of each rank, in bytes.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        folder: Path,
+        *,
+        resume: Resume = "no",
+        until: int | None = None,
+        stop: Stop | None = None,
+    ) -> None:
+        if resume != "no" and get_platform().name != "torch":
+            raise NotImplementedError("a run goes on on PyTorch only: MindSpore's optimizer states are not saved yet")
+        self.plan, self._stop, self._ranks = plan, stop, Ranks()
+        self.folder = Path(self._ranks.first(str(folder.absolute()).encode, "train").decode())
+        self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep))
+        self.trainer: Trainer = training().Trainer(plan)
+        vocabulary = plan.model.overrides.get("vocab_size")
+        self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=vocabulary)
+        self.step = self.sample = 0
+        self.peak_memory: tuple[int, ...] = ()
+        self._end = plan.run.steps if until is None else min(until, plan.run.steps)
+        self._asked = False
+        self._rows = data_parallel_rows(plan)
+        if resume == "auto" and (steps := self.checkpoints.steps()):
+            self._load(steps)
+
+    def steps(self) -> Iterator[Step]:
+        """Train to the plan's last step, and save: at the end, when it is stopped, and as often as the plan says."""
+        every, saved = self.plan.run.checkpoint_every, self.step
+        while self.step < self._end and not self._asked:
+            yield self._take_step()
+            if every and self.step % every == 0:
+                self.save()
+                saved = self.step
+        if saved != self.step:
+            self.save()
+
+    @property
+    def finished(self) -> bool:
+        """True after the plan's last step."""
+        return self.step >= self.plan.run.steps
+
+    def save(self) -> Path:
+        """Save a checkpoint of the steps that are done; return its folder."""
+        trainer = self.trainer
+        data = {"sample": self.sample, "seed": self.plan.run.seed}
+        self.checkpoints.save(self.step, trainer.model, trainer.optimizer, schedule=trainer.schedule, data=data)
+        return self.checkpoints.path(self.step)
+
+    def _take_step(self) -> Step:
+        start = time.perf_counter()
+        batch = self.plan.data.batch_size
+        rows = self.samples.rows(np.arange(self.sample + self._rows.start, self.sample + self._rows.stop))
+        lr = self.trainer.lr
+        loss, norm = self.trainer.step(rows)
+        self.step, self.sample = self.step + 1, self.sample + batch
+        asked = self._stop is not None and self._stop.asked
+        own = _RECORD.pack(np.nan if loss is None else loss, get_platform().devices.peak_memory(), asked)
+        everyone = [_RECORD.unpack(record) for record in self._ranks.gather(own)]
+        # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
+        losses = [each for each, _, _ in everyone if not np.isnan(each)] or [np.nan]
+        self.peak_memory = tuple(memory for _, memory, _ in everyone)
+        self._asked = any(asked for _, _, asked in everyone)
+        seconds = time.perf_counter() - start
+        return Step(
+            step=self.step,
+            loss=sum(losses) / len(losses),
+            grad_norm=norm,
+            lr=lr,
+            tokens_per_second=batch * self.plan.data.sequence_length / seconds,
+            peak_memory=max(self.peak_memory),
+            seconds=seconds,
+        )
+
+    def _load(self, steps: list[int]) -> None:
+        """Load the newest checkpoint that can be read."""
+        trainer, problem = self.trainer, None
+        for step in reversed(steps):
+            try:
+                loaded = self.checkpoints.load(trainer.model, trainer.optimizer, schedule=trainer.schedule, step=step)
+            except CheckpointError as error:
+                problem = error
+                warnings.warn(f"the checkpoint of step {step} can't be read: {error}", RuntimeWarning, stacklevel=3)
+                continue
+            self.step, self.sample = loaded.step, int(loaded.data["sample"])
+            return
+        assert problem is not None
+        raise problem
+
+
+def keep_lines(path: Path, steps: int) -> list[Step]:
+    """Keep the first steps' lines of a metrics file, whose later steps are taken again; return them."""
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    kept = [line for line in lines if json.loads(line)["step"] <= steps]
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    return [Step(**json.loads(line)) for line in kept]
