@@ -29,9 +29,9 @@ class Run:
     """A run of a plan on this rank. Every rank makes it and calls it together.
 
     Example:
-        >>> run = Run(plan, "runs/first", resume="auto")
-        >>> for step in run.steps():
-        ...     print(step.loss)
+        >>> with Run(plan, Path("runs/first"), resume="auto") as run:
+        ...     for step in run.steps():
+        ...         print(step.loss)
 
     Args:
         plan: the plan to train.
@@ -77,6 +77,21 @@ class Run:
         if resume == "auto" and (steps := self.checkpoints.steps()):
             self._load(steps)
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # else other ranks may not come to it
+            self.close()
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: it failed on some rank; on all ranks.
+        """
+        self.checkpoints.close()
+
     def steps(self) -> Iterator[Step]:
         """Train to the plan's last step, and save: at the end, when it is stopped, and as often as the plan says."""
         every, saved = self.plan.run.checkpoint_every, self.step
@@ -94,7 +109,7 @@ class Run:
         return self.step >= self.plan.run.steps
 
     def save(self) -> Path:
-        """Save a checkpoint of the steps that are done; return its folder."""
+        """Save a checkpoint of the steps that are done, beside the training; return the folder that it will have."""
         trainer = self.trainer
         data = {"sample": self.sample, "seed": self.plan.run.seed}
         self.checkpoints.save(self.step, trainer.model, trainer.optimizer, schedule=trainer.schedule, data=data)

@@ -17,6 +17,7 @@ import hp_platform
 from hp_plan import ParallelPlan, VerifyResult
 from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, watch_parent
+from hyper_parallel.data import has_tokens
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
@@ -96,16 +97,16 @@ def train(
         The summary, on rank 0.
     """
     leader = get_platform().groups.rank() == 0
-    run = Run(plan, folder, resume=resume, until=until, stop=stop)
-    name, steps, lines = run.trainer.name, [], None
-    title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {len(run.samples):,} samples"
-    showing = reporter.running(title, steps=plan.run.steps) if reporter else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
+        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop))
+        name, steps, lines = run.trainer.name, [], None
+        title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {len(run.samples):,} samples"
         if leader:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
             steps = keep_lines(run.folder / METRICS, run.step)
             lines = stack.enter_context(contextlib.closing(JsonLines(run.folder / METRICS)))
-        stack.enter_context(showing)
+        if reporter is not None:
+            stack.enter_context(reporter.running(title, steps=plan.run.steps))
         for step in run.steps():
             steps.append(step)
             if lines is not None:
@@ -126,7 +127,7 @@ def train(
         peak_memory=run.peak_memory,
         folder=str(folder),
         checkpoint=str(folder / checkpoint.relative_to(run.folder)),
-        sample=training().write_sample(plan, checkpoint) if run.finished else None,
+        sample=training().write_sample(plan, checkpoint) if run.finished and not has_tokens(plan.data) else None,
     )
     if reporter is not None:
         reporter.finished(summary)

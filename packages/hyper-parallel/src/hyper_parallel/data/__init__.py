@@ -6,7 +6,7 @@ any other number of ranks goes on from it.
 
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.mixture import Mixture
-from hyper_parallel.data.opening import check_data, open_samples
+from hyper_parallel.data.opening import check_data, has_tokens, open_samples
 from hyper_parallel.data.order import permuted
 from hyper_parallel.data.packing import Packed
 from hyper_parallel.data.samples import IGNORED, Rows, Samples, Windows
@@ -26,6 +26,7 @@ __all__ = [
     "check_data",
     "check_text",
     "find_files",
+    "has_tokens",
     "open_samples",
     "permuted",
     "read_text",

@@ -28,7 +28,7 @@ def open_samples(section: DataSection, *, seed: int, vocabulary: int | None = No
     Raises:
         DataError: as `check_data`.
     """
-    if not _has_tokens(section):
+    if not has_tokens(section):
         return Windows([read_text(section.paths, max_bytes=section.max_bytes)], section.sequence_length, seed=seed)
     files = [TokenFile(path) for path in section.paths]
     length = section.sequence_length
@@ -50,7 +50,7 @@ def check_data(section: DataSection) -> int:
     Raises:
         DataError: nothing to read, files that don't fit together, less than one sample, or options without effect.
     """
-    if not _has_tokens(section):
+    if not has_tokens(section):
         for name in ("packing", "weights"):
             if getattr(section, name):
                 message = f"{name} is for token files, but the data is text as bytes"
@@ -64,7 +64,7 @@ def check_data(section: DataSection) -> int:
     return max(map(_vocabulary, section.paths))
 
 
-def _has_tokens(section: DataSection) -> bool:
+def has_tokens(section: DataSection) -> bool:
     """Return True for token files, False for text.
 
     Raises:
