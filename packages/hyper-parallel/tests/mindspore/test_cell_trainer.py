@@ -7,6 +7,7 @@ from mindspore import mint, nn, ops
 
 from hp_plan import ParallelPlan
 from hp_testing import on_ranks
+from hyper_parallel.data import Rows
 from hyper_parallel.mindspore.trainer import Trainer
 
 SEEN: list[tuple[bool, bool]] = []
@@ -41,5 +42,6 @@ def model():
 def test_cells_train_in_a_step():
     tables = {"model": {"function": f"{__name__}:model"}, "fsdp": {"groups": ["head"]}}
     trainer = Trainer(ParallelPlan.from_dict(tables))
-    trainer.step(np.zeros((2, 8), np.int64))
+    tokens = np.zeros((2, 8), np.int64)
+    trainer.step(Rows(tokens, tokens, tokens))
     assert SEEN == [(True, True)]
