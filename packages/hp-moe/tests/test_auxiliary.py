@@ -28,6 +28,7 @@ def with_loss(name="MixtralConfig"):
     return model
 
 
+@pytest.mark.not_on("torch-npu-sim", reason="transformers counts tokens by a histogram of ints, which CPUs lack")
 @on_ranks(2)
 @pytest.mark.parametrize("family", ["Qwen3MoeConfig", "GptOssConfig", "OlmoeConfig"])
 def test_losses_of_families_equal_those_of_one_process(family):

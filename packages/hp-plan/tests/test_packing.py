@@ -11,7 +11,7 @@ from hp_plan import ParallelPlan, apply, build_model, lint
 from hp_plan.packing import PACKING
 from hp_plan.torch.extend import backward_loss
 from hp_platform import get_platform
-from hp_testing import on_ranks
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -57,7 +57,7 @@ def alone(model, documents):
     total = 0.0
     for document in documents:
         if len(document) > 1:
-            tokens = torch.from_numpy(document)[None]
+            tokens = torch.from_numpy(document)[None].to(device_type())
             logits = model(input_ids=tokens, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum") / count
             loss.backward()
@@ -78,15 +78,17 @@ def test_packed_samples_have_the_loss_and_gradients_of_their_documents_alone(mes
     tokens, labels, positions, documents = samples()
     fsdp = {"fsdp": {"groups": ["model.layers.*"]}} if "dp_shard" in mesh else {}
     plan = ParallelPlan.from_dict(plan_of(mesh=mesh, **fsdp))
-    single = build_model(plan)
+    device = device_type()
+    single = build_model(plan, device=device)
     expected = alone(single, documents)
-    whole = build_model(plan)
+    whole = build_model(plan, device=device)
     whole.loss_function = loss_in_float64
     model = apply(whole, plan)
     rank = get_platform().groups.rank()
     rows = slice(2 * rank, 2 * rank + 2) if "dp_shard" in mesh else slice(None)  # with 16 and 24 labels
-    packed = {"labels": torch.from_numpy(labels[rows]), "position_ids": torch.from_numpy(positions[rows])}
-    loss = torch.tensor(backward_loss(plan, model, torch.from_numpy(tokens[rows]), packed), dtype=torch.float64)
+    inputs = [torch.from_numpy(array[rows]).to(device) for array in (tokens, labels, positions)]
+    packed = {"labels": inputs[1], "position_ids": inputs[2]}
+    loss = torch.tensor(backward_loss(plan, model, inputs[0], packed), dtype=torch.float64, device=device)
     get_platform().collectives.all_reduce(loss, group=get_platform().groups.default_group())
     assert loss.item() / 2 == pytest.approx(expected, rel=1e-12)
     for (name, got), (_, wanted) in zip(model.named_parameters(), single.named_parameters(), strict=True):

@@ -142,7 +142,7 @@ def test_a_mixture_has_its_proportions_in_every_block_and_each_sample_once():
     assert (rows.tokens[:, 0] // 10**6).tolist() == chosen[100:140].tolist()
     parts = [mixture.rows(part) for part in np.array_split(numbers[100:140], 3)]
     assert np.concatenate([part.tokens for part in parts]).tolist() == rows.tokens.tolist()
-    first = [sources[source].rows(np.array([place])).tokens[0].tolist() for source, place in zip(chosen, within)][:9]
+    first = [sources[chosen[n]].rows(within[n : n + 1]).tokens[0].tolist() for n in range(9)]
     assert mixture.rows(np.arange(9)).tokens.tolist() == first
 
 

@@ -15,7 +15,7 @@ from hp_checkpoint import Checkpointer, CheckpointError, Keep
 from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows
-from hp_platform import get_platform
+from hp_platform import get_platform, manual_seed
 from hyper_parallel.data import Samples, open_samples
 from hyper_parallel.launch import Resume
 from hyper_parallel.output import CHECKPOINTS, Step
@@ -117,6 +117,7 @@ class Run:
 
     def _take_step(self) -> Step:
         start = time.perf_counter()
+        manual_seed(self.plan.run.seed * 1_000_003 + self.step)  # so that dropout goes on where it was, too
         batch = self.plan.data.batch_size
         rows = self.samples.rows(np.arange(self.sample + self._rows.start, self.sample + self._rows.stop))
         lr = self.trainer.lr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -66,8 +67,8 @@ def _text(line: str, field: str, where: str) -> str:
 
 def _rows(file: Path, field: str) -> Iterator[str]:
     try:
-        import pyarrow
-        from pyarrow import ipc, parquet
+        names = ("pyarrow", "pyarrow.ipc", "pyarrow.parquet")
+        pyarrow, ipc, parquet = (importlib.import_module(name) for name in names)
     except ImportError as error:
         raise ImportError(f"{file} needs pyarrow: pip install 'hyper-parallel[data]'") from error
     try:
