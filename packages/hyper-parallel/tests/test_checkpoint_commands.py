@@ -77,3 +77,15 @@ def test_convert(run):
 def test_prune(run):
     assert f"removed [1], {run} has [0, 2]" in command("prune", run, "--last", 1, "--every", 2)
     assert f"removed none, {run} has [0, 2]" in command("prune", run)
+
+
+def test_the_folder_of_a_run_in_place_of_a_checkpoint(tmp_path):
+    for step in range(3):
+        save(state(step), checkpoint_id=tmp_path / "checkpoints" / f"step-{step:08d}", no_dist=True)
+    text = command("inspect", tmp_path, code=1)
+    assert f"{tmp_path} is no checkpoint: it has neither manifest.json nor model.safetensors, but the" in text
+    assert f"{tmp_path / 'checkpoints' / 'step-00000002'}: name one of them" in text
+    assert f"removed [0], {tmp_path / 'checkpoints'} has [1, 2]" in command("prune", tmp_path)
+    (tmp_path / "empty").mkdir()
+    text = command("prune", tmp_path / "empty", code=1)
+    assert f"there is no checkpoint in {tmp_path / 'empty'}: no step-*, and no checkpoints/step-*" in text

@@ -267,6 +267,11 @@ def test_stages_are_trained_into_one_checkpoint(launcher):
         **{f"blocks.{index}.weight": (9, 9) for index in range(3)},
         **{f"blocks.{index}.bias": (9,) for index in range(3)},
     }
+    launcher.begin("train", "run.toml", "--data", "text", "--out", "stages", "--resume", "auto")
+    status, _, err = launcher.finish()
+    assert status == 1
+    assert "step-00000002 doesn't fit the plan: load: the checkpoint has 6 of 9 tensors that the model lacks" in err
+    assert "Traceback" not in err  # ranks' errors that tell what to do are shown by themselves
 
 
 def test_training_joins_torchrun(folder):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
-from hyper_parallel.output import prepare_folder
+from hyper_parallel.output import OutputError, prepare_folder
 from hyper_parallel.worker import train
 
 TABLES = {
@@ -139,7 +139,7 @@ def undisturbed(tmp_path_factory):
 def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
     run_ranks(2, run, tmp_path, {"dp_shard": 2})
     with open(tmp_path / "run" / "metrics.jsonl", "a") as lines:
-        lines.write(json.dumps({"step": 4}) + "\n")  # after the checkpoint
+        lines.write(json.dumps({"step": 4}) + '\n{"step": 5, "lo')  # after the checkpoint, killed while writing
     run_ranks(2, run, tmp_path, after, 5, resume="auto")
     assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-5)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
@@ -148,18 +148,22 @@ def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
     ]
 
 
-def test_a_checkpoint_that_is_damaged_is_passed_over(tmp_path, undisturbed):
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "state.json"])
+def test_a_checkpoint_that_is_damaged_is_passed_over(tmp_path, undisturbed, name):
     run_ranks(1, run, tmp_path, {})
-    file = tmp_path / "run" / "checkpoints" / "step-00000003" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 1
-    file.write_bytes(data)
-    run_ranks(1, resume_with_a_warning, tmp_path)
+    damage(tmp_path / "run" / "checkpoints" / "step-00000003" / name)
+    run_ranks(1, resume_with_a_warning, tmp_path, name)
     assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-12)
 
 
-def resume_with_a_warning(folder):
-    with pytest.warns(RuntimeWarning, match=r"the checkpoint of step 3 can't be read: .*model\.safetensors"):
+def damage(file):
+    data = bytearray(file.read_bytes())
+    data[-100 % len(data)] ^= 1
+    file.write_bytes(data)
+
+
+def resume_with_a_warning(folder, name):
+    with pytest.warns(RuntimeWarning, match=rf"the checkpoint of step 3 can't be read: .*{name}"):
         run(folder, {}, 5, resume="auto")
 
 
@@ -176,3 +180,23 @@ def test_dropout_goes_on_where_it_was(tmp_path):
     run_ranks(1, run, tmp_path / "parts", {}, 5, DROPOUT, until=3)
     run_ranks(1, run, tmp_path / "parts", {}, 5, DROPOUT, resume="auto")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@on_ranks(2)
+def test_a_run_of_another_model_does_not_go_on(tmp_path):
+    run(tmp_path, {"dp_shard": 2})
+    smaller = {**TABLES["model"], "overrides": {**TABLES["model"]["overrides"], "num_hidden_layers": 1}}
+    with pytest.raises(OutputError, match=r"step-00000003 doesn't fit the plan: .*that the model lacks.*with --out"):
+        run(tmp_path, {"dp_shard": 2}, 5, smaller, resume="auto")
+    wider = {**TABLES["model"], "overrides": {**TABLES["model"]["overrides"], "hidden_size": 32}}
+    with pytest.raises(OutputError, match=r"step-00000003 doesn't fit the plan: .*of shape.*with --out"):
+        run(tmp_path, {"dp_shard": 2}, 5, wider, resume="auto")
+    if get_platform().groups.rank() == 0:
+        for folder in (tmp_path / "run" / "checkpoints").iterdir():
+            damage(folder / "manifest.json")
+    get_platform().collectives.barrier()
+    with (
+        pytest.warns(RuntimeWarning, match=r"can't be read"),
+        pytest.raises(OutputError, match=r"no checkpoint that can be read: .*manifest\.json.*with --out"),
+    ):
+        run(tmp_path, {"dp_shard": 2}, 5, resume="auto")

@@ -46,7 +46,9 @@ def open_checkpoint(folder: Path) -> Manifest:
             " are refused. Load them with the library that wrote them, and save the state with hp_checkpoint.save or"
             " safetensors"
         )
-    raise InvalidCheckpointError(f"{folder} is no checkpoint: it has neither {MANIFEST} nor {_SINGLE}")
+    within = sorted(each.parent for pattern in ("*", "*/*") for each in folder.glob(f"{pattern}/{MANIFEST}"))
+    has = f", but the checkpoints {', '.join(map(str, within[-5:]))}: name one of them" if within else ""
+    raise InvalidCheckpointError(f"{folder} is no checkpoint: it has neither {MANIFEST} nor {_SINGLE}{has}")
 
 
 def _of_headers(folder: Path, files: Iterable[str]) -> Manifest:

@@ -12,6 +12,7 @@ import typer
 
 from hp_checkpoint import InvalidCheckpointError, Keep
 from hp_checkpoint.extend import diff, faults, prune, steps_in, summary, to_hugging_face
+from hyper_parallel.output import CHECKPOINTS
 
 __all__ = ["app"]
 
@@ -80,7 +81,9 @@ def convert(
 
 @app.command(name="prune")
 def remove(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, with step-*.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder, or that of its checkpoints.", show_default=False)
+    ],
     last: Annotated[int, typer.Option(min=1, help="Keep so many of the newest.")] = 2,
     every: Annotated[
         int | None, typer.Option(min=1, help="Keep the steps that are a multiple of it as well.", show_default=False)
@@ -90,8 +93,11 @@ def remove(
     with _errors():
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
-        removed = prune(folder, Keep(last=last, every=every))
-    typer.echo(f"removed {removed or 'none'}, {folder} has {steps_in(folder)}")
+        place = folder if steps_in(folder) else folder / CHECKPOINTS
+        if not steps_in(place):
+            raise FileNotFoundError(f"there is no checkpoint in {folder}: no step-*, and no {CHECKPOINTS}/step-*")
+        removed = prune(place, Keep(last=last, every=every))
+    typer.echo(f"removed {removed or 'none'}, {place} has {steps_in(place)}")
 
 
 @contextmanager

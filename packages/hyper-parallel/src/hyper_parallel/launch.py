@@ -11,6 +11,9 @@ from hp_plan import ParallelPlan
 
 Resume = Literal["no", "auto"]
 
+# Errors of ranks that tell their user what to do. Any other is shown with its traceback.
+_EXPLAINED = ("CheckpointError", "DataError", "InvalidCheckpointError", "OutputError", "PlanError", "SettingError")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -38,12 +41,28 @@ class RankFailure(RuntimeError):
 
     Attributes:
         rank: which.
-        reason: its traceback, or what killed it.
+        reason: its error, or what killed it.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
         self.rank, self.reason = rank, reason
         super().__init__(f"rank {rank} failed first; all ranks are ended. Its end:\n{reason}")
+
+
+def explanation(kind: str, message: str, trace: str) -> str:
+    """Return the text that the user of the command needs of a rank's error.
+
+    >>> explanation("DataError", "no tokens; give files with text", "Traceback ...")
+    'no tokens; give files with text'
+    >>> explanation("KeyError", "'w'", "Traceback ...")
+    'Traceback ...'
+
+    Args:
+        kind: the name of the error's class.
+        message: the error's.
+        trace: the traceback.
+    """
+    return message if kind in _EXPLAINED else trace
 
 
 class Interrupted(RuntimeError):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import typer
 
+from hp_checkpoint import CheckpointError
 from hp_plan import Diagnostic, PlanError
 from hp_platform.extend import SettingError
 from hyper_parallel.data import DataError
@@ -26,8 +27,8 @@ def user_errors() -> Iterator[None]:
     except Interrupted as error:
         say(f"interrupted by {error}")
         raise typer.Exit(130) from None
-    except (DataError, OutputError, RankFailure, SettingError, ImportError, OSError) as error:
-        if inside_launcher() and not isinstance(error, (DataError, OutputError, SettingError)):
+    except (CheckpointError, DataError, OutputError, RankFailure, SettingError, ImportError, OSError) as error:
+        if inside_launcher() and not isinstance(error, (CheckpointError, DataError, OutputError, SettingError)):
             raise
         say(str(error))
     else:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hp_checkpoint import Checkpointer, CheckpointError, Keep
+from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError, Keep
 from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows
 from hp_platform import get_platform, manual_seed
 from hyper_parallel.data import Samples, open_samples
 from hyper_parallel.launch import Resume
-from hyper_parallel.output import CHECKPOINTS, Step
+from hyper_parallel.output import CHECKPOINTS, OutputError, Step
 from hyper_parallel.port import Trainer, training
 from hyper_parallel.stopping import Stop
 
@@ -147,21 +147,25 @@ class Run:
         for step in reversed(steps):
             try:
                 loaded = self.checkpoints.load(trainer.model, trainer.optimizer, schedule=trainer.schedule, step=step)
-            except CheckpointError as error:
+            except (CheckpointError, InvalidCheckpointError, FileNotFoundError) as error:
                 problem = error
                 warnings.warn(f"the checkpoint of step {step} can't be read: {error}", RuntimeWarning, stacklevel=3)
                 continue
+            except ValueError as error:
+                fix = "go on with the plan that the run has begun with, or choose another folder with --out"
+                raise OutputError(f"{self.checkpoints.path(step)} doesn't fit the plan: {error}; {fix}") from error
             self.step, self.sample = loaded.step, int(loaded.data["sample"])
             return
-        assert problem is not None
-        raise problem
+        fix = "take it from a backup, or choose another folder with --out"
+        raise OutputError(f"{self.folder} has no checkpoint that can be read: {problem}; {fix}") from problem
 
 
 def keep_lines(path: Path, steps: int) -> list[Step]:
     """Keep the first steps' lines of a metrics file, whose later steps are taken again; return them."""
     if not path.exists():
         return []
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    # A process that was killed while it wrote a line has left it without its end.
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     kept = [line for line in lines if json.loads(line)["step"] <= steps]
     path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     return [Step(**json.loads(line)) for line in kept]

@@ -6,7 +6,7 @@
 Note [Files of the ranks]
 msrun tells that a process has ended, but neither which rank it was nor why. In the folder that they share with the
 launcher, each rank writes `rank<i>.pid` at once, and at its end `rank<i>.result` (its result, pickled) or
-`rank<i>.failure` (its traceback). Such a file appears complete, by renaming. Rank 0 prints to `output`, which the
+`rank<i>.failure` (its error). Such a file appears complete, by renaming. Rank 0 prints to `output`, which the
 launcher shows; the other ranks' output is in msrun's logs only, like MindSpore's own.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_platform.extend import end_with_parent
-from hyper_parallel.launch import launcher_place
+from hyper_parallel.launch import explanation, launcher_place
 
 JOB = "job"
 OUTPUT = "output"
@@ -57,9 +57,10 @@ def run_rank(folder: Path) -> None:
                 stack.enter_context(contextlib.redirect_stdout(output))
             work, job = pickle.loads((folder / JOB).read_bytes())
             result = work(job)  # The scheduler stays in it, in init_process_group, until the ranks are done.
-    except BaseException:
+    except BaseException as error:
         if place.rank >= 0:
-            _write(folder / f"rank{place.rank}.failure", traceback.format_exc().encode())
+            text = explanation(type(error).__name__, str(error), traceback.format_exc())
+            _write(folder / f"rank{place.rank}.failure", text.encode())
         raise
     if place.rank >= 0:
         _write(folder / f"rank{place.rank}.result", pickle.dumps(result))

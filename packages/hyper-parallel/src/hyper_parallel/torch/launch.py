@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hp_plan import ParallelPlan
-from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
+from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads, explanation
 
 Result = TypeVar("Result")
 
@@ -100,7 +100,9 @@ def _first_failure(error: Any) -> tuple[int, str]:
     rank, failure = error.get_first_failure()
     message = failure.message
     if isinstance(message, dict):
-        message = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+        text = message.get("message", "")
+        kind, _, own = text.partition(": ")
+        message = explanation(kind, own, message.get("extraInfo", {}).get("py_callstack") or text)
     if failure.exitcode < 0:
         message = f"killed by {signal.Signals(-failure.exitcode).name} (process {failure.pid})"
         if -failure.exitcode == signal.SIGKILL:
