@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hyper_parallel.output import OutputError, prepare_folder
+from hyper_parallel.output import OutputError, claimed, prepare_folder
 
 
 def test_the_folder_is_named_by_plan_and_time(tmp_path, monkeypatch):
@@ -29,8 +29,20 @@ def test_a_run_is_not_overwritten(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match=r"run has a run, which would be overwritten; go on with it by --resume auto"):
         prepare_folder(tmp_path / "run", name="x")
     assert prepare_folder(tmp_path / "run", name="x", resume=True) == folder
+    (tmp_path / "other" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "other" / "checkpoints" / "step-00000003" / "manifest.json").touch()
+    with pytest.raises(OutputError, match=r"other has a run, which would be overwritten"):
+        prepare_folder(tmp_path / "other", name="x")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "20261123-051500")
     assert [prepare_folder(None, name="x").name for _ in range(3)] == [
         f"x-20261123-051500{end}" for end in ("", "-2", "-3")
     ]
+
+
+def test_two_runs_at_a_time_in_one_folder(tmp_path):
+    with claimed(tmp_path), pytest.raises(OutputError, match=r"another process is training in .*; wait for its end"):
+        with claimed(tmp_path):
+            pass
+    with claimed(tmp_path):
+        pass

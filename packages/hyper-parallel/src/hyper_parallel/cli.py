@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,7 @@ from hyper_parallel.data import VOCABULARY, DataError, check_data
 from hyper_parallel.data.command import app as data_app
 from hyper_parallel.display import make_console, settings_table, verify_table
 from hyper_parallel.launch import Job, Resume, inside_launcher, launcher_place
-from hyper_parallel.output import OutputError, prepare_folder
+from hyper_parallel.output import OutputError, claimed, prepare_folder
 from hyper_parallel.port import launcher
 from hyper_parallel.reporting import leads, say, show_diagnostics, user_errors
 
@@ -105,7 +105,8 @@ def train(
         checked = _checked(tables, ranks, training=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
         folder = prepare_folder(out, name=plan.stem, resume=resume != "no") if leads() else Path()
-        _run(worker.train_rank, Job(checked, folder, json_lines, resume, until), ranks)
+        with claimed(folder) if leads() else nullcontext():
+            _run(worker.train_rank, Job(checked, folder, json_lines, resume, until), ranks)
 
 
 @app.command()

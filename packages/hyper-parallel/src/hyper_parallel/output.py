@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hp_checkpoint.extend import steps_in
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 
@@ -31,7 +35,7 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str, resume: boo
         OutputError: it can't be made or written to, or has a run that is not to go on.
     """
     folder = Path(out) if out is not None else _unused(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if not resume and (folder / METRICS).exists():
+    if not resume and ((folder / METRICS).exists() or steps_in(folder / CHECKPOINTS)):
         fix = "go on with it by --resume auto, or choose another folder with --out"
         raise OutputError(f"{folder} has a run, which would be overwritten; {fix}")
     try:
@@ -46,6 +50,24 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str, resume: boo
             "with --out"
         ) from error
     return folder
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a run's folder.
+
+    Raises:
+        OutputError: another run is in it.
+    """
+    with open(folder / ".lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "wait for its end, or choose another folder with --out"
+            raise OutputError(f"another process is training in {folder}; {fix}") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def _unused(folder: Path) -> Path:
