@@ -65,7 +65,6 @@ class Run:
             raise NotImplementedError("a run goes on on PyTorch only: MindSpore's optimizer states are not saved yet")
         self.plan, self._stop, self._ranks = plan, stop, Ranks()
         self.folder = Path(self._ranks.first(str(folder.absolute()).encode, "train").decode())
-        self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep))
         self.trainer: Trainer = training().Trainer(plan)
         vocabulary = plan.model.overrides.get("vocab_size")
         self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=vocabulary)
@@ -74,8 +73,13 @@ class Run:
         self._end = plan.run.steps if until is None else min(until, plan.run.steps)
         self._asked = False
         self._rows = data_parallel_rows(plan)
+        self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep))
         if resume == "auto" and (steps := self.checkpoints.steps()):
-            self._load(steps)
+            try:
+                self._load(steps)
+            except BaseException:
+                self.checkpoints.close()
+                raise
 
     def __enter__(self) -> Run:
         return self
