@@ -218,6 +218,9 @@ def test_data_that_is_missing_or_empty(command, tmp_path):
     assert "data.paths" in err
     assert "the data file nowhere.txt does not exist" in err
     assert "give files or folders of text with --data" in err
+    (tmp_path / "tokens.bin").touch()
+    _, err, _ = command("train", "--data", "tokens")
+    assert "name tokens.bin for the tokens there" in err
     _, err, status = command("train", "--data", "plan.toml", "empty", "--steps", "3")
     assert status == 1
     assert "the data file empty is empty (0 bytes)" in err

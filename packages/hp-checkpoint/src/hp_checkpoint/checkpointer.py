@@ -79,6 +79,8 @@ class Checkpointer:
     ) -> None:
         if busy not in ("wait", "skip", "error"):
             raise ValueError(f"Checkpointer: busy must be 'wait', 'skip' or 'error', got {busy!r}")
+        if not isinstance(keep, Keep | None):
+            raise TypeError(f"Checkpointer: keep must be a Keep, as Keep(last=2), got {keep!r}")
         self.folder = Path(folder).absolute()
         self.keep = Keep() if keep is None else keep
         self.verify: Verify = verify
@@ -213,8 +215,9 @@ class Checkpointer:
         def prepare() -> bytes:
             steps = self.steps()
             if step != "latest" and step not in steps or not steps:
-                has = f"it has the steps {steps[-8:]}" if steps else "it has no checkpoint"
-                raise FileNotFoundError(f"load: step {step} is not in {self.folder}; {has}")
+                has = f"it has the steps {steps[-8:]}" if steps else "it has no checkpoint, so start without a load"
+                wanted_step = "a checkpoint" if step == "latest" else f"step {step}"
+                raise FileNotFoundError(f"load: {wanted_step} is not in {self.folder}; {has}")
             folder = self.path(steps[-1] if step == "latest" else step)
             manifest = open_checkpoint(folder)
             opened.extend([folder, manifest, read_tree(manifest, folder)])
@@ -270,6 +273,8 @@ def _of_optimizer(states: OptimizerState, manifest: Manifest, tree: Mapping[str,
             f"load: the checkpoint's optimizer lacks {len(lacking)} of {len(states.options)} parameters:"
             f" {', '.join(map(repr, lacking[:5]))}"
         )
+    for name in states.options:
+        _check_class(states.options[name], options[name])
     entries: Mapping[str, Entry] = manifest.parts.get(_OPTIMIZER, {})
     wanted: dict[Address, Any] = {}
     for name in states.options:
@@ -281,6 +286,22 @@ def _of_optimizer(states: OptimizerState, manifest: Manifest, tree: Mapping[str,
             if entry is not None and (_OPTIMIZER, entry.name) not in wanted:
                 wanted[_OPTIMIZER, entry.name] = states.make(name, key, entry.kind.dtype, entry.kind.shape)
     return wanted
+
+
+def _check_class(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse the states of an optimizer of another class: each has numbers among its options that the other lacks.
+
+    What one side alone has beyond the other is a newer version's, a schedule's or the program's.
+    """
+    beyond = [
+        sorted(key for key in one.keys() - other.keys() if one[key] is not None and not isinstance(one[key], bool))
+        for one, other in ((own, saved), (saved, own))
+    ]
+    if all(beyond):
+        raise ValueError(
+            f"load: the checkpoint's optimizer is of another class: it has {', '.join(beyond[1])}, and lacks"
+            f" {', '.join(beyond[0])}; build the optimizer that was saved, or load the model alone"
+        )
 
 
 def _arrays(manifest: Manifest) -> dict[Address, np.ndarray]:

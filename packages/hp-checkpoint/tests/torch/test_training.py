@@ -102,12 +102,23 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
 def test_states_that_are_missing_are_errors(tmp_path):
     model = sharded(plain(), 2, 1)
     checkpoints = Checkpointer(tmp_path / "run", background=False)
-    with pytest.raises(FileNotFoundError, match="step latest is not in .*; it has no checkpoint"):
+    with pytest.raises(
+        FileNotFoundError, match="a checkpoint is not in .*; it has no checkpoint, so start without a load"
+    ):
         checkpoints.load(model)
     checkpoints.save(1, model)
     with pytest.raises(ValueError, match="the checkpoint has no optimizer; load it without one"):
         checkpoints.load(model, optimizer_of("torch", model))
-    with pytest.raises(FileNotFoundError, match=r"step 5 is not in .*; it has the steps \[1\]"):
+    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, other, (0, 1))
+    checkpoints.save(2, model, other)
+    with pytest.raises(
+        ValueError, match="optimizer is of another class: it has dampening, momentum, and lacks betas, eps; build the"
+    ):
+        checkpoints.load(model, optimizer_of("torch", model))
+    with pytest.raises(TypeError, match=r"keep must be a Keep, as Keep\(last=2\), got 3"):
+        Checkpointer(tmp_path / "run", keep=3, background=False)
+    with pytest.raises(FileNotFoundError, match=r"step 5 is not in .*; it has the steps \[1, 2\]"):
         checkpoints.load(model, step=5)
     torch.manual_seed(0)
     small = sharded(nn.Sequential(nn.Linear(6, 10)).to(device_type()), 2, 1)

@@ -42,7 +42,9 @@ def find_files(paths: Sequence[str]) -> list[Path]:
                 raise DataError(f"the data folder {path} has no files", _GIVE)
             files += inside
         elif not path.exists():
-            raise DataError(f"the data file {path} does not exist", _GIVE)
+            tokens = path.with_name(f"{path.name}.bin")
+            fix = f"name {tokens} for the tokens there" if tokens.exists() else _GIVE
+            raise DataError(f"the data file {path} does not exist", fix)
         elif path.stat().st_size == 0:
             raise DataError(f"the data file {path} is empty (0 bytes)", "leave it out, or give another with --data")
         else:
