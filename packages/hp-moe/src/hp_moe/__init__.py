@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hp_moe.capacity import Drops, report_drops
 from hp_moe.overlap import overlap_experts
 from hp_moe.placement import ExpertPlacement, plan_replicas
 from hp_moe.placing import place_experts, rebalance
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaseExpertParallel",
+    "Drops",
     "ExpertParallel",
     "ExpertTensorParallel",
     "FeedForward",
@@ -33,6 +35,7 @@ __all__ = [
     "plan_replicas",
     "register_experts",
     "rebalance",
+    "report_drops",
     "update_expert_bias",
 ]
 

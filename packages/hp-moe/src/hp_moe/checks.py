@@ -10,6 +10,7 @@ from hp_moe.dispatch import DISPATCHERS
 
 __all__ = [
     "check_bias",
+    "check_capacity",
     "check_counted_together",
     "check_dispatcher",
     "check_layers",
@@ -139,3 +140,27 @@ def check_overlap(style: Any, base: type, dispatcher: str, async_combine: bool, 
                 f"{name}: {what} begins and ends exchanges apart, but {method} is the style's own; override it without"
                 " this option."
             )
+
+
+def check_capacity(capacity: int | None, dispatcher: str, combine: str, chunks: int, slots: int) -> None:
+    """Refuse a capacity that is none, or does not go with the other arguments of ``ExpertParallel``.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if capacity is None:
+        return
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(
+            f"ExpertParallel: capacity is how many tokens of each rank an expert takes, an int of 1 or more, got"
+            f" {capacity!r}; for a factor, compute it: ceil(factor * tokens * choices / experts)."
+        )
+    wrong = {
+        "combine='exact'": combine == "exact" and "what is dropped depends on the number of ranks, and so do the bits",
+        f"token_dispatcher={dispatcher!r}": dispatcher != "all_to_all" and "its shapes depend on the choices",
+        f"chunks={chunks}": chunks > 1 and "each part of the tokens would have a capacity of its own",
+        f"slots={slots}": slots > 0 and "a replica is for what a capacity drops",
+    }
+    for argument, reason in wrong.items():
+        if reason:
+            raise ValueError(f"ExpertParallel: capacity={capacity} does not go with {argument}: {reason}.")

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import hp_dtensor
-from hp_dtensor import DeviceMesh, Partial, Replicate, Shard
+from hp_dtensor import DeviceMesh
 from hp_moe import inputs
+from hp_moe.capacity import DropCount, Seated
 from hp_moe.dispatch import TOLD, Message, fit
 from hp_moe.experts import compute, describe
 from hp_moe.gathered import Gathered
+from hp_moe.local import local_inputs, local_part
 from hp_moe.placement import ExpertPlacement
 from hp_moe.port import port
 from hp_moe.replicas import Loans, borrow, check_slots, choose_holders
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["ExpertLayer", "run_over_ranks"]
 
 Tensor = Any
-Restore = Callable[[Tensor], Tensor]
 Beside = Callable[[], Any]
 Asked = tuple[Route, Callable[[], tuple[list[int], list[int]]], Callable[[], ValueError], list[int], list[int]]
 """A route, what waits for the numbers of its exchange, what builds the error of all ranks where inputs are wrong, and
@@ -47,7 +47,8 @@ class ExpertLayer:
 
     Attributes:
         begun_by: what begins the exchanges of dispatch and of combine: see ``overlap_experts``.
-        agreed: ranks have told each other once that their styles are the same.
+        agreed: the kinds of inputs that ranks have told each other to have in common.
+        drops: what experts have dropped, with a capacity.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class ExpertLayer:
         self.ranks = [get_platform().groups.rank()] if experts is None else experts.ranks.flatten().tolist()
         self.rank = 0 if self.group is None else get_platform().groups.rank(self.group)
         self.begun_by: tuple[Begin, Begin] = (at_once, at_once)
-        self.agreed = False
+        self.agreed: set[int] = set()
+        self.drops = DropCount()
         self.load = [0] * self.own.experts
         self.sums = port().piece_sums() if style.deterministic else None
         self.place(placement)
@@ -116,8 +118,10 @@ class ExpertLayer:
         Raises:
             ValueError: there is a problem, or the inputs of any rank are wrong; on all ranks.
         """
-        (tokens, chosen, weights), restore = self._local(tokens, chosen, weights)
-        parts = {name: self._part(getattr(module, name)) for name in self.own.parameters}
+        (tokens, chosen, weights), restore = local_inputs(
+            self.own.name, self.experts, self.features, (tokens, chosen, weights)
+        )
+        parts = {name: local_part(getattr(module, name), self.features) for name in self.own.parameters}
         guests = borrow(self.own.name, self.loans, parts, self.group, deterministic=self.sums is not None)
         lots = self._lots(tokens, chosen, weights)
         last = Later(beside)
@@ -129,6 +133,8 @@ class ExpertLayer:
             out = self.style.combine(routes[0], rows)
         else:
             out = self._interleaved(module, lots, routes, parts, guests, last)
+        if isinstance(routes[0], Seated) and module.training and not port().recomputes():
+            self.drops.add(routes[0])
         out = restore(port().cast(port().pinned(out, chosen, self.own.name), tokens))
         return out if beside is None else (out, last.result)
 
@@ -148,14 +154,21 @@ class ExpertLayer:
         meanwhile: Callable[[], None] | None,
     ) -> list[Route]:
         """Plan the ways of all parts; run what there is meanwhile."""
-        if self.agreed:
+        if self.agreed and self.style.capacity is not None:
+            lot = self._checked(module, lots[0], problem)
+            if self._common(*lot)[0] in self.agreed:
+                route = self._seated(*lot)
+                if meanwhile is not None:
+                    meanwhile()
+                return [route]
+        elif self.agreed:
             asked = [self._ask(module, lot, problem) for lot in lots]
             if meanwhile is not None:
                 meanwhile()
             return [self._plan(each) for each in asked]
         # Ranks that disagree must not begin a second exchange: after the first call they don't.
         routes = [self._plan(self._ask(module, lot, problem)) for lot in lots]
-        self.agreed = True
+        self.agreed.update(self._common(*lot)[0] for lot in lots)
         if meanwhile is not None:
             meanwhile()
         return routes
@@ -230,49 +243,6 @@ class ExpertLayer:
         weights = port().ones(rows) if scores is None else scores
         return self(module, rows, chosen.reshape(-1, 1), weights.reshape(-1, 1), beside, problem)
 
-    # ---- inputs and parameters ----
-    def _local(self, *inputs: Tensor) -> tuple[list[Tensor], Restore]:
-        """Return this rank's tokens, and what makes of its result the layer's."""
-        if self.features is not None:
-            return self._varying(self.features, inputs)
-        mesh = next((value.device_mesh for value in inputs if isinstance(value, hp_dtensor.DTensor)), None)
-        if mesh is None:
-            return list(inputs), lambda out: out
-        # Replicated activations: each rank takes its share of the tokens, so that none is computed twice.
-        assert self.experts is not None
-        if mesh.ndim != 1 or not _ranks(mesh) <= _ranks(self.experts):
-            raise ValueError(
-                f"{self.own.name}: its tokens are DTensors on {mesh}, whose ranks are not among those that experts are"
-                f" spread over, {self.experts}: gradients of experts would be parts that nobody adds up. Spread experts"
-                " over all these ranks, or use ExpertTensorParallel on a mesh of both axes"
-            )
-        whole = [_replicated(each, mesh) for each in inputs]
-        shape = whole[0].shape
-
-        def restore(out: Tensor) -> Tensor:
-            return hp_dtensor.DTensor.from_local(out, mesh, [Shard(0)], shape=shape).redistribute(mesh, [Replicate()])
-
-        return [each.redistribute(mesh, [Shard(0)]).to_local() for each in whole], restore
-
-    def _varying(self, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Restore]:
-        """Return the tokens, which all ranks of the axis have; results are added up over it."""
-        plain = not any(isinstance(each, hp_dtensor.DTensor) for each in inputs)
-        whole = [_replicated(each, mesh) for each in inputs]
-
-        def restore(out: Tensor) -> Tensor:
-            total = hp_dtensor.DTensor.from_local(out, mesh, [Partial()]).redistribute(mesh, [Replicate()])
-            return total.to_local() if plain else total
-
-        return [port().varying(each.redistribute(mesh, [Replicate()])) for each in whole], restore
-
-    def _part(self, parameter: Any) -> Tensor:
-        if not isinstance(parameter, hp_dtensor.DTensor):
-            return parameter
-        placements = parameter.placements
-        if self.features is not None and placements[-1].is_replicate():  # a bias that is added once, on one rank
-            parameter = parameter.redistribute(parameter.device_mesh, [*placements[:-1], Partial()])
-        return parameter.to_local()
-
     # ---- where tokens go ----
     def _ask(self, module: Any, lot: Sequence[Tensor], problem: str | None) -> Asked:
         """Begin to tell all ranks what goes to them."""
@@ -282,14 +252,14 @@ class ExpertLayer:
         if problem:  # this rank takes part without tokens
             chosen = f.repeated_numbers((0,) * self.own.experts, tokens).reshape(-1, 1)
         choices = chosen.shape[-1]
-        kind, words = inputs.kind(choices, f.traits(tokens), f.traits(weights), self.style.settings)
+        kind, words = self._common(tokens, chosen, weights)
         table = tuple(range(self.own.experts)) if self.loans else self.slots
         slots, unknown = f.slots(chosen, table)
         shares = None
         if self.loans:
             whole = self.style.deterministic
             slots, shares = choose_holders(slots, self.placement, self.group, self.rank, whole=whole)
-        route = self._kind(choices)(slots, choices, self.widths, self.group)
+        route = self._kind(choices, unknown)(slots, choices, self.widths, self.group)
         route.begun_by, route.shares = self.begun_by, shares
         told = f.message([(kind,), (1,) if problem else unknown + f.not_finite(weights)], slots)
         counts, copies = f.split(f.count(slots, len(self.computed)), self.widths), route.copies()
@@ -306,7 +276,28 @@ class ExpertLayer:
 
         return route, f.exchange_numbers(message, sent, received, self.group), refused, sent, received
 
-    def _kind(self, choices: int) -> Callable[..., Route]:
+    def _common(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> tuple[int, str]:
+        """Return what ranks must have in common."""
+        f = port()
+        return inputs.kind(chosen.shape[-1], f.traits(tokens), f.traits(weights), self.style.settings)
+
+    def _checked(self, module: Any, lot: Sequence[Tensor], problem: str | None) -> Sequence[Tensor]:
+        """Refuse wrong inputs on this rank alone: Note [Seats] in `hp_moe.capacity`."""
+        problem = problem or inputs.problem(self.own, getattr(module, self.own.second), *lot)
+        if problem:
+            raise ValueError(f"{self.own.name}: rank {self.ranks[self.rank]} {problem}.")
+        return lot
+
+    def _seated(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Route:
+        """Plan a way that asks no other rank."""
+        slots, unknown = port().slots(chosen, self.slots)
+        route = self._kind(chosen.shape[-1], unknown)(slots, chosen.shape[-1], self.widths, self.group)
+        route.begun_by = self.begun_by
+        return route
+
+    def _kind(self, choices: int, unknown: Tensor) -> Callable[..., Route]:
+        if self.style.capacity is not None:
+            return functools.partial(Seated, capacity=self.style.capacity, own=self.widths[self.rank], wrong=unknown)
         if self.style.token_dispatcher == "all_gather":
             return Gathered
         if self.axes is not None:
@@ -351,16 +342,6 @@ def _parts(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[in
     """Cut numbers into parts."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return (numbers[first:end] for first, end in itertools.pairwise(ends))
-
-
-def _replicated(value: Tensor, mesh: DeviceMesh) -> Any:
-    if isinstance(value, hp_dtensor.DTensor):
-        return value
-    return hp_dtensor.DTensor.from_local(value, mesh, [Replicate()])
-
-
-def _ranks(mesh: DeviceMesh) -> set[int]:
-    return set(mesh.ranks.flatten().tolist())
 
 
 def run_over_ranks(

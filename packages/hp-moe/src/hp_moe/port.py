@@ -170,6 +170,23 @@ class Port(Protocol):
         """List the numbers of blocks (first, count), one after the other, on the device of a tensor."""
         ...
 
+    def seats(self, slots: Tensor, size: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Give each number below ``size`` so many seats, which its occurrences take as they come; no wait of the host.
+
+        Returns:
+            For each occurrence its seat, ``number * capacity + place``, or ``size * capacity`` where none is left; for
+            each seat its occurrence, or their number where it is empty; the occurrences without one, for each number.
+        """
+        ...
+
+    def recomputes(self) -> bool:
+        """Tell whether backward is computing a forward again."""
+        ...
+
+    def spoiled(self, values: Tensor, wrong: Tensor) -> Tensor:
+        """Return values as they are where ``wrong`` is 0, else infinite or not a number; no wait of the host."""
+        ...
+
     def ordered_range(self, slots: Tensor, first: int, width: int, count: int) -> Tensor:
         """List the places of numbers from ``first`` on below ``first + width``, which are ``count``, as they ascend."""
         ...

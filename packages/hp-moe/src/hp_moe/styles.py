@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard, StridedShard
-from hp_moe.checks import check_dispatcher, check_overlap
+from hp_moe.checks import check_capacity, check_dispatcher, check_overlap
 from hp_moe.experts import Description, check_module, describe
 from hp_moe.layer import run_over_ranks
 from hp_moe.placement import ExpertPlacement
@@ -24,7 +24,7 @@ class BaseExpertParallel(ParallelStyle):
 
     The module is called with tokens ``[tokens, hidden]`` of this rank, the numbers of the experts chosen for each and
     their weights ``[tokens, choices]``, and returns ``[tokens, hidden]``: the sum over choices of weight times expert.
-    It is one of transformers' modules of experts, or ``GroupedExperts``. No token is dropped.
+    It is one of transformers' modules of experts, or ``GroupedExperts``. No token is dropped without a capacity.
 
     An expert's gradient is the sum over its tokens on all ranks, as in one process where those losses are added.
     """
@@ -32,6 +32,7 @@ class BaseExpertParallel(ParallelStyle):
     token_dispatcher: str = "all_to_all"
     combine_tokens: Combine = "fast"
     async_combine: bool = False
+    capacity: int | None = None
     chunks: int = 1
     slots: int = 0
     deterministic: bool = False
@@ -40,7 +41,7 @@ class BaseExpertParallel(ParallelStyle):
     def settings(self) -> str:
         """Write what all ranks must have in common."""
         chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
-        chunks += ", deterministic=True" if self.deterministic else ""
+        chunks += _capacity(self) + (", deterministic=True" if self.deterministic else "")
         return f"token_dispatcher={self.token_dispatcher!r}, combine={self.combine_tokens!r}{chunks}"
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
@@ -122,6 +123,8 @@ class ExpertParallel(BaseExpertParallel):
             fewer bytes. ``"exact"`` sends it for each expert and adds up where it came from: the bits do not depend on
             the number of ranks.
         async_combine: compute a ``MoE``'s shared expert while results travel, and not while counts do.
+        capacity: tokens of each rank that an expert takes; those beyond it are dropped, the last ones, and rows of
+            zeros travel for what is missing: shapes are static, and the host waits for no counts. None drops none.
         chunks: parts of a rank's tokens: one's exchange is under way while another is computed. 2 is the usual.
         slots: replicas of hot experts that each rank has room for: see ``rebalance``.
         deterministic: gradients have the same bits wherever experts are, with replicas or without, and for any number
@@ -131,7 +134,8 @@ class ExpertParallel(BaseExpertParallel):
 
     Raises:
         ValueError: another dispatcher or way to combine, ``"exact"`` with a dispatcher that adds up on the way or with
-            chunks, ``deterministic`` without ``"exact"``, less than one chunk, a negative number of slots.
+            chunks, ``deterministic`` without ``"exact"``, less than one chunk, a negative number of slots, a capacity
+            below one or together with another of these.
         TypeError: ``async_combine`` or chunks in a style with a ``dispatch`` or ``combine`` of its own.
     """
 
@@ -141,6 +145,7 @@ class ExpertParallel(BaseExpertParallel):
         async_combine: bool = False,
         *,
         combine: Combine = "fast",
+        capacity: int | None = None,
         chunks: int = 1,
         slots: int = 0,
         deterministic: bool = False,
@@ -154,7 +159,9 @@ class ExpertParallel(BaseExpertParallel):
         self.combine_tokens, self.slots = _checked(self, combine), _checked_slots(self, slots)
         check_dispatcher(token_dispatcher, combine)
         check_overlap(self, BaseExpertParallel, token_dispatcher, async_combine, combine, chunks)
-        self.token_dispatcher, self.async_combine, self.chunks = token_dispatcher, async_combine, chunks
+        check_capacity(capacity, token_dispatcher, combine, chunks, slots)
+        self.token_dispatcher, self.async_combine = token_dispatcher, async_combine
+        self.capacity, self.chunks = capacity, chunks
         self.mesh_axes = 2 if token_dispatcher == "deredundency" else 1
 
     def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -170,7 +177,7 @@ class ExpertParallel(BaseExpertParallel):
         """Write the constructor."""
         options = ", async_combine=True" if self.async_combine else ""
         options += f", combine={self.combine_tokens!r}" + (f", chunks={self.chunks}" if self.chunks > 1 else "")
-        options += _slots(self) + (", deterministic=True" if self.deterministic else "")
+        options += _capacity(self) + _slots(self) + (", deterministic=True" if self.deterministic else "")
         return f"ExpertParallel({self.token_dispatcher!r}{options})"
 
 
@@ -271,6 +278,10 @@ def _checked_slots(style: BaseExpertParallel, slots: int) -> int:
     if slots < 0:
         raise ValueError(f"{type(style).__name__}: slots is the number of replicas on a rank, 0 or more, got {slots}")
     return slots
+
+
+def _capacity(style: BaseExpertParallel) -> str:
+    return "" if style.capacity is None else f", capacity={style.capacity}"
 
 
 def _slots(style: BaseExpertParallel) -> str:

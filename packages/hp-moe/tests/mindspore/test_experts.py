@@ -9,6 +9,7 @@ from mindspore import Parameter, Tensor, nn
 
 from hp_dtensor import init_device_mesh, parallelize_value_and_grad
 from hp_moe import (
+    Drops,
     ExpertParallel,
     ExpertPlacement,
     ExpertTensorParallel,
@@ -18,6 +19,7 @@ from hp_moe import (
     TokenChoiceTopKRouter,
     place_experts,
     rebalance,
+    report_drops,
     update_expert_bias,
 )
 from hp_moe.mindspore.exchange import index
@@ -154,6 +156,44 @@ def test_packed_experts_equal_one_process_for_any_balance():
             np.testing.assert_allclose(own_w.asnumpy(), to_w.asnumpy()[rows], rtol=1e-11, atol=1e-12)
             for one, other in zip(got, gradients, strict=True):
                 np.testing.assert_allclose(whole(one), other.asnumpy(), rtol=1e-11, atol=1e-12)
+
+
+def seated(chosen: np.ndarray, capacity: int) -> np.ndarray:
+    """Return 1 for each choice that finds a seat, else 0."""
+    taken, factors = [0] * 5, np.zeros(chosen.shape)
+    for place, expert in np.ndenumerate(chosen):
+        factors[place] = taken[expert] < capacity
+        taken[expert] += 1
+    return factors
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("capacity", [1, 2, 9])
+def test_the_last_beyond_a_capacity_are_dropped_as_in_one_process(capacity):
+    rank, mesh = get_platform().groups.rank(), init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",))
+    single, experts = Packed(), Packed().set_train()
+    parallelize_module(experts, mesh, ExpertParallel(capacity=capacity))
+    draw, own = np.random.default_rng(1), slice(3 * rank, 3 * rank + 3)
+    chosen = draw.integers(0, 4, (6, 2))  # none wants the last expert
+    tokens, weights = Tensor(draw.standard_normal((6, 6))), Tensor(draw.standard_normal((6, 2)))
+    factors = np.concatenate([seated(chosen[:3], capacity), seated(chosen[3:], capacity)])
+
+    def run(cell, rows, factors):
+        function = lambda x, w: (cell(x, Tensor(chosen[rows]), w * Tensor(factors[rows])) ** 2).sum()  # noqa: E731
+        return parallelize_value_and_grad(function, (0, 1), cell.trainable_params())(tokens[rows], weights[rows])
+
+    _, ((to_x, to_w), gradients) = run(single, slice(None), factors)
+    for _ in range(2):  # the first call tells ranks' settings, the second asks nobody
+        _, ((own_x, own_w), got) = run(experts, own, np.ones((6, 2)))
+        np.testing.assert_allclose(own_x.asnumpy(), to_x.asnumpy()[own], rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(own_w.asnumpy(), to_w.asnumpy()[own], rtol=1e-11, atol=1e-12)
+        for one, other in zip(got, gradients, strict=True):
+            np.testing.assert_allclose(whole(one), other.asnumpy(), rtol=1e-11, atol=1e-12)
+        dropped = np.bincount(chosen[own][factors[own] == 0], minlength=5)
+        assert report_drops(experts) == {"": Drops(tuple(dropped.tolist()), 6)}
+    wrong = chosen[own].copy()
+    wrong[0, 0] = 5
+    assert not np.isfinite(experts(tokens[own], Tensor(wrong), weights[own]).asnumpy()).any()
 
 
 @on_ranks(2)

@@ -12,13 +12,18 @@ from mindspore.graph.api import _pynative_executor
 from hp_moe.checks import check_counted_together, check_layers
 from hp_platform import get_platform
 
-__all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "update_expert_bias"]
+__all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "recomputes", "update_expert_bias"]
 
 
 def count(layer: Any, counts: np.ndarray) -> None:
     """Add counts of a forward to a layer's, in training, and not where backward computes a Cell again."""
-    if layer.training and _pynative_executor.get_current_autodiff_engine_id() == -1:
+    if layer.training and not recomputes():
         layer.tokens_per_expert += counts
+
+
+def recomputes() -> bool:
+    """Tell whether backward is computing a Cell again."""
+    return _pynative_executor.get_current_autodiff_engine_id() != -1
 
 
 def update_expert_bias(moe: nn.Cell, lr: float = 1e-3, *, group: Any = None) -> None:

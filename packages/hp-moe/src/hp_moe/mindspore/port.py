@@ -17,6 +17,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.mindspore.extend import distribute_parameter
+from hp_moe.mindspore.balance import recomputes as recomputes
 from hp_moe.mindspore.exchange import Combined, Exchange, Gathered, Grouped, Repeated, Scattered, Spread, Summed, taken
 from hp_moe.port import Traits
 from hp_moe.sources import Sources
@@ -72,9 +73,9 @@ def traits(value: Tensor) -> Traits:
     return Traits(name, numbers, "", False)
 
 
-def listed(value: Tensor) -> list[Any]:
+def listed(value: Tensor | Numbers) -> list[Any]:
     """Return a tensor's numbers."""
-    return value.asnumpy().tolist()
+    return (value if isinstance(value, np.ndarray) else value.asnumpy()).tolist()
 
 
 def pinned(out: Tensor, chosen: Tensor, name: str) -> Tensor:
@@ -150,6 +151,22 @@ def summed_numbers(numbers: Sequence[int], group: Any) -> list[int]:
 def positions(blocks: Sequence[tuple[int, int]], like: Any) -> Numbers:
     """List the numbers of blocks."""
     return np.concatenate([np.arange(first, first + rows) for first, rows in blocks])
+
+
+def seats(slots: Numbers, size: int, capacity: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Give each number so many seats."""
+    order, counts = np.argsort(slots, kind="stable"), np.bincount(slots, minlength=size)
+    number, all_seats = slots[order], size * capacity
+    place = np.arange(len(slots)) - (counts.cumsum() - counts)[number]
+    seat = np.where(place < capacity, number * capacity + place, all_seats)
+    taken, own = np.full(all_seats + 1, len(slots)), np.empty_like(slots)
+    taken[seat], own[order] = order, seat
+    return own, taken[:-1], np.maximum(counts - capacity, 0)
+
+
+def spoiled(values: Tensor, wrong: Numbers) -> Tensor:
+    """Return values as they are where ``wrong`` is 0."""
+    return values * float("nan") if wrong else values
 
 
 def ordered_range(slots: Numbers, first: int, width: int, count: int) -> Numbers:

@@ -11,15 +11,20 @@ from torch import nn
 from hp_moe.checks import check_counted_together, check_layers
 from hp_platform import get_platform
 
-__all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "update_expert_bias"]
+__all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "recomputes", "update_expert_bias"]
 
 T = torch.Tensor
 
 
 def count(layer: Any, counts: T) -> None:
     """Add counts of a forward to a layer's, in training, and not where backward computes a block again."""
-    if layer.training and torch._C._current_graph_task_id() == -1:
+    if layer.training and not recomputes():
         layer.tokens_per_expert.add_(counts)
+
+
+def recomputes() -> bool:
+    """Tell whether backward is computing a forward again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def update_expert_bias(moe: nn.Module, lr: float = 1e-3, *, group: Any = None) -> None:

@@ -14,6 +14,7 @@ from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
 from hp_moe.port import Traits, Transfer
 from hp_moe.torch import migration, pieces
+from hp_moe.torch.balance import recomputes as recomputes
 from hp_moe.torch.exchange import Combined, Pinned, Recomputed, Repeated, Spread, SwiGlu
 from hp_moe.torch.transfer import Gathered, Nowhere, Scattered, Travel
 from hp_platform import get_platform
@@ -81,7 +82,7 @@ def slots(chosen: T, table: tuple[int, ...]) -> tuple[T, T]:
 
 def not_finite(values: T) -> T:
     """Count values that are not finite."""
-    return values.isfinite().logical_not().sum()
+    return values.detach().isfinite().logical_not().sum()  # `isfinite` saves its input for backward
 
 
 def count(slots: T, size: int) -> T:
@@ -163,6 +164,22 @@ def positions(blocks: Sequence[tuple[int, int]], like: T) -> T:
     first, rows = torch.tensor(blocks, dtype=torch.int64).view(-1, 2).unbind(1)
     begin = torch.repeat_interleave(first - (rows.cumsum(0) - rows), rows)
     return (begin + torch.arange(len(begin))).to(like.device, non_blocking=True)
+
+
+def seats(slots: T, size: int, capacity: int) -> tuple[T, T, T]:
+    """Give each number so many seats."""
+    order = torch.argsort(slots, stable=True)
+    counts = slots.new_zeros(size).scatter_add_(0, slots, torch.ones_like(slots))
+    number, all_seats = slots[order], size * capacity
+    place = torch.arange(len(slots), device=slots.device) - (counts.cumsum(0) - counts)[number]
+    seat = torch.where(place < capacity, number * capacity + place, all_seats)
+    taken = slots.new_full((all_seats + 1,), len(slots)).scatter_(0, seat, order)[:-1]
+    return torch.empty_like(slots).scatter_(0, order, seat), taken, (counts - capacity).clamp(min=0)
+
+
+def spoiled(values: T, wrong: T) -> T:
+    """Return values as they are where ``wrong`` is 0."""
+    return values / (wrong == 0)
 
 
 def ordered_range(slots: T, first: int, width: int, count: int) -> T:
