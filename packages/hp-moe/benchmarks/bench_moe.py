@@ -2,7 +2,7 @@
 
 grouped   forward and backward of a grouped product against torch's own, and in float64 against a loop over the weight
 replicas  the worst rank's load over the mean, with a replica a rank and without, and the time to plan it
-layer     a layer of experts on two gloo ranks against transformers' all-to-all
+layer     a layer of experts on two gloo ranks against transformers' all-to-all, and what each saves for backward
 hot       a layer on four gloo ranks where half of the tokens choose one expert, with replicas and without
 
 bits      the share of weights whose bits differ from one rank's, by ranks, replicas and moving experts
@@ -99,6 +99,7 @@ def replicas(draws: int = 20) -> None:
 
 
 def layer(rank: int, store: str, repeats: int) -> None:
+    from moe_models import saved_bytes
     from transformers import Qwen3MoeConfig
     from transformers.distributed.expert_parallel import AllToAllEP
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -140,13 +141,22 @@ def layer(rank: int, store: str, repeats: int) -> None:
         own, scores = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
         call(own, chosen, scores).square().mean().backward()
 
+    def saved(call: Any, module: Any) -> int:
+        """Count the bytes that all ranks save for backward."""
+        inputs = tokens.clone().requires_grad_(), chosen, weights.clone().requires_grad_()
+        total = torch.tensor(sum(saved_bytes(lambda: call(*inputs), module.parameters())))
+        dist.all_reduce(total)
+        return int(total)
+
+    megabytes = {name: saved(*each) / 2**20 for name, each in layers.items()}
     times = compared({name: (lambda each=each: run(*each)) for name, each in layers.items()}, repeats)
     if rank == 0:
         for name, values in times.items():
             print(
                 f"layer {name}: {1e3 * statistics.median(values):.0f} ms (minimum {1e3 * min(values):.0f}),"
                 f" {statistics.median(values) / statistics.median(times['transformers']):.2f} of transformers' (minima"
-                f" {min(values) / min(times['transformers']):.2f})"
+                f" {min(values) / min(times['transformers']):.2f}); saves {megabytes[name] / RANKS:.1f} MiB a rank,"
+                f" {megabytes[name] / megabytes['transformers']:.2f}"
             )
     dist.barrier()
     dist.destroy_process_group()
@@ -212,7 +222,6 @@ def bits(rank: int, store: str, ranks: int, file: str, options: dict[str, Any]) 
 
 
 def compare_bits() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     jobs = {"alone": (1, {})} | {
         f"{ranks} ranks{text}": (ranks, options)
         for ranks in (2, 4)
@@ -240,6 +249,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--parts", nargs="+", default=["grouped", "replicas", "layer", "hot", "bits"])
     arguments = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     torch.set_num_threads(1)
     if "grouped" in arguments.parts:
         grouped(arguments.repeats)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hp_dtensor import DTensor
 from hp_platform import get_platform
 
 COMMON: dict[str, Any] = {
@@ -91,3 +93,25 @@ def sum_over_ranks(tensor: torch.Tensor) -> None:
     """Sum a tensor over all ranks, in place; in float64 on every device."""
     platform = get_platform()
     platform.collectives.all_reduce(tensor, group=platform.groups.default_group())
+
+
+def saved_bytes(run: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Run a forward; count the bytes that it saves for backward beside parameters: of numbers, and of indices.
+
+    A view counts as the tensor that it keeps, and a tensor counts once.
+    """
+    storages: dict[int, tuple[bool, int]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = (tensor.is_floating_point(), storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()  # stays, and with it all that is saved: no address is used twice
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        storages.pop(local.untyped_storage().data_ptr(), None)
+    del out
+    floating, integers = ([size for is_float, size in storages.values() if is_float is kind] for kind in (True, False))
+    return sum(floating), sum(integers)

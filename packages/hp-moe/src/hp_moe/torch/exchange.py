@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Combined", "Pinned", "Recomputed", "Repeated", "Spread", "SwiGlu"]
+__all__ = ["Combined", "Pinned", "Recomputed", "Repeated", "Spread", "Summed", "SwiGlu"]
 
 T = torch.Tensor
 
@@ -50,6 +50,20 @@ class Combined(torch.autograd.Function):
             own = rows.index_select(0, inverse).unflatten(0, weights.shape)
             to_weights = torch.linalg.vecdot(own, grad.unsqueeze(1)).to(weights.dtype)
         return to_rows, to_weights, None, None
+
+
+class Summed(torch.autograd.Function):
+    """Rows added up at places; ``index_add``'s own backward saves the rows, which it does not need."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: T, places: T, count: int) -> T:
+        ctx.save_for_backward(places)
+        return rows.new_zeros((count, rows.shape[1])).index_add_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: T) -> tuple[T, None, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
 
 
 class Repeated(torch.autograd.Function):

@@ -15,7 +15,7 @@ from hp_dtensor.torch.extend import distribute_parameter
 from hp_moe.port import Traits, Transfer
 from hp_moe.torch import migration, pieces
 from hp_moe.torch.balance import recomputes as recomputes
-from hp_moe.torch.exchange import Combined, Pinned, Recomputed, Repeated, Spread, SwiGlu
+from hp_moe.torch.exchange import Combined, Pinned, Recomputed, Repeated, Spread, Summed, SwiGlu
 from hp_moe.torch.transfer import Gathered, Nowhere, Scattered, Travel
 from hp_platform import get_platform
 from hp_platform.torch import grouped as products
@@ -251,7 +251,7 @@ def combined(rows: T, weights: T, order: T, inverse: T) -> T:
 
 def summed(rows: T, places: T, count: int) -> T:
     """Add rows at places."""
-    return rows.new_zeros((count, rows.shape[1])).index_add(0, places, rows)
+    return Summed.apply(rows, places, count)
 
 
 def joined(parts: Sequence[T]) -> T:
