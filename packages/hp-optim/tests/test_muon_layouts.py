@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hp_dtensor import DTensor
+from hp_dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import fully_shard
 from hp_optim import Muon
 from hp_platform import count_collectives
@@ -155,3 +155,18 @@ def test_two_collectives_for_any_number_of_matrices(count: int):
             optimizer.step()
         optimizer.zero_grad()
     assert dict(counts) == {"all_to_all": 2}
+
+
+@on_ranks(4)
+def test_layouts_that_are_not_the_same_on_all_ranks_are_refused_on_all():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(6, 3, bias=False).to(device_type())
+    weight = distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)])  # two rows and one
+    model.weight = nn.Parameter(weight)
+    fully_shard(model, mesh["dp"])
+    optimizer = Muon(model.parameters())
+    model.weight.grad = torch.zeros_like(model.weight)
+    with pytest.raises(
+        ValueError, match=r"a layout is not the same on all ranks: .* make the features divide|ranks \[0, 2\]"
+    ):
+        optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -11,6 +12,29 @@ from hp_optim.ownership import OwnerPlan
 from hp_platform import collectives, get_platform
 
 __all__ = ["check_alike"]
+
+
+def check_planned(failure: ValueError | None, world: Sequence[int], device: torch.device) -> None:
+    """Raise on all ranks where one can't plan; a small collective.
+
+    Args:
+        failure: this rank's.
+        world: the ranks that exchange.
+        device: where they communicate.
+
+    Raises:
+        ValueError: this rank's, or which ranks have one.
+    """
+    failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
+    everyone = failed.clone()
+    if len(world) > 1:
+        everyone = torch.empty(len(world), dtype=torch.int64, device=device)
+        collectives.all_gather(everyone, failed, group=get_platform().groups.new_group(list(world)))
+    if failure is not None:
+        raise failure
+    ranks = [rank for rank, flag in zip(world, everyone.tolist()) if flag]
+    if ranks:
+        raise ValueError(f"Muon: ranks {ranks[:8]} can't tell where parameters are; their errors say why")
 
 
 def check_alike(plan: OwnerPlan, device: torch.device) -> None:

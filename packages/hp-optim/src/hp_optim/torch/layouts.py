@@ -9,9 +9,10 @@ import torch
 
 from hp_dtensor.torch.extend import DTensor, refuse_foreign
 from hp_optim.newton_schulz import Orthogonalization
-from hp_optim.ownership import OwnerPlan, Placed
+from hp_optim.ownership import OwnerPlan, Placed, assign
 from hp_optim.rules import Matrix
-from hp_optim.world import owner_plan, placed_as
+from hp_optim.torch.agreement import check_planned
+from hp_optim.world import own_rank, placed_as, world_of
 from hp_platform import get_platform
 
 __all__ = ["is_distributed", "layout_of", "local_device", "placed_on", "plan_for"]
@@ -29,20 +30,31 @@ def placed_on(parameter: torch.Tensor, name: str, matrices: tuple[Matrix, ...], 
 
 
 def plan_for(placed: Sequence[Placed], parameters: Sequence[torch.Tensor]) -> tuple[OwnerPlan, torch.device]:
-    """Return the owners, and the device on which matrices are exchanged and computed.
+    """Return the owners, and the device on which matrices are exchanged and computed; all ranks call it together.
 
     Args:
         placed: see `placed_on`.
         parameters: those that are placed so.
 
     Raises:
-        ValueError: the parameters' meshes are parts of different meshes.
+        ValueError: the parameters' meshes are parts of different meshes; or a rank can't tell which part of a parameter
+            another has, on all ranks.
     """
     meshes = {parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)}
     device = local_device(parameters[0])
     if device.type == "cpu" and any(mesh.device_type != "cpu" for mesh in meshes):
         device = torch.device(get_platform().devices.current_device())  # offloaded: computed where ranks communicate
-    return owner_plan(placed, meshes), device
+    world, plan, failure = world_of(meshes) or [own_rank()], None, None
+    try:
+        plan = assign(placed, world)
+    except ValueError as error:
+        failure = ValueError(
+            f"Muon: a layout is not the same on all ranks: {error}. Where fully_shard cuts tensor parallel parts of"
+            " different sizes, make the features divide by the ranks, or shard by shard_placement_fn"
+        )
+    check_planned(failure, world, device)
+    assert plan is not None
+    return plan, device
 
 
 def is_distributed(parameter: torch.Tensor) -> bool:
