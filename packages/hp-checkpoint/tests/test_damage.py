@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save
+from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save, saving, tensors
 from hp_checkpoint.files import Kind, lay_out
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.storage import check_space
@@ -62,6 +62,38 @@ def test_a_failing_write_is_named(tmp_path, monkeypatch, call, number):
             shutil.rmtree(tmp_path / "new")
         at += 1
     assert at >= {"pwrite": 7, "fsync": 6, "rename": 1}[call] and loads(tmp_path / "new", 2)
+
+
+def test_new_folders_above_a_checkpoint_are_synced(tmp_path, monkeypatch):
+    own, synced = os.fsync, []
+
+    def fsync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        own(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save(state(1), checkpoint_id=tmp_path / "runs" / "one" / "new", no_dist=True)
+    assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")] and synced[-1] == str(tmp_path / "runs" / "one")
+
+
+def test_folders_of_similar_names_are_left_alone(tmp_path):
+    names = ["data.part-1", "step-1.part-0123456789ab", "step-1.part-0123456789ab.txt"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_bytes(b"x")
+        os.utime(tmp_path / name, (0, 0))
+    save(state(1), checkpoint_id=tmp_path / "new", no_dist=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.part-1", "new", names[2]]
+
+
+def test_files_that_were_not_written_to_their_end_are_not_committed(tmp_path, monkeypatch):
+    """A rank whose pieces are not all of its shard: there would be a checkpoint that no load takes."""
+    save(state(1), checkpoint_id=tmp_path / "new", no_dist=True)
+    monkeypatch.setattr(saving, "local_pieces", lambda value: tensors.local_pieces(value)[:0])
+    with pytest.raises(InvalidCheckpointError, match=r"the checksums of model\.safetensors are of \d+ bytes of block 0"):
+        save(state(2), checkpoint_id=tmp_path / "new", no_dist=True)
+    monkeypatch.undo()
+    assert loads(tmp_path / "new", 1) and [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_a_full_disk_is_seen_before_the_first_byte(tmp_path):

@@ -15,7 +15,7 @@ from safetensors.numpy import load as load_safetensors
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import Kind, index_of, lay_out, read_header
 from hp_checkpoint.manifest import FileSums
-from hp_checkpoint.pieces import Piece, clip, gather, pieces, runs, scale, scatter
+from hp_checkpoint.pieces import Piece, clip, gather, move, pieces, runs, scale
 from hp_checkpoint.reads import Units, exchange, reads, request_rows
 from hp_checkpoint.writers import Holding, Tensor, shard_sizes, writers
 from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard
@@ -30,7 +30,7 @@ def local_of(array, own, count):
     local = np.full(count, -1, dtype=array.dtype)
     for piece in own:
         values = gather(array, piece.first, piece.length, piece.count, piece.stride)
-        scatter(local, piece.local, piece.length, piece.count, piece.local_stride, values)
+        move(piece.length, piece.count, values, 0, piece.length, local, piece.local, piece.local_stride)
     return local
 
 
@@ -192,7 +192,7 @@ def test_any_layout_is_read_from_any_other(data):
                 for piece in pieces(entries[name].kind.shape, layouts[name], saved, coordinate):
                     at = scale(piece, 4, entries[name].offset)
                     values = gather(local, at.local, at.length, at.count, at.local_stride)
-                    scatter(content, at.first, at.length, at.count, at.stride, values)
+                    move(at.length, at.count, values, 0, at.length, content, at.first, at.stride)
     layouts = {name: data.draw(placed(shape, loaded)) for name, shape in zip(names, shapes)}
     wanted = [
         [
@@ -245,6 +245,8 @@ def test_units_are_what_a_checksum_is_of():
     assert contiguous.cuts(block) == [0, 100_000, 200_000, 300_000, 400_000]
     small = FileSums(120_000, tuple((at, 30_000, 1, 0, 0) for at in range(0, 120_000, 30_000)))
     assert small.cuts(block) == [0, 90_000]
+    tail = FileSums(300_000, ((0, 4096, 1, 0, 1), (4096, 195_904, 1, 0, 2), (200_000, 100_000, 1, 0, 3)))
+    assert tail.cuts(300_000) == [0, 4096, 200_000]  # a large one is a unit of its own, which its reader wants alone
     strided = FileSums(
         400_000, ((0, 50_000, 3, 100_000, 0), (50_000, 50_000, 3, 100_000, 0), (300_000, large, 1, 0, 0))
     )

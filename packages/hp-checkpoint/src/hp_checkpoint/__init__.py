@@ -5,6 +5,7 @@ pickled.
 """
 
 from hp_checkpoint.api import load, save
+from hp_checkpoint.async_save import AsyncSaveResponse, async_save
 from hp_checkpoint.background import Committed, Pending
 from hp_checkpoint.checkpointer import Checkpointer, Loaded
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
@@ -13,6 +14,7 @@ from hp_checkpoint.models import load_model, save_model
 from hp_checkpoint.retention import Keep
 
 __all__ = [
+    "AsyncSaveResponse",
     "CheckpointError",
     "Checkpointer",
     "Committed",
@@ -21,6 +23,7 @@ __all__ = [
     "Loaded",
     "Manifest",
     "Pending",
+    "async_save",
     "load",
     "load_model",
     "save",

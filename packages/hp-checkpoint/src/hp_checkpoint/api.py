@@ -13,9 +13,9 @@ from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import STATE, save_state
 from hp_checkpoint.sources import open_checkpoint
-from hp_checkpoint.state import decode, fill, flatten
+from hp_checkpoint.state import State, decode, fill, flatten
 
-__all__ = ["load", "save", "versions"]
+__all__ = ["flattened", "load", "save", "versions"]
 
 
 def save(state_dict: Mapping[str, Any], *, checkpoint_id: str | os.PathLike[str], no_dist: bool = False) -> Manifest:
@@ -42,14 +42,8 @@ def save(state_dict: Mapping[str, Any], *, checkpoint_id: str | os.PathLike[str]
         FileExistsError: the folder exists and is no checkpoint.
     """
     ranks = Ranks(alone=no_dist)
-    states = []
-
-    def divide() -> bytes:
-        states.append(flatten(state_dict))
-        return b""
-
-    ranks.agree(divide, "save")
-    return save_state(states[0], Path(checkpoint_id).absolute(), ranks, versions=versions())
+    state = flattened(state_dict, ranks)
+    return save_state(state, Path(checkpoint_id).absolute(), ranks, versions=versions())
 
 
 def load(
@@ -92,6 +86,18 @@ def load(
     load_tensors(state.tensors, manifest, folder, ranks, verify=verify)
     if tree:
         ranks.agree(lambda: _fill(state_dict, tree), "load")
+
+
+def flattened(state_dict: Mapping[str, Any], ranks: Ranks) -> State:
+    """Divide a state into tensors and JSON values on all ranks together, see `flatten`."""
+    states: list[State] = []
+
+    def divide() -> bytes:
+        states.append(flatten(state_dict))
+        return b""
+
+    ranks.agree(divide, "save")
+    return states[0]
 
 
 def _fill(state: dict[str, Any], tree: Any) -> bytes:

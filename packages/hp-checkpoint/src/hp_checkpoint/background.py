@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import Keep
 from hp_checkpoint.saving import Prepared
 from hp_checkpoint.snapshot import Arena
+from hp_platform import LostRankError
 
 __all__ = ["Committed", "Pending", "Writer"]
 
@@ -62,8 +64,11 @@ class Pending:
                 self._ranks.agree(writer.written, "save")
                 self._ranks.agree(writer.committed, "save")
             except Exception as error:
-                writer.cancel()
+                writer.fail(error)
                 self._error = error
+            except BaseException:  # an interrupt: the writer goes on reading the arena
+                self._writer = writer
+                raise
         if self._error is not None:
             raise self._error
         return self._committed
@@ -73,7 +78,7 @@ class Writer:
     """The writer process of this rank and the arena that they share; started anew where it was killed."""
 
     def __init__(self) -> None:
-        self._arena = Arena()
+        self._arena: Arena | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Path | None = None
         self._rank = 0
@@ -88,6 +93,8 @@ class Writer:
             keep: what stays of the older checkpoints; None for all.
         """
         sizes = [sum(piece.size for piece in output.pieces) for output in prepared.outputs]
+        process = self._started()
+        assert self._arena is not None and process.stdin is not None
         starts = self._arena.store(sizes, lambda number: prepared.outputs[number].source())
         outputs = [
             [output.file, start, size, [list(_fields(piece)) for piece in output.pieces]]
@@ -107,8 +114,6 @@ class Writer:
             "tree": prepared.tree if first else None,
             "keep": None if keep is None or not first else asdict(keep),
         }
-        process = self._started()
-        assert process.stdin is not None
         send(process.stdin, job)  # type: ignore[arg-type]
 
     def done(self) -> bool:
@@ -138,9 +143,14 @@ class Writer:
             self._reply()
         return b""
 
-    def cancel(self) -> None:
-        """End the job, which failed on some rank: the writer of rank 0 doesn't wait for the others."""
-        if self._job is not None:
+    def fail(self, error: Exception) -> None:
+        """End the job, which failed on some rank: the writer of rank 0 doesn't wait for the others.
+
+        Where a rank is lost, its writer may go on, so the writers are left to complete the checkpoint.
+        """
+        if isinstance(error, LostRankError):
+            self.leave()
+        elif self._job is not None:
             with suppress(OSError):  # the folder may be gone
                 failed_file(self._job, self._rank).write_text("the save failed on another rank")
             with suppress(CheckpointError):
@@ -166,16 +176,26 @@ class Writer:
 
     def close(self) -> None:
         """End the writer when it has written what it has."""
-        process, self._process = self._process, None
+        process = self._process
+        self.leave()
+        if process is not None:
+            process.wait()
+
+    def leave(self) -> None:
+        """Let the writer end the job that it has, and itself then, without waiting for it."""
+        process, self._process, self._job = self._process, None, None
         if process is not None:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
             process.stdout.close()
-            process.wait()
-        self._arena.close()
+            threading.Thread(target=process.wait, name="hp-checkpoint writer", daemon=True).start()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
+            self._arena = self._arena or Arena()
             descriptor = self._arena.descriptor
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "hp_checkpoint.writer", str(descriptor)],

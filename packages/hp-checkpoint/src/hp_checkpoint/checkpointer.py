@@ -23,6 +23,7 @@ from hp_checkpoint.retention import Keep, prune, step_folder, steps_in
 from hp_checkpoint.saving import prepare_save, save_state
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import Address, decode, flatten
+from hp_checkpoint.tensors import array_of, kind_of
 
 __all__ = ["Checkpointer", "Keep", "Loaded"]
 
@@ -51,7 +52,8 @@ class Checkpointer:
     """The checkpoints of a run: ``<folder>/step-00001200`` and so on, each a Hugging Face model with its optimizer.
 
     All ranks make it and call it together. A save in the background stops the training only while the state is copied:
-    a writer process of each rank brings the copy to the disk. A context manager, which waits for the last save.
+    a writer process of each rank brings the copy to the disk. A context manager, which waits for the last save; after
+    an exception the writers end it without being waited for.
 
     Example:
         >>> with Checkpointer("runs/one") as checkpoints:
@@ -91,8 +93,12 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif self._writer is not None:  # other ranks may not come to a close: the writers end the save by themselves
+            writer, self._writer, self._pending = self._writer, None, None
+            writer.leave()
 
     def close(self) -> None:
         """Wait for a save under way and end the writer; all ranks call it together.
@@ -167,6 +173,9 @@ class Checkpointer:
             others = (None if schedule is None else schedule.state_dict(), data, extra, iteration)
             state |= dict(zip(_OTHERS, others, strict=True))
             states.append(flatten(state))
+            for (part, name), value in states[0].tensors.items():
+                if part not in (MODEL, _OPTIMIZER):
+                    array_of(name, kind_of(name, value))  # it will have to be one
             return b""
 
         ranks.agree(collect, "save")
@@ -174,7 +183,7 @@ class Checkpointer:
         writer = self._writer
         if writer is None:
             save_state(states[0], target, ranks, step=step, texts=texts, versions=versions())
-            ranks.first(self._prune, "save")
+            ranks.first(lambda: self._prune(step), "save")
             return Pending(Committed(step, target))
         prepared = prepare_save(states[0], target, ranks, step=step, texts=texts, versions=versions())
 
@@ -182,7 +191,11 @@ class Checkpointer:
             writer.start(prepared, ranks, self.keep)
             return b""
 
-        ranks.agree(start, "save")
+        try:
+            ranks.agree(start, "save")
+        except Exception as error:  # where it did start, rank 0's writer must not wait for the others
+            writer.fail(error)
+            raise
         self._pending = Pending(Committed(step, target), ranks, writer)
         return self._pending
 
@@ -211,9 +224,10 @@ class Checkpointer:
         self._settle()
         ranks = Ranks()
         opened: list[Any] = []
+        # A writer of a training that was killed may commit meanwhile, so one rank looks which is the newest.
+        steps = json.loads(ranks.first(lambda: json.dumps(self.steps()).encode(), "load"))
 
         def prepare() -> bytes:
-            steps = self.steps()
             if step != "latest" and step not in steps or not steps:
                 has = f"it has the steps {steps[-8:]}" if steps else "it has no checkpoint, so start without a load"
                 wanted_step = "a checkpoint" if step == "latest" else f"step {step}"
@@ -221,17 +235,20 @@ class Checkpointer:
             folder = self.path(steps[-1] if step == "latest" else step)
             manifest = open_checkpoint(folder)
             opened.extend([folder, manifest, read_tree(manifest, folder)])
+            if optimizer is not None:
+                opened.extend(port().optimizer_states(model, optimizer))
             return str(folder).encode()
 
-        folders = ranks.agree(prepare, "load")
+        folders = [folder.decode() for folder in ranks.agree(prepare, "load")]
         if len(set(folders)) > 1:
-            raise ValueError(f"load: the ranks find different checkpoints: {sorted({f.decode() for f in folders})}")
-        folder, manifest, tree = opened
-        listed = [] if optimizer is None else port().optimizer_states(model, optimizer)
+            raise ValueError(f"load: all ranks load one checkpoint, got {sorted(set(folders))}")
+        folder, manifest, tree, *listed = opened
         wanted: dict[Address, Any] = {}
         arrays: dict[Address, np.ndarray] = {}
 
         def gather_wanted() -> bytes:
+            if schedule is not None and tree.get("schedule") is None:
+                raise ValueError("load: the checkpoint has no schedule; load it without one")
             wanted.update(of_model(model))
             for states in listed:
                 wanted.update(_of_optimizer(states, manifest, tree))
@@ -251,15 +268,15 @@ class Checkpointer:
             schedule.load_state_dict(saved["schedule"])
         return Loaded(manifest.step or 0, folder, saved["data"], saved["extra"])
 
-    def _prune(self) -> bytes:
-        prune(self.folder, self.keep)
+    def _prune(self, saved: int) -> bytes:
+        prune(self.folder, self.keep, saved)
         return b""
 
     def _settle(self) -> None:
         """Wait for the save under way."""
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.settled:
-            pending.wait()
+        if self._pending is not None and not self._pending.settled:
+            self._pending.wait()
+        self._pending = None
 
 
 def _of_optimizer(states: OptimizerState, manifest: Manifest, tree: Mapping[str, Any]) -> dict[Address, Any]:
@@ -306,10 +323,8 @@ def _check_class(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 def _arrays(manifest: Manifest) -> dict[Address, np.ndarray]:
     """Make arrays for the tensors of what is neither model nor optimizer."""
-    names = {"BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64"}
-    names |= {f"{sign}{bits}": f"{'u' if sign == 'U' else ''}int{bits}" for sign in "UI" for bits in (8, 16, 32, 64)}
     return {
-        (part, name): np.empty(entry.kind.shape, names[entry.kind.dtype])
+        (part, name): array_of(name, entry.kind)
         for part, entries in manifest.parts.items()
         if part not in (MODEL, _OPTIMIZER)
         for name, entry in entries.items()

@@ -28,7 +28,7 @@ __all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "checksum", "
 MANIFEST = "manifest.json"
 VERSION = 1
 BLOCK = 8 << 20
-_SMALL = 64 << 10  # smaller units than this are joined
+_SMALL = 64 << 10  # checksums of fewer bytes are joined to units
 _HASH = ',"hash":"'
 _DIGEST = 16
 
@@ -64,8 +64,8 @@ class FileSums:
             rows = self.within(start, start + block_bytes)
             result.append(start)
             if all(row[2] == 1 for row in rows):
-                for first, *_ in rows:
-                    if first - result[-1] >= _SMALL:
+                for first, length, *_ in rows:
+                    if first - result[-1] >= _SMALL or length >= _SMALL and first > start:
                         result.append(first)
         return result
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["failed_file", "receive", "send"]
+from hp_checkpoint.storage import read_small
+
+__all__ = ["failed_file", "failures", "receive", "send"]
 
 _LENGTH = 8
 
@@ -26,6 +28,12 @@ def receive(stream: BinaryIO) -> dict[str, Any] | None:
         return None
     content = stream.read(int.from_bytes(length, "little"))
     return json.loads(content)
+
+
+def failures(part: Path) -> list[str]:
+    """List the ranks that failed, with their errors."""
+    files = sorted(part.glob("rank-*.failed"))
+    return [f"{path.stem.replace('-', ' ')}: {read_small(path).decode()}" for path in files]
 
 
 def failed_file(part: Path, rank: int) -> Path:

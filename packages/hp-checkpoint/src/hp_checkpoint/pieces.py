@@ -13,7 +13,7 @@ import numpy as np
 from hp_dtensor import Placement
 from hp_dtensor.extend import Box, boxes, local_shape
 
-__all__ = ["Piece", "clip", "gather", "pieces", "runs", "scale", "scatter"]
+__all__ = ["Piece", "clip", "gather", "move", "pieces", "runs", "scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +127,25 @@ def gather(array: np.ndarray, start: int, length: int, count: int, stride: int) 
     return np.ascontiguousarray(_strided(array, start, length, count, stride)).reshape(-1)
 
 
-def scatter(array: np.ndarray, start: int, length: int, count: int, stride: int, values: np.ndarray) -> None:
-    """Write contiguous values into runs of a 1-d array: the inverse of `gather`."""
-    if count == 1 or stride == length:
-        array[start : start + length * count] = values
+def move(
+    length: int, count: int, source: np.ndarray, start: int, stride: int, target: np.ndarray, at: int, step: int
+) -> None:
+    """Copy runs of a 1-d array into another one.
+
+    Args:
+        length: elements of a run.
+        count: number of runs.
+        source: to copy from.
+        start: its first run's first element.
+        stride: elements from one run to the next; any where there is one run.
+        target: to copy to.
+        at: its first run's first element.
+        step: elements from one run to the next; any where there is one run.
+    """
+    if count == 1 or stride == step == length:
+        target[at : at + length * count] = source[start : start + length * count]
     else:
-        _strided(array, start, length, count, stride)[...] = values.reshape(count, length)
+        _strided(target, at, length, count, step)[...] = _strided(source, start, length, count, stride)
 
 
 def _strided(array: np.ndarray, start: int, length: int, count: int, stride: int) -> np.ndarray:

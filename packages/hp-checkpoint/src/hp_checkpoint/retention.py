@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hp_checkpoint.manifest import MANIFEST
+from hp_checkpoint.storage import new_nonce, part_folder
 
 __all__ = ["Keep", "prune", "remove", "step_folder", "steps_in"]
 
@@ -17,10 +19,12 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """The checkpoints that stay when a new one is complete.
+    """The checkpoints that stay when a new one is complete; later steps than its own are left alone.
+
+    Those are of a training that went on from an older checkpoint: because they can't be read, or to try something else.
 
     Attributes:
-        last: so many of the newest. Default 2.
+        last: so many of the newest up to the new one. Default 2.
         every: those whose step is a multiple of it as well. Default None: no others.
 
     Raises:
@@ -34,13 +38,19 @@ class Keep:
         if self.last < 1 or (self.every is not None and self.every < 1):
             raise ValueError(f"{self}: last and every must be at least 1")
 
-    def removed(self, steps: Iterable[int]) -> list[int]:
+    def removed(self, steps: Iterable[int], saved: int | None = None) -> list[int]:
         """Return the steps that don't stay.
 
         >>> Keep(last=1, every=100).removed([100, 150, 200, 250])
         [150]
+        >>> Keep(last=1).removed([100, 150, 200, 250], saved=150)
+        [100]
+
+        Args:
+            steps: that have a checkpoint.
+            saved: the step that was saved just now. Default None: the newest.
         """
-        ordered = sorted(steps)
+        ordered = sorted(step for step in steps if saved is None or step <= saved)
         return [step for step in ordered[: -self.last] if self.every is None or step % self.every]
 
 
@@ -55,15 +65,22 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def prune(folder: Path, keep: Keep) -> list[int]:
-    """Remove the checkpoints of a run that don't stay, and return their steps."""
-    removed = keep.removed(steps_in(folder))
+def prune(folder: Path, keep: Keep, saved: int | None = None) -> list[int]:
+    """Remove the checkpoints of a run that don't stay, and return their steps.
+
+    Args:
+        folder: of the run.
+        keep: what stays.
+        saved: the step that was saved just now. Default None: the newest.
+    """
+    removed = keep.removed(steps_in(folder), saved)
     for step in removed:
         remove(step_folder(folder, step))
     return removed
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that what is left of it is none."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    """Remove a checkpoint; what an interruption leaves is none, and the next save removes it."""
+    rest = part_folder(folder, new_nonce())
+    os.rename(folder, rest)
+    shutil.rmtree(rest, ignore_errors=True)

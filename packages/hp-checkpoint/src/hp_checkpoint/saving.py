@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from hp_checkpoint.storage import (
     commit,
     in_progress,
     make_folder,
+    new_nonce,
     opened,
     part_folder,
     remove_rests,
@@ -147,6 +147,9 @@ def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str],
 
     Returns:
         The manifest's content.
+
+    Raises:
+        InvalidCheckpointError: what the ranks wrote is not all of the files; nothing is committed.
     """
     for each in rows:
         array = np.frombuffer(each, dtype=np.int64).reshape(-1, _COLUMNS)
@@ -155,6 +158,7 @@ def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str],
     for file in tree["files"].values():
         file["sums"].sort()
     content = sealed(tree)
+    Manifest.from_bytes(content, str(target / MANIFEST))  # a load takes it
     write_small(part / MANIFEST, content)
     commit(part, target)
     return content
@@ -242,8 +246,8 @@ def _prepare(target: Path, needed: int) -> bytes:
     make_folder(target.parent)
     remove_rests(target.parent)
     check_space(target.parent, needed)
-    nonce = secrets.token_hex(6)
-    make_folder(part_folder(target, nonce))
+    nonce = new_nonce()
+    part_folder(target, nonce).mkdir()
     return nonce.encode()
 
 

@@ -13,6 +13,8 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
+import secrets
 import shutil
 import stat
 import time
@@ -29,6 +31,7 @@ __all__ = [
     "commit",
     "in_progress",
     "make_folder",
+    "new_nonce",
     "opened",
     "part_folder",
     "read_at",
@@ -40,10 +43,16 @@ __all__ = [
 ]
 
 _PART = ".part-"
+_NONCE = re.compile(r".+\.part-[0-9a-f]{12}")  # a folder of a similar name is not ours to remove
 _CHUNK = 1 << 20
 _NEW = 60.0  # seconds in which a save has surely locked its folder
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
+
+
+def new_nonce() -> str:
+    """Return an unused nonce of a save."""
+    return secrets.token_hex(6)
 
 
 def part_folder(target: Path, nonce: str) -> Path:
@@ -69,6 +78,8 @@ def in_progress(part: Path) -> Iterator[None]:
 def remove_rests(parent: Path) -> None:
     """Remove what interrupted saves left in a folder; a save in progress is new or has locked its own."""
     for folder in parent.glob(f"*{_PART}*"):
+        if not _NONCE.fullmatch(folder.name):
+            continue
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime < _NEW:
                 continue
@@ -81,8 +92,11 @@ def remove_rests(parent: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and those above it; another rank may do the same."""
+    """Create a folder and those above it, and sync those that have a new one: what is saved below has to be found."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):
+        _sync_folder(each.parent)
 
 
 def check_space(folder: Path, needed: int) -> None:

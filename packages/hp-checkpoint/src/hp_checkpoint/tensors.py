@@ -13,7 +13,7 @@ from hp_checkpoint.port import port
 from hp_checkpoint.writers import Holding
 from hp_dtensor.extend import TensorSpec
 
-__all__ = ["holding_of", "is_tensor", "kind_of", "local_pieces", "read_bytes", "written_bytes"]
+__all__ = ["array_of", "holding_of", "is_tensor", "kind_of", "local_pieces", "read_bytes", "written_bytes"]
 
 _NUMPY = {
     "bool": "BOOL",
@@ -31,6 +31,7 @@ _NUMPY = {
     "float64": "F64",
     "complex64": "C64",
 }
+_NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
 
 def is_tensor(value: object) -> bool:
@@ -56,6 +57,21 @@ def kind_of(name: str, value: Any) -> Kind:
         raise TypeError(f"checkpoint: {name!r} {reason}")
     spec = _spec(value)
     return Kind(dtype, tuple(int(size) for size in (value.shape if spec is None else spec.shape)))
+
+
+def array_of(name: str, kind: Kind) -> np.ndarray:
+    """Return an array for a tensor's values.
+
+    Raises:
+        TypeError: NumPy lacks the dtype.
+    """
+    try:
+        return np.empty(kind.shape, _NAMES[kind.dtype])
+    except (KeyError, TypeError):
+        raise TypeError(
+            f"checkpoint: {name!r} is {kind.dtype}, which NumPy lacks, and beside model and optimizer tensors are"
+            " loaded as arrays; convert it before the call, as by .float()"
+        ) from None
 
 
 def holding_of(name: str, value: Any, rank: int, world_size: int) -> Holding:

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from hp_checkpoint.manifest import Manifest
-from hp_checkpoint.pieces import Piece, clip, gather, scatter
+from hp_checkpoint.pieces import Piece, clip, move
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.reads import Exchange, Transfer, Units, reads
 from hp_checkpoint.storage import opened, read_at
@@ -116,8 +116,8 @@ class Transfers:
                 self._place(transfer, data, start)
             else:
                 for piece in transfer.pieces:
-                    values = gather(data, piece.first - start, piece.length, piece.count, piece.stride)
-                    outgoing[at : at + piece.size] = values
+                    packed = outgoing[at : at + piece.size]
+                    move(piece.length, piece.count, data, piece.first - start, piece.stride, packed, 0, piece.length)
                     at += piece.size
 
     def _direct(self, transfer: Transfer, length: int) -> np.ndarray | None:
@@ -162,11 +162,8 @@ class Transfers:
         """
         target, done = self._requests[transfer.request].target, 0
         for piece in self._parts(transfer):
-            if start is None:
-                values = data[done : done + piece.size]
-            else:
-                values = gather(data, piece.first - start, piece.length, piece.count, piece.stride)
-            scatter(target.memory(), piece.local, piece.length, piece.count, piece.local_stride, values)
+            at, stride = (done, piece.length) if start is None else (piece.first - start, piece.stride)
+            move(piece.length, piece.count, data, at, stride, target.memory(), piece.local, piece.local_stride)
             done += piece.size
         target.arrived(done)
         return done

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hp_checkpoint.messages import failed_file, receive, send
+from hp_checkpoint.messages import failed_file, failures, receive, send
 from hp_checkpoint.pieces import Piece
 from hp_checkpoint.ranks import describe
 from hp_checkpoint.retention import Keep, prune
@@ -35,7 +36,9 @@ _PATIENCE = 60.0  # seconds that an orphaned writer waits for the others
 
 
 def main(descriptor: int) -> None:
-    """Write jobs until the standard input ends."""
+    """Write jobs until the standard input ends: a signal to all processes of a job doesn't interrupt a save."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(5)
     arena = Arena(descriptor)
     while (job := receive(sys.stdin.buffer)) is not None:
@@ -61,7 +64,7 @@ def _run(job: Mapping[str, Any], arena: Arena) -> None:
         rows = _gathered(part, job["size"])
         finish(part, Path(job["target"]), job["tree"], job["names"], rows)
     if job["keep"] is not None:
-        prune(Path(job["target"]).parent, Keep(**job["keep"]))
+        prune(Path(job["target"]).parent, Keep(**job["keep"]), job["tree"]["step"])
 
 
 def _write(job: Mapping[str, Any], arena: Arena, part: Path, rank: int) -> None:
@@ -97,10 +100,8 @@ def _gathered(part: Path, size: int) -> list[bytes]:
     rows: dict[int, bytes] = {}
     alone = 0.0
     while len(rows) < size:
-        failed = {path.stem: read_small(path).decode() for path in part.glob("rank-*.failed")}
-        if failed:
-            texts = "; ".join(f"{name.replace('-', ' ')}: {text}" for name, text in sorted(failed.items())[:4])
-            raise RuntimeError(f"the writers of {len(failed)} of {size} ranks failed: {texts}")
+        if failed := failures(part):
+            raise RuntimeError(f"the writers of {len(failed)} of {size} ranks failed: {'; '.join(failed[:4])}")
         for rank in set(range(size)) - set(rows):
             if (part / f"rank-{rank}.done").exists():
                 rows[rank] = read_small(part / f"rank-{rank}.done")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 from torch import nn
 
-from hp_checkpoint import Checkpointer, CheckpointError
+from hp_checkpoint import Checkpointer, CheckpointError, background, storage
 from hp_checkpoint.retention import Keep, steps_in
+from hp_checkpoint.snapshot import Arena
 from hp_checkpoint.writer import _gathered
 from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
-from hp_platform import get_platform
+from hp_platform import LostRankError, get_platform
 from hp_testing import device_type, on_ranks
 
 
@@ -102,3 +104,127 @@ def test_the_error_of_another_writer(tmp_path):
     (tmp_path / "rank-1.failed").write_text("ENOSPC: No space left on device: model.safetensors")
     with pytest.raises(RuntimeError, match="the writers of 1 of 2 ranks failed: rank 1: ENOSPC: No space left on dev"):
         _gathered(tmp_path, 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_has_no_memory_for_the_copy(tmp_path, monkeypatch, failing):
+    """The other writers, which have their jobs, end them, so that the next save neither waits nor meets them."""
+    model, _ = training()
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        if get_platform().groups.rank() == failing:
+            monkeypatch.setattr(Arena, "store", no_memory)
+        with pytest.raises(CheckpointError, match=f"failed on 1 of 2 ranks: rank {failing}: MemoryError: 8 GiB"):
+            checkpoints.save(1, model)
+        monkeypatch.undo()
+        checkpoints.save(2, model).wait()
+        assert checkpoints.steps() == [2]
+
+
+def no_memory(*_):
+    raise MemoryError("8 GiB")
+
+
+@on_ranks(1)
+def test_an_interrupted_wait(tmp_path, monkeypatch):
+    """The writer still reads the copy: the next save waits for it."""
+    model, _ = training()
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        os.kill(writer_of(checkpoints), signal.SIGSTOP)
+        pending = checkpoints.save(1, model)
+        monkeypatch.setattr(background, "receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, model)
+        monkeypatch.undo()
+        assert not pending.settled
+        os.kill(writer_of(checkpoints), signal.SIGCONT)
+        checkpoints.save(2, model)
+    assert steps_in(tmp_path / "run") == [1, 2]
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+@on_ranks(2)
+def test_a_rank_that_raises_alone(tmp_path):
+    """It doesn't wait for the others at the end of the block, and they don't for it; the save under way is ended."""
+    model, _ = training()
+    checkpoints = Checkpointer(tmp_path / "run")
+    process = checkpoints._writer._process
+    if get_platform().groups.rank() == 1:
+        with pytest.raises(ZeroDivisionError), checkpoints:
+            checkpoints.save(1, model)
+            raise ZeroDivisionError
+    else:
+        checkpoints.save(1, model)
+    get_platform().collectives.barrier()  # not one of a save
+    if get_platform().groups.rank() == 0:
+        checkpoints._writer.leave()
+    assert process.wait() == 0
+    get_platform().collectives.barrier()
+    assert checkpoints.steps() == [1]
+
+
+@on_ranks(1)
+def test_signals_to_all_processes_of_a_job(tmp_path):
+    """A cluster that stops a job sends them to the writer as well, which the job's last save needs."""
+    model, _ = training()
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, model).wait()
+        writer = writer_of(checkpoints)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(writer, number)
+        checkpoints.save(2, model).wait()
+        assert writer_of(checkpoints) == writer
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_save_after_an_older_checkpoint_stays(tmp_path, beside):
+    """Where later ones can't be read, or were left on purpose."""
+    model, _ = training()
+    with Checkpointer(tmp_path / "run", keep=Keep(last=1), background=beside) as checkpoints:
+        for step in (100, 300, 200, 250):
+            checkpoints.save(step, model).wait()
+    assert steps_in(tmp_path / "run") == [250, 300]
+
+
+@on_ranks(1)
+def test_an_interrupted_removal(tmp_path, monkeypatch):
+    """What is left of a checkpoint is none; its step can be saved again."""
+    model, _ = training()
+    with Checkpointer(tmp_path, keep=Keep(last=1), background=False) as checkpoints:
+        checkpoints.save(1, model)
+        monkeypatch.setattr(shutil, "rmtree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, model)
+        monkeypatch.undo()
+        assert checkpoints.steps() == [2]
+        checkpoints.save(1, model)
+        assert checkpoints.steps() == [1, 2]
+        monkeypatch.setattr(storage, "_NEW", 0.0)
+        checkpoints.save(3, model)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@on_ranks(1)
+def test_a_save_outlives_a_rank(tmp_path, monkeypatch):
+    """The lost rank's writer goes on, so that of rank 0 commits."""
+    model, _ = training()
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        pending = checkpoints.save(1, model)
+        process = checkpoints._writer._process
+        monkeypatch.setattr(pending._ranks, "agree", lose)
+        for _ in range(2):
+            with pytest.raises(LostRankError, match="rank 1"):
+                pending.wait()
+        assert process.wait() == 0 and checkpoints.steps() == [1]
+        checkpoints.save(2, model)
+    assert steps_in(tmp_path / "run") == [1, 2]
+
+
+def lose(*_):
+    raise LostRankError("rank 1 has ended", (1,))

@@ -136,3 +136,22 @@ def test_a_state_of_unknown_layout_is_refused(tmp_path):
     expected = "rank 0: checkpoint: state 'codes' of '0.weight' in AdamW is a plain tensor of shape .7,., and the param"
     with pytest.raises(CheckpointError, match=expected):
         Checkpointer(tmp_path / "run", background=False).save(1, model, optimizer)
+
+
+@on_ranks(1)
+def test_what_a_load_could_not_bring_back_is_refused_by_the_save(tmp_path):
+    class Counter(nn.Linear):
+        def get_extra_state(self):
+            return torch.ones(1)
+
+        def set_extra_state(self, state):
+            pass
+
+    checkpoints = Checkpointer(tmp_path / "run", background=False)
+    with pytest.raises(TypeError, match="'_extra_state' of state_dict.. is no parameter or buffer of the Counter"):
+        checkpoints.save(1, Counter(2, 2))
+    with pytest.raises(TypeError, match="'mean' is BF16, which NumPy lacks, .* convert it before the call, as by .f"):
+        checkpoints.save(1, plain(), extra={"mean": torch.zeros(2, dtype=torch.bfloat16)})
+    checkpoints.save(1, plain())
+    with pytest.raises(ValueError, match="the checkpoint has no schedule; load it without one"):
+        checkpoints.load(plain(), schedule=torch.optim.lr_scheduler.ConstantLR(optimizer_of("torch", plain())))

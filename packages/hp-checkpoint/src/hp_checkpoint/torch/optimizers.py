@@ -20,10 +20,19 @@ def model_state(model: torch.nn.Module) -> State:
     """Return the parameters and persistent buffers by name, without the prefixes of torch's wrappers.
 
     Stages whose ``tied_names`` says that two names are one tensor have it under the first, wherever they have it.
+
+    Raises:
+        TypeError: a value of ``state_dict()`` that is not the model's own tensor.
     """
     tied: Mapping[str, str] = getattr(model, "tied_names", {})
     state: State = {}
+    tensors = {id(value) for value in (*model.parameters(), *model.buffers())}
     for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in tensors:
+            raise TypeError(
+                f"checkpoint: {name!r} of state_dict() is no parameter or buffer of the {type(model).__name__}:"
+                " get_extra_state() or a hook made it, and loading would not reach the model. Save it as extra"
+            )
         own = _unwrapped(name)
         state.setdefault(tied.get(own, own), value)
     return state
