@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,9 @@ from safetensors.torch import load_file
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
-from hyper_parallel.output import OutputError, prepare_folder
+from hyper_parallel.data import DataError
+from hyper_parallel.output import OutputError, Step, prepare_folder
+from hyper_parallel.run import keep_lines
 from hyper_parallel.worker import train
 
 TABLES = {
@@ -45,7 +48,7 @@ EXPERTS = {
 }
 
 
-def run(folder, mesh, steps=3, model=None, **options):
+def run(folder, mesh, steps=3, model=None, *, changed=None, **options):
     text = folder / f"text{get_platform().groups.rank()}"  # no rank empties another's file
     text.write_bytes(b"to be or not to be, " * 20)
     tables = {
@@ -56,9 +59,11 @@ def run(folder, mesh, steps=3, model=None, **options):
     }
     if not set(mesh) & {"dp_shard", "dp_replicate"} and mesh:
         del tables["fsdp"]  # nothing is sharded
+    tables["run"] = {**TABLES["run"], "steps": steps, "checkpoint_every": 2}
     if tables["model"]["config"] == "GPT2Config":
         tables["fsdp"] = {}
-    tables["run"] = {**TABLES["run"], "steps": steps, "checkpoint_every": 2}
+    for name, value in (changed or {}).items():
+        tables["run" if name == "seed" else "data"][name] = value
     plan = ParallelPlan.from_dict(tables)
     return train(plan, prepare_folder(folder / "run", name="x", resume="resume" in options), **options)
 
@@ -146,6 +151,35 @@ def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
         "step-00000004",
         "step-00000005",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"seed": 5}, r"run\.seed was 0 and is 5"),
+        ({"sequence_length": 9}, r"data\.sequence_length was 8 and is 9; samples of an epoch was 50 and is 44"),
+    ],
+    ids=str,
+)
+def test_other_samples_under_the_numbers_of_a_run(tmp_path, changed, text):
+    run_ranks(1, run, tmp_path, {}, 1)
+    run_ranks(1, refused, tmp_path, changed, text)
+    run_ranks(1, run, tmp_path, {}, 2, changed={"batch_size": 2}, resume="auto")
+
+
+def refused(folder, changed, text):
+    with pytest.raises(DataError, match=rf"step-00000001 can't go on .*{text}.*; set it back, or .* --weights .*step"):
+        run(folder, {}, 2, changed=changed, resume="auto")
+
+
+def test_a_metrics_file_that_was_cut_off(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    step = Step(step=1, loss=2.0, grad_norm=1.0, lr=0.1, tokens_per_second=8.0, peak_memory=9, seconds=1.0)
+    line = json.dumps(dataclasses.asdict(step))
+    file.write_text(f"{line}\n{line[:20]}")
+    assert keep_lines(file, 2) == [step]
+    assert file.read_text() == f"{line}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "state.json"])

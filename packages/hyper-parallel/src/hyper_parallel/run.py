@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows
 from hp_platform import get_platform, manual_seed
-from hyper_parallel.data import Samples, open_samples
+from hyper_parallel.data import DataError, Samples, open_samples
 from hyper_parallel.launch import Resume
 from hyper_parallel.output import CHECKPOINTS, OutputError, Step
 from hyper_parallel.port import Trainer, training
@@ -37,7 +39,7 @@ class Run:
         plan: the plan to train.
         folder: of the run's files; rank 0's counts.
         resume: "auto" goes on from the folder's newest checkpoint that can be read, or from the start where it has
-            none; "no" starts. PyTorch only.
+            none; "no" starts. PyTorch only. The batch size may be another one, the order of the samples may not.
         until: stop after this step; None trains to the plan's last.
         stop: tells whether to stop after the step; None never does.
 
@@ -74,7 +76,9 @@ class Run:
         self._asked = False
         self._rows = data_parallel_rows(plan)
         self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep))
-        if resume == "auto" and (steps := self.checkpoints.steps()):
+        # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
+        steps = json.loads(self._ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
+        if resume == "auto" and steps:
             try:
                 self._load(steps)
             except BaseException:
@@ -85,8 +89,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # else other ranks may not come to it
-            self.close()
+        self.checkpoints.__exit__(kind)
 
     def close(self) -> None:
         """Wait until the last checkpoint is complete.
@@ -115,7 +118,7 @@ class Run:
     def save(self) -> Path:
         """Save a checkpoint of the steps that are done, beside the training; return the folder that it will have."""
         trainer = self.trainer
-        data = {"sample": self.sample, "seed": self.plan.run.seed}
+        data = {"sample": self.sample, **self._order()}
         self.checkpoints.save(self.step, trainer.model, trainer.optimizer, schedule=trainer.schedule, data=data)
         return self.checkpoints.path(self.step)
 
@@ -145,8 +148,23 @@ class Run:
             seconds=seconds,
         )
 
+    def _order(self) -> dict[str, Any]:
+        """Return what decides which sample a number is."""
+        data = self.plan.data
+        return {
+            "run.seed": self.plan.run.seed,
+            "data.sequence_length": data.sequence_length,
+            "data.packing": data.packing,
+            "data.weights": list(data.weights),
+            "samples of an epoch": len(self.samples),
+        }
+
     def _load(self, steps: list[int]) -> None:
-        """Load the newest checkpoint that can be read."""
+        """Load the newest checkpoint that can be read.
+
+        Raises:
+            DataError: the numbers of its samples are of another order.
+        """
         trainer, problem = self.trainer, None
         for step in reversed(steps):
             try:
@@ -158,7 +176,14 @@ class Run:
             except ValueError as error:
                 fix = "go on with the plan that the run has begun with, or choose another folder with --out"
                 raise OutputError(f"{self.checkpoints.path(step)} doesn't fit the plan: {error}; {fix}") from error
-            self.step, self.sample = loaded.step, int(loaded.data["sample"])
+            own, saved = self._order(), loaded.data
+            changed = [name for name in own if saved.get(name) != own[name]]
+            if changed:
+                texts = "; ".join(f"{name} was {saved.get(name)} and is {own[name]}" for name in changed)
+                message = f"{loaded.folder} can't go on with its data, whose samples are numbered anew: {texts}"
+                fix = f"set it back, or start a run elsewhere with --weights {loaded.folder / 'model.safetensors'}"
+                raise DataError(message, fix)
+            self.step, self.sample = loaded.step, int(saved["sample"])
             return
         fix = "take it from a backup, or choose another folder with --out"
         raise OutputError(f"{self.folder} has no checkpoint that can be read: {problem}; {fix}") from problem
@@ -171,5 +196,7 @@ def keep_lines(path: Path, steps: int) -> list[Step]:
     # A process that was killed while it wrote a line has left it without its end.
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     kept = [line for line in lines if json.loads(line)["step"] <= steps]
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    part = path.with_name(f".{path.name}")
+    part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(part, path)
     return [Step(**json.loads(line)) for line in kept]

@@ -70,6 +70,7 @@ def _rank() -> Iterator[None]:
     except RuntimeError as error:
         if process.peer_lost(error):
             # The launcher hears of the peer that is gone, ends this rank, and reports that peer.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_PATIENCE)
         raise
 

@@ -32,7 +32,7 @@ def read_documents(file: Path, *, field: str) -> Iterator[str]:
         yield from _rows(file, field)
     else:
         # Bytes that are no UTF-8 come back as they were when the tokens are bytes.
-        yield file.read_text(encoding="utf-8", errors="surrogateescape")
+        yield file.read_bytes().decode("utf-8", "surrogateescape")
 
 
 def text_files(files: Sequence[Path]) -> list[Path]:
