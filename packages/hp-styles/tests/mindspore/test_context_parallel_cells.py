@@ -89,6 +89,32 @@ def test_low_precision():
     compare(named(ulysses_degree=1), 2, True, np.float32, 1e-5)
 
 
+class Masked(Attention):
+    def __init__(self, p: float):
+        super().__init__(True)
+        self.drop = nn.Dropout(p=p)
+
+    def construct(self, q, k, v, mask=None):
+        return self.drop(super().construct(q, k, v))
+
+
+@on_ranks(2)
+def test_what_attention_in_the_place_of_a_cell_would_leave_out_is_refused():
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("cp",))
+    q, k, v, _ = context_parallel_shard(tensors(2), mesh)
+    cell, dropping = (parallelize_module(Masked(p), mesh, named(ulysses_degree=1)) for p in (0.0, 0.5))
+    cell(q, k, v)
+    cell(q, k, v, mask=None)
+    for args, kwargs, text in (((q,), {}, r"inputs \[3\]"), ((), {"mask": q}, r"inputs \['mask'\]")):
+        with pytest.raises(NotImplementedError, match=rf"Cell Masked: around a ring of 2 ranks .* without the {text}"):
+            cell(q, k, v, *args, **kwargs)
+    dropping.set_train(False)
+    dropping(q, k, v)
+    dropping.set_train()
+    with pytest.raises(NotImplementedError, match="without the dropout of drop: leave that out, or take ulysses_de"):
+        dropping(q, k, v)
+
+
 class Other(Attention):
     parallel_kind = "other"
 

@@ -72,10 +72,10 @@ class _Attention:
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Cell on q, k and v of the whole sequence, or attention around the ring."""
-        found = [find_input(self._module, args, kwargs, self._settings, which) for which in range(3)]
-        qkv = [x for _, x in found]
+        inputs = [find_input(self._module, args, kwargs, self._settings, which) for which in range(3)]
+        places, qkv = [place for place, _ in inputs], [x for _, x in inputs]
         head, seq = (dim % qkv[0].ndim for dim in (self._settings.head_dim, self._settings.seq_dim))
-        self._compare(qkv, head, seq)
+        self._compare(qkv, places, args, kwargs, head, seq)
         q, k, v = qkv
         copies = kv_copies(q.shape[head], k.shape[head], self.degrees.ulysses, self._ranks.size)
         k, v = (repeated(x, copies, head) for x in (k, v))
@@ -84,7 +84,7 @@ class _Attention:
         if self.degrees.ring > 1:
             out = self._around(q, k, v, head, seq)
         else:
-            args, kwargs = with_inputs(args, kwargs, [place for place, _ in found], (q, k, v))
+            args, kwargs = with_inputs(args, kwargs, places, (q, k, v))
             out = self._original(*args, **kwargs)
         if not isinstance(out, Tensor):
             raise NotImplementedError(
@@ -106,11 +106,15 @@ class _Attention:
         out = ring_attention(q, k, v, links=links, blocks=blocks, scale=scale)
         return mint.permute(out, tuple(order.index(dim) for dim in range(4)))
 
-    def _compare(self, qkv: list[Tensor], head: int, seq: int) -> None:
+    def _compare(
+        self, qkv: list[Tensor], places: list[int | str], args: Any, kwargs: dict[str, Any], head: int, seq: int
+    ) -> None:
         """Refuse what any rank refuses, and ranks whose parts differ, before anything is sent."""
         fault = None
         try:
             self._check(qkv, head, seq)
+            if self.degrees.ring > 1:
+                self._refuse_others(places, args, kwargs)
         except ERRORS as error:
             fault = error
         if self._ranks.size == 1:
@@ -124,6 +128,19 @@ class _Attention:
         rows = gather_numbers(header, self._ranks.mesh, qkv[0])
         messages = [rows[at : at + len(header)] for at in range(0, len(rows), len(header))]
         check_alike([Header.read(each) for each in messages], self._ranks.ranks, fault)
+
+    def _refuse_others(self, places: list[int | str], args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse what attention in the Cell's place would leave out: a mask, a dropout."""
+        inputs = {**dict(enumerate(args)), **kwargs}
+        others = [place for place, value in inputs.items() if place not in places and value is not None]
+        drops = [name for name, cell in self._module.cells_and_names() if _drops(cell)]
+        if others or drops:
+            what = f"the inputs {others}" if others else f"the dropout of {', '.join(drops)}"
+            raise NotImplementedError(
+                f"ContextParallel on the Cell {type(self._module).__name__}: around a ring of {self.degrees.ring} ranks"
+                f" attention is computed in the Cell's place, without {what}: leave that out, or take"
+                " ulysses_degree=None"
+            )
 
     def _check(self, qkv: list[Tensor], head: int, seq: int) -> None:
         q, k, v = qkv
@@ -140,3 +157,9 @@ class _Attention:
         for x, name in ((q, "q"), (k, "k")):
             self._ranks.check_halves(x, name, seq)
         kv_copies(q.shape[head], k.shape[head], self.degrees.ulysses, self._ranks.size)
+
+
+def _drops(cell: nn.Cell) -> bool:
+    """Tell whether a Cell is a dropout that is on."""
+    kinds = (nn.Dropout, mint.nn.Dropout)
+    return isinstance(cell, kinds) and cell.training and cell.p != 0 and getattr(cell, "keep_prob", 0) != 1
