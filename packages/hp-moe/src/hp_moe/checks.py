@@ -1,4 +1,4 @@
-"""Checks of arguments, in the same words on every framework."""
+"""Checks of arguments, and of what ranks have in common, in the same words on every framework."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hp_moe.dispatch import DISPATCHERS
+from hp_moe.port import port
+from hp_platform import get_platform
 
 __all__ = [
     "check_bias",
     "check_capacity",
     "check_counted_together",
     "check_dispatcher",
-    "check_layers",
     "check_overlap",
     "check_router",
 ]
@@ -57,37 +58,34 @@ def check_bias(experts: int, shape: Sequence[int]) -> None:
         )
 
 
-def check_layers(model: Any, layers: Mapping[str, int]) -> int:
-    """Refuse a model without a ``MoE``; return a number of its layers, which ranks that count together have in common.
+def check_counted_together(function: str, model: Any, layers: Mapping[str, int], purpose: str, group: Any) -> None:
+    """Refuse to add up the counts of different layers, or of none, on all ranks alike.
 
     Args:
+        function: that adds them up, for the error.
         model: the model.
-        layers: the number of experts of each ``MoE``, by name.
+        layers: this rank's: name -> number of experts.
+        purpose: what a model has layers of, for the error.
+        group: the ranks; None is all.
 
     Raises:
-        ValueError: there are no layers.
+        ValueError: ranks have different layers, or none has any.
     """
-    if not layers:
-        raise ValueError(f"update_expert_bias: {type(model).__name__} has no MoE inside, which has biases to update.")
-    return zlib.crc32(repr(sorted(layers.items())).encode())
-
-
-def check_counted_together(layers: Mapping[str, int], least: int, most: int) -> None:
-    """Refuse to add up the counts of different layers, on all ranks alike.
-
-    Args:
-        layers: of this rank.
-        least: the lowest of the ranks' numbers.
-        most: the highest.
-
-    Raises:
-        ValueError: they differ.
-    """
-    if least != most:
+    groups = get_platform().groups
+    # Numbers are equal if and only if ranks * sum of squares = square of sum; 22 bits, as squares' sums have 64.
+    number = zlib.crc32(repr(sorted(layers.items())).encode()) % 2**22
+    ranks, total, squares = 1, number, number**2
+    if groups.is_initialized():
+        group = groups.default_group() if group is None else group
+        ranks, total, squares = port().summed_numbers([1, number, number**2], group)
+    if ranks * squares != total**2:
+        own = ", ".join(name or "the model itself" for name in layers) or "none"
         raise ValueError(
-            f"update_expert_bias: ranks have different layers, as stages of a pipeline have; this rank has"
-            f" {', '.join(layers)}. Pass group=, the ranks that have the same ones, such as those of data parallelism"
+            f"{function}: ranks have different layers, as stages of a pipeline have; this rank has {own}. Pass group=,"
+            " the ranks that have the same ones, such as those of data parallelism"
         )
+    if not layers:
+        raise ValueError(f"{function}: {type(model).__name__} has no {purpose}")
 
 
 def check_dispatcher(token_dispatcher: str, combine: str) -> None:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+from hp_moe.checks import check_counted_together
 from hp_moe.layer import ExpertLayer
 from hp_moe.placement import ExpertPlacement, plan_replicas
 from hp_moe.port import port
@@ -35,14 +36,12 @@ def rebalance(model: Any, *, keep: float = 0.05, group: Any = None) -> dict[str,
         The placement of each module of experts, by its name.
 
     Raises:
-        ValueError: no module of experts has slots.
+        ValueError: no module of experts has slots, or ranks of the group have different ones.
     """
     layers = {name: layer for name, layer in _layers(model).items() if layer.style.slots}
-    if not layers:
-        raise ValueError(
-            f"rebalance: {type(model).__name__} has no experts with slots for replicas; apply a style with some,"
-            " such as ExpertParallel(slots=1)"
-        )
+    sizes = {name: layer.own.experts for name, layer in layers.items()}
+    purpose = "experts with slots for replicas; apply a style with some, such as ExpertParallel(slots=1)"
+    check_counted_together("rebalance", model, sizes, purpose, group)
     groups = get_platform().groups
     loads = [tokens for layer in layers.values() for tokens in layer.load]
     if groups.is_initialized():

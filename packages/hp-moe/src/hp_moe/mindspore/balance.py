@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, _Function, mint, nn
 from mindspore.graph.api import _pynative_executor
 
-from hp_moe.checks import check_counted_together, check_layers
+from hp_moe.checks import check_counted_together
 from hp_platform import get_platform
 
 __all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "recomputes", "update_expert_bias"]
@@ -28,20 +28,15 @@ def recomputes() -> bool:
 
 def update_expert_bias(moe: nn.Cell, lr: float = 1e-3, *, group: Any = None) -> None:
     """Raise the bias of experts with fewer tokens than the mean, lower that of those with more; counts begin anew."""
-    named = dict(_layers(moe))
-    layers, sizes = list(named.values()), {name: len(layer.tokens_per_expert) for name, layer in named.items()}
-    number = check_layers(moe, sizes)
+    layers = dict(_layers(moe))
+    sizes = {name: len(layer.tokens_per_expert) for name, layer in layers.items()}
+    check_counted_together("update_expert_bias", moe, sizes, "MoE inside, which has biases to update.", group)
     groups, collectives = get_platform().groups, get_platform().collectives
-    counts = Tensor(np.concatenate([layer.tokens_per_expert for layer in layers]))
+    counts = Tensor(np.concatenate([layer.tokens_per_expert for layer in layers.values()]))
     if groups.is_initialized():
-        group = groups.default_group() if group is None else group
-        bounds = Tensor(np.asarray([-number, number], np.int64))
-        collectives.all_reduce(bounds, "max", group=group)
-        least, most = bounds.asnumpy().tolist()
-        check_counted_together(sizes, -least, most)
-        collectives.all_reduce(counts, group=group)
+        collectives.all_reduce(counts, group=groups.default_group() if group is None else group)
     numbers, at = counts.asnumpy(), 0
-    for layer in layers:
+    for layer in layers.values():
         own = numbers[at : at + len(layer.tokens_per_expert)]
         at += len(own)
         changed = layer.expert_bias.asnumpy() + lr * np.sign(own.sum() - own * len(own)).astype(np.float32)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_moe.checks import check_counted_together, check_layers
+from hp_moe.checks import check_counted_together
 from hp_platform import get_platform
 
 __all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "recomputes", "update_expert_bias"]
@@ -41,20 +41,15 @@ def update_expert_bias(moe: nn.Module, lr: float = 1e-3, *, group: Any = None) -
     Raises:
         ValueError: there is no ``MoE`` inside, or ranks of the group have others.
     """
-    named = dict(_layers(moe))
-    layers, sizes = list(named.values()), {name: len(layer.expert_bias) for name, layer in named.items()}
-    number = check_layers(moe, sizes)
+    layers = dict(_layers(moe))
+    sizes = {name: len(layer.expert_bias) for name, layer in layers.items()}
+    check_counted_together("update_expert_bias", moe, sizes, "MoE inside, which has biases to update.", group)
     groups, collectives = get_platform().groups, get_platform().collectives
-    counts = torch.cat([layer.tokens_per_expert for layer in layers])
+    counts = torch.cat([layer.tokens_per_expert for layer in layers.values()])
     if groups.is_initialized():
-        group = groups.default_group() if group is None else group
-        bounds = counts.new_tensor([-number, number])
-        collectives.all_reduce(bounds, "max", group=group)
-        least, most = bounds.tolist()
-        check_counted_together(sizes, -least, most)
-        collectives.all_reduce(counts, group=group)
+        collectives.all_reduce(counts, group=groups.default_group() if group is None else group)
     with torch.no_grad():
-        for layer, own in zip(layers, counts.split([len(layer.expert_bias) for layer in layers]), strict=True):
+        for layer, own in zip(layers.values(), counts.split(list(sizes.values())), strict=True):
             layer.expert_bias += lr * torch.sign(own.sum() - own * len(own))
             layer.tokens_per_expert.zero_()
 
