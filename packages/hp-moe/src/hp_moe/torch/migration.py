@@ -24,7 +24,7 @@ def belongings(
     Raises:
         NotImplementedError: something keeps them from moving.
     """
-    found = []
+    moving = []
     for name in names:
         parameter, where = getattr(module, name), f"{type(module).__name__}.{name}"
         # fully_shard registers parameters of its own; it gives the module the method, and the parameter an axis more.
@@ -44,8 +44,8 @@ def belongings(
                         f"{type(optimizer).__name__}'s state {key!r} of {where} is not laid out as the parameter, so it"
                         " is not known which part is whose: experts cannot move under this optimizer"
                     )
-        found += [name] + ["grad"] * (parameter.grad is not None) + [key for key, _ in _states(parameter, optimizers)]
-    return found
+        moving += [name] + ["grad"] * (parameter.grad is not None) + [key for key, _ in _states(parameter, optimizers)]
+    return moving
 
 
 def _parameters(optimizers: Sequence[Any]) -> Iterator[T]:

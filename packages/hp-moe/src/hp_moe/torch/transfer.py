@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from hp_platform import get_platform
 from hp_platform.torch.heavy import exchanged
@@ -117,6 +118,7 @@ class _Ahead(torch.autograd.Function):
         return _unchanged(ctx, travel, tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:  # type: ignore[override]
         ctx.travel.wait()
         return None, *gradients
@@ -132,6 +134,7 @@ class _Begin(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:  # type: ignore[override]
         returning, ctx.travel.returning = ctx.travel.returning, None
         return None, *(ctx.travel.send_back(gradients) if returning is None else returning)
@@ -146,6 +149,7 @@ class _End(torch.autograd.Function):
         return _unchanged(ctx, travel, tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:  # type: ignore[override]
         if not ctx.travel.early:
             ctx.travel.returning = ctx.travel.send_back(gradients)
@@ -161,6 +165,7 @@ class Gathered(torch.autograd.Function):
         return exchanged(lambda: _gather(rows, group))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
         return _scatter(grad, ctx.group), None
 
@@ -174,6 +179,7 @@ class Scattered(torch.autograd.Function):
         return exchanged(lambda: _scatter(rows, group))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
         return _gather(grad, ctx.group), None
 
