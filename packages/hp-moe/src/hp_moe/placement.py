@@ -87,6 +87,13 @@ class ExpertPlacement:
                 visiting[rank].append(expert)
         return tuple((*own, *guests) for own, guests in zip(at_home, visiting, strict=True))
 
+    @functools.cached_property
+    def holder_places(self) -> tuple[int, ...]:
+        """List each expert's holders, one expert after the other, as places among all experts that ranks compute."""
+        pairs = [(expert, rank) for rank, local in enumerate(self.local) for expert in local]
+        places = {pair: place for place, pair in enumerate(pairs)}
+        return tuple(places[expert, rank] for expert, holders in enumerate(self.holders) for rank in holders)
+
     def shares(self, counts: Sequence[Sequence[int]], *, whole: bool = False) -> Shares:
         """Decide how many tokens of each source go to which holder of an expert, so that ranks have alike to do.
 

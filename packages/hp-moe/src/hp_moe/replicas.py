@@ -119,13 +119,9 @@ def choose_holders(
     _, received = f.exchange_numbers(message, [count] * ranks, [count] * ranks, group)()
     counts = [received[source * count : (source + 1) * count] for source in range(ranks)]
     shares = placement.shares(counts, whole=whole)
-    places = {
-        pair: place for place, pair in enumerate((e, r) for r, local in enumerate(placement.local) for e in local)
-    }
-    table = tuple(places[expert, rank] for expert, holders in enumerate(placement.holders) for rank in holders)
     order, inverse = f.order(experts)  # an expert's tokens as they come: the first go to its home
     holders = f.repeated_numbers(list(itertools.chain.from_iterable(shares[rank])), experts)
-    return f.take(f.slots(holders, table)[0], inverse), shares
+    return f.take(f.slots(holders, placement.holder_places)[0], inverse), shares
 
 
 def check_slots(name: str, placement: ExpertPlacement, experts: int, ranks: int, slots: int) -> None:
