@@ -96,7 +96,15 @@ def test_losses_that_are_not_known_are_refused():
         global_auxiliary_loss(nn.Linear(2, 2))
     other = Other()
     global_auxiliary_loss(other)
-    with pytest.raises(ValueError, match=r"Other computed 1, but experts \* sum\(.*\) of this rank's tokens is 2: its"):
-        other(torch.ones(4, 4, device=device_type()))
+    own = torch.ones(4, 4, device=device_type())
+    if dist.get_rank():  # whose loss happens to be that of the formula
+        own *= 2**0.5
+    with pytest.raises(
+        ValueError, match=rf"on 1 of 2 ranks; this one computed {1 + dist.get_rank()}, and .* is 2\. Set"
+    ):
+        other(own)
+    rounded = torch.full((4, 4), 2**0.5, device=device_type(), dtype=torch.bfloat16)
+    assert float(rounded.square().mean()) != 2
+    other(rounded)
     with pytest.raises(ValueError, match="Other returned a tuple: leave return_dict=False out"):
         other(torch.ones(4, 4), return_dict=False)

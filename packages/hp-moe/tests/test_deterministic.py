@@ -74,5 +74,8 @@ def test_gradients_that_would_be_summed_in_another_order_are_refused():
     moe(x).sum().backward()
     assert torch.equal(moe.experts.w1.grad.to_local(), once.to_local())
     moe.zero_grad()
+    for _ in range(2):  # an overflow, which a loss scaler looks for after the step's last pass
+        (moe(x) * float("nan")).sum().backward()
+    moe.zero_grad()
     with pytest.raises(RuntimeError, match="ran more than once in one backward pass"):
         (moe(x) + moe(x)).sum().backward()

@@ -23,6 +23,7 @@ from hp_moe import (
     MoEAuxLossAutoScaler,
     TensorParallel,
     TokenChoiceTopKRouter,
+    rebalance,
     update_expert_bias,
 )
 from hp_styles import parallelize_module
@@ -136,8 +137,31 @@ def test_counts_of_different_layers_are_not_added_up():
     stage = nn.ModuleDict({f"layer{rank}": build()})
     with pytest.raises(ValueError, match=rf"ranks have different layers.*this rank has layer{rank}\. Pass group="):
         update_expert_bias(stage)
+    parallelize_module(stage, init_device_mesh(device_type(), (1,)), {f"layer{rank}.experts": ExpertParallel(slots=1)})
+    with pytest.raises(ValueError, match=rf"rebalance: ranks have .*has layer{rank}\.experts\. Pass group="):
+        rebalance(stage)
     group = [dist.new_group([each]) for each in range(2)][rank]
     update_expert_bias(stage, group=group)
+    rebalance(stage, group=group)
+
+
+@on_ranks(2)
+def test_a_rank_without_layers_is_an_error_of_all():
+    """It raised alone, and the others waited for its counts."""
+    stage = build() if dist.get_rank() else nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"this rank has {'the model itself' if dist.get_rank() else 'none'}"):
+        update_expert_bias(stage)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", [ExpertParallel(), ExpertParallel("all_gather")], ids=repr)
+def test_second_derivatives_are_refused(style):
+    """Those of rows that have travelled were left out where something else had some: here a residual."""
+    _, moe = spread(style)
+    x = tokens(4).requires_grad_()
+    (gradient,) = torch.autograd.grad((moe(x) + x**3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
 
 
 @on_ranks(2)

@@ -63,10 +63,11 @@ def global_auxiliary_loss(model: nn.Module, *, group: Any = None) -> Any:
         mask = signature.bind_partial(*inputs, **keywords).arguments.get("attention_mask")
         layers = [_whole(each) for each in output.router_logits]
         top_k, own = options.num_experts_per_tok, _whole(own)
+        over = get_platform().groups.default_group() if group is None else group
         if not checked:
-            _check(name, own, _loss(layers, top_k, mask, None)[0])
+            _check(name, own, _loss(layers, top_k, mask, None)[0], layers[0].dtype, over)
             checked = True
-        value, part = _loss(layers, top_k, mask, get_platform().groups.default_group() if group is None else group)
+        value, part = _loss(layers, top_k, mask, over)
         total = value + (part - part.detach())  # the value of all ranks, the gradient of this one
         if output.loss is not None:
             change: Any = options.router_aux_loss_coef * (total - own)
@@ -114,11 +115,24 @@ def _switched_on(module: Any) -> bool:
     return bool(getattr(getattr(module, "config", None), "output_router_logits", False))
 
 
-def _check(name: str, got: T, expected: T) -> None:
-    """Refuse a loss of another formula, before any communication."""
-    if got.isfinite() and not torch.allclose(got.double(), expected.double(), rtol=1e-3, atol=1e-5):
+def _check(name: str, got: T, expected: T, dtype: torch.dtype, group: Any) -> None:
+    """Refuse a loss of another formula, on all ranks alike.
+
+    Args:
+        name: of the model.
+        got: the loss that it computed.
+        expected: the same by the formula that is known.
+        dtype: of the logits that it is computed from, in which some versions of transformers add up.
+        group: of the ranks.
+    """
+    tolerance = max(1e-3, 4 * torch.finfo(dtype).eps)
+    close = not got.isfinite() or torch.allclose(got.double(), expected.double(), rtol=tolerance, atol=1e-5)
+    differing = torch.tensor(int(not close), device=got.device)
+    get_platform().collectives.all_reduce(differing, group=group)
+    if differing:
+        where = f" on {int(differing)} of {get_platform().groups.size(group)} ranks; this one"
         raise ValueError(
-            f"global_auxiliary_loss: {name} computed {float(got):.6g}, but experts * sum(share of choices * mean"
-            f" probability) of this rank's tokens is {float(expected):.6g}: its loss has another formula. Set"
+            f"global_auxiliary_loss: the loss of {name} has another formula{where} computed {float(got):.6g}, and"
+            f" experts * sum(share of choices * mean probability) of its tokens is {float(expected):.6g}. Set"
             " output_router_logits = False, and use load_balance_coeff of MoE, or a loss of your own"
         )
