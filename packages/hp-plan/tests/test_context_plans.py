@@ -176,6 +176,23 @@ def test_outputs_without_labels_are_whole():
 
 
 @on_ranks(2)
+def test_logits_of_routers_without_labels_are_whole():
+    plan = small_plan({"cp": 2}, config="Qwen3MoeConfig", sections={"run": {"dtype": "float64"}}, **EXPERTS)
+    single = build_model(plan).to(device_type()).train()
+    model = apply(copy.deepcopy(single), plan)
+    batch = {name: value for name, value in padded(plan).items() if name != "labels"}
+    with Float64():
+        expected, got = (each(**batch, use_cache=False, output_router_logits=True) for each in (single, model))
+        torch.testing.assert_close(got.router_logits, expected.router_logits, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(got.aux_loss, expected.aux_loss, rtol=TOLERANCE, atol=0)
+        for each in (got, expected):
+            (each.aux_loss + sum(logits[::3].square().mean() for logits in each.router_logits)).backward()
+    for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=TOLERANCE, msg=name)
+
+
+@on_ranks(2)
 def test_inputs_that_are_refused_on_all_ranks():
     plan = small_plan({"cp": 2})
     model = apply(build_model(plan).to(device_type()), plan)
@@ -199,6 +216,18 @@ def test_inputs_that_are_refused_on_all_ranks():
             model(tokens if options is not None else tokens[:, :6], **(options or {}))
     with pytest.raises(NotImplementedError, match="past_key_values is passed.*generate with a model without cp"):
         model.generate(tokens, max_new_tokens=2)
+
+
+@on_ranks(4)
+def test_inputs_that_some_ranks_refuse_are_an_error_of_all():
+    """Those of one sample raised alone, and the others waited for their number of labels."""
+    plan = small_plan({"dp_shard": 2, "cp": 2})
+    model = apply(build_model(plan).to(device_type()), plan)
+    tokens = torch.ones(2, 8, dtype=torch.int64, device=device_type())
+    refusing = get_platform().groups.rank() < 2
+    text = "a sequence of length 6 .* pad it to 8" if refusing else r"cp: ranks \[0, 1\] refuse the inputs"
+    with pytest.raises(ValueError, match=text):
+        model(tokens[:, :6] if refusing else tokens, labels=None if refusing else tokens)
 
 
 @on_ranks(2)

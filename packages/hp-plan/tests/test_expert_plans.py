@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hp_plan import ParallelPlan, build_model, lint, verify
+from hp_plan import ParallelPlan, apply, build_model, lint, verify
 from hp_plan.experts import check_auxiliary_loss
+from hp_plan.extend import data_parallel_rows
 from hp_plan.memory import training_bytes
 from hp_plan.outline import ModelOutline
 from hp_plan.port import models
-from hp_testing import on_ranks
+from hp_plan.torch.float64 import Float64
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from expert_families import plan_of
@@ -200,6 +204,20 @@ LOGITS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 def test_load_balancing_losses_are_of_all_tokens(mesh):
     """Those of each rank's tokens, averaged, gave gradients of embeddings that were wrong by more than their size."""
     check(plan_of("Qwen3MoeConfig", mesh, overrides=LOGITS))
+
+
+@on_ranks(2)
+def test_a_load_balancing_loss_that_a_call_asks_for_is_of_all_tokens():
+    plan = plan_of("MixtralConfig", {"dp_shard": 2}, run={"dtype": "float64"})
+    single = build_model(plan).to(device_type()).train()
+    model = apply(copy.deepcopy(single), plan)
+    tokens = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(2)).to(device_type())
+    with Float64():
+        expected, got = (
+            each(part, output_router_logits=True).aux_loss
+            for each, part in ((single, tokens), (model, tokens[data_parallel_rows(plan)]))
+        )
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
 
 
 def test_experts_that_ranks_do_not_divide_take_the_memory_of_the_most():

@@ -22,7 +22,7 @@ from hp_pipeline import PipelineSchedule
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
 from hp_plan.context import check_context
 from hp_plan.diagnostics import PlanError
-from hp_plan.experts import balances_alone, expert_styles, spread_experts, with_expert_axes
+from hp_plan.experts import expert_styles, spread_experts, with_expert_axes
 from hp_plan.memory import check_memory, check_states, memory_left
 from hp_plan.outline import ModelOutline, block_lists, matches
 from hp_plan.pipelines import check_pipeline, check_split, choose_order
@@ -79,9 +79,9 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if "pp" in axes:
         return _in_stages(model, plan, mesh, outline, styles)
     _distribute(model, plan, mesh, outline, styles, outline.modules)
+    if outline.balances and plan.mesh.data_parallel * plan.mesh.cp > 1:
+        own.balance_all_tokens(model)  # before outputs are whole sequences again
     _take_whole_sequences(model, plan, mesh)
-    if balances_alone(plan, outline.config) is not None:
-        own.balance_all_tokens(model)
     own.adapt_library_methods(model, tensor_parallel="tp" in axes)
     if activations is not None:
         hp_offload.fit_memory(model, activations, bandwidth=plan.memory.bandwidth)

@@ -21,7 +21,7 @@ from hp_plan.outline import ModelOutline, generalise, matching
 from hp_plan.plan import ParallelPlan
 from hp_styles.extend import kv_copies, split_degrees
 
-__all__ = ["capped", "check_attention", "check_context", "check_sequence"]
+__all__ = ["caps_logits", "check_attention", "check_context", "check_sequence"]
 
 _LAYERS = ("full_attention", "sliding_attention")
 
@@ -93,7 +93,7 @@ def _check_mixing(plan: ParallelPlan, model: ModelOutline, blocks: str) -> Itera
     if others and not without:
         yield _refused(plan, f"layers are of the type {others[0]!r}; known are {', '.join(_LAYERS)}", leave)
     implementation = getattr(config, "_attn_implementation", None)
-    if implementation != "sdpa" and not (implementation == "eager" and capped(config)):
+    if implementation != "sdpa" and not (implementation == "eager" and caps_logits(config)):
         message = f"attention is computed by {implementation!r}, and 'sdpa' is what can be spread over ranks"
         yield _refused(plan, message, "write attn_implementation = 'sdpa' in [model.overrides], or leave cp out")
 
@@ -125,7 +125,7 @@ def _check_loss(plan: ParallelPlan, model: ModelOutline) -> Iterator[Diagnostic]
         yield _refused(plan, message, "leave cp out, or take such a model")
 
 
-def capped(config: Any) -> bool:
+def caps_logits(config: Any) -> bool:
     """Return True for a model that caps its logits softly, which 'sdpa' does not and 'eager' does: Gemma 2."""
     return hasattr(config, "attn_logit_softcapping")
 

@@ -24,6 +24,7 @@ __all__ = ["Border", "counts_tokens", "is_attention"]
 
 T = torch.Tensor
 IGNORED = -100
+_REFUSED = -1  # in place of a number of labels
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels")
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
@@ -65,16 +66,17 @@ class Border:
             model: the model; its `loss_function` is set.
             plain: makes the model's output plain.
         """
-        loss = _CountedLoss(model)
+        loss, sizes = _CountedLoss(model), [0, 0]
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             parts = self.parts(type(module).forward, args, kwargs)
             loss.expected = "labels" in parts
+            sizes[:] = _rows(parts).shape[:2]
             return (), parts
 
         def whole(module: nn.Module, args: Any, output: Any) -> Any:
             if not loss.expected:
-                return output if loss.called else self._gathered(plain(output))
+                return output if loss.called else self._gathered(plain(output), *sizes)
             loss.refuse()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -109,9 +111,26 @@ class Border:
 
         Raises:
             NotImplementedError: inputs whose part is not known.
-            ValueError: lengths that differ or do not divide, or inputs that differ between the ranks of `cp`.
+            ValueError: lengths that differ or do not divide, inputs that differ between the ranks of `cp`, or that
+                another rank refuses.
         """
         inputs = {**dict(zip(_parameters(forward)[1:], args, strict=False)), **kwargs}
+        try:
+            inputs, tokens, parts = self._cut(inputs)
+        except (NotImplementedError, ValueError):
+            current = get_platform().devices.current_device()
+            device = next((value.device for value in inputs.values() if isinstance(value, T)), current)
+            self._exchange(torch.tensor([_REFUSED, 0], device=device))  # which the other ranks wait for
+            raise
+        total = self._agree(tokens)
+        if "labels" in tokens:
+            items = inputs.get("num_items_in_batch")  # the caller's is of the batch that the ranks of `cp` share
+            count, ranks = (total, self._data.size()) if items is None else (torch.as_tensor(items), self._mesh.size())
+            parts.update(shift_labels=parts["labels"], num_items_in_batch=count.double() / ranks)
+        return {**inputs, **parts}
+
+    def _cut(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T], dict[str, Any]]:
+        """Return the inputs with shifted labels, those of them that belong to tokens, and this rank's part of these."""
         _check(inputs)
         inputs = {name: value for name, value in inputs.items() if value is not None}
         if "shift_labels" in inputs:
@@ -122,41 +141,49 @@ class Border:
         length = _length(tokens)
         if "position_ids" not in tokens:
             tokens["position_ids"] = torch.arange(length, device=_rows(tokens).device)[None]
-        parts = context_parallel_shard(tokens, self._mesh, load_balance=self._load_balance)
-        total = self._agree(tokens)
-        if "labels" in tokens:
-            items = inputs.get("num_items_in_batch")  # the caller's is of the batch that the ranks of `cp` share
-            count, ranks = (total, self._data.size()) if items is None else (torch.as_tensor(items), self._mesh.size())
-            parts.update(shift_labels=parts["labels"], num_items_in_batch=count.double() / ranks)
-        return {**inputs, **parts}
+        return inputs, tokens, context_parallel_shard(tokens, self._mesh, load_balance=self._load_balance)
 
     def _agree(self, tokens: Mapping[str, T]) -> T:
         """Count the labels of all ranks with other tokens, and refuse ranks of `cp` that are passed different inputs.
 
         Raises:
-            ValueError: on all of these ranks.
+            ValueError: on all of these ranks; or another rank has refused its inputs.
         """
         labels = tokens.get("labels")
         count = torch.zeros_like(_digest(tokens)) if labels is None else (labels != IGNORED).sum()
-        own = torch.stack([count, _digest(tokens)])
-        everyone, size = own.new_empty(self._data.size() * 2), self._mesh.size()
-        get_platform().collectives.all_gather(everyone, own, group=self._data.get_group())
-        counts, digests = everyone.view(-1, size, 2).unbind(-1)  # `cp` is the innermost axis
-        if bool((digests != digests[:, :1]).any()):
+        counts, digests = self._exchange(torch.stack([count, _digest(tokens)]))
+        if bool(((counts == _REFUSED) | (digests != digests[:, :1])).any()):
+            refusing = self._data.ranks.reshape(-1)[(counts == _REFUSED).view(-1).cpu().numpy()].tolist()
+            if refusing:
+                raise ValueError(f"cp: ranks {refusing} refuse the inputs that they are passed; see their errors")
             raise ValueError(
-                f"cp: its {size} ranks are passed different inputs, but they share each sample: pass the same whole"
-                f" sequences on all of them ({', '.join(tokens)})"
+                f"cp: its {self._mesh.size()} ranks are passed different inputs, but they share each sample: pass the"
+                f" same whole sequences on all of them ({', '.join(tokens)})"
             )
         return counts[:, 0].sum()
 
-    def _gathered(self, value: Any) -> Any:
+    def _exchange(self, own: T) -> tuple[T, T]:
+        """Gather two numbers of all ranks; return the first and the second ones, [parts of the batch, `cp`]."""
+        everyone = own.new_empty(self._data.size() * 2)
+        get_platform().collectives.all_gather(everyone, own, group=self._data.get_group())
+        counts, digests = everyone.view(-1, self._mesh.size(), 2).unbind(-1)  # `cp` is the innermost axis
+        return counts, digests
+
+    def _gathered(self, value: Any, samples: int, length: int) -> Any:
+        """Gather what has this rank's tokens: [samples, length, ...], or [samples * length, ...] as a router's."""
         if isinstance(value, T):
-            return self._gather(value) if value.dim() > 1 else value
+            if value.shape[:2] == (samples, length):
+                return self._gather(value)
+            if value.dim() == 2 and len(value) == samples * length:
+                return self._gather(value.unflatten(0, (samples, length))).flatten(0, 1)
+            return value
         if isinstance(value, dict):
             for key in list(value):
-                value[key] = self._gathered(value[key])  # in place, as in `plain`
+                value[key] = self._gathered(value[key], samples, length)  # in place, as in `plain`
             return value
-        return type(value)(map(self._gathered, value)) if type(value) in (list, tuple) else value
+        if type(value) in (list, tuple):
+            return type(value)(self._gathered(each, samples, length) for each in value)
+        return value
 
     def _gather(self, part: T) -> T:
         """Gather a part; the mean of the ranks' gradients is then that of one process, as each has the whole loss."""

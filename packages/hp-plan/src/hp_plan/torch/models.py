@@ -15,7 +15,7 @@ from hp_dtensor.torch.extend import become
 from hp_fsdp.extend import Roster
 from hp_moe import GroupedExperts, global_auxiliary_loss
 from hp_pipeline import PipelinedModel
-from hp_plan.context import capped
+from hp_plan.context import caps_logits
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_plan.plan import ParallelPlan
 from hp_plan.torch import context
@@ -162,7 +162,7 @@ def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Plain) -> None:
 def spread_attention(model: nn.Module) -> None:
     """Let attention that caps its logits be one that a context parallel style finds."""
     config = getattr(base(model), "config", None)
-    if capped(config) and config._attn_implementation == "eager":  # type: ignore[union-attr]
+    if caps_logits(config) and config._attn_implementation == "eager":  # type: ignore[union-attr]
         library.capped_attention_of(base(model))
 
 
