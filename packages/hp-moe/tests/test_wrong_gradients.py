@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from moe_models import sum_over_ranks
 
-from hp_dtensor import init_device_mesh
+from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_moe import (
     ExpertParallel,
     ExpertTensorParallel,
@@ -137,7 +137,8 @@ def test_counts_of_different_layers_are_not_added_up():
     stage = nn.ModuleDict({f"layer{rank}": build()})
     with pytest.raises(ValueError, match=rf"ranks have different layers.*this rank has layer{rank}\. Pass group="):
         update_expert_bias(stage)
-    parallelize_module(stage, init_device_mesh(device_type(), (1,)), {f"layer{rank}.experts": ExpertParallel(slots=1)})
+    alone = DeviceMesh(device_type(), [rank], mesh_dim_names=("ep",))
+    parallelize_module(stage, alone, {f"layer{rank}.experts": ExpertParallel(slots=1)})
     with pytest.raises(ValueError, match=rf"rebalance: ranks have .*has layer{rank}\.experts\. Pass group="):
         rebalance(stage)
     group = [dist.new_group([each]) for each in range(2)][rank]
@@ -157,8 +158,9 @@ def test_a_rank_without_layers_is_an_error_of_all():
 @pytest.mark.parametrize("style", [ExpertParallel(), ExpertParallel("all_gather")], ids=repr)
 def test_second_derivatives_are_refused(style):
     """Those of rows that have travelled were left out where something else had some: here a residual."""
-    _, moe = spread(style)
-    x = tokens(4).requires_grad_()
+    moe = MoE(8, 8, 4, top_k=2, use_grouped_mm=True).to(device_type())
+    parallelize_module(moe.experts, init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",)), style)
+    x = torch.randn(4, 8, device=device_type(), requires_grad=True)
     (gradient,) = torch.autograd.grad((moe(x) + x**3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.square().sum().backward()

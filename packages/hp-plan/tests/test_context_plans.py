@@ -186,7 +186,8 @@ def test_logits_of_routers_without_labels_are_whole():
         torch.testing.assert_close(got.router_logits, expected.router_logits, rtol=TOLERANCE, atol=TOLERANCE)
         torch.testing.assert_close(got.aux_loss, expected.aux_loss, rtol=TOLERANCE, atol=0)
         for each in (got, expected):
-            (each.aux_loss + sum(logits[::3].square().mean() for logits in each.router_logits)).backward()
+            routed = sum(logits[::3].square().mean() for logits in each.router_logits)
+            (each.logits[:, 3:].square().mean() + each.aux_loss + routed).backward()
     for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
         if q.grad is not None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=TOLERANCE, msg=name)
