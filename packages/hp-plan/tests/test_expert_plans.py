@@ -230,3 +230,15 @@ def test_experts_that_ranks_do_not_divide_take_the_memory_of_the_most():
         dense = bytes_of(8, 1) - 2 * 2 * one * 4 * 4  # two layers; weight, gradient, two states, of four bytes
         router = 2 * (8 - experts) * 16 * 4 * 4 // 4
         assert bytes_of(experts, ep) == pytest.approx(dense - router + 2 * most * one * 4 * 4, abs=64)
+
+
+def test_an_ep_that_fits_no_axes_is_one_error():
+    plan = ParallelPlan.from_dict(
+        {
+            "model": {"config": "Qwen3MoeConfig", "overrides": {"num_hidden_layers": 1, "num_experts": 6}},
+            "mesh": {"dp_shard": 2, "ep": 3},
+            "styles": "auto",
+        }
+    )
+    (diagnostic,) = lint(plan)
+    assert "ep = 3 does not fit the 2 ranks that share a copy of the model, dp_shard 2" in str(diagnostic)

@@ -186,3 +186,9 @@ def test_the_command_prepares_and_says_what_is_wrong(texts, tmp_path):
     assert refused.exit_code == 1
     assert "error: the data file" in refused.output
     assert "does not exist; give files or folders of text" in refused.output
+
+
+def test_a_tokenizer_refuses_text_that_is_not_utf8(tokenizer_folder):
+    tokenizer = read_tokenizer(str(tokenizer_folder))
+    with pytest.raises(DataError, match=r"begins with 'b\\udcff' is not UTF-8, so the tokenizer can't .*; convert its"):
+        tokenizer.encode(["a", b"b\xff".decode(errors="surrogateescape")])

@@ -219,6 +219,12 @@ def test_dropout_goes_on_where_it_was(tmp_path):
 @on_ranks(2)
 def test_a_run_of_another_model_does_not_go_on(tmp_path):
     run(tmp_path, {"dp_shard": 2})
+    if get_platform().groups.rank() == 0:
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+        with pytest.raises(OutputError, match=r"has a finished run of 3 steps, and no metrics\.jsonl .*run\.steps"):
+            run(tmp_path, {"dp_shard": 2}, resume="auto")
+    else:
+        run(tmp_path, {"dp_shard": 2}, resume="auto")
     smaller = {**TABLES["model"], "overrides": {**TABLES["model"]["overrides"], "num_hidden_layers": 1}}
     with pytest.raises(OutputError, match=r"step-00000003 doesn't fit the plan: .*that the model lacks.*with --out"):
         run(tmp_path, {"dp_shard": 2}, 5, smaller, resume="auto")

@@ -183,6 +183,8 @@ def _mismatch(plan: ParallelPlan, style: str, module: ModuleOutline) -> tuple[st
         fix = "leave mesh.ep out; mesh.dp_shard and mesh.tp shard all parameters"
         return f"a {module.type_name} has a norm after its experts, whose gradient nobody would add up", fix
     if not _parts(mesh, style):
+        if not _parts(mesh, automatic_style(plan)):
+            return None  # no style can have this ep, which is reported under mesh.ep
         fix = f"take '{automatic_style(plan)}'"
         if style == "expert_parallel":
             return f"ep = {mesh.ep} is no multiple of tp = {mesh.tp}, whose ranks have the same tokens", fix

@@ -21,7 +21,7 @@ from hyper_parallel.data import has_tokens
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
-from hyper_parallel.output import METRICS, Summary, draw_loss, last_loss
+from hyper_parallel.output import METRICS, OutputError, Summary, draw_loss, last_loss
 from hyper_parallel.port import rank_process, training
 from hyper_parallel.run import Run, keep_lines
 from hyper_parallel.sinks import JsonLines
@@ -117,6 +117,9 @@ def train(
                 reporter.step(step)
     if not leader:
         return None
+    if not steps:
+        fix = "train on with more steps (run.steps), or choose another folder with --out"
+        raise OutputError(f"{folder} has a finished run of {run.step} steps, and no {METRICS} of them; {fix}")
     checkpoint = run.checkpoints.path(run.step)
     draw_loss(steps, run.folder / "loss.png", title=f"{name} on {_mesh(plan)}")
     summary = Summary(

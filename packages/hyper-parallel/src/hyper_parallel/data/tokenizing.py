@@ -95,7 +95,13 @@ class _FromFile:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, on as many threads as the library takes (RAYON_NUM_THREADS)."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError as error:
+            wrong = next((text for text in texts if not text.isascii() and "\\udc" in ascii(text)), "")
+            message = f"the document that begins with {ascii(wrong[:40])} is not UTF-8, so the tokenizer can't read it"
+            raise DataError(message, "convert its file, or leave it out") from error
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text, special tokens left out."""
