@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor import DeviceMesh
@@ -10,7 +11,26 @@ from hp_platform import get_platform
 from hp_styles.context.plan import Degrees
 from hp_styles.context.ring import Links
 
-__all__ = ["ContextRanks"]
+__all__ = ["ContextRanks", "UlyssesAxes"]
+
+
+@dataclass(frozen=True)
+class UlyssesAxes:
+    """Between which ranks heads are exchanged for parts of the sequence, and on which dims.
+
+    Attributes:
+        group: the process group.
+        size: its ranks.
+        head_dim: the dim that has the heads.
+        seq_dim: the dim that has the sequence.
+        load_balance: each rank holds a chunk of the head and one of the tail.
+    """
+
+    group: Any
+    size: int
+    head_dim: int
+    seq_dim: int
+    load_balance: bool
 
 
 class ContextRanks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from mindspore import Tensor, _Function, mint, ops
@@ -10,6 +9,7 @@ from mindspore import Tensor, _Function, mint, ops
 from hp_dtensor import DeviceMesh, Replicate, Shard
 from hp_dtensor.mindspore.extend import DTensor
 from hp_platform import get_platform
+from hp_styles.context.group import UlyssesAxes
 from hp_styles.context.plan import chunk_order, chunks_of, divided
 
 __all__ = ["Exchange", "exchange", "repeated", "shard", "unshard"]
@@ -42,23 +42,8 @@ def repeated(x: Tensor, times: int, dim: int) -> Tensor:
     return ops.stack([x] * times, dim + 1).reshape(shape)
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Between which ranks, on which dims.
-
-    Attributes:
-        group: the process group.
-        size: its ranks.
-        head_dim: the dim that has the heads.
-        seq_dim: the dim that has the sequence.
-        load_balance: each rank holds a chunk of the head and one of the tail.
-    """
-
-    group: Any
-    size: int
-    head_dim: int
-    seq_dim: int
-    load_balance: bool
+class Exchange(UlyssesAxes):
+    """An exchange of heads for parts of the sequence, on this framework's tensors."""
 
     def run(self, x: Tensor, *, to_heads: bool) -> Tensor:
         """Exchange a tensor, outside of differentiation."""

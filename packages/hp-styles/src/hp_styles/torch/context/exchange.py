@@ -14,29 +14,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hp_platform import get_platform
+from hp_styles.context.group import UlyssesAxes
 
 __all__ = ["Exchange", "Transfer", "exchange"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Between which ranks, on which dims.
-
-    Attributes:
-        group: the process group.
-        size: its ranks.
-        head_dim: the dim that has the heads.
-        seq_dim: the dim that has the sequence.
-        load_balance: each rank holds a chunk of the head and one of the tail.
-    """
-
-    group: Any
-    size: int
-    head_dim: int
-    seq_dim: int
-    load_balance: bool
+class Exchange(UlyssesAxes):
+    """An exchange of heads for parts of the sequence, on this framework's tensors."""
 
     def pieces(self, x: torch.Tensor, *, to_heads: bool) -> tuple[int, ...]:
         """Return the shape in which ``x`` is sent: a piece per rank, its heads, its part of the sequence, the rest."""
