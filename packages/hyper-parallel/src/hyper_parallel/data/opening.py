@@ -6,13 +6,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hp_plan import DataSection
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.mixture import Mixture
 from hyper_parallel.data.packing import Packed
-from hyper_parallel.data.samples import Samples, Windows
+from hyper_parallel.data.samples import Rows, Samples, Windows
 from hyper_parallel.data.text import VOCABULARY, check_text, read_text
-from hyper_parallel.data.tokens import TokenFile
+from hyper_parallel.data.tokens import TokenFile, beyond
 
 _SUFFIXES = (".bin", ".idx")
 
@@ -104,13 +107,14 @@ class _Checked:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def rows(self, numbers):
+    def rows(self, numbers: NDArray[np.int64]) -> Rows:
         """Return the samples of these numbers.
 
         Raises:
             DataError: with the file and the place of the first token that the vocabulary lacks.
         """
         rows = self._samples.rows(numbers)
-        for file in self._files:
-            file.check(rows.tokens, self._vocabulary)
+        if beyond(rows.tokens, self._vocabulary):  # one look at the rows, however many files there are
+            for file in self._files:
+                file.check(rows.tokens, self._vocabulary)
         return rows

@@ -59,7 +59,7 @@ class TokenFile:
 
     def check(self, tokens: NDArray[np.int64], vocabulary: int) -> None:
         """Raise a DataError that names the first token of the file that the vocabulary lacks, if `tokens` has such."""
-        if not tokens.size or (int(tokens.max()) < vocabulary and int(tokens.min()) >= 0):
+        if not beyond(tokens, vocabulary):
             return
         for start in range(0, len(self.tokens), 1 << 24):
             part = self.tokens[start : start + (1 << 24)].astype(np.int64)
@@ -70,6 +70,11 @@ class TokenFile:
                     f"vocabulary has {vocabulary}"
                 )
                 raise DataError(message, "take the tokenizer's model, or tokenize the data with the model's tokenizer")
+
+
+def beyond(tokens: NDArray[np.int64], vocabulary: int) -> bool:
+    """Return True if a token is not in a vocabulary of this size."""
+    return bool(tokens.size) and not (0 <= int(tokens.min()) and int(tokens.max()) < vocabulary)
 
 
 def write_tokens(path: str | os.PathLike[str], documents: Iterable[Any], *, vocabulary: int) -> int:
@@ -94,7 +99,7 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[Any], *, voca
         with open(parts[0], "wb") as file:
             for document in documents:
                 tokens = np.asarray(document, dtype=np.int64)
-                if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) < vocabulary):
+                if beyond(tokens, vocabulary):
                     wrong = next(int(token) for token in tokens if not 0 <= token < vocabulary)
                     message = f"document {len(lengths)} has token {wrong}, but the vocabulary has {vocabulary}"
                     raise DataError(message, "give the vocabulary of the tokenizer")
