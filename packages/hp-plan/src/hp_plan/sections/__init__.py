@@ -1,0 +1,24 @@
+"""The sections of a plan, each a frozen value that is checked by `hp_plan.schema`."""
+
+from __future__ import annotations
+
+from hp_plan.sections.distribution import ContextSection, FsdpSection, PipelineSection
+from hp_plan.sections.mesh import AXES, MeshSection
+from hp_plan.sections.model import ModelSection
+from hp_plan.sections.optimization import OptimizerSection, ScheduleSection, schedule_factor
+from hp_plan.sections.running import DataSection, MemorySection, RunSection
+
+__all__ = [
+    "AXES",
+    "ContextSection",
+    "DataSection",
+    "FsdpSection",
+    "MemorySection",
+    "MeshSection",
+    "ModelSection",
+    "OptimizerSection",
+    "PipelineSection",
+    "RunSection",
+    "ScheduleSection",
+    "schedule_factor",
+]

@@ -1,0 +1,73 @@
+"""`[data]`, `[run]` and `[memory]`: one training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hp_plan.sections.bounds import at_least, more_than
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Training data: text as bytes (a vocabulary of 256), or files of tokens.
+
+    An epoch has each sample once, in an order that `run.seed` decides.
+
+    Attributes:
+        paths: text files or folders; none means the Python sources of the running interpreter's standard library. Or
+            token files, `.bin` beside `.idx`, as `hyper-parallel data prepare` and Megatron write them.
+        weights: of token files, each path's part of the samples, in any unit; none is by their tokens.
+        packing: of token files, each sample holds whole documents, which don't see each other and of whose first token
+            no loss is taken; false cuts samples from the tokens of all documents side by side.
+        sequence_length: tokens of one sample.
+        batch_size: samples of one step over all ranks.
+        max_bytes: read no more than this of text as bytes.
+    """
+
+    paths: tuple[str, ...] = ()
+    weights: tuple[float, ...] = at_least(0.0, ())
+    packing: bool = False
+    sequence_length: int = at_least(2, 128)
+    batch_size: int = at_least(1, 8)
+    max_bytes: int = at_least(1, 64_000_000)
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """One training run.
+
+    Attributes:
+        steps: optimizer steps.
+        seed: of the weights and of the samples.
+        dtype: of the weights.
+        grad_clip: scale gradients down to this global norm; none leaves them alone.
+        platform: the framework that the model is written for; none takes the one in use (see `get_platform`).
+        checkpoint_every: save a checkpoint after so many steps; 0 saves at the end and when the run is stopped.
+        keep: so many checkpoints, the newest.
+        stop_within: seconds between SIGTERM and the end of a rank: enough for a step and a checkpoint.
+    """
+
+    steps: int = at_least(1, 100)
+    seed: int = at_least(0, 0)
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    grad_clip: float | None = more_than(0.0, None)
+    platform: Literal["torch", "mindspore"] | None = None
+    checkpoint_every: int = at_least(0, 0)
+    keep: int = at_least(1, 2)
+    stop_within: float = more_than(0.0, 25.0)
+
+
+@dataclass(frozen=True)
+class MemorySection:
+    """A rank's memory, and what it is made to fit.
+
+    Attributes:
+        budget: of a rank for its shard of weights, gradients and optimizer states, and for what backward needs of each
+            block, such as `"20GiB"`; what of the latter does not fit is swapped or computed again, by a plan that the
+            first step makes (`hp_offload.fit_memory`). None keeps everything.
+        bandwidth: between device and host, bytes a second in each direction; 0 swaps nothing.
+    """
+
+    budget: str | None = None
+    bandwidth: float = at_least(0.0, 25e9)
