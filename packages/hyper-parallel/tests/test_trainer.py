@@ -157,7 +157,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
     ("changed", "text"),
     [
         ({"seed": 5}, r"run\.seed was 0 and is 5"),
-        ({"sequence_length": 9}, r"data\.sequence_length was 8 and is 9; samples of an epoch was 50 and is 44"),
+        ({"sequence_length": 9}, r"data\.sequence_length was 8 and is 9"),
     ],
     ids=str,
 )
@@ -168,8 +168,23 @@ def test_other_samples_under_the_numbers_of_a_run(tmp_path, changed, text):
 
 
 def refused(folder, changed, text):
+    (folder / "swapped").write_bytes(b"to be or not to see " * 20)
     with pytest.raises(DataError, match=rf"step-00000001 can't go on .*{text}.*; set it back, or .* --weights .*step"):
         run(folder, {}, 2, changed=changed, resume="auto")
+
+
+def test_other_data_of_the_same_size(tmp_path):
+    run_ranks(1, run, tmp_path, {}, 1)
+    run_ranks(1, refused, tmp_path, {"paths": [str(tmp_path / "swapped")]}, r"digest of the data was \[")
+
+
+@on_ranks(2)
+def test_ranks_that_read_different_data_are_refused(tmp_path):
+    rank = get_platform().groups.rank()
+    own = tmp_path / f"own{rank}"
+    own.write_bytes(b"to be or not to be" * 20 + str(rank).encode())
+    with pytest.raises(DataError, match="rank 1 reads other data than rank 0 from .*own.*the same files"):
+        run(tmp_path, {"dp_shard": 2}, changed={"paths": [str(own)]})
 
 
 def test_a_metrics_file_that_was_cut_off(tmp_path):

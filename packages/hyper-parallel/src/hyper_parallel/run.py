@@ -18,7 +18,7 @@ from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows
 from hp_platform import get_platform, manual_seed
-from hyper_parallel.data import DataError, Samples, open_samples
+from hyper_parallel.data import Content, DataError, Samples, contents, open_samples
 from hyper_parallel.launch import Resume
 from hyper_parallel.output import CHECKPOINTS, OutputError, Step
 from hyper_parallel.port import Trainer, training
@@ -48,6 +48,7 @@ class Run:
         folder: the same on all ranks.
         trainer: the model under the plan, with its optimizer and schedule.
         samples: of the training data.
+        contents: what the training data holds.
         checkpoints: of the run.
         step: how many are done.
         sample: the number of the next global sample.
@@ -67,6 +68,7 @@ class Run:
             raise NotImplementedError("a run goes on on PyTorch only: MindSpore's optimizer states are not saved yet")
         self.plan, self._stop, self._ranks = plan, stop, Ranks()
         self.folder = Path(self._ranks.first(str(folder.absolute()).encode, "train").decode())
+        self.contents: tuple[Content, ...] = self._agreed_contents()
         self.trainer: Trainer = training().Trainer(plan)
         vocabulary = plan.model.overrides.get("vocab_size")
         self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=vocabulary)
@@ -156,8 +158,28 @@ class Run:
             "data.sequence_length": data.sequence_length,
             "data.packing": data.packing,
             "data.weights": list(data.weights),
-            "samples of an epoch": len(self.samples),
+            "digest of the data": [content.digest for content in self.contents],
         }
+
+    def _agreed_contents(self) -> tuple[Content, ...]:
+        """Describe the training data, which all ranks have alike.
+
+        Raises:
+            DataError: ranks read different data.
+        """
+        own: list[Content] = []
+
+        def read() -> bytes:
+            own.extend(contents(self.plan.data))
+            return json.dumps([content.digest for content in own]).encode()
+
+        everyone = self._ranks.agree(read, "reading the data")
+        other = next((rank for rank, digests in enumerate(everyone) if digests != everyone[0]), None)
+        if other is not None:
+            names = ", ".join(self.plan.data.paths) or "the standard library's sources"
+            message = f"rank {other} reads other data than rank 0 from {names}"
+            raise DataError(message, "give all machines the same files")
+        return tuple(own)
 
     def _load(self, steps: list[int]) -> None:
         """Load the newest checkpoint that can be read.

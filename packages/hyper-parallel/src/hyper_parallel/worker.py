@@ -101,7 +101,8 @@ def train(
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop))
         name, steps, lines = run.trainer.name, [], None
-        title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {len(run.samples):,} samples"
+        tokens = sum(content.tokens for content in run.contents)
+        title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {tokens:,} tokens"
         if leader:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
             steps = keep_lines(run.folder / METRICS, run.step)

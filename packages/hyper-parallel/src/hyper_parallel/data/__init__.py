@@ -4,6 +4,7 @@ Every rank computes the rows of any step from the number of a global sample, so 
 any other number of ranks goes on from it.
 """
 
+from hyper_parallel.data.contents import Content, contents
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.mixture import Mixture
 from hyper_parallel.data.opening import check_data, has_tokens, open_samples
@@ -16,6 +17,7 @@ from hyper_parallel.data.tokens import TokenFile, write_tokens
 __all__ = [
     "IGNORED",
     "VOCABULARY",
+    "Content",
     "DataError",
     "Mixture",
     "Packed",
@@ -25,6 +27,7 @@ __all__ = [
     "Windows",
     "check_data",
     "check_text",
+    "contents",
     "find_files",
     "has_tokens",
     "open_samples",

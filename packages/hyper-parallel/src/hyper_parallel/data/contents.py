@@ -1,0 +1,72 @@
+"""What the data of a run is, so that another under the same name is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hp_plan import DataSection
+from hyper_parallel.data.opening import has_tokens
+from hyper_parallel.data.text import read_text
+from hyper_parallel.data.tokens import TokenFile
+
+_BLOCK, _BLOCKS = 4096, 256
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a path of the data holds.
+
+    Attributes:
+        path: as the plan names it; empty for all text together.
+        tokens: how many.
+        documents: of a token file; None for text.
+        digest: differs where the tokens or documents do. Of tokens that take more than 1 MiB, 256 blocks of 4 KiB are
+            looked at, the first, the last and those evenly between, so a change to a few tokens in place may be missed.
+    """
+
+    path: str
+    tokens: int
+    documents: int | None
+    digest: str
+
+
+def contents(section: DataSection) -> tuple[Content, ...]:
+    """Describe the data of a plan.
+
+    Args:
+        section: of the plan.
+
+    Raises:
+        DataError: as `check_data`.
+    """
+    if not has_tokens(section):
+        text = read_text(section.paths, max_bytes=section.max_bytes)
+        return (Content("", len(text), None, _digest([text])),)
+    described = []
+    for path in section.paths:
+        file = TokenFile(path)
+        starts = np.ascontiguousarray(file.starts, "<i8")
+        digest = _digest([np.asarray([file.tokens.itemsize], "<i8"), starts, *_blocks(file.tokens)])
+        described.append(Content(str(Path(path)), len(file.tokens), len(file), digest))
+    return tuple(described)
+
+
+def _blocks(tokens: Any) -> Iterable[Any]:
+    """Return the tokens, or evenly spaced blocks of them where there are many."""
+    size = _BLOCK // tokens.itemsize
+    if len(tokens) <= _BLOCKS * size:
+        return [tokens]
+    return [tokens[start : start + size] for start in np.linspace(0, len(tokens) - size, _BLOCKS).astype(np.int64)]
+
+
+def _digest(arrays: Iterable[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(memoryview(np.ascontiguousarray(array)).cast("B"))
+    return digest.hexdigest()
