@@ -111,6 +111,10 @@ def test_a_kind_of_device_that_is_elsewhere(monkeypatch):
     )
 
 
+def test_the_name_of_the_device():
+    assert get_platform().devices.name().strip()
+
+
 def test_the_memory_of_the_device():
     total = get_platform().devices.total_memory()
     assert total is None or total > 1 << 28

@@ -16,6 +16,7 @@ from hp_plan.sections import (
     FsdpSection,
     MemorySection,
     MeshSection,
+    MetricsSection,
     ModelSection,
     OptimizerSection,
     PipelineSection,
@@ -36,6 +37,7 @@ SECTIONS: dict[str, type] = {
     "data": DataSection,
     "run": RunSection,
     "memory": MemorySection,
+    "metrics": MetricsSection,
 }
 AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
@@ -63,6 +65,7 @@ class ParallelPlan:
         data: the training text.
         run: length, seed, dtype.
         memory: a rank's budget.
+        metrics: where they go.
 
     Raises:
         PlanError: a value has the wrong type or is out of range; it has all diagnostics.
@@ -79,6 +82,7 @@ class ParallelPlan:
     data: DataSection = field(default_factory=DataSection)
     run: RunSection = field(default_factory=RunSection)
     memory: MemorySection = field(default_factory=MemorySection)
+    metrics: MetricsSection = field(default_factory=MetricsSection)
 
     def __post_init__(self) -> None:
         diagnostics: list[Diagnostic] = []

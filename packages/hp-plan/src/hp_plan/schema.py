@@ -84,6 +84,10 @@ def _advice(got: Any, hint: Any, expected: str) -> str:
     choices = _choices(hint)
     if choices and isinstance(got, str):
         return near_misses(got, choices)
+    of_items = _choices(get_args(hint)[0]) if get_origin(hint) is tuple else []
+    if of_items and isinstance(got, (list, tuple)):
+        wrong = next((item for item in got if isinstance(item, str) and item not in of_items), None)
+        return f"write {expected}" if wrong is None else near_misses(wrong, of_items)
     return f"write {expected}"
 
 
@@ -132,7 +136,10 @@ def _conform_tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, str | N
     open_ended = arguments[-1] is Ellipsis
     inner = arguments[0]
     length = "" if open_ended else f"{len(arguments)} "
-    expected = f"a list of {length}{'strings' if inner is str else 'numbers'}"
+    if get_origin(inner) is Literal:
+        expected = f"a list of some of {', '.join(get_args(inner))}"
+    else:
+        expected = f"a list of {length}{'strings' if inner is str else 'numbers'}"
     if not isinstance(value, (list, tuple)) or (not open_ended and len(value) != len(arguments)):
         return value, expected
     items = [_conform(item, inner) for item in value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from hp_platform.host import memory_bytes, peak_resident_bytes, reset_peak_resident_bytes
+from hp_platform.host import memory_bytes, peak_resident_bytes, processor_name, reset_peak_resident_bytes
 from hp_platform.port import Capabilities, port
 from hp_platform.ports import choose_kind
 
@@ -60,6 +60,10 @@ class Devices:
             RuntimeError: MindSpore on CPU, which has none; `capabilities.streams` tells.
         """
         return port().devices.stream(self.kind)
+
+    def name(self) -> str:
+        """Name the current device as its maker does, such as "NVIDIA H100 80GB HBM3"."""
+        return processor_name() if self.kind == "cpu" else port().devices.name(self.kind)
 
     def total_memory(self) -> int | None:
         """Get how many bytes the current device has, on CPU the whole machine; None where nobody says (MindSpore)."""

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import platform
 import resource
 import signal
 import sys
@@ -31,6 +32,14 @@ def memory_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
             total = min(total, int(Path(limit).read_text()))
     return total
+
+
+def processor_name() -> str:
+    """Get the name of this machine's processor as its maker calls it, else its architecture."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def peak_resident_bytes() -> int:

@@ -35,7 +35,7 @@ from hp_plan.extend import (
 from hp_platform import get_platform
 from hp_platform.extend import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, platform_name, wanted_platform
 from hyper_parallel import checkpoints, pipeline, worker
-from hyper_parallel.data import VOCABULARY, DataError, check_data
+from hyper_parallel.checking import check_run
 from hyper_parallel.data.command import app as data_app
 from hyper_parallel.display import make_console, settings_table, verify_table
 from hyper_parallel.launch import Job, Resume, inside_launcher, launcher_place
@@ -146,7 +146,7 @@ def lint_plan(
         _set_environment(tables, plan, run_code=run_model_code)
         read, errors = read_plan(tables)
         report = examine(read, errors, nproc, run_model_code=run_model_code)
-        diagnostics, notes = [*report.diagnostics, *_check_data(read)], _notes(report, nproc)
+        diagnostics, notes = [*report.diagnostics, *check_run(read)], _notes(report, nproc)
         if json_lines:
             typer.echo(json.dumps({"diagnostics": [dataclasses.asdict(each) for each in diagnostics], "notes": notes}))
         elif diagnostics:
@@ -309,7 +309,7 @@ def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> P
     report = examine(read, diagnostics, ranks, run_model_code=True)
     diagnostics = list(report.diagnostics)
     if training:
-        diagnostics += _check_data(read)
+        diagnostics += check_run(read)
     devices = get_platform().devices
     if devices.kind != "cpu" and not inside_launcher() and ranks > devices.count:
         message = f"{ranks} ranks, but this machine has only {devices.count} {devices.kind} devices"
@@ -322,21 +322,6 @@ def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> P
     if diagnostics:
         raise PlanError(diagnostics)
     return read
-
-
-def _check_data(plan: ParallelPlan) -> list[Diagnostic]:
-    """Check that the plan can be trained on its data."""
-    diagnostics = []
-    try:
-        needed = check_data(plan.data)
-    except DataError as error:
-        return [Diagnostic("data.paths", error.message, error.fix)]
-    vocabulary = plan.model.overrides.get("vocab_size")
-    if isinstance(vocabulary, int) and vocabulary < needed:
-        data = "text as bytes" if needed == VOCABULARY else "the tokenizer of the data"
-        message = f"the model knows {vocabulary} tokens, but {data} has {needed}"
-        diagnostics.append(Diagnostic("model.overrides.vocab_size", message, f"make it {needed} or more"))
-    return diagnostics
 
 
 def _run(work: Callable[[Job], Any], job: Job, ranks: int) -> Any:

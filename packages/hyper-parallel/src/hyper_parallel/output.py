@@ -16,7 +16,7 @@ from typing import Any
 
 from hp_checkpoint.extend import steps_in
 
-METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+METRICS, RECORD, CHECKPOINTS = "metrics.jsonl", "run.json", "checkpoints"
 
 
 class OutputError(ValueError):
@@ -35,7 +35,7 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str, resume: boo
         OutputError: it can't be made or written to, or has a run that is not to go on.
     """
     folder = Path(out) if out is not None else _unused(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if not resume and ((folder / METRICS).exists() or steps_in(folder / CHECKPOINTS)):
+    if not resume and ((folder / METRICS).exists() or (folder / RECORD).exists() or steps_in(folder / CHECKPOINTS)):
         fix = "go on with it by --resume auto, or choose another folder with --out"
         raise OutputError(f"{folder} has a run, which would be overwritten; {fix}")
     try:

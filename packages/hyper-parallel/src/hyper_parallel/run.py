@@ -46,6 +46,7 @@ class Run:
     Attributes:
         plan: the plan.
         folder: the same on all ranks.
+        ranks: of the run.
         trainer: the model under the plan, with its optimizer and schedule.
         samples: of the training data.
         contents: what the training data holds.
@@ -66,8 +67,8 @@ class Run:
     ) -> None:
         if resume != "no" and get_platform().name != "torch":
             raise NotImplementedError("a run goes on on PyTorch only: MindSpore's optimizer states are not saved yet")
-        self.plan, self._stop, self._ranks = plan, stop, Ranks()
-        self.folder = Path(self._ranks.first(str(folder.absolute()).encode, "train").decode())
+        self.plan, self._stop, self.ranks = plan, stop, Ranks()
+        self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
         self.contents: tuple[Content, ...] = self._agreed_contents()
         self.trainer: Trainer = training().Trainer(plan)
         vocabulary = plan.model.overrides.get("vocab_size")
@@ -79,7 +80,7 @@ class Run:
         self._rows = data_parallel_rows(plan)
         self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep))
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
-        steps = json.loads(self._ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
+        steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
         if resume == "auto" and steps:
             try:
                 self._load(steps)
@@ -134,7 +135,7 @@ class Run:
         self.step, self.sample = self.step + 1, self.sample + batch
         asked = self._stop is not None and self._stop.asked
         own = _RECORD.pack(np.nan if loss is None else loss, get_platform().devices.peak_memory(), asked)
-        everyone = [_RECORD.unpack(record) for record in self._ranks.gather(own)]
+        everyone = [_RECORD.unpack(record) for record in self.ranks.gather(own)]
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
         losses = [each for each, _, _ in everyone if not np.isnan(each)] or [np.nan]
         self.peak_memory = tuple(memory for _, memory, _ in everyone)
@@ -173,7 +174,7 @@ class Run:
             own.extend(contents(self.plan.data))
             return json.dumps([content.digest for content in own]).encode()
 
-        everyone = self._ranks.agree(read, "reading the data")
+        everyone = self.ranks.agree(read, "reading the data")
         other = next((rank for rank, digests in enumerate(everyone) if digests != everyone[0]), None)
         if other is not None:
             names = ", ".join(self.plan.data.paths) or "the standard library's sources"

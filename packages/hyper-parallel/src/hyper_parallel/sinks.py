@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+"""The library, and the extra, of each sink that a plan may name: see `metrics.sinks`."""
 
 
 class Sink(Protocol):
@@ -56,13 +60,15 @@ class TensorBoard:
 
     Args:
         folder: of the files.
+        after: a step; those after it that another start of the run has written are not shown.
 
     Raises:
         ImportError: tensorboardX isn't installed.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = _library("tensorboardX", "tensorboard").SummaryWriter(str(folder))
+    def __init__(self, folder: Path, *, after: int = 0) -> None:
+        purge = {"purge_step": after + 1} if after else {}
+        self._writer = _library("tensorboard").SummaryWriter(str(folder), **purge)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a point to each curve."""
@@ -85,13 +91,15 @@ class WeightsAndBiases:
         folder: where its files go.
         name: of the run.
         config: values to search runs by.
+        identity: of the run, which goes on under it; None is a new one.
 
     Raises:
         ImportError: wandb isn't installed.
     """
 
-    def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
-        self._run = _library("wandb", "wandb").init(dir=str(folder), name=name, config=dict(config))
+    def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any], identity: str | None = None) -> None:
+        same = {} if identity is None else {"id": identity, "resume": "allow"}
+        self._run = _library("wandb").init(dir=str(folder), name=name, config=dict(config), **same)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step."""
@@ -185,8 +193,33 @@ class Background:
             return self._calls.popleft() if self._calls else None
 
 
-def _library(name: str, extra: str) -> Any:
+def open_sinks(names: Sequence[str], folder: Path, record: Mapping[str, Any]) -> list[Background]:
+    """Open the sinks of a plan's `metrics.sinks`, each in the background, and give them the run's record.
+
+    Args:
+        names: of the sinks.
+        folder: of the run.
+        record: of the run, whose last start is the one that goes on now.
+    """
+    start = record["starts"][-1]
+    makes: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoard(folder / "tensorboard", after=start["step"]),
+        "wandb": lambda: WeightsAndBiases(folder, name=folder.name, config=start, identity=record["id"]),
+    }
+    opened = [Background(name, makes[name]) for name in dict.fromkeys(names)]
+    for sink in opened:
+        sink.text("run", json.dumps(start, indent=1))
+    return opened
+
+
+def missing(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the sinks whose library isn't installed, each with its library."""
+    return [(name, LIBRARIES[name]) for name in names if importlib.util.find_spec(LIBRARIES[name]) is None]
+
+
+def _library(sink: str) -> Any:
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(LIBRARIES[sink])
     except ImportError as error:
-        raise ImportError(f"the sink {extra} needs {name}: pip install 'hyper-parallel[{extra}]'") from error
+        text = f"the sink {sink} needs {LIBRARIES[sink]}: pip install 'hyper-parallel[{sink}]'"
+        raise ImportError(text) from error

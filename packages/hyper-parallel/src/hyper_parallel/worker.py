@@ -23,8 +23,9 @@ from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
 from hyper_parallel.output import METRICS, OutputError, Summary, draw_loss, last_loss
 from hyper_parallel.port import rank_process, training
+from hyper_parallel.record import begin
 from hyper_parallel.run import Run, keep_lines
-from hyper_parallel.sinks import JsonLines
+from hyper_parallel.sinks import JsonLines, Sink, open_sinks
 from hyper_parallel.stopping import Stop
 
 _PATIENCE = 20.0
@@ -88,7 +89,7 @@ def train(
 
     Args:
         plan: the plan to train.
-        folder: where rank 0 writes plan.toml, metrics.jsonl and loss.png, and all ranks checkpoints/.
+        folder: where rank 0 writes plan.toml, run.json, metrics.jsonl and loss.png, and all ranks checkpoints/.
         reporter: shown each step; rank 0's.
         resume: "auto" goes on from the folder's newest checkpoint.
         until: stop after this step.
@@ -100,20 +101,24 @@ def train(
     leader = get_platform().groups.rank() == 0
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop))
-        name, steps, lines = run.trainer.name, [], None
+        name, steps, sinks = run.trainer.name, [], list[Sink]()
+        record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
         tokens = sum(content.tokens for content in run.contents)
         title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {tokens:,} tokens"
-        if leader:
+        if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
             steps = keep_lines(run.folder / METRICS, run.step)
-            lines = stack.enter_context(contextlib.closing(JsonLines(run.folder / METRICS)))
+            sinks = [JsonLines(run.folder / METRICS), *open_sinks(plan.metrics.sinks, run.folder, record)]
+            for sink in sinks:
+                stack.enter_context(contextlib.closing(sink))
         if reporter is not None:
             stack.enter_context(reporter.running(title, steps=plan.run.steps))
         for step in run.steps():
             steps.append(step)
-            if lines is not None:
-                metrics = dataclasses.asdict(step)
-                lines.write(metrics.pop("step"), metrics)
+            metrics = dataclasses.asdict(step)
+            number = metrics.pop("step")
+            for sink in sinks:
+                sink.write(number, metrics)
             if reporter is not None:
                 reporter.step(step)
     if not leader:

@@ -7,6 +7,7 @@ from hp_plan.sections.mesh import AXES, MeshSection
 from hp_plan.sections.model import ModelSection
 from hp_plan.sections.optimization import OptimizerSection, ScheduleSection, schedule_factor
 from hp_plan.sections.running import DataSection, MemorySection, RunSection
+from hp_plan.sections.watching import MetricsSection
 
 __all__ = [
     "AXES",
@@ -15,6 +16,7 @@ __all__ = [
     "FsdpSection",
     "MemorySection",
     "MeshSection",
+    "MetricsSection",
     "ModelSection",
     "OptimizerSection",
     "PipelineSection",

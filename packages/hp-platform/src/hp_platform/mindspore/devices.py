@@ -65,6 +65,11 @@ def stream(kind: str) -> Any:
     return mindspore.runtime.Stream()
 
 
+def name(kind: str) -> str:
+    """Name the kind of device; MindSpore doesn't tell which of them it is."""
+    return "Ascend"
+
+
 def total_memory(kind: str) -> None:
     """Say nothing: MindSpore's answer is 0 until the device is used."""
 

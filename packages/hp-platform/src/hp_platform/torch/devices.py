@@ -60,6 +60,11 @@ def stream(kind: str) -> Any:
     return device_module(kind).Stream()
 
 
+def name(kind: str) -> str:
+    """Name the current device as its maker does."""
+    return device_module(kind).get_device_properties(torch.accelerator.current_device_index()).name
+
+
 def total_memory(kind: str) -> int:
     """Get how many bytes the current device has."""
     return device_module(kind).get_device_properties(torch.accelerator.current_device_index()).total_memory
