@@ -242,7 +242,7 @@ def _sweep(first: int, mesh: Any, limit: int) -> None:
         assert any(ran) or case.refuses, f"{case.name} refuses every combination"
 
 
-@on_ranks(2, 3, timeout=300.0)
+@on_ranks(3, thorough=(2,), timeout=300.0)
 @pytest.mark.parametrize("first", GROUPS)
 def test_one_axis(first: int, ranks: int) -> None:
     _sweep(first, init_device_mesh(device_type(), (ranks,)), 2)

@@ -48,7 +48,7 @@ def compiled(how: str, count: Any, **options: Any) -> tuple[nn.Module, nn.Module
     return reference, fully_shard(model, data_mesh(), **options)
 
 
-@on_ranks(1, 3)
+@on_ranks(3, thorough=(1,))
 @pytest.mark.parametrize("how", ["before", "after", "wrapped"])
 def test_blocks_share_one_graph(how: str):
     count = counter()
@@ -96,6 +96,7 @@ def test_accumulation_evaluation_and_a_new_shape():
     same_gradients(model, reference)
 
 
+@pytest.mark.thorough
 @pytest.mark.not_on("torch-npu-sim", reason="torch.compile's inductor wants triton-ascend for NPUs")
 @on_ranks(2)
 def test_mixed_precision_with_inductor():

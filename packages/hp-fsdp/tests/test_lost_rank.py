@@ -23,18 +23,22 @@ pytestmark = pytest.mark.framework("torch")
 LIMIT = 30.0  # half of the groups' timeout
 CASES = [
     ("forward", 3, 0),
-    ("forward", 4, 2),
-    ("backward", 3, 1),
     ("backward", 4, 0),
     ("hsdp backward", 4, 3),
-    ("deterministic backward", 4, 2),
     ("clip_grad_norm_", 3, 0),
+]
+MORE = [
+    ("forward", 4, 2),
+    ("backward", 3, 1),
+    ("deterministic backward", 4, 2),
     ("full_state_dict", 3, 2),
     ("redistribute", 4, 1),
 ]
 
 
-@pytest.mark.parametrize(("case", "ranks", "doomed"), CASES)
+@pytest.mark.parametrize(
+    ("case", "ranks", "doomed"), [*CASES, *(pytest.param(*each, marks=pytest.mark.thorough) for each in MORE)]
+)
 def test_a_killed_rank_is_named(case: str, ranks: int, doomed: int):
     if lacking := target.missing():
         pytest.skip(lacking)

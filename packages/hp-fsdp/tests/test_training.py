@@ -39,7 +39,7 @@ OPTIMIZERS = {
 }
 
 
-@on_ranks(1, 2, 3, 4, 8)
+@on_ranks(1, 2, 3, 4, thorough=(8,))
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_group_for_each_block(reshard: bool):
     train(*pair(reshard_after_forward=reshard))
@@ -64,7 +64,7 @@ def test_the_default_mesh_is_all_ranks():
     train(reference, model, steps=1)
 
 
-@on_ranks(2, 4, 8)
+@on_ranks(2, 4, thorough=(8,))
 def test_a_second_axis_replicates(ranks: int):
     mesh = init_device_mesh(device_type(), (2, ranks // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     train(*pair(mesh=mesh))

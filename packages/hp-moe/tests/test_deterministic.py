@@ -31,11 +31,11 @@ def alone(steps: int) -> torch.Tensor:
         (2, 3, {}),
         (4, 3, {}),
         (2, 3, {"slots": 4}),
-        (4, 3, {"slots": 1}),
+        pytest.param(4, 3, {"slots": 1}, marks=pytest.mark.thorough),
         (4, 3, {"slots": 3}),
         (2, 3, {"moves": True, "slots": 1}),
         (4, 3, {"moves": True}),
-        (4, 20, {"moves": True, "slots": 2}),
+        pytest.param(4, 20, {"moves": True, "slots": 2}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )

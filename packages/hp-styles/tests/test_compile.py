@@ -96,6 +96,7 @@ def test_block_in_one_graph(sequence: bool) -> None:
     _compiled_equals_eager(2, sequence, "aot_eager", torch.float64)
 
 
+@pytest.mark.thorough
 @pytest.mark.not_on("torch-npu-sim", reason="torch.compile's inductor wants triton-ascend for NPUs")
 @on_ranks(2)
 def test_block_by_inductor() -> None:

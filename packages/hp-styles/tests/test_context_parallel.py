@@ -102,9 +102,11 @@ def test_recomputed_layers(how: str, degree: int | None) -> None:
         _equals_one_process(Model(2), style, recompute=how)
 
 
-@on_ranks(2, 4)
+@on_ranks(4, thorough=(2,))
 @pytest.mark.parametrize("degree", [None, 2], ids=["ulysses", "two"])
-@pytest.mark.parametrize("load_balance", [False, True], ids=["consecutive", "balanced"])
+@pytest.mark.parametrize(
+    "load_balance", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["consecutive", "balanced"]
+)
 def test_projections_that_are_sent_at_once(degree: int | None, load_balance: bool) -> None:
     for names in ("qkv", "kv", "v"):
         style = AsyncContextParallel(

@@ -81,6 +81,7 @@ def test_good(ranks):
     assert "not today" in output
 
 
+@ONCE
 def test_absent_hardware_skips_with_what_it_needs(tmp_path):
     if "npu" in get_platform().devices.present():
         pytest.skip("this machine has an npu")
@@ -157,6 +158,19 @@ def test_an_expression_that_selects_nothing_fails(tmp_path):
 
 
 @ONCE
+def test_slow_variants_run_when_asked_for(tmp_path):
+    text = """
+import pytest
+
+@pytest.mark.parametrize("size", [1, pytest.param(8, marks=pytest.mark.thorough)])
+def test_sizes(size): ...
+"""
+    output = run_pytest(tmp_path, text=text)
+    assert "1 passed, 1 deselected" in output and "left out, of another tier: 1 tests (--tier all runs them)" in output
+    assert "2 passed" in run_pytest(tmp_path, "--tier", "all", text=text)
+
+
+@ONCE
 def test_ranks_end_once_the_last_test_of_their_number_is_done(tmp_path):
     output = run_pytest(
         tmp_path,
@@ -188,6 +202,7 @@ def test_without_ranks(): check()
     assert "4 passed" in output and "error" not in output
 
 
+@pytest.mark.thorough
 @pytest.mark.framework("mindspore")  # which is not the default backend
 def test_workers_of_xdist_run_the_same_tests(tmp_path):
     pytest.importorskip("xdist", reason="the sessions without a device have pytest-xdist")

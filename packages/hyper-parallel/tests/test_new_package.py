@@ -41,6 +41,7 @@ def copy(tmp_path):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_a_new_package_passes_its_tests(copy):
     assert run(copy, ".ci/new_package.py", "hp-example") == "exit status 0"
     project = tomllib.loads((copy / "pyproject.toml").read_text())["tool"]

@@ -17,7 +17,13 @@ GROUP = 30
 
 
 @on_ranks(2, timeout=120.0)
-@pytest.mark.parametrize("first", range(0, len(OPERATORS), GROUP))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.thorough] if first // GROUP % 2 else [])
+        for first in range(0, len(OPERATORS), GROUP)
+    ],
+)
 def test_operators_are_right_on_every_layout(first: int) -> None:
     failures = []
     for name in list(OPERATORS)[first : first + GROUP]:

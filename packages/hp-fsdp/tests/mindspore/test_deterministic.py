@@ -151,13 +151,17 @@ JOBS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "resharded to two": ({"reshard_after_forward": 2}, (4,)),
 }
 
+SLOW = ("replicas", "by parameter", "whole rows", "kept")  # and on PyTorch in every run
+
 
 @cache
 def first() -> dict[str, Any]:
     return run_ranks(1, weights_after)[0]
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in SLOW else name for name in JOBS]
+)
 def test_weights_and_norms_have_the_same_bits(name: str):
     options, sizes = JOBS[name]
     expected = None if name == "mixed precision" else first()

@@ -345,6 +345,7 @@ def test_names_and_state_stay():
     assert all(map(torch.equal, gradients(pickle.loads(pickle.dumps(model))), gradients(plain)))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 def test_the_compiler_inside_and_outside():
     """Compiled blocks have the bits of compiled blocks; this backend leaves them those of eager ones."""

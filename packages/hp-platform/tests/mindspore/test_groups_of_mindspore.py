@@ -93,6 +93,7 @@ print("total", as_array(tensor).item(), "on rank", platform.groups.rank(), flush
 """
 
 
+@pytest.mark.thorough
 def test_a_program_under_msrun(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     with socket.socket() as free:

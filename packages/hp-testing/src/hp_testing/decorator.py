@@ -11,7 +11,9 @@ from hp_testing.pool import RankError, run
 from hp_testing.reference import BODY, refer
 
 
-def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def on_ranks(
+    *world_sizes: int, thorough: tuple[int, ...] = (), timeout: float = 60.0
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run a pytest test on every rank of a pool, once for each world size.
 
         @on_ranks(1, 2, 4)
@@ -23,6 +25,7 @@ def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[...
 
     Args:
         *world_sizes: the numbers of ranks.
+        thorough: more of them, for runs of all tests (`--tier all`) alone.
         timeout: seconds until ranks that haven't returned are killed.
 
     Raises:
@@ -56,6 +59,7 @@ def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[...
         test.__signature__ = signature.replace(parameters=[*own, added])  # type: ignore[attr-defined]
         setattr(test, BODY, body)
         sizes = [pytest.param(size, id=f"ranks{size}") for size in world_sizes]
+        sizes += [pytest.param(size, id=f"ranks{size}", marks=pytest.mark.thorough) for size in thorough]
         return pytest.mark.parametrize("ranks", sizes)(test)
 
     return decorate

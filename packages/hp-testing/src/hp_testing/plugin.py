@@ -20,7 +20,7 @@ from hp_testing.reference import BODY
 
 NEUTRAL = "torch-cpu"  # where tests are run that no framework takes part in
 ELSEWHERE = f"no framework in it: run on {NEUTRAL}"
-TIERS = ("device", "all")
+TIERS = ("device", "usual", "all")
 LEFT_OUT = "hp_testing left out"  # in what a worker of pytest-xdist tells
 # How many tests the tier left out.
 _OTHER_TIER = pytest.StashKey[int]()
@@ -39,8 +39,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption(
         "--tier",
         choices=TIERS,
-        help="all tests, or those marked `device` and the first of each module (default: device on torch-npu-sim, whose"
-        " kernels are the CPU's, else all)",
+        help="all tests, those that are not marked `thorough`, or those marked `device` and the first of each module"
+        " (default: device on torch-npu-sim, whose kernels are the CPU's, else usual)",
     )
     config = cast(pytest.Config, pluginmanager.get_plugin("pytestconfig"))
     with contextlib.suppress(pytest.UsageError):  # pytest reports it when it parses all arguments
@@ -68,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", text)
     text = "device: the test is of what another device or its plugin for PyTorch can break; see --tier"
+    config.addinivalue_line("markers", text)
+    text = "thorough: a slow variant of what another test of the module covers; see --tier"
     config.addinivalue_line("markers", text)
     text = "not_on(*backends, reason): the test is skipped with these values of --backend, for the reason it gives"
     config.addinivalue_line("markers", text)
@@ -100,8 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     selected = platform_name()
     backend = config.getoption("--backend")
-    if (config.getoption("--tier") or ("device" if backend == "torch-npu-sim" else "all")) == "device":
-        _keep_device_tier(config, items)
+    _keep_tier(config, items, config.getoption("--tier") or ("device" if backend == "torch-npu-sim" else "usual"))
     items.sort(key=_world_size)  # stable: in a size, the order is that of the files
     neutral: dict[Path, bool] = {}
     for item in items:
@@ -122,20 +123,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _keep_device_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the kernels of another device, its streams and its communication have no part in.
+def _keep_tier(config: pytest.Config, items: list[pytest.Item], tier: str) -> None:
+    """Leave out the tests that are not of a tier. Where tests were chosen by name, nothing is left out.
 
-    The first test of each module stays, so that every feature is tried once. Where tests were chosen by name, nothing
-    is left out.
+    Of `device` is what the kernels of another device, its streams and its communication have a part in; the first test
+    of each module stays, so that every feature is tried once.
     """
-    if any("::" in argument for argument in config.args):
+    if tier == "all" or any("::" in argument for argument in config.args):
         return
     modules: set[Path] = set()
     kept, left = [], []
     for item in items:
-        first = item.path not in modules
-        modules.add(item.path)
-        (kept if first or item.get_closest_marker("device") else left).append(item)
+        stays = not item.get_closest_marker("thorough")
+        if stays and tier == "device":
+            stays = item.path not in modules or item.get_closest_marker("device") is not None
+            modules.add(item.path)
+        (kept if stays else left).append(item)
     if left:
         config.hook.pytest_deselected(items=left)
         config.stash[_OTHER_TIER] = len(left)
@@ -169,7 +172,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tell which test modules were left out."""
     if count := config.stash[_OTHER_TIER]:
-        terminalreporter.write_line(f"left out, of no device in particular: {count} tests (--tier all runs them)")
+        terminalreporter.write_line(f"left out, of another tier: {count} tests (--tier all runs them)")
     for line in _left_out(config):
         terminalreporter.write_line(f"left out, {line}")
 

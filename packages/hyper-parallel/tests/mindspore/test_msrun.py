@@ -222,6 +222,7 @@ def test_a_rank_that_raises_ends_all_and_is_named(work, tmp_path):
     assert not alive(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_every_rank(work, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     started: list[psutil.Process] = []
@@ -246,6 +247,7 @@ def test_the_launcher_takes_a_signal_for_all(name):
         signal.raise_signal(getattr(signal, name))
 
 
+@pytest.mark.thorough
 def test_no_process_outlives_the_launcher(work, tmp_path):
     (tmp_path / "job").write_bytes(pickle.dumps(JOB))
     process = start(tmp_path, sys.executable, "-c", LAUNCHER)
