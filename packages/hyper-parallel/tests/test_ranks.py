@@ -25,8 +25,9 @@ pytestmark = [
 
 # A model that needs no transformers, and does at a call what its arguments say.
 MODEL = """
-import os, signal, time
+import ctypes, os, signal, time
 import torch
+from hp_platform import get_platform
 from torch import nn
 
 class Bigram(nn.Module):
@@ -44,12 +45,27 @@ class Bigram(nn.Module):
             if self.end == "raise":
                 raise ValueError("the weights went bad")
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == 3:
+            hang(self.end, rank)
         if self.end == "wait":
             time.sleep(0.05)
         if self.end == "hang" and rank == 1:
             time.sleep(1e6)  # and rank 0 waits for it in a collective
         logits = self.head(self.embed(input_ids[:, :-1]))
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())}
+
+def hang(how, rank):
+    if how == "another":
+        tensor = torch.zeros(3 if rank == 1 else 4)
+        get_platform().collectives.all_reduce(tensor, group=get_platform().groups.default_group())
+    if rank != 2:
+        return
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while how == "loop":
+        pass
+    if how == "keep":
+        ctypes.PyDLL(None).sleep(100000)  # in C, without letting go of the interpreter
 
 def bigram(run="run", victim=-1, end=""):
     return Bigram(run, victim, end)
@@ -328,6 +344,35 @@ def test_a_signal_ends_ranks_that_hang(launcher, name):
     status, _, err = launcher.finish()
     assert (status, err.strip()) == (130, f"error: interrupted by {name}: all ranks are ended")
     assert not alive(launcher.folder, name)
+
+
+HANG = ["--set", "mesh.dp_shard=3", "--set", "data.batch_size=9", "--set", "run.hang_after=5"]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("stop", "rank 2 is stopped (SIGSTOP) and has not come to"),
+        ("loop", "rank 2 has not come to"),
+        ("keep", "rank 2 has not come to"),
+        ("another", "rank 1 issued another collective than the others: rank 0: all_reduce number "),
+    ],
+)
+def test_a_hang_ends_with_the_rank_the_collective_and_the_stack(launcher, how, says):
+    run = f"hangs_{how}"
+    plan = write_plan(launcher.folder, run, end=how)
+    launcher.begin("train", plan, "--data", "text", "--out", run, *HANG)
+    status, _, err = launcher.finish()
+    assert status == 1
+    assert says in err
+    assert "over ranks [0, 1, 2] (axis dp_shard, " in err
+    assert f"Stack of rank {1 if how == 'another' else 2}, in step 3 (step):" in err
+    if how == "another":
+        assert "(axis dp_shard, 12 bytes)" in err
+    else:
+        assert 'bigram.py", line ' in err and " in hang" in err
+        assert "rank 0 waits in " in err and "rank 1 waits in " in err
+    assert not alive(launcher.folder, run)
 
 
 @pytest.mark.parametrize(("command", "means"), [(COMMAND, "hang"), (TORCHRUN, "wait")], ids=["launcher", "torchrun"])

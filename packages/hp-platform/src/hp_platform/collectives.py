@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hp_platform import groups
+from hp_platform import flight, groups
 from hp_platform.checks import (
     check_complex,
     check_pair,
@@ -337,7 +337,13 @@ def _issue(
         args: of the primitive.
     """
     backend, own = _primitives()
-    done = begin(kind, 0 if counted is None else counted.nbytes, group) if observers else None
+    recorder = flight.recorder
+    done = noted = None
+    if observers or recorder is not None:
+        size = 0 if counted is None else counted.nbytes
+        done = begin(kind, size, group) if observers else None
+        if recorder is not None:  # see Note [Flight recorder]
+            noted = recorder.begin(kind, size, group, args[1] if kind in ("send", "recv") else None)
     try:
         work = primitive(*args)
         if not async_op and work is not None:
@@ -347,9 +353,13 @@ def _issue(
         raise
     if async_op:
         handle = _OVER if work is None else backend.pending(work, kind, group)
+        if noted is not None and recorder is not None:
+            handle = recorder.pending(handle, noted)
         if done:
             handle = Observed(handle, done)
         return handle if averaged is None else _Average(handle, averaged, own.size(group))
+    if recorder is not None:
+        recorder.end()
     if averaged is not None:
         backend.divide(averaged, own.size(group))
     if done:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from hp_platform.flight import Flight, Operation, flight_stack, note_step, read_flight, record_flight
 from hp_platform.groups import own_rank, when_groups_end
+from hp_platform.hangs import Hang, find_hang
 from hp_platform.host import end_with_parent, watch_parent
 from hp_platform.observing import attribute_to, attributed_modules, observers
 from hp_platform.ports import (
@@ -20,7 +22,10 @@ from hp_platform.tree_sum import TreeSum, subtrees
 
 __all__ = [
     "DEVICE",
+    "Flight",
+    "Hang",
     "KINDS",
+    "Operation",
     "PLATFORM",
     "PLATFORMS",
     "SettingError",
@@ -28,11 +33,16 @@ __all__ = [
     "attribute_to",
     "attributed_modules",
     "end_with_parent",
+    "find_hang",
+    "flight_stack",
     "lazy_exports",
     "load_port",
+    "note_step",
     "observers",
     "own_rank",
     "platform_name",
+    "read_flight",
+    "record_flight",
     "subtrees",
     "wanted_platform",
     "watch_parent",

@@ -26,6 +26,7 @@ class Job:
         resume: "auto" goes on from the folder's newest checkpoint.
         until: stop after this step; None trains to the last.
         events: where rank 0 writes what happens, for the launcher to show; None: rank 0 shows it itself.
+        flights: where ranks note their collectives for the launcher's watch (`hanging`); None: they don't.
     """
 
     plan: ParallelPlan
@@ -34,6 +35,7 @@ class Job:
     resume: Resume = "no"
     until: int | None = None
     events: Path | None = None
+    flights: Path | None = None
 
 
 class RankFailure(RuntimeError):

@@ -18,6 +18,7 @@ from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows
 from hp_platform import get_platform, manual_seed
+from hp_platform.extend import note_step
 from hyper_parallel.data import Content, DataError, Samples, contents, open_samples
 from hyper_parallel.launch import Resume
 from hyper_parallel.output import CHECKPOINTS, OutputError, Step
@@ -106,12 +107,15 @@ class Run:
         """Train to the plan's last step, and save: at the end, when it is stopped, and as often as the plan says."""
         every, saved = self.plan.run.checkpoint_every, self.step
         while self.step < self._end and not self._asked:
-            yield self._take_step()
+            taken = self._take_step()
+            note_step("step", self.step)
+            yield taken
             if every and self.step % every == 0:
                 self.save()
                 saved = self.step
         if saved != self.step:
             self.save()
+        note_step("end", self.step)
 
     @property
     def finished(self) -> bool:
@@ -121,8 +125,10 @@ class Run:
     def save(self) -> Path:
         """Save a checkpoint of the steps that are done, beside the training; return the folder that it will have."""
         trainer = self.trainer
+        note_step("save", self.step)
         data = {"sample": self.sample, **self._order()}
         self.checkpoints.save(self.step, trainer.model, trainer.optimizer, schedule=trainer.schedule, data=data)
+        note_step("step", self.step)
         return self.checkpoints.path(self.step)
 
     def _take_step(self) -> Step:

@@ -16,7 +16,7 @@ import hp_plan
 import hp_platform
 from hp_plan import ParallelPlan, VerifyResult
 from hp_platform import get_platform
-from hp_platform.extend import end_with_parent, watch_parent
+from hp_platform.extend import end_with_parent, record_flight, watch_parent
 from hyper_parallel.data import has_tokens
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
@@ -33,7 +33,7 @@ _PATIENCE = 20.0
 
 def train_rank(job: Job) -> Summary | None:
     """Train; rank 0 shows the run and returns its summary."""
-    with _rank():
+    with _rank(job):
         assert job.folder is not None
         reporter = None
         if get_platform().groups.rank() == 0:
@@ -45,12 +45,12 @@ def train_rank(job: Job) -> Summary | None:
 
 def verify_rank(job: Job) -> VerifyResult:
     """Verify the plan."""
-    with _rank():
+    with _rank(job):
         return hp_plan.verify(job.plan)
 
 
 @contextmanager
-def _rank() -> Iterator[None]:
+def _rank(job: Job) -> Iterator[None]:
     """Run the work inside a process group; the first rank that fails is the one that is reported."""
     # Ctrl-C reaches every process of a terminal; the launcher reports it for all.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -61,6 +61,8 @@ def _rank() -> Iterator[None]:
     process, place = rank_process(), launcher_place()
     assert place is not None
     process.prepare(place)
+    if job.flights is not None and place.rank >= 0:
+        record_flight(job.flights, place.rank)
     try:
         hp_platform.init_process_group()
         yield

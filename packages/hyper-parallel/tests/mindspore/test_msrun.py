@@ -170,6 +170,13 @@ def hang(job):
         open(f"rank{rank}.pid", "w").write(str(os.getpid()))
     time.sleep(120)
 
+def stand_still(job):
+    from hp_platform.extend import record_flight
+    rank = launcher_place().rank
+    if rank >= 0:
+        record_flight(job.flights, rank).note("step", 2)
+        hang(job)
+
 def fail(job):
     if launcher_place().rank == 1:
         raise ValueError("the weights went bad")
@@ -219,6 +226,16 @@ def test_a_rank_that_raises_ends_all_and_is_named(work, tmp_path):
         launch(work.fail, JOB, ranks=2)
     assert caught.value.rank == 1
     assert 'raise ValueError("the weights went bad")' in str(caught.value)
+    assert not alive(tmp_path)
+
+
+def test_a_hang_ends_with_the_stack(work, tmp_path):
+    plan = ParallelPlan.from_dict({"mesh": {"dp_shard": 2}, "run": {"hang_after": 2.0}})
+    with pytest.raises(RankFailure, match="the run hung: for 2 s no rank went on") as caught:
+        launch(work.stand_still, Job(plan), ranks=2)
+    assert "ranks 0, 1 are in no collective" in str(caught.value)
+    assert 'Stack of rank 0, in step 3 (step):\n  File "' in str(caught.value)
+    assert "in hang" in str(caught.value)
     assert not alive(tmp_path)
 
 

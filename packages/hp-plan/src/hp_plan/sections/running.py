@@ -46,6 +46,8 @@ class RunSection:
         checkpoint_every: save a checkpoint after so many steps; 0 saves at the end and when the run is stopped.
         keep: so many checkpoints, the newest.
         stop_within: seconds between SIGTERM and the end of a rank: enough for a step and a checkpoint.
+        hang_after: seconds without a move of any rank after which a run is ended, with the name of the rank that holds
+            it up; six times as many before the end of the first step, in a save and at the end. 0 waits forever.
     """
 
     steps: int = at_least(1, 100)
@@ -56,6 +58,7 @@ class RunSection:
     checkpoint_every: int = at_least(0, 0)
     keep: int = at_least(1, 2)
     stop_within: float = more_than(0.0, 25.0)
+    hang_after: float = at_least(0.0, 300.0)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import TypeVar
 from hp_plan import ParallelPlan
 from hyper_parallel.display import make_reporter
 from hyper_parallel.events import EventReader, Tail
+from hyper_parallel.hanging import watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
 from hyper_parallel.mindspore.process import peer_lost
 from hyper_parallel.mindspore.rank import JOB, OUTPUT
@@ -64,8 +65,8 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
     """
     start_server(job.plan, ranks)
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        reader = None
+        folder, plan = Path(name), job.plan
+        job, reader = dataclasses.replace(job, flights=folder), None
         if job.folder is not None:
             job = dataclasses.replace(job, events=folder / "events")
             reader = stack.enter_context(EventReader(folder / "events", make_reporter(json_lines=job.json_lines)))
@@ -81,9 +82,14 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
                 reader.poll()
 
         watched = stack.enter_context(_Msrun(folder, ranks))
+        watch = stack.enter_context(watching(folder, ranks, plan.run.hang_after, plan.mesh.axes))
         try:
             with _signals_raise():
                 watched.wait(show)
+        except RankFailure:
+            if watch is None or watch.failure is None:
+                raise
+            raise RankFailure(*watch.failure) from None
         except _Signalled as error:
             raise Interrupted(f"{error}: all ranks are ended") from None
         return {rank: pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(ranks)}

@@ -8,16 +8,20 @@ be forked). It is started before the plan is checked, so that its imports run me
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import tempfile
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hp_plan import ParallelPlan
+from hyper_parallel.hanging import watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads, explanation
 
 Result = TypeVar("Result")
@@ -81,12 +85,17 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(),
     )
-    try:
-        return elastic_launch(config, work)(job)
-    except ChildFailedError as error:
-        raise RankFailure(*_first_failure(error)) from None
-    except SignalException as error:
-        raise Interrupted(f"{signal.Signals(error.sigval).name}: all ranks are ended") from None
+    plan = job.plan
+    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as name:
+        job = dataclasses.replace(job, flights=Path(name))
+        with watching(Path(name), ranks, plan.run.hang_after, plan.mesh.axes) as watch:
+            try:
+                return elastic_launch(config, work)(job)
+            except ChildFailedError as error:
+                hung = watch.failure if watch is not None else None
+                raise RankFailure(*(hung or _first_failure(error))) from None
+            except SignalException as error:
+                raise Interrupted(f"{signal.Signals(error.sigval).name}: all ranks are ended") from None
 
 
 def _silence_torchrun() -> None:
