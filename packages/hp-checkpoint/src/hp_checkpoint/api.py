@@ -14,6 +14,7 @@ from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import STATE, save_state
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import State, decode, fill, flatten
+from hp_checkpoint.tied import check_tied
 
 __all__ = ["flattened", "load", "save", "versions"]
 
@@ -83,6 +84,7 @@ def load(
 
     ranks.agree(prepare, "load")
     manifest, state, tree = opened
+    check_tied(state.aliases, manifest, folder, ranks)
     load_tensors(state.tensors, manifest, folder, ranks, verify=verify)
     if tree:
         ranks.agree(lambda: _fill(state_dict, tree), "load")

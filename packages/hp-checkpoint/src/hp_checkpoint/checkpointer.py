@@ -24,6 +24,7 @@ from hp_checkpoint.saving import prepare_save, save_state
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import Address, decode, flatten
 from hp_checkpoint.tensors import array_of, kind_of
+from hp_checkpoint.tied import check_tied
 
 __all__ = ["Checkpointer", "Keep", "Loaded"]
 
@@ -89,6 +90,7 @@ class Checkpointer:
         self.busy = busy
         self._writer = Writer() if background else None
         self._pending: Pending | None = None
+        self._closed = False
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -96,7 +98,9 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        elif self._writer is not None:  # other ranks may not come to a close: the writers end the save by themselves
+            return
+        self._closed = True
+        if self._writer is not None:  # other ranks may not come to a close: the writers end the save by themselves
             writer, self._writer, self._pending = self._writer, None, None
             writer.leave()
 
@@ -106,6 +110,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the save failed on some rank; on all ranks.
         """
+        self._closed = True
         writer, self._writer = self._writer, None
         try:
             self._settle()
@@ -148,8 +153,10 @@ class Checkpointer:
 
         Raises:
             CheckpointError: it, or the save before it, failed on some rank; on all ranks. Older checkpoints are whole.
-            RuntimeError: another save is under way, with ``busy="error"``.
+            RuntimeError: another save is under way, with ``busy="error"``, or the Checkpointer is closed.
         """
+        if self._closed:
+            raise RuntimeError(f"save: step {step} comes after close(); make another Checkpointer('{self.folder}')")
         ranks = Ranks()
         if self._pending is not None:
             pending = self._pending
@@ -244,12 +251,15 @@ class Checkpointer:
             raise ValueError(f"load: all ranks load one checkpoint, got {sorted(set(folders))}")
         folder, manifest, tree, *listed = opened
         wanted: dict[Address, Any] = {}
+        aliases: dict[Address, Address] = {}
         arrays: dict[Address, np.ndarray] = {}
 
         def gather_wanted() -> bytes:
             if schedule is not None and tree.get("schedule") is None:
                 raise ValueError("load: the checkpoint has no schedule; load it without one")
-            wanted.update(of_model(model))
+            state = of_model(model)
+            wanted.update(state.tensors)
+            aliases.update(state.aliases)
             for states in listed:
                 wanted.update(_of_optimizer(states, manifest, tree))
             arrays.update(_arrays(manifest))
@@ -257,6 +267,7 @@ class Checkpointer:
 
         names = {name for each in ranks.agree(gather_wanted, "load") for name in json.loads(each)}
         check_unexpected(names, manifest)
+        check_tied(aliases, manifest, folder, ranks)
         load_tensors({**wanted, **arrays}, manifest, folder, ranks, verify=self.verify)
         saved = decode(tree, lambda address: arrays.get(address, wanted.get(address)))
         for states in listed:

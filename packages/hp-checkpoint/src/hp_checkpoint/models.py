@@ -14,7 +14,8 @@ from hp_checkpoint.port import port
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.sources import open_checkpoint
-from hp_checkpoint.state import Address, flatten
+from hp_checkpoint.state import State, flatten
+from hp_checkpoint.tied import check_tied
 
 __all__ = ["MODEL", "check_unexpected", "config_texts", "load_model", "model_names", "of_model", "save_model"]
 
@@ -66,7 +67,9 @@ def load_model(model: Any, folder: str | os.PathLike[str], *, strict: bool = Tru
     names = {name for each in ranks.agree(prepare, "load_model") for name in json.loads(each)}
     if strict:
         check_unexpected(names, opened[0])
-    load_tensors(of_model(model), opened[0], Path(folder).absolute(), ranks, verify=verify)
+    state = of_model(model)
+    check_tied(state.aliases, opened[0], Path(folder).absolute(), ranks)
+    load_tensors(state.tensors, opened[0], Path(folder).absolute(), ranks, verify=verify)
 
 
 def config_texts(model: Any) -> dict[str, bytes]:
@@ -90,10 +93,9 @@ def model_names(model: Any) -> set[str]:
     return set(port().model_state(model))
 
 
-def of_model(model: Any) -> dict[Address, Any]:
-    """Return the tensors of a model by address, each once."""
-    state = flatten({MODEL: port().model_state(model)})
-    return dict(state.tensors)
+def of_model(model: Any) -> State:
+    """Return the tensors of a model by address, each once, and their further names."""
+    return flatten({MODEL: port().model_state(model)})
 
 
 def check_unexpected(names: set[str], manifest: Manifest) -> None:

@@ -100,6 +100,18 @@ def test_a_killed_writer_is_named_and_replaced(tmp_path, killed):
     assert steps_in(tmp_path / "run") == [1, 4] and hashes(checkpoints.path(1)) == before
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_save_after_the_close(tmp_path, beside):
+    model, _ = training()
+    with Checkpointer(tmp_path / "run", background=beside) as checkpoints:
+        checkpoints.save(1, model)
+    with pytest.raises(RuntimeError, match=r"step 2 comes after close\(\); make another Checkpointer\('.*run'\)"):
+        checkpoints.save(2, model)
+    checkpoints.close()
+    assert checkpoints.load(model).step == 1 and checkpoints.steps() == [1]
+
+
 def test_the_error_of_another_writer(tmp_path):
     (tmp_path / "rank-1.failed").write_text("ENOSPC: No space left on device: model.safetensors")
     with pytest.raises(RuntimeError, match="the writers of 1 of 2 ranks failed: rank 1: ENOSPC: No space left on dev"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hp_checkpoint import Checkpointer, CheckpointError, Keep
+from hp_checkpoint import Checkpointer, CheckpointError, Keep, load_model
 from hp_dtensor import init_device_mesh
 from hp_fsdp import full_state_dict, fully_shard
 from hp_optim import AdamW, get_hyper_lr_scheduler, get_hyper_optimizer
@@ -155,3 +155,23 @@ def test_what_a_load_could_not_bring_back_is_refused_by_the_save(tmp_path):
     checkpoints.save(1, plain())
     with pytest.raises(ValueError, match="the checkpoint has no schedule; load it without one"):
         checkpoints.load(plain(), schedule=torch.optim.lr_scheduler.ConstantLR(optimizer_of("torch", plain())))
+
+
+@on_ranks(2)
+def test_an_untied_checkpoint_of_a_tied_model(tmp_path):
+    """One value of two would be lost without a word."""
+    untied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device_type())
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device_type())
+    model[1].weight = model[0].weight
+    before = model[0].weight.clone()
+    with Checkpointer(tmp_path, background=False) as checkpoints:
+        checkpoints.save(1, untied)
+        for load in (lambda: checkpoints.load(model), lambda: load_model(model, checkpoints.path(1))):
+            with pytest.raises(ValueError, match="'0.weight' and '1.weight' are one tensor here, and have different"):
+                load()
+        assert torch.equal(model[0].weight, before)
+        with torch.no_grad():
+            untied[1].weight.copy_(untied[0].weight)
+        checkpoints.save(2, untied)
+        checkpoints.load(model)
+        assert torch.equal(model[1].weight, untied[1].weight)
