@@ -48,13 +48,14 @@ EXPERTS = {
 }
 
 
-def run(folder, mesh, steps=3, model=None, *, changed=None, **options):
+def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", **options):
     text = folder / f"text{get_platform().groups.rank()}"  # no rank empties another's file
     text.write_bytes(b"to be or not to be, " * 20)
     tables = {
         **TABLES,
         "model": model or TABLES["model"],
         "mesh": mesh,
+        "optimizer": {"name": optimizer},
         "data": {**TABLES["data"], "paths": [str(text)]},
     }
     if not set(mesh) & {"dp_shard", "dp_replicate"} and mesh:
@@ -228,6 +229,15 @@ def test_dropout_goes_on_where_it_was(tmp_path):
     run_ranks(1, run, tmp_path / "whole", {}, 5, DROPOUT)
     run_ranks(1, run, tmp_path / "parts", {}, 5, DROPOUT, until=3)
     run_ranks(1, run, tmp_path / "parts", {}, 5, DROPOUT, resume="auto")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_muon_goes_on_where_it_was(tmp_path):
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    run_ranks(1, run, tmp_path / "whole", {}, 4, optimizer="muon")
+    run_ranks(1, run, tmp_path / "parts", {}, 4, optimizer="muon", until=2)
+    run_ranks(1, run, tmp_path / "parts", {}, 4, optimizer="muon", resume="auto")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 

@@ -270,13 +270,18 @@ class Checkpointer:
         check_tied(aliases, manifest, folder, ranks)
         load_tensors({**wanted, **arrays}, manifest, folder, ranks, verify=self.verify)
         saved = decode(tree, lambda address: arrays.get(address, wanted.get(address)))
-        for states in listed:
-            for name in states.options:
-                states.set(name, saved[_OPTIMIZER].get(name, {}), saved[_OPTIONS][name])
-        if optimizer is not None and saved["iteration"] is not None and hasattr(optimizer, "iteration"):
-            optimizer.iteration = saved["iteration"]
-        if schedule is not None:
-            schedule.load_state_dict(saved["schedule"])
+
+        def set_values() -> bytes:
+            for states in listed:
+                for name in states.options:
+                    states.set(name, saved[_OPTIMIZER].get(name, {}), saved[_OPTIONS][name])
+            if optimizer is not None and saved["iteration"] is not None and hasattr(optimizer, "iteration"):
+                optimizer.iteration = saved["iteration"]
+            if schedule is not None:
+                schedule.load_state_dict(saved["schedule"])
+            return b""
+
+        ranks.agree(set_values, "load")
         return Loaded(manifest.step or 0, folder, saved["data"], saved["extra"])
 
     def _prune(self, saved: int) -> bytes:

@@ -9,7 +9,7 @@ from torch import nn
 from hp_checkpoint import Checkpointer, CheckpointError, Keep, load_model
 from hp_dtensor import init_device_mesh
 from hp_fsdp import full_state_dict, fully_shard
-from hp_optim import AdamW, get_hyper_lr_scheduler, get_hyper_optimizer
+from hp_optim import AdamW, AdamW8bit, get_hyper_lr_scheduler, get_hyper_optimizer
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
 
@@ -96,6 +96,35 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
     train(other, new, (3, 5), other_schedule)
     for name, value in whole(other).items():
         assert torch.equal(value, whole(model)[name]), name
+
+
+@on_ranks(2)
+def test_states_of_eight_bits_are_saved_as_values(tmp_path):
+    """They give the same codes again, and load into AdamW, whose states load into them."""
+
+    def start(seed, kind):
+        model = sharded(plain(seed, 2048), 2, 1)
+        return model, kind(model.parameters(), lr=0.1)
+
+    def coded(parameters, lr):
+        return AdamW8bit(parameters, lr, compiled=False)
+
+    model, optimizer = start(0, coded)
+    train(model, optimizer, (0, 2))
+    checkpoints = Checkpointer(tmp_path / "run", background=False)
+    checkpoints.save(2, model, optimizer)
+    train(model, optimizer, (2, 4))
+    other, new = start(1, coded)
+    train(other, new, (0, 1))
+    between, values = start(1, AdamW)
+    checkpoints.load(between, values, step=2)
+    checkpoints.save(3, between, values)
+    for step in (2, 3):
+        assert "exp_avg_code" in {key for state in new.state.values() for key in state}
+        checkpoints.load(other, new, step=step)
+        train(other, new, (2, 4))
+        for name, value in whole(other).items():
+            assert torch.equal(value, whole(model)[name]), name
 
 
 @on_ranks(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hp_offload import SwapManager
@@ -108,6 +108,25 @@ class Schedules:
         """Go on to the next step's learning rates."""
         for schedule in self._schedules:
             schedule.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the schedules."""
+        return {"schedules": [schedule.state_dict() for schedule in self._schedules]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on at the steps that were saved.
+
+        Args:
+            state_dict: what `state_dict` gave.
+
+        Raises:
+            ValueError: it is of another number of schedules.
+        """
+        saved = state_dict.get("schedules", ())
+        if len(saved) != len(self._schedules):
+            raise ValueError(f"load: the state has {len(saved)} schedules, expected {len(self._schedules)}")
+        for schedule, state in zip(self._schedules, saved, strict=True):
+            schedule.load_state_dict(dict(state))
 
 
 def _chosen(named: Named, patterns: Iterable[str]) -> set[str]:

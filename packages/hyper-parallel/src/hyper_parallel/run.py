@@ -40,7 +40,7 @@ class Run:
         plan: the plan to train.
         folder: of the run's files; rank 0's counts.
         resume: "auto" goes on from the folder's newest checkpoint that can be read, or from the start where it has
-            none; "no" starts. PyTorch only. The batch size may be another one, the order of the samples may not.
+            none; "no" starts. The batch size may be another one, the order of the samples may not.
         until: stop after this step; None trains to the plan's last.
         stop: tells whether to stop after the step; None never does.
 
@@ -66,8 +66,6 @@ class Run:
         until: int | None = None,
         stop: Stop | None = None,
     ) -> None:
-        if resume != "no" and get_platform().name != "torch":
-            raise NotImplementedError("a run goes on on PyTorch only: MindSpore's optimizer states are not saved yet")
         self.plan, self._stop, self.ranks = plan, stop, Ranks()
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
         self.contents: tuple[Content, ...] = self._agreed_contents()

@@ -9,6 +9,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
+from hp_checkpoint.mindspore import optimizers
 from hp_dtensor.mindspore.extend import local_mode, local_view, set_local
 from hp_platform import get_platform
 
@@ -92,13 +93,8 @@ def model_state(model: nn.Cell) -> dict[str, Any]:
 
 
 def optimizer_states(model: nn.Cell, optimizer: Any) -> list[Any]:
-    """Refuse to.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    raise NotImplementedError(
-        f"checkpoint: the states of {type(optimizer).__name__} are not supported on MindSpore yet. Pass them to"
-        " hp_checkpoint.save as tensors by name: {'model': ..., 'optimizer': {p.name: p for p in"
-        " optimizer.get_parameters()}}, and load them so"
-    )
+    """Return the state of an optimizer, or of each optimizer in a chain; see `mindspore.optimizers`."""
+    names: dict[int, str] = {}
+    for name, value in model_state(model).items():
+        names.setdefault(id(value), name)
+    return list(optimizers.optimizer_states(names, optimizer))

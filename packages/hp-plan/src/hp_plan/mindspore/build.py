@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import mindspore
-from mindspore import nn
+from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import LambdaLR
 
@@ -129,4 +129,33 @@ def build_schedule(plan: ParallelPlan, optimizer: Any) -> Any:
     section, steps = plan.schedule, plan.run.steps
     if isinstance(optimizer, ChainedOptimizer):
         return Schedules(build_schedule(plan, each) for each in optimizer.optimizers.values())
-    return LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))
+    return PlanSchedule(optimizer, lambda step: schedule_factor(section, step, steps))
+
+
+class PlanSchedule(LambdaLR):
+    """A schedule that is saved and goes on, with the state of ``torch.optim.lr_scheduler.LambdaLR``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the learning rates, as torch's has them."""
+        step = int(self.last_epoch.asnumpy())
+        rates = [float(rate.asnumpy()) for rate in self.get_last_lr()]
+        base = [float(rate.asnumpy()) for rate in self.base_lrs]
+        state = {"base_lrs": base, "last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+        return {**state, "lr_lambdas": [None] * len(base)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on at the step that was saved.
+
+        Args:
+            state_dict: what `state_dict` gave, or torch's.
+
+        Raises:
+            ValueError: it is of another number of groups.
+        """
+        base = state_dict["base_lrs"]
+        if len(base) != len(self.base_lrs):
+            raise ValueError(f"load: the schedule was saved with {len(base)} groups, expected {len(self.base_lrs)}")
+        self.base_lrs = [Tensor(value, mindspore.float32) for value in base]
+        ops.assign(self.last_epoch, Tensor(state_dict["last_epoch"], mindspore.float32))
+        for rate, value in zip(self._last_lr, self.get_lr(), strict=True):
+            ops.assign(rate, value)

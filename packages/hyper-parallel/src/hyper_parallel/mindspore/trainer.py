@@ -23,13 +23,11 @@ class Trainer:
 
     Attributes:
         model: under the plan.
-        optimizer: None; its states are not saved.
-        schedule: None, likewise.
+        optimizer: of its parameters.
+        schedule: of the optimizer's learning rate.
         name: of its class.
         size: number of elements of its parameters.
     """
-
-    optimizer = schedule = None
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
@@ -39,14 +37,14 @@ class Trainer:
         apply(self.model, plan)
         self.model.set_train()  # A Cell is made for inference, without dropout.
         self._weights = list(self.model.trainable_params())
-        self._optimizer: Any = build_optimizer(plan, self._weights)
-        self._schedule = build_schedule(plan, self._optimizer)
+        self.optimizer: Any = build_optimizer(plan, self._weights)
+        self.schedule = build_schedule(plan, self.optimizer)
         self._gradients: Any = parallelize_value_and_grad(self._loss, None, self._weights)
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def _loss(self, tokens: Tensor) -> Tensor:
         return forward_loss(self._plan, self.model, tokens)
@@ -67,11 +65,11 @@ class Trainer:
         else:
             norm = clip_grad_norm_(self._weights, clip, gradients=gradients)
         with SkipDTensorDispatch():
-            if isinstance(self._optimizer, ChainedOptimizer):
-                self._optimizer.step({weight.name: each for weight, each in zip(self._weights, gradients)})
+            if isinstance(self.optimizer, ChainedOptimizer):
+                self.optimizer.step({weight.name: each for weight, each in zip(self._weights, gradients)})
             else:
-                self._optimizer(gradients)
-        self._schedule.step()
+                self.optimizer(gradients)
+        self.schedule.step()
         return float(loss.asnumpy()), float(norm.asnumpy())
 
 
