@@ -1,4 +1,4 @@
-"""Samples of several documents: each is computed as if it were alone, and each label counts once."""
+"""Samples of several documents: which models compute each as if it were alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hp_dtensor import DTensor
-from hp_plan import ParallelPlan, apply, build_model, lint
+from hp_plan import lint
 from hp_plan.packing import PACKING
-from hp_plan.torch.extend import backward_loss
-from hp_platform import get_platform
-from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -51,51 +47,6 @@ def plan_of(config="LlamaConfig", **sections):
     return {"model": model, "data": data, "run": {"dtype": "float64"}, **sections}
 
 
-def alone(model, documents):
-    """The loss over each document alone, each label counted once, with its gradients."""
-    count = sum(len(document) - 1 for document in documents)
-    total = 0.0
-    for document in documents:
-        if len(document) > 1:
-            tokens = torch.from_numpy(document)[None].to(device_type())
-            logits = model(input_ids=tokens, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum") / count
-            loss.backward()
-            total += loss.item()
-    return total
-
-
-def loss_in_float64(logits, labels, vocab_size, num_items_in_batch, **_):
-    """The loss of transformers, which takes it in float32."""
-    labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-    total = torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.reshape(-1), reduction="sum")
-    return total / num_items_in_batch
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}])
-def test_packed_samples_have_the_loss_and_gradients_of_their_documents_alone(mesh):
-    tokens, labels, positions, documents = samples()
-    fsdp = {"fsdp": {"groups": ["model.layers.*"]}} if "dp_shard" in mesh else {}
-    plan = ParallelPlan.from_dict(plan_of(mesh=mesh, **fsdp))
-    device = device_type()
-    single = build_model(plan, device=device)
-    expected = alone(single, documents)
-    whole = build_model(plan, device=device)
-    whole.loss_function = loss_in_float64
-    model = apply(whole, plan)
-    rank = get_platform().groups.rank()
-    rows = slice(2 * rank, 2 * rank + 2) if "dp_shard" in mesh else slice(None)  # with 16 and 24 labels
-    inputs = [torch.from_numpy(array[rows]).to(device) for array in (tokens, labels, positions)]
-    packed = {"labels": inputs[1], "position_ids": inputs[2]}
-    loss = torch.tensor(backward_loss(plan, model, inputs[0], packed), dtype=torch.float64, device=device)
-    get_platform().collectives.all_reduce(loss, group=get_platform().groups.default_group())
-    assert loss.item() / 2 == pytest.approx(expected, rel=1e-12)
-    for (name, got), (_, wanted) in zip(model.named_parameters(), single.named_parameters(), strict=True):
-        gradient = got.grad.full_tensor() if isinstance(got.grad, DTensor) else got.grad
-        torch.testing.assert_close(gradient, wanted.grad, rtol=1e-10, atol=1e-12, msg=name)
-
-
 FAMILIES = {
     "moe_intermediate_size": 12,
     "num_experts": 4,
@@ -131,8 +82,6 @@ def test_families_that_are_named_keep_documents_apart(family):
     ("changes", "expected"),
     [
         ({"config": "OPTConfig"}, "data.packing: 'opt' is not tested to keep documents of a sample apart"),
-        ({"mesh": {"pp": 2}}, "data.packing: samples of several documents, but with pp = 2 none is supported"),
-        ({"mesh": {"cp": 2}, "fsdp": {"groups": ["model.layers.*"]}}, "with cp = 2 none is supported"),
         ({"overrides": {"attn_implementation": "flex_attention"}}, "attention is computed by 'flex_attention'"),
     ],
 )

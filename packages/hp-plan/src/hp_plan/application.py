@@ -21,6 +21,7 @@ from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
 from hp_plan.context import check_context
+from hp_plan.determinism import check_deterministic
 from hp_plan.diagnostics import PlanError
 from hp_plan.experts import expert_styles, spread_experts, with_expert_axes
 from hp_plan.memory import check_memory, check_states, memory_left
@@ -63,7 +64,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     ranks = mesh.size() if mesh is not None else platform.groups.size()
     outline = own.outline(model)
     diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
-    diagnostics += [*check_memory(plan), *check_states(plan), *check_context(plan)]
+    diagnostics += [*check_memory(plan), *check_states(plan), *check_context(plan), *check_deterministic(plan)]
     diagnostics += [*check_model(plan, outline), *check_split(plan, model)]
     if diagnostics:
         raise PlanError(diagnostics)
@@ -168,6 +169,7 @@ def _distribute(
         "mesh": over,
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
         "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
+        "deterministic": plan.run.deterministic,
     }
     groups = plan.fsdp.groups or block_lists(outline)
     for name, module in reversed(list(own.named_modules(own.base(model)))):  # Inner groups before the ones around them.

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from hp_plan.context import check_attention, check_context, check_sequence
+from hp_plan.determinism import check_deterministic
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.effects import check_effects
 from hp_plan.experts import EXPERT_STYLES, check_auxiliary_loss, check_expert_axis, check_experts
 from hp_plan.memory import check_memory, check_states
+from hp_plan.micro_batches import check_accumulation, check_balance
 from hp_plan.outline import ModelOutline, ModuleOutline, block_lists, generalise, matching
 from hp_plan.packing import check_packing
 from hp_plan.pipelines import check_pipeline
@@ -36,7 +38,7 @@ def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
         world_size: number of ranks; None leaves that unchecked.
     """
     own = [*check_effects(plan), *check_pipeline(plan), *check_fsdp(plan), *check_memory(plan), *check_states(plan)]
-    own += [*check_context(plan), *check_sequence(plan)]
+    own += [*check_context(plan), *check_sequence(plan), *check_accumulation(plan), *check_deterministic(plan)]
     return [*check_mesh(plan, world_size), *_check_training(plan), *own, *_check_device(plan)]
 
 
@@ -129,7 +131,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check the plan against the model's names and shapes."""
     diagnostics = [*_check_groups(plan, model), *_check_length(plan, model), *check_auxiliary_loss(plan, model)]
     diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
-    diagnostics += check_packing(plan, model)
+    diagnostics += [*check_packing(plan, model), *check_balance(plan, model)]
     if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.
     try:

@@ -26,6 +26,7 @@ from hp_styles import parallelize_module
 __all__ = [
     "EXPERT_STYLES",
     "balances_alone",
+    "balancing_setting",
     "check_auxiliary_loss",
     "check_expert_axis",
     "check_experts",
@@ -148,8 +149,11 @@ def check_experts(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOut
 
 def balances_alone(plan: ParallelPlan, config: Any) -> str | None:
     """Return the setting by which a model adds a load balancing loss of each rank's own tokens; None if it does not."""
-    if plan.mesh.data_parallel * plan.mesh.cp == 1:
-        return None
+    return None if plan.mesh.data_parallel * plan.mesh.cp == 1 else balancing_setting(config)
+
+
+def balancing_setting(config: Any) -> str | None:
+    """Return the setting by which a model adds a load balancing loss; None if it does not."""
     parts = {f"{name}.": getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
     on = (name for name, each in {"": config, **parts}.items() if getattr(each, "output_router_logits", False))
     return next((f"{name}output_router_logits" for name in on), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hp_plan.diagnostics import near_misses
 from hp_plan.json_schema import json_schema
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
+from hp_plan.micro_batches import cut_rows, share_out
 from hp_plan.overrides import Setting, override, settings
 from hp_plan.pipelines import Choice, Outlook, outlook
 from hp_plan.plan import data_parallel_rows, read_plan, read_toml
@@ -20,6 +21,7 @@ __all__ = [
     "TORCH_ONLY",
     "UNREAD",
     "build",
+    "cut_rows",
     "data_parallel_rows",
     "examine",
     "json_schema",
@@ -30,5 +32,6 @@ __all__ = [
     "read_plan",
     "read_toml",
     "settings",
+    "share_out",
     "style_notes",
 ]

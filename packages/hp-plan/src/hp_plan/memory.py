@@ -36,7 +36,18 @@ def training_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
         states *= min(1.0, 3 / plan.optimizer.swap_slices)
     uneven = _uneven_experts(plan, model)
     shared = model.elements + uneven + (model.trained + uneven) * (1 + states)
-    return int(shared) // (plan.mesh.world_size // plan.mesh.dp_replicate) * BYTES[plan.run.dtype]
+    shards = plan.mesh.world_size // plan.mesh.dp_replicate
+    return (int(shared) // shards + _waiting(plan, model)) * BYTES[plan.run.dtype]
+
+
+def _waiting(plan: ParallelPlan, model: ModelOutline) -> int:
+    """Return the elements of gradients that wait, unsharded, for the last micro-batch of a step."""
+    if plan.run.accumulate == 1 or not plan.mesh.shard_axes:
+        return 0
+    experts = sum(sum(map(prod, module.shapes.values())) for module in model.modules.values() if module.experts)
+    on_a_rank = (model.trained - min(experts, model.trained)) // plan.mesh.tp + experts // plan.mesh.ep
+    # In deterministic mode those of each micro-batch.
+    return on_a_rank * (plan.run.accumulate if plan.run.deterministic else 1)
 
 
 def _uneven_experts(plan: ParallelPlan, model: ModelOutline) -> int:

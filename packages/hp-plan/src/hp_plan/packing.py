@@ -16,13 +16,9 @@ _LEAVE = "write packing = false in [data]"
 
 
 def check_packing(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
-    """Refuse packing for models whose documents would see each other, and where losses are not counted by tokens."""
+    """Refuse packing for models whose documents would see each other."""
     if not plan.data.packing:
         return []
-    for axis in ("pp", "cp"):
-        if getattr(plan.mesh, axis) > 1:
-            message = f"samples of several documents, but with {axis} = {getattr(plan.mesh, axis)} none is supported"
-            return [Diagnostic("data.packing", message, f"{_LEAVE}, or leave {axis} out")]
     family = getattr(model.config, "model_type", None)
     if family not in PACKING:
         name = model.type_name if family is None else repr(family)

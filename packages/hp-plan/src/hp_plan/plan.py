@@ -219,8 +219,11 @@ def _balanced(plan: ParallelPlan) -> bool:
 
 def data_parallel_rows(plan: ParallelPlan) -> slice:
     """Return this rank's slice of the global batch; ranks that differ only on other axes share one."""
-    mesh = plan.mesh
-    place = mesh.coordinate(get_platform().groups.rank())
-    part = place.get("dp_replicate", 0) * mesh.dp_shard + place.get("dp_shard", 0)
-    count = plan.data.batch_size // mesh.data_parallel
+    part, count = data_parallel_place(plan), plan.data.batch_size // plan.mesh.data_parallel
     return slice(part * count, (part + 1) * count)
+
+
+def data_parallel_place(plan: ParallelPlan) -> int:
+    """Return the number of this rank's part of the global batch."""
+    place = plan.mesh.coordinate(get_platform().groups.rank())
+    return place.get("dp_replicate", 0) * plan.mesh.dp_shard + place.get("dp_shard", 0)

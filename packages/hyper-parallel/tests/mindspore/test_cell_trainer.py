@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mindspore
 import numpy as np
+import pytest
 from mindspore import mint, nn, ops
 
 from hp_plan import ParallelPlan
+from hp_plan.extend import data_parallel_rows
 from hp_testing import on_ranks
 from hyper_parallel.data import Rows
 from hyper_parallel.mindspore.trainer import Trainer
@@ -45,3 +48,43 @@ def test_cells_train_in_a_step():
     tokens = np.zeros((2, 8), np.int64)
     trainer.step(Rows(tokens, tokens, tokens))
     assert SEEN == [(True, True)]
+
+
+class Rowwise(nn.Cell):
+    """A model without dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = mint.nn.Linear(16, 4), mint.nn.Linear(4, 16)
+
+    def construct(self, input_ids, labels):
+        wide = ops.expand_dims(input_ids, -1).astype(mindspore.float32) * ops.ones((1, 1, 16)) / 16
+        likely = ops.log_softmax(self.head(self.embed(wide)), -1)
+        return {"loss": -ops.mean(ops.gather_elements(likely, 2, ops.expand_dims(labels, -1)))}
+
+
+def rowwise():
+    return Rowwise()
+
+
+def whole_weights(trainer):
+    return [each.full_tensor().asnumpy() for each in trainer.model.trainable_params()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_accumulated_micro_batches_are_one_step(deterministic):
+    tokens = np.random.default_rng(0).integers(0, 16, (8, 4))
+    results = []
+    for parts in (1, 4):
+        run = {"accumulate": parts, "deterministic": deterministic}
+        model, mesh = {"function": f"{__name__}:rowwise"}, {"dp_shard": 2}
+        sections = {"model": model, "mesh": mesh, "fsdp": {"groups": ["head"]}, "run": run}
+        plan = ParallelPlan.from_dict({**sections, "optimizer": {"name": "sgd", "lr": 1.0}})
+        trainer = Trainer(plan)
+        own = tokens[data_parallel_rows(plan)]
+        losses = [trainer.step(Rows(own, own, own)) for _ in range(2)]
+        results.append((losses, whole_weights(trainer)))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)
+    for one, several in zip(results[0][1], results[1][1], strict=True):
+        np.testing.assert_allclose(one, several, rtol=1e-5, atol=1e-6)

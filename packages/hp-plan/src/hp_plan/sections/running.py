@@ -42,6 +42,10 @@ class RunSection:
         seed: of the weights and of the samples.
         dtype: of the weights.
         grad_clip: scale gradients down to this global norm; none leaves them alone.
+        accumulate: micro-batches that a rank's part of the batch is cut into, one after the other; their gradients are
+            added up, and exchanged in the last. Stages have micro-batches of their own (`pipeline.micro_batches`).
+        deterministic: weights have the same bits in each run, and on any number of ranks of `dp_replicate` and
+            `dp_shard` that divides the step's micro-batches.
         platform: the framework that the model is written for; none takes the one in use (see `get_platform`).
         checkpoint_every: save a checkpoint after so many steps; 0 saves at the end and when the run is stopped.
         keep: so many checkpoints, the newest.
@@ -54,6 +58,8 @@ class RunSection:
     seed: int = at_least(0, 0)
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     grad_clip: float | None = more_than(0.0, None)
+    accumulate: int = at_least(1, 1)
+    deterministic: bool = False
     platform: Literal["torch", "mindspore"] | None = None
     checkpoint_every: int = at_least(0, 0)
     keep: int = at_least(1, 2)

@@ -16,6 +16,7 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh
 from hp_pipeline import PipelinedModel
+from hp_plan.micro_batches import IGNORED
 from hp_platform import get_platform
 from hp_styles import context_parallel_shard, context_parallel_unshard
 from hp_styles.extend import hook
@@ -23,7 +24,6 @@ from hp_styles.extend import hook
 __all__ = ["Border", "counts_tokens", "is_attention"]
 
 T = torch.Tensor
-IGNORED = -100
 _REFUSED = -1  # in place of a number of labels
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels")
 _CACHES = ("past_key_values", "past_key_value", "cache_params")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from hp_plan.torch.training import backward_loss, clip_gradients
+from hp_plan.torch.loss import backward_loss
+from hp_plan.torch.training import clip_gradients
 
 __all__ = ["backward_loss", "clip_gradients"]

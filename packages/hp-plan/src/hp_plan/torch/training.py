@@ -1,4 +1,4 @@
-"""A training step of a model under a plan, whole or in stages, and the parts of it that are on this rank."""
+"""The parts of a model under a plan, whole or in stages, that are on this rank."""
 
 from __future__ import annotations
 
@@ -13,45 +13,8 @@ from hp_fsdp import clip_grad_norm_, global_grad_norm
 from hp_pipeline import MetaStepType, PipelinedModel
 from hp_pipeline.extend import compute_parts
 from hp_plan.plan import ParallelPlan
-from hp_plan.torch.context import IGNORED
-from hp_plan.torch.models import loss_inputs
-from hp_platform import get_platform
 
-__all__ = ["Part", "backward_loss", "clip_gradients", "parts"]
-
-
-def backward_loss(
-    plan: ParallelPlan, model: Any, tokens: torch.Tensor, packed: Mapping[str, torch.Tensor] | None = None
-) -> float | None:
-    """Compute the loss of this rank's samples and add its gradients.
-
-    Args:
-        plan: of the model.
-        model: under the plan.
-        tokens: (samples, sequence length).
-        packed: of samples of several documents, their ``labels`` and ``position_ids``; the loss is then the sum over
-            this rank's labels over the mean number of labels of a rank: the mean over ranks counts each label once.
-
-    Returns:
-        The loss; of a model in stages None on ranks without the last one.
-    """
-    inputs = loss_inputs(plan, tokens)
-    if packed is not None:
-        inputs |= {**packed, "num_items_in_batch": _mean_labels(packed["labels"])}
-    if isinstance(model, PipelinedModel):
-        losses = model.run(**inputs)
-        return torch.stack(losses).mean().item() if losses else None
-    loss = model(**inputs)["loss"]
-    loss.backward()
-    return loss.item()
-
-
-def _mean_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return the number of labels that count, averaged over all ranks; those of `tp` have the same."""
-    groups, collectives = get_platform().groups, get_platform().collectives
-    count = (labels != IGNORED).sum().double()
-    collectives.all_reduce(count, group=groups.default_group())
-    return count.clamp(min=1) / groups.size()
+__all__ = ["Part", "clip_gradients", "parts"]
 
 
 def clip_gradients(model: Any, limit: float | None) -> torch.Tensor:
@@ -78,6 +41,7 @@ class Part:
 
     def __init__(self, module: nn.Module, names: set[str], forwards: tuple[int, ...] = (0,)) -> None:
         self.module, self.names, self._forwards, self._begun = module, names, forwards, 0
+        self._told: int | None = None
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters, a shared one under each of its names."""
@@ -85,9 +49,14 @@ class Part:
 
     def samples(self, rows: slice) -> slice:
         """Return the samples of the micro-batch that runs now, of this rank's samples of the batch."""
-        micro = self._forwards[(self._begun - 1) % len(self._forwards)]  # a whole model may be traced before
+        told = self._told  # a whole model may be traced before
+        micro = self._forwards[(self._begun - 1) % len(self._forwards)] if told is None else told
         count = (rows.stop - rows.start) // len(self._forwards)
         return slice(rows.start + micro * count, rows.start + (micro + 1) * count)
+
+    def begins(self, micro: int) -> None:
+        """Note which micro-batch runs next, of a whole model; a schedule's are counted."""
+        self._told = micro
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -104,15 +73,17 @@ class Part:
             handle.remove()
 
 
-def parts(model: Any, single: nn.Module) -> Iterator[Part]:
+def parts(plan: ParallelPlan, model: Any, single: nn.Module) -> Iterator[Part]:
     """List the modules of a model under a plan that are on this rank.
 
     Args:
+        plan: the plan.
         model: under the plan.
         single: the same model without one; a stand-in for what another stage runs has not its class.
     """
     if not isinstance(model, PipelinedModel):
-        yield Part(model, {name for name, _ in model.named_modules()})
+        names = {name for name, _ in model.named_modules()}
+        yield Part(model, names, tuple(range(plan.run.accumulate)))
         return
     kinds = {name: type(module) for name, module in single.named_modules()}
     for index, stage in model.stages.items():

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from torch import nn
 from hp_dtensor import DTensor
 from hp_plan.application import apply
 from hp_plan.memory import BYTES, memory_left, training_bytes
+from hp_plan.micro_batches import IGNORED
 from hp_plan.plan import ParallelPlan, context_tokens, data_parallel_rows
 from hp_plan.port import models
 from hp_plan.sections import MemorySection
 from hp_plan.torch.build import build_model, build_optimizer, build_schedule
 from hp_plan.torch.float64 import Float64
-from hp_plan.torch.training import Part, backward_loss, clip_gradients, parts
+from hp_plan.torch.loss import backward_loss, gives_items
+from hp_plan.torch.models import loss_inputs
+from hp_plan.torch.training import Part, clip_gradients, parts
 from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform import get_platform
 from hp_styles.extend import runs_on_parts
@@ -34,7 +38,8 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
     """Train the plan's model twice in float64, under the plan and in one process, and compare the results.
 
     Every rank calls it. Each runs the one-process program for itself and compares every module's output on its own
-    samples, and after each step the loss, every gradient and every weight.
+    samples, and after each step the loss, every gradient and every weight. Labels are left out at random, more of some
+    samples than of others, where the model's loss counts those that are left.
 
     Args:
         plan: the plan; its dtypes are replaced by float64, its text by random tokens.
@@ -52,22 +57,45 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
         device = get_platform().devices.current_device()
         single, parallel = build_model(plan).to(device), apply(build_model(plan).to(device), plan)
         runs = [_Run(plan, single), _Run(plan, parallel)]
-        compared = _Compared(single, parallel)
+        compared = _Compared(plan, single, parallel)
         rows, places = data_parallel_rows(plan), context_tokens(plan)
         for step in range(steps):
-            tokens = _tokens(plan, single, step)
+            batch = _batch(plan, single, step)
             compared.begin_step()
             with compared.expected_outputs():
-                expected = runs[0].forward(tokens)
-            assert expected is not None, "a whole model has its loss"
-            with compared.outputs(rows, places, batch=len(tokens)):
-                got = runs[1].forward(tokens[rows])
+                expected = runs[0].whole(batch)
+            with compared.outputs(rows, places, batch=len(batch.tokens)):
+                got = runs[1].share(batch[rows], compared.begins)
             compared.loss(got, expected)
             compared.tensors("gradient", lambda parameter: parameter.grad)
             runs[0].update(lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit))
             runs[1].update(clip_gradients)
             compared.tensors("weight", lambda parameter: parameter.detach())
     return dataclasses.replace(compared.result(tolerance), notes=tuple(mode.notes))
+
+
+@dataclass
+class _Batch:
+    """Samples of a step.
+
+    Attributes:
+        tokens: (samples, sequence length).
+        labels: as of `backward_loss`.
+        positions: as of `backward_loss`.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    def __getitem__(self, rows: slice) -> _Batch:
+        parts = (None if each is None else each[rows] for each in (self.tokens, self.labels, self.positions))
+        return _Batch(*parts)  # type: ignore[arg-type]
+
+    def inputs(self, plan: ParallelPlan) -> dict[str, Any]:
+        """Return the inputs of a model in one process."""
+        given = {"labels": self.labels, "position_ids": self.positions}
+        return {**loss_inputs(plan, self.tokens), **{name: each for name, each in given.items() if each is not None}}
 
 
 class _Run:
@@ -78,10 +106,18 @@ class _Run:
         self._optimizer = build_optimizer(plan, model.named_parameters())
         self._schedule = build_schedule(plan, self._optimizer)
 
-    def forward(self, tokens: torch.Tensor) -> float | None:
-        """Forward and backward; the loss, on ranks that have it."""
+    def whole(self, batch: _Batch) -> float:
+        """Forward and backward of one process, in one piece."""
         self._optimizer.zero_grad()
-        return backward_loss(self._plan, self._model, tokens)
+        loss = self._model(**batch.inputs(self._plan))["loss"]
+        loss.backward()
+        return loss.item()
+
+    def share(self, batch: _Batch, begins: Callable[[int], None]) -> float | None:
+        """Forward and backward of this rank's samples under the plan; the loss, on ranks that have it."""
+        self._optimizer.zero_grad()
+        options = {"labels": batch.labels, "positions": batch.positions, "begins": begins}
+        return backward_loss(self._plan, self._model, batch.tokens, **options)
 
     def update(self, clip: Callable[[Any, float], Any]) -> None:
         """Clip the gradients if the plan says so, and take the optimizer's step."""
@@ -94,8 +130,8 @@ class _Run:
 class _Compared:
     """The differences of each step, by module in the order in which modules finish."""
 
-    def __init__(self, single: nn.Module, parallel: Any) -> None:
-        self._single, self._parts = single, list(parts(parallel, single))
+    def __init__(self, plan: ParallelPlan, single: nn.Module, parallel: Any) -> None:
+        self._single, self._parts = single, list(parts(plan, parallel, single))
         self._compared = _innermost(single, self._parts)
         self._parameters = dict(single.named_parameters(remove_duplicate=False))
         self._own = {name: weight for part in self._parts for name, weight in part.parameters().items()}
@@ -107,6 +143,11 @@ class _Compared:
     def begin_step(self) -> None:
         """Begin a new step."""
         self._steps.append({})
+
+    def begins(self, micro: int) -> None:
+        """Note the number of a whole model's micro-batch that runs next."""
+        for part in self._parts:
+            part.begins(micro)
 
     @contextlib.contextmanager
     def expected_outputs(self) -> Iterator[None]:
@@ -277,13 +318,27 @@ def _all_reduce(tensor: torch.Tensor, op: str) -> None:
     platform.collectives.all_reduce(tensor, op, group=group)
 
 
-def _tokens(plan: ParallelPlan, model: nn.Module, step: int) -> torch.Tensor:
-    """Draw the same random tokens on every rank."""
+def _batch(plan: ParallelPlan, model: nn.Module, step: int) -> _Batch:
+    """Draw the same random samples on every rank."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 256)
     generator = torch.Generator().manual_seed(plan.run.seed * 1_000_003 + step)
     shape = (plan.data.batch_size, plan.data.sequence_length)
-    tokens = torch.randint(vocabulary, shape, generator=generator, dtype=torch.int64)
-    return tokens.to(get_platform().devices.current_device())
+    device = get_platform().devices.current_device()
+    whole = _Batch(torch.randint(vocabulary, shape, generator=generator, dtype=torch.int64).to(device))
+    chance = torch.rand(shape, generator=generator)
+    starts = torch.zeros(shape, dtype=torch.bool)
+    starts[:, 0] = True
+    if plan.data.packing:
+        starts |= torch.rand(shape, generator=generator) < 0.2
+        places = torch.arange(shape[1]).expand(shape)
+        whole.positions = (places - torch.where(starts, places, 0).cummax(1).values).to(device)
+    # Of the first sample a fourth is left out, of the last a half.
+    left_out = starts | (chance < torch.linspace(0.25, 0.5, shape[0])[:, None])
+    left_out[:, 1] &= starts[:, 1]
+    labels = whole.tokens.masked_fill(left_out.to(device), IGNORED)
+    if gives_items(model, {**loss_inputs(plan, whole.tokens[:1]), "labels": labels[:1]}):
+        whole.labels = labels
+    return whole
 
 
 def _in_float64(plan: ParallelPlan) -> ParallelPlan:

@@ -8,10 +8,12 @@ from typing import Any
 from mindspore import Tensor
 
 from hp_dtensor import SkipDTensorDispatch, parallelize_value_and_grad
-from hp_fsdp import clip_grad_norm_, global_grad_norm
+from hp_fsdp import HSDPModule, clip_grad_norm_, global_grad_norm
 from hp_optim import ChainedOptimizer
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
+from hp_plan.extend import cut_rows, share_out
 from hp_plan.mindspore.extend import forward_loss
+from hp_platform import get_platform
 from hyper_parallel.data import Rows
 
 
@@ -39,6 +41,9 @@ class Trainer:
         self._weights = list(self.model.trainable_params())
         self.optimizer: Any = build_optimizer(plan, self._weights)
         self.schedule = build_schedule(plan, self.optimizer)
+        world = get_platform().groups.size()
+        shares = share_out(plan, [[1] * plan.run.accumulate] * world, 0)  # all tokens count
+        self._weight, self._scale = shares.weights[0], shares.scale
         self._gradients: Any = parallelize_value_and_grad(self._loss, None, self._weights)
 
     @property
@@ -47,7 +52,23 @@ class Trainer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _loss(self, tokens: Tensor) -> Tensor:
-        return forward_loss(self._plan, self.model, tokens)
+        loss = forward_loss(self._plan, self.model, tokens)
+        return loss if self._weight == 1.0 else loss * self._weight
+
+    def _backward(self, tokens: Any) -> tuple[float, list[Any]]:
+        """Return the loss of this rank's samples and its gradients, of one micro-batch after the other."""
+        rows, total, gradients = cut_rows(self._plan, len(tokens)), 0.0, []
+        sharded = isinstance(self.model, HSDPModule)
+        if sharded and self._plan.run.deterministic:
+            self.model.set_reduce_op_type("sum")
+        for number, part in enumerate(rows):
+            if sharded and len(rows) > 1:  # gradients that wait for the last are zeros here
+                self.model.set_requires_gradient_sync(number == len(rows) - 1)
+            loss, own = self._gradients(Tensor(tokens[part]))
+            total += float(loss.asnumpy())
+            with SkipDTensorDispatch():
+                gradients = [a + b for a, b in zip(gradients, own, strict=True)] if gradients else list(own)
+        return total * self._scale, gradients
 
     def step(self, rows: Rows) -> tuple[float, float]:
         """Take one optimizer step.
@@ -58,7 +79,7 @@ class Trainer:
         Returns:
             The loss of these samples, and the norm of all gradients before clipping.
         """
-        loss, gradients = self._gradients(Tensor(rows.tokens))
+        loss, gradients = self._backward(rows.tokens)
         clip = self._plan.run.grad_clip
         if clip is None:
             norm: Any = global_grad_norm(self._weights, gradients=gradients)
@@ -70,7 +91,7 @@ class Trainer:
             else:
                 self.optimizer(gradients)
         self.schedule.step()
-        return float(loss.asnumpy()), float(norm.asnumpy())
+        return loss, float(norm.asnumpy())
 
 
 def write_sample(plan: ParallelPlan, folder: Path) -> None:

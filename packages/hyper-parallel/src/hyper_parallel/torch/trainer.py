@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Trainer:
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
         self._device = get_platform().devices.current_device()
+        if plan.run.deterministic:
+            _choose_deterministic_kernels(self._device)
         model = build_model(plan)
         self.name = type(model).__name__
         self.size = sum(parameter.numel() for parameter in model.parameters())
@@ -56,14 +59,23 @@ class Trainer:
             before clipping.
         """
         self.optimizer.zero_grad()
-        packed = {"labels": rows.labels, "position_ids": rows.positions} if self._plan.data.packing else {}
+        packed = {"labels": rows.labels, "positions": rows.positions} if self._plan.data.packing else {}
         arrays = {"tokens": rows.tokens, **packed}
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
-        loss = backward_loss(self._plan, self.model, tensors.pop("tokens"), tensors or None)
+        loss = backward_loss(self._plan, self.model, **tensors)
         norm = clip_gradients(self.model, self._plan.run.grad_clip)
         self.optimizer.step()
         self.schedule.step()
         return loss, norm.item()
+
+
+def _choose_deterministic_kernels(device: Any) -> None:
+    """Compute the same bits in each run, on any number of ranks of this machine; for the rest of the process."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # how a sum is split depends on their number, and that on the number of ranks
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first product
+    torch.use_deterministic_algorithms(True)
 
 
 PROMPT = "def "
