@@ -308,3 +308,6 @@ def families(session: nox.Session) -> None:
     install(session, "hp-plan", extras="[torch,test]")
     environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     session.run("python", "packages/hp-plan/benchmarks/sweep_families.py", *session.posargs, env=environment)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    here = {**environment, **alone, "HYPER_PARALLEL_DEVICE": "cpu"}
+    session.run("python", "packages/hp-plan/benchmarks/sweep_initial_weights.py", env=here)

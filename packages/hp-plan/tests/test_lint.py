@@ -116,7 +116,7 @@ def test_styles_that_do_not_fit_the_model():
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ({}, "model: [model] has neither 'config' nor 'function'; give one: config = \"Qwen3Config\" or"),
+        ({}, "model: [model] has neither 'config' nor 'path' nor 'function'; give one: config = \"Qwen3Config\", path"),
         (
             {"config": "Qwen3Confg"},
             "model.config: transformers has no configuration class 'Qwen3Confg'; did you mean 'Qwen3Config'",

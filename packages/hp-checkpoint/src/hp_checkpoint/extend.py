@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import prune, steps_in
+from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.tools import Difference, diff, faults, summary, to_hugging_face
 
-__all__ = ["Difference", "Ranks", "diff", "faults", "prune", "steps_in", "summary", "to_hugging_face"]
+__all__ = [
+    "Difference",
+    "Ranks",
+    "diff",
+    "faults",
+    "open_checkpoint",
+    "prune",
+    "steps_in",
+    "summary",
+    "to_hugging_face",
+]

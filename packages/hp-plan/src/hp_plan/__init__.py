@@ -47,6 +47,7 @@ __all__ = [
     "apply",
     "build_model",
     "build_optimizer",
+    "build_parallel_model",
     "build_schedule",
     "lint",
     "verify",
@@ -54,6 +55,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hp_plan.torch.build import build_model, build_optimizer, build_schedule
+    from hp_plan.torch.materialize import build_parallel_model
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
@@ -61,6 +63,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "build_model": "build",
         "build_optimizer": "build",
+        "build_parallel_model": "materialize",
         "build_schedule": "build",
         "verify": "verify",
     },

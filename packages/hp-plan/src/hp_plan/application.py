@@ -95,6 +95,7 @@ def _in_stages(
     """Return this rank's stages of the model, each distributed over the ranks that have the same."""
     own, pp = models(), mesh["pp"]
     choice = choose_order(plan, model)
+    device = get_platform().devices.current_device() if own.is_empty(model) else None
     kinds = {name: type(module) for name, module in own.named_modules(own.base(model))}
     stages = []
     for index in choice.pipeline.stages[pp.get_local_rank()]:
@@ -103,7 +104,7 @@ def _in_stages(
         here = {name for name, module in own.named_modules(stage) if type(module) is kinds.get(name)}
         alone = {info.parameter.rpartition(".")[0] for info in choice.split.shared_in(index)}
         _distribute(stage, plan, mesh, outline, styles, here, alone)
-        stages.append(choice.split.pipeline_stage(index))
+        stages.append(choice.split.pipeline_stage(index, device))
     schedule = PipelineSchedule(
         stages,
         choice.pipeline.micro_batches,

@@ -6,6 +6,7 @@ from hp_plan.diagnostics import near_misses
 from hp_plan.json_schema import json_schema
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
 from hp_plan.micro_batches import cut_rows, share_out
+from hp_plan.model_source import vocabulary
 from hp_plan.overrides import Setting, override, settings
 from hp_plan.pipelines import Choice, Outlook, outlook
 from hp_plan.plan import data_parallel_rows, read_plan, read_toml
@@ -34,4 +35,5 @@ __all__ = [
     "settings",
     "share_out",
     "style_notes",
+    "vocabulary",
 ]

@@ -112,6 +112,7 @@ def examine(
             model = builder.build_empty(_without(plan, unknown))
         except PlanError as error:
             return Report(plan, (*diagnostics, *error.diagnostics))
+        diagnostics += builder.check_fit(plan, model)
     outline = models().outline(model)
     diagnostics += [*check_model(plan, outline), *check_budget(plan, outline), *check_split(plan, model)]
     return Report(plan, tuple(diagnostics), outline)

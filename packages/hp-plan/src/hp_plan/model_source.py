@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
+from hp_plan.sections import ModelSection
 from hp_platform import get_platform
 from hp_platform.extend import PLATFORMS
 
@@ -101,11 +103,27 @@ def check_function(name: str, folder: str | None = None, *, run_code: bool = Tru
     return []
 
 
+def vocabulary(section: ModelSection) -> int | None:
+    """Return the size of the model's vocabulary, where the plan or its folder tells it."""
+    tables: list[Any] = [section.overrides]
+    if section.path is not None:
+        try:
+            tables.append(json.loads((Path(section.path) / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError):  # which `lint` reports
+            return None
+    for table in tables:
+        for part in (table, table.get("text_config")):
+            size = part.get("vocab_size") if isinstance(part, Mapping) else None
+            if isinstance(size, int):
+                return size
+    return None
+
+
 def failed(key: str, name: str, error: Exception) -> PlanError:
     """Return the error for a model that raised while it was built.
 
     Args:
-        key: `"config"` or `"function"`.
+        key: `"config"`, `"path"` or `"function"`.
         name: its value in the plan.
         error: whatever the user's own function, or a configuration's validation, raised.
     """

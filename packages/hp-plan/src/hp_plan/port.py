@@ -25,6 +25,10 @@ class Models(Protocol):
         """List every module by its name, the model itself first, as `""`."""
         ...
 
+    def is_empty(self, model: Module) -> bool:
+        """Tell whether the model has no memory yet."""
+        ...
+
     def dtype(self, name: str | None) -> Any:
         """Get the dtype of this name; None of None."""
         ...
@@ -73,6 +77,10 @@ class Build(Protocol):
 
     def check_model_section(self, plan: ParallelPlan, *, run_code: bool) -> Sequence[Diagnostic]:
         """Check the plan's [model] section against what can be built."""
+        ...
+
+    def check_fit(self, plan: ParallelPlan, model: Module) -> Sequence[Diagnostic]:
+        """Check that the weights that the plan reads are those of the model."""
         ...
 
 

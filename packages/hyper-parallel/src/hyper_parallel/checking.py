@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hp_plan import Diagnostic, ParallelPlan
+from hp_plan.extend import vocabulary
 from hyper_parallel.data import VOCABULARY, DataError, check_data
 from hyper_parallel.sinks import missing
 
@@ -19,10 +20,10 @@ def _check_data(plan: ParallelPlan) -> list[Diagnostic]:
         needed = check_data(plan.data)
     except DataError as error:
         return [Diagnostic("data.paths", error.message, error.fix)]
-    vocabulary = plan.model.overrides.get("vocab_size")
-    if isinstance(vocabulary, int) and vocabulary < needed:
+    known = vocabulary(plan.model)
+    if known is not None and known < needed:
         data = "text as bytes" if needed == VOCABULARY else "the tokenizer of the data"
-        message = f"the model knows {vocabulary} tokens, but {data} has {needed}"
+        message = f"the model knows {known} tokens, but {data} has {needed}"
         diagnostics.append(Diagnostic("model.overrides.vocab_size", message, f"make it {needed} or more"))
     return diagnostics
 

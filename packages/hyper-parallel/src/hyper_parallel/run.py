@@ -16,7 +16,7 @@ import numpy as np
 from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError, Keep
 from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
-from hp_plan.extend import data_parallel_rows
+from hp_plan.extend import data_parallel_rows, vocabulary
 from hp_platform import get_platform, manual_seed
 from hp_platform.extend import note_step
 from hyper_parallel.data import Content, DataError, Samples, contents, open_samples
@@ -70,8 +70,7 @@ class Run:
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
         self.contents: tuple[Content, ...] = self._agreed_contents()
         self.trainer: Trainer = training().Trainer(plan)
-        vocabulary = plan.model.overrides.get("vocab_size")
-        self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=vocabulary)
+        self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=vocabulary(plan.model))
         self.step = self.sample = 0
         self.peak_memory: tuple[int, ...] = ()
         self._end = plan.run.steps if until is None else min(until, plan.run.steps)

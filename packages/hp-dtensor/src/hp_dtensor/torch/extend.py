@@ -9,7 +9,7 @@ from hp_dtensor.torch.compile.compiling import encode_placements, traces_as
 from hp_dtensor.torch.compile.graph import constant, decode_placements, mesh_of
 from hp_dtensor.torch.dtensor import DTensor, local_view, redistribute, redistribute_shared, wrap
 from hp_dtensor.torch.foreign import refuse_foreign
-from hp_dtensor.torch.init import give_memory
+from hp_dtensor.torch.init import give_memory, materialize
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.ops.parallel_loss import sharded_loss
 from hp_dtensor.torch.random import compare_generators
@@ -26,6 +26,7 @@ __all__ = [
     "give_memory",
     "grad_spec",
     "local_view",
+    "materialize",
     "mesh_of",
     "decode_placements",
     "redistribute",

@@ -53,11 +53,30 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
         RuntimeError: a submodule has parameters on meta but no ``reset_parameters``, and no parent initializes it.
     """
     _check_initializers(module)
-    target = torch.device(device) if device is not None else _device_of(module)
+    materialize(module, torch.device(device) if device is not None else _device_of(module))
     for child in module.modules():
-        materialize = getattr(child, "_materialize", None)
-        if callable(materialize):
-            materialize(target)
+        if hasattr(child, "_is_hf_initialized"):
+            child._is_hf_initialized = False  # type: ignore[assignment]
+    ties = _untie(module)
+    for child in _inner_first(module):
+        for initialize in _initializers(child):
+            initialize()
+    for store, name, tensor in ties:
+        store[name] = tensor
+    return module
+
+
+def materialize(module: torch.nn.Module, target: torch.device) -> None:
+    """Give a module that was built on meta memory for its local tensors, whose values are not set.
+
+    Args:
+        module: the module; what has memory already keeps it. Parameters stay the same objects, buffers don't.
+        target: the device.
+    """
+    for child in module.modules():
+        own = getattr(child, "_materialize", None)
+        if callable(own):
+            own(target)
     replaced: dict[int, tuple[torch.Tensor, Any]] = {}  # by identity; holds the old ones, so that ids stay theirs
     for child in module.modules():
         for store in (child._parameters, child._buffers):
@@ -69,16 +88,6 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = tensor, _empty(tensor, target)
                     store[name] = replaced[id(tensor)][1]
-    for child in module.modules():
-        if hasattr(child, "_is_hf_initialized"):
-            child._is_hf_initialized = False  # type: ignore[assignment]
-    ties = _untie(module)
-    for child in _inner_first(module):
-        for initialize in _initializers(child):
-            initialize()
-    for store, name, tensor in ties:
-        store[name] = tensor
-    return module
 
 
 def give_memory(parameter: torch.Tensor, local: torch.Tensor) -> None:

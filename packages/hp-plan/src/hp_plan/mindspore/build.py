@@ -47,8 +47,8 @@ def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:
     for parameter in model.get_parameters():
         if parameter.dtype != chosen:
             parameter.set_dtype(chosen)
-    if plan.model.weights is not None and not any(parameter.has_init for parameter in model.get_parameters()):
-        _load_weights(model, plan.model.weights)
+    if plan.model.weights_file is not None and not any(parameter.has_init for parameter in model.get_parameters()):
+        _load_weights(model, plan.model.weights_file)
     return model
 
 
@@ -86,13 +86,19 @@ def check_model_section(plan: ParallelPlan, *, run_code: bool = True) -> list[Di
         run_code: import the module of `[model] function` to look for it there.
     """
     section = plan.model
-    if section.config is not None:
-        message = f"{section.config} is a class of transformers, which runs on PyTorch, but this process runs MindSpore"
+    if section.config is not None or section.path is not None:
+        key = "config" if section.config is not None else "path"
+        message = f"{getattr(section, key)} is of transformers, which runs on PyTorch, but this process runs MindSpore"
         fix = 'write function = "module:function", which returns a Cell, or platform = "torch" in [run]'
-        return [Diagnostic("model.config", message, fix)]
+        return [Diagnostic(f"model.{key}", message, fix)]
     if section.function is None:
         return [Diagnostic("model", "[model] has no 'function'", 'write function = "package.module:function"')]
-    return [*check_function(section.function, section.folder, run_code=run_code), *check_weights(section.weights)]
+    return [*check_function(section.function, section.folder, run_code=run_code), *check_weights(section.weights_file)]
+
+
+def check_fit(plan: ParallelPlan, model: nn.Cell) -> list[Diagnostic]:
+    """Check weights against the model: those of a file are, while they are read."""
+    return []
 
 
 def build_optimizer(plan: ParallelPlan, parameters: Iterable[Any]) -> Any:

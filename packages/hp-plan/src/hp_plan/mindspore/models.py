@@ -37,6 +37,11 @@ def named_parameters(model: nn.Cell) -> Iterator[tuple[str, mindspore.Parameter]
                 yield f"{name}.{key}" if name else key, parameter
 
 
+def is_empty(model: nn.Cell) -> bool:
+    """Return False: a Cell's parameters get their memory where it is built."""
+    return False
+
+
 def dtype(name: str | None) -> Any:
     """Return the dtype of a name; None for None."""
     return None if name is None else getattr(mindspore, name)

@@ -16,13 +16,16 @@ from hp_plan.model_source import check_function, check_returned, check_weights, 
 from hp_plan.optimizers import Schedules, muon_and_adamw, optimized, swapped, with_decay
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
-from hp_plan.torch import pretrained
+from hp_plan.torch import folders, pretrained
+
+# Keys of [model], one of which says what the model is.
+_SOURCES = ("config", "path", "function")
 
 
 def build_model(
     plan: ParallelPlan, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Build the model of `plan.model`, its weights drawn from `plan.run.seed`: the same on every rank.
+    """Build the whole model of `plan.model`, the same on every rank: `build_parallel_model` takes less memory.
 
     Args:
         plan: the plan.
@@ -43,17 +46,20 @@ def build_model(
         try:
             if section.function is not None:
                 model = model_function(section.function, section.folder)(**section.overrides)
+            elif section.path is not None:
+                on_meta = device is not None and torch.device(device).type == "meta"
+                model = folders.build(section, dtype=chosen, empty=on_meta)
             else:
                 model = pretrained.build(str(section.config), section.overrides, task=section.task, dtype=chosen)
         except PlanError:
             raise
         except Exception as error:  # Whatever the user's own function or transformers' validation raises.
-            key = "function" if section.function is not None else "config"
+            key = next(name for name in _SOURCES if getattr(section, name) is not None)
             raise failed(key, getattr(section, key), error) from error
     if section.function is not None:
         check_returned(section.function, model, nn.Module)
-    if section.weights is not None and not any(parameter.is_meta for parameter in model.parameters()):
-        _load_weights(model, section.weights)
+    if section.weights_file is not None and not any(parameter.is_meta for parameter in model.parameters()):
+        _load_weights(model, section.weights_file)
     return model
 
 
@@ -81,18 +87,32 @@ def check_model_section(plan: ParallelPlan, *, run_code: bool = True) -> list[Di
         run_code: import the module of `[model] function` to look for it there.
     """
     section = plan.model
-    if (section.config is None) == (section.function is None):
-        got = "neither 'config' nor 'function'" if section.config is None else "both 'config' and 'function'"
-        fix = 'give one: config = "Qwen3Config" or function = "package.module:function"'
+    given = [name for name in _SOURCES if getattr(section, name) is not None]
+    if len(given) != 1:
+        got = " and ".join(map(repr, given)) if given else "neither 'config' nor 'path' nor 'function'"
+        fix = 'give one: config = "Qwen3Config", path = "folder/of/a/model" or function = "package.module:function"'
         return [Diagnostic("model", f"[model] has {got}", fix)]
+    weights = check_weights(section.weights_file)
     if section.function is not None:
-        return [*check_function(section.function, section.folder, run_code=run_code), *check_weights(section.weights)]
+        return [*check_function(section.function, section.folder, run_code=run_code), *weights]
+    if section.path is not None:
+        return [*folders.check_folder(section), *weights]
     try:
         config = pretrained.config_class(str(section.config))
         pretrained.model_class(config, section.task)
     except PlanError as error:
         return list(error.diagnostics)
-    return [*pretrained.check_settings(config, section.overrides), *check_weights(section.weights)]
+    return [*pretrained.check_settings(config, section.overrides), *weights]
+
+
+def check_fit(plan: ParallelPlan, model: nn.Module) -> list[Diagnostic]:
+    """Check that the weights that the plan reads are those of the model, by their names and shapes.
+
+    Args:
+        plan: the plan.
+        model: of the plan, on any device.
+    """
+    return folders.check_fit(model, plan.model) if plan.model.folder_has_weights else []
 
 
 def build_optimizer(plan: ParallelPlan, parameters: Iterable[Any]) -> Any:

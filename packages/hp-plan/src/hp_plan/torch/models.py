@@ -35,6 +35,11 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return model.named_modules()
 
 
+def is_empty(model: nn.Module) -> bool:
+    """Return True if parameters are on meta."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype of a name; None for None."""
     return None if name is None else getattr(torch, name)
@@ -244,5 +249,5 @@ def loss_inputs(plan: ParallelPlan, tokens: torch.Tensor) -> dict[str, Any]:
         tokens: (samples, sequence length).
     """
     # transformers fills a key-value cache unless told that nothing is generated.
-    options = {"use_cache": False} if plan.model.config is not None else {}
+    options = {"use_cache": False} if plan.model.of_transformers else {}
     return {"input_ids": tokens, "labels": tokens, **options}

@@ -66,10 +66,12 @@ def build(name: str, overrides: Mapping[str, Any], *, task: str | None, dtype: t
     """
     model = model_class(config_class(name), task)
     register_experts()
-    config = config_class(name)(**overrides)
-    if hasattr(model, "from_config"):
-        return model.from_config(config, dtype=dtype)
-    return model._from_config(config, dtype=dtype)
+    return from_config(model, config_class(name)(**overrides), dtype=dtype)
+
+
+def from_config(model: Any, config: Any, *, dtype: torch.dtype) -> nn.Module:
+    """Build a model of a class, an automatic one or a model's own, its weights drawn by torch's generator."""
+    return (model.from_config if hasattr(model, "from_config") else model._from_config)(config, dtype=dtype)
 
 
 def model_class(config: type, task: str | None) -> Any:

@@ -43,7 +43,7 @@ def start_server(plan: ParallelPlan, ranks: int) -> None:
         ranks: their number, which decides the threads of each.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(divide_threads(ranks)))
-    libraries = _TRANSFORMERS if plan.model.config is not None else ()
+    libraries = _TRANSFORMERS if plan.model.of_transformers else ()
     # Optimizers import torch._dynamo at their first step.
     multiprocessing.set_forkserver_preload([*_OURS, "torch._dynamo", *libraries])
     multiprocessing.forkserver.ensure_running()

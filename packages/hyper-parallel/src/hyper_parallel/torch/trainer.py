@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hp_moe import register_experts
-from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
-from hp_plan.torch.extend import backward_loss, clip_gradients
+from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
+from hp_plan.torch.extend import backward_loss, begin, clip_gradients, finish
 from hp_platform import get_platform
 from hyper_parallel.data import VOCABULARY, Rows
 
@@ -36,10 +36,11 @@ class Trainer:
         self._device = get_platform().devices.current_device()
         if plan.run.deterministic:
             _choose_deterministic_kernels(self._device)
-        model = build_model(plan)
+        model = begin(plan)
         self.name = type(model).__name__
         self.size = sum(parameter.numel() for parameter in model.parameters())
-        self.model = apply(model.to(self._device), plan)
+        self.model = finish(apply(model, plan), plan)
+        del model  # with pp it has other ranks' stages
         self.optimizer = build_optimizer(plan, self.model.named_parameters())
         self.schedule = build_schedule(plan, self.optimizer)
 
@@ -89,7 +90,7 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         folder: of the checkpoint.
         tokens: number of tokens to write.
     """
-    if plan.model.config is None:
+    if not plan.model.of_transformers:
         return None
     from transformers import AutoModelForCausalLM
 

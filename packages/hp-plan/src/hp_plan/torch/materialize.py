@@ -1,0 +1,226 @@
+"""Models that each rank builds without memory, applies the plan to, and then has its shards of.
+
+Note [Buffers are computed again]
+A buffer that no file has, such as rotary frequencies, was computed by a constructor, on meta. transformers' models
+compute them once more where they initialise weights, which is asked for here, without drawing any. What is still as it
+was before that is found by two runs over different contents, and refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_checkpoint import load
+from hp_checkpoint.extend import Ranks
+from hp_checkpoint.torch.extend import DTYPES
+from hp_dtensor import DeviceMesh, init_parameters
+from hp_dtensor.torch.extend import local_view, materialize, wrap
+from hp_pipeline import PipelinedModel
+from hp_plan.application import apply
+from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.plan import ParallelPlan
+from hp_plan.torch.build import build_empty, build_model
+from hp_plan.torch.folders import saved_tensors, ties_of
+from hp_platform import get_platform, manual_seed
+
+# Models whose weights are the same bits where they are drawn shard by shard: those that sweep_initial_weights.py finds.
+# In the constructors of others random numbers are drawn that nothing draws again.
+DRAWN_ALIKE = frozenset(
+    """
+    BambaForCausalLM BartForConditionalGeneration BertForMaskedLM BloomForCausalLM CohereForCausalLM
+    DeepseekV2ForCausalLM DeepseekV3ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM FalconForCausalLM
+    GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM GemmaForCausalLM Glm4ForCausalLM
+    Glm4MoeForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM
+    JambaForCausalLM Lfm2ForCausalLM LlamaForCausalLM Mamba2ForCausalLM MistralForCausalLM MixtralForCausalLM
+    NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM
+    Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
+    Qwen2VLForConditionalGeneration Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3VLForConditionalGeneration
+    RobertaForMaskedLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM T5ForConditionalGeneration
+    WhisperForConditionalGeneration
+    """.split()
+)
+_AT_ONCE = 1 << 28  # bytes of the files, over all ranks
+
+
+def build_parallel_model(plan: ParallelPlan, mesh: DeviceMesh | None = None) -> Any:
+    """Build the model of `plan.model` with the plan applied, such that no rank has all of it.
+
+    It is `apply(build_model(plan), plan, mesh)`, with the same weights, in less memory: where the weights are those of
+    a folder (`[model] path`), each rank reads its shards alone, and where they are drawn on CPU for a family that is
+    tested for it (`nox -s families`), a rank has its shards and one whole tensor at a time. In all other cases
+    each rank builds the whole model first: drawn weights with `pp`, on an accelerator or of other families, a `[model]
+    function`, the weights of a file, and a folder whose tensors transformers has to merge or to rename.
+
+    Args:
+        plan: the plan.
+        mesh: as `apply` takes it.
+
+    Raises:
+        PlanError: as `build_model` and `apply`.
+        CheckpointError: the folder's weights can't be read; on all ranks.
+    """
+    model = begin(plan)
+    return finish(apply(model, plan, mesh), plan)
+
+
+def begin(plan: ParallelPlan) -> nn.Module:
+    """Build the model to apply a plan to: on meta where `finish` can give it its weights."""
+    section = plan.model
+    if section.folder_has_weights:
+        empty = build_empty(plan)
+        return empty if _reads_shards(empty, str(section.path)) else _whole(plan)
+    drawn = section.of_transformers and section.weights_file is None
+    if not drawn or plan.mesh.pp > 1 or get_platform().devices.kind != "cpu":
+        return _whole(plan)
+    empty = build_empty(plan)
+    return empty if type(empty).__name__ in DRAWN_ALIKE else _whole(plan)
+
+
+def finish(model: Any, plan: ParallelPlan) -> Any:
+    """Give a model that a plan was applied to memory and weights, if it has none.
+
+    Args:
+        model: that of `begin`, or this rank's stages of it.
+        plan: the plan.
+
+    Raises:
+        PlanError: a buffer that nobody computes.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model
+    device = get_platform().devices.current_device()
+    if not plan.model.folder_has_weights:
+        return _drawn(model, plan.run.seed, torch.device(device))
+    materialize(model, torch.device(device))
+    _compute_buffers(model)
+    _read_shards(model, str(plan.model.path))
+    return model
+
+
+def _whole(plan: ParallelPlan) -> nn.Module:
+    return build_model(plan).to(get_platform().devices.current_device())
+
+
+def _drawn(model: Any, seed: int, device: torch.device) -> Any:
+    """Draw all weights as the whole model's constructor does.
+
+    Raises:
+        PlanError: a tensor, of any rank, that nothing has set.
+    """
+    materialize(model, device)
+    with torch.no_grad():
+        for each in _signed(model).values():
+            each.fill_(_unset(each.dtype))
+    manual_seed(seed)
+    init_parameters(model, device=device)
+    own = [name for name, each in _signed(model).items() if _is_unset(each)]
+    wrong = sorted({name for each in Ranks().collect(json.dumps(own).encode()) for name in json.loads(each)})
+    if wrong:
+        message = f"nothing sets {len(wrong)} tensors of the model where its weights are drawn: {', '.join(wrong[:5])}"
+        raise PlanError([Diagnostic("model.weights", message, "give weights to start from")])
+    return model
+
+
+def _signed(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return this rank's parts of the tensors whose dtype has a value that nothing sets."""
+    local = {name: local_view(each) for name, each in (*model.named_parameters(), *model.named_buffers())}
+    return {name: each for name, each in local.items() if each.dtype.is_signed and not each.is_complex()}
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _is_unset(local: torch.Tensor) -> bool:
+    found = torch.isnan(local) if local.dtype.is_floating_point else local == _unset(local.dtype)
+    return bool(found.any())
+
+
+def _reads_shards(model: nn.Module, folder: str) -> bool:
+    """Return True if the folder has the model's tensors under their own names."""
+    saved, own, ties = saved_tensors(folder), model.state_dict(), ties_of(model)
+    return saved.keys() <= own.keys() and all(
+        any(each in saved and tuple(saved[each].kind.shape) == tuple(value.shape) for each in ties.get(name, (name,)))
+        for name, value in own.items()
+    )
+
+
+def _read_shards(model: Any, folder: str) -> None:
+    """Read this rank's shards, a part of the files after the other on all ranks, and convert dtypes."""
+    saved = saved_tensors(folder)
+    own = _by_saved_name(model, saved)
+    for names in _parts(saved):
+        wanted: dict[str, torch.Tensor] = {}
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name in own.keys() & set(names):
+            local, dtype = local_view(own[name]), DTYPES[saved[name].kind.dtype]
+            wanted[name] = own[name]
+            if local.dtype != dtype:
+                read = torch.empty_like(local, dtype=dtype, requires_grad=False)
+                copies.append((local, read))
+                spec = getattr(own[name], "_spec", None)
+                wanted[name] = read if spec is None else wrap(read.detach(), spec)
+        load({"model": wanted}, checkpoint_id=folder)
+        with torch.no_grad():
+            for local, read in copies:
+                local.copy_(read)
+
+
+def _by_saved_name(model: Any, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the model's tensors, each once, by the first of their names that a folder has."""
+    tied = getattr(model, "tied_names", {})
+    state = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).extend([tied.get(name, name), name])
+    tensors = {id(value): value for value in state.values()}
+    return {next(name for name in each if name in saved): tensors[key] for key, each in names.items()}
+
+
+def _parts(saved: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Divide the tensors of a folder into parts of about as many bytes, the same on all ranks."""
+    part: list[str] = []
+    size = 0
+    for name, entry in sorted(saved.items(), key=lambda item: (item[1].file, item[1].offset)):
+        part.append(name)
+        size += entry.kind.nbytes
+        if size >= _AT_ONCE:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _compute_buffers(model: nn.Module) -> None:
+    """See Note [Buffers are computed again].
+
+    Raises:
+        PlanError: a buffer that is still as it was.
+    """
+    kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    for value in (*model.parameters(), *model.buffers()):
+        value._is_hf_initialized = id(value) in kept  # type: ignore[attr-defined]
+    found: list[dict[str, torch.Tensor]] = []
+    for content in (0, 1):
+        for value in model.buffers():
+            if id(value) not in kept:
+                value.fill_(content)
+        for module in model.modules():
+            module._is_hf_initialized = False  # type: ignore[assignment]
+        for root in _libraries(model):
+            root.initialize_weights()
+        found.append({name: value.clone() for name, value in model.named_buffers() if id(value) not in kept})
+    wrong = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+    if wrong:
+        message = f"the buffer '{wrong[0]}' is computed by its module's constructor alone, and no file has it"
+        raise PlanError([Diagnostic("model.path", message, "start from its configuration, by [model] config")])
+
+
+def _libraries(model: nn.Module) -> list[Any]:
+    """Return the models of transformers that hold all others: the model, or the stages of it."""
+    return list(model.stages.values()) if isinstance(model, PipelinedModel) else [model]
