@@ -33,6 +33,7 @@ def test_json_is_a_line_a_step_and_one_for_the_run():
         "tokens_per_second": 12345.6,
         "peak_memory": 300 << 20,
         "seconds": 0.5,
+        "data_wait": 0.0,
     }
     assert lines[-1]["checkpoint"] == "runs/x/checkpoint"
     assert lines[-1]["peak_memory"] == [300 << 20, 200 << 20]

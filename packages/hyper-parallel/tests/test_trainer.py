@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,9 +12,11 @@ from safetensors.torch import load_file
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
-from hyper_parallel.data import DataError
+from hyper_parallel.data import DataError, Packed, TokenFile, write_tokens
 from hyper_parallel.output import OutputError, Step, prepare_folder
 from hyper_parallel.run import keep_lines
+from hyper_parallel.torch import gathering
+from hyper_parallel.torch.trainer import Trainer
 from hyper_parallel.worker import train
 
 TABLES = {
@@ -63,8 +67,14 @@ def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", *
     tables["run"] = {**TABLES["run"], "steps": steps, "checkpoint_every": 2}
     if tables["model"]["config"] == "GPT2Config":
         tables["fsdp"] = {}
+    if "pp" not in mesh:
+        tables["validation"] = {"paths": [str(text)], "every": 2, "batches": 2}
+    tables["metrics"] = {"peak_flops": 1e9}
     for name, value in (changed or {}).items():
-        tables["run" if name == "seed" else "data"][name] = value
+        if name == "validation":
+            tables["validation"] = value
+        else:
+            tables["run" if name == "seed" else "data"][name] = value
     plan = ParallelPlan.from_dict(tables)
     return train(plan, prepare_folder(folder / "run", name="x", resume="resume" in options), **options)
 
@@ -97,6 +107,11 @@ def losses(folder) -> list[float]:
     return [value for step in map(json.loads, lines) for value in (step["loss"], step["grad_norm"])]
 
 
+def validations(folder) -> dict[int, float]:
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return {step["step"]: step["validation_loss"] for step in lines if "validation_loss" in step}
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
@@ -125,6 +140,9 @@ def test_experts_over_ranks_train_to_the_same_weights_and_are_saved_whole(tmp_pa
 def compare_runs(tmp_path, alone):
     # transformers computes norms and softmax in float32 whatever the weights are.
     assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
+    assert validations(alone).keys() == {2, 3}
+    if not json.loads((tmp_path / "run" / "run.json").read_text())["starts"][0]["plan"]["mesh"]["pp"] > 1:
+        assert validations(tmp_path) == pytest.approx(validations(alone), abs=1e-5)
     got, expected = (
         load_file(folder / "run" / "checkpoints" / "step-00000003" / "model.safetensors")
         for folder in (tmp_path, alone)
@@ -239,6 +257,93 @@ def test_muon_goes_on_where_it_was(tmp_path):
     run_ranks(1, run, tmp_path / "parts", {}, 4, optimizer="muon", until=2)
     run_ranks(1, run, tmp_path / "parts", {}, 4, optimizer="muon", resume="auto")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_validation_changes_nothing_of_the_training(tmp_path):
+    for folder, section in {"with": {"every": 1, "batches": 2}, "without": {}}.items():
+        (tmp_path / folder).mkdir()
+        own = {"paths": [str(tmp_path / folder / "text0")], **section} if section else {}
+        run_ranks(2, run, tmp_path / folder, {"dp_shard": 2}, 4, DROPOUT, changed={"validation": own})
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    got, expected = (
+        load_file(tmp_path / folder / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
+        for folder in ("with", "without")
+    )
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    assert validations(tmp_path / "with").keys() == {1, 2, 3, 4}
+    assert not validations(tmp_path / "without")
+
+
+def test_the_validation_of_packed_documents_counts_each_token_once(tmp_path):
+    documents = [[place % 250 + number for place in range(2 + number)] for number in range(6)] * 8
+    write_tokens(tmp_path / "corpus", documents, vocabulary=256)
+    packed = {"paths": [str(tmp_path / "corpus.bin")], "packing": True}
+    packed["validation"] = {"paths": packed["paths"], "every": 2, "batches": 3}
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        run_ranks(ranks, run, tmp_path / str(ranks), {"dp_shard": ranks}, 2, changed=packed)
+    assert validations(tmp_path / "2") == pytest.approx(validations(tmp_path / "1"), abs=1e-6)
+    model = trained(tmp_path / "1")
+    rows = Packed(TokenFile(tmp_path / "corpus"), 8, seed=0).rows(np.arange(12))
+    total, count = 0.0, 0
+    for row in range(12):  # one document at a time
+        starts = [*np.flatnonzero(rows.positions[row] == 0), 8]
+        for start, end in itertools.pairwise(starts):
+            labels = torch.from_numpy(rows.labels[row, start + 1 : end])
+            if bool((labels != -100).any()):
+                logits = model(torch.from_numpy(rows.tokens[None, row, start:end])).logits[0, :-1]
+                total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+                count += int((labels != -100).sum())
+    assert validations(tmp_path / "1")[2] == pytest.approx(total / count, abs=1e-6)
+
+
+@torch.no_grad()
+def trained(folder):
+    from transformers import AutoModelForCausalLM
+
+    path = folder / "run" / "checkpoints" / "step-00000002"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+
+
+# A layer's projections and its perceptron's matrices, two layers, the head: for each of 4 x 8 tokens two operations a
+# weight, and four for each of 16 entries of the heads and each of 4 tokens seen on average; backward is twice forward.
+DENSE = 2 * (2 * (16 * 16 + 16 * 8 + 16 * 8 + 16 * 16 + 3 * 16 * 20) + 16 * 256) + 2 * 4 * 16 * 4
+SPARSE = 2 * (2 * (16 * 16 + 16 * 8 + 16 * 8 + 16 * 16 + 16 * 7 + 2 * 3 * 16 * 6) + 16 * 256) + 2 * 4 * 16 * 4
+
+
+@pytest.mark.parametrize(("model", "mesh", "operations"), [(None, {"dp_shard": 2}, DENSE), (EXPERTS, {}, SPARSE)])
+def test_utilization_is_by_the_operations_of_what_a_token_meets(tmp_path, model, mesh, operations):
+    ranks = mesh.get("dp_shard", 1)
+    run_ranks(ranks, run, tmp_path, mesh, 2, model)
+    for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
+        counted = line["mfu"] * line["seconds"] * 1e9 * ranks
+        assert counted == pytest.approx(3 * operations * 4 * 8, rel=1e-3)
+        assert 0 <= line["data_wait"] <= line["seconds"]
+
+
+def test_numbers_of_a_step_are_read_when_the_next_is_launched(tmp_path):
+    run_ranks(1, launches_before_reads, tmp_path)
+
+
+def launches_before_reads(folder):
+    events = []
+    taken, numbers = Trainer.step, gathering.Numbers
+
+    class Watched(numbers):
+        def read(self):
+            events.append("read")
+            return super().read()
+
+    def step(self, rows):
+        events.append("launch")
+        return taken(self, rows)
+
+    Trainer.step, gathering.Numbers = step, Watched
+    try:
+        run(folder, {}, 5)  # with a checkpoint and a validation after steps 2 and 4
+    finally:
+        Trainer.step, gathering.Numbers = taken, numbers
+    assert events == ["launch", "launch", "read", "read", "launch", "launch", "read", "read", "launch", "read"]
 
 
 @on_ranks(2)

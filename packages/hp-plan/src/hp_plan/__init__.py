@@ -23,6 +23,7 @@ from hp_plan.sections import (
     PipelineSection,
     RunSection,
     ScheduleSection,
+    ValidationSection,
 )
 from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform.extend import lazy_exports
@@ -43,6 +44,7 @@ __all__ = [
     "PlanError",
     "RunSection",
     "ScheduleSection",
+    "ValidationSection",
     "VerifyResult",
     "apply",
     "build_model",

@@ -37,4 +37,10 @@ def check_effects(plan: ParallelPlan) -> list[Diagnostic]:
     if memory.budget is None and memory.bandwidth != type(memory)().bandwidth:
         message = f"got {memory.bandwidth:g}, which nothing uses without a budget"
         diagnostics.append(Diagnostic("memory.bandwidth", message, "leave it out, or give memory.budget"))
+    validation = plan.validation
+    for item in fields(validation):
+        value = getattr(validation, item.name)
+        if not validation.paths and value != item.default:
+            message = f"got {value!r}, which nothing uses without data to validate on"
+            diagnostics.append(Diagnostic(f"validation.{item.name}", message, "leave it out, or give validation.paths"))
     return diagnostics

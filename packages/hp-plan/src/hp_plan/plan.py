@@ -22,6 +22,7 @@ from hp_plan.sections import (
     PipelineSection,
     RunSection,
     ScheduleSection,
+    ValidationSection,
 )
 from hp_platform import get_platform
 from hp_styles.extend import chunks_of
@@ -38,6 +39,7 @@ SECTIONS: dict[str, type] = {
     "run": RunSection,
     "memory": MemorySection,
     "metrics": MetricsSection,
+    "validation": ValidationSection,
 }
 AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
@@ -66,6 +68,7 @@ class ParallelPlan:
         run: length, seed, dtype.
         memory: a rank's budget.
         metrics: where they go.
+        validation: data for it, and how often.
 
     Raises:
         PlanError: a value has the wrong type or is out of range; it has all diagnostics.
@@ -83,6 +86,7 @@ class ParallelPlan:
     run: RunSection = field(default_factory=RunSection)
     memory: MemorySection = field(default_factory=MemorySection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
+    validation: ValidationSection = field(default_factory=ValidationSection)
 
     def __post_init__(self) -> None:
         diagnostics: list[Diagnostic] = []

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from hp_plan import Diagnostic, ParallelPlan
+from hp_plan import DataSection, Diagnostic, ParallelPlan
 from hp_plan.extend import vocabulary
 from hyper_parallel.data import VOCABULARY, DataError, check_data
 from hyper_parallel.sinks import missing
+from hyper_parallel.validation import check_validation, validation_data
 
 
 def check_run(plan: ParallelPlan) -> list[Diagnostic]:
     """Check that the plan can be trained on its data, and that its metrics can be written."""
-    return [*_check_data(plan), *_check_sinks(plan)]
+    found = [*_check_data(plan, plan.data), *_check_validation(plan), *_check_sinks(plan)]
+    return list(dict.fromkeys(found))  # Data and validation may say the same of the model.
 
 
-def _check_data(plan: ParallelPlan) -> list[Diagnostic]:
-    """Check that the plan can be trained on its data."""
+def _check_data(plan: ParallelPlan, section: DataSection, key: str = "data.paths") -> list[Diagnostic]:
+    """Check that the plan's model can read its data."""
     diagnostics = []
     try:
-        needed = check_data(plan.data)
+        needed = check_data(section)
     except DataError as error:
-        return [Diagnostic("data.paths", error.message, error.fix)]
+        return [Diagnostic(key, error.message, error.fix)]
     known = vocabulary(plan.model)
     if known is not None and known < needed:
         data = "text as bytes" if needed == VOCABULARY else "the tokenizer of the data"
         message = f"the model knows {known} tokens, but {data} has {needed}"
         diagnostics.append(Diagnostic("model.overrides.vocab_size", message, f"make it {needed} or more"))
+    return diagnostics
+
+
+def _check_validation(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that the plan can be validated on its data."""
+    if not plan.validation.paths:
+        return []
+    diagnostics = _check_data(plan, validation_data(plan), "validation.paths")
+    if not diagnostics:
+        try:
+            check_validation(plan)
+        except DataError as error:
+            diagnostics.append(Diagnostic("validation.paths", error.message, error.fix))
     return diagnostics
 
 

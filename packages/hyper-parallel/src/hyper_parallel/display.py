@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hp_plan.extend import Setting
 
-_COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory a rank": 19}
+_COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory a rank": 19, "": 0}
 
 
 class Reporter(Protocol):
@@ -104,7 +104,7 @@ class RichReporter:
 
         table = Table(box=None, pad_edge=False)
         for name, width in _COLUMNS.items():
-            table.add_column(name, justify="right", min_width=width)
+            table.add_column(name, justify="right" if name else "left", min_width=width)
         for step in self._latest:
             table.add_row(*_cells(step))
         return Group(table, self._progress)
@@ -130,8 +130,8 @@ class LineReporter:
         yield
 
     def step(self, step: Step) -> None:
-        """Print the first step and about twenty more."""
-        if step.step == 1 or step.step % self._every == 0:
+        """Print the first step, about twenty more, and those after which the model was validated."""
+        if step.step == 1 or step.step % self._every == 0 or step.validation_loss is not None:
             self._line(_cells(step))
 
     def finished(self, summary: Summary) -> None:
@@ -139,7 +139,7 @@ class LineReporter:
         print_summary(self._console, summary)
 
     def _line(self, cells: Iterable[str]) -> None:
-        self._console.print(" ".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values())))
+        self._console.print(" ".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values())).rstrip())
 
 
 def make_reporter(*, json_lines: bool) -> Reporter:
@@ -238,7 +238,15 @@ def _cells(step: Step) -> tuple[str, ...]:
         f"{step.grad_norm:.3f}",
         f"{step.tokens_per_second:,.0f}",
         _bytes(step.peak_memory),
+        _remarks(step),
     )
+
+
+def _remarks(step: Step) -> str:
+    texts = [] if step.mfu is None else [f"{step.mfu:.1%} MFU"]
+    if step.validation_loss is not None:
+        texts.append(f"validation loss {step.validation_loss:.4f} (perplexity {step.perplexity:,.1f})")
+    return ", ".join(texts)
 
 
 def _bytes(count: int) -> str:

@@ -78,7 +78,7 @@ def _unused(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Step:
-    """Take one optimizer step.
+    """One optimizer step.
 
     Attributes:
         step: from 1.
@@ -88,6 +88,11 @@ class Step:
         tokens_per_second: of all ranks together.
         peak_memory: bytes, of the rank that had most.
         seconds: duration of the step.
+        data_wait: seconds of them in which its batch was waited for, of the rank that waited longest.
+        mfu: model FLOPs utilization: operations of the model's matrices and attention, of its forward and backward, as
+            a part of what the devices could have done meanwhile. None where either isn't known.
+        validation_loss: mean of a token of the validation data after the step; None where it isn't computed.
+        perplexity: of that loss.
     """
 
     step: int
@@ -97,6 +102,15 @@ class Step:
     tokens_per_second: float
     peak_memory: int
     seconds: float
+    data_wait: float = 0.0
+    mfu: float | None = None
+    validation_loss: float | None = None
+    perplexity: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers that there are, but the step's own."""
+        values = dataclasses.asdict(self).items()
+        return {name: value for name, value in values if name != "step" and value is not None}
 
 
 @dataclass(frozen=True)
@@ -139,7 +153,7 @@ def last_loss(steps: Sequence[Step]) -> float:
 
 def as_json(value: Step | Summary) -> str:
     """Format as one line of JSON."""
-    return json.dumps(dataclasses.asdict(value))
+    return json.dumps({"step": value.step, **value.metrics()} if isinstance(value, Step) else dataclasses.asdict(value))
 
 
 def draw_loss(steps: Sequence[Step], path: Path, *, title: str) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_pipeline.extend import Operations
 from hp_plan import ParallelPlan
 from hp_platform.extend import load_port
 from hyper_parallel.data import Rows
 from hyper_parallel.launch import Job, Place
 
 Result = TypeVar("Result")
+Scalar = Any
+"""A number, or a tensor that will have it."""
 
 
 class Launcher(Protocol):
@@ -52,8 +58,14 @@ class Trainer(Protocol):
         """Get the learning rate of the next step."""
         ...
 
-    def step(self, rows: Rows) -> tuple[float | None, float]:
-        """Train on this rank's samples; get its loss, if it has one, and the norm of the gradient."""
+    operations: Operations | None
+
+    def step(self, rows: Rows) -> tuple[Scalar | None, Scalar]:
+        """Train on this rank's samples; get its loss, if it has one, and the norm of the gradient, maybe to come."""
+        ...
+
+    def evaluate(self, rows: Rows) -> tuple[float, float]:
+        """Get the loss of this rank's samples without training on them, and the mean number of labels of a rank."""
         ...
 
 
@@ -67,6 +79,27 @@ class Training(Protocol):
     def write_sample(self, plan: ParallelPlan, folder: Path) -> str | None:
         """Let the model of a checkpoint write on, on rank 0; None where it can't."""
         ...
+
+
+class Numbers(Protocol):
+    """Numbers of all ranks, on their way to the host."""
+
+    def read(self) -> NDArray[np.float64]:
+        """Wait for them; get them as [ranks, numbers]."""
+        ...
+
+
+class Gathering(Protocol):
+    """Gathering numbers of all ranks; `<framework>/gathering.py`."""
+
+    def Numbers(self, own: Sequence[Scalar]) -> Numbers:
+        """Send this rank's numbers, and receive those of all."""
+        ...
+
+
+def gathering() -> Gathering:
+    """Get the framework's way to gather numbers."""
+    return load_port(Gathering, "gathering")
 
 
 def launcher() -> Launcher:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import struct
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,33 @@ from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows, vocabulary
 from hp_platform import get_platform, manual_seed
 from hp_platform.extend import note_step
-from hyper_parallel.data import Content, DataError, Samples, contents, open_samples
+from hyper_parallel.batches import Batches
+from hyper_parallel.data import Content, DataError, Rows, Samples, contents, open_samples
 from hyper_parallel.launch import Resume
 from hyper_parallel.output import CHECKPOINTS, OutputError, Step
-from hyper_parallel.port import Trainer, training
+from hyper_parallel.peaks import known_peak
+from hyper_parallel.port import Numbers, Trainer, gathering, training
 from hyper_parallel.stopping import Stop
+from hyper_parallel.validation import Validation
 
-_RECORD = struct.Struct("<dQ?")  # a rank's loss, its memory, and whether it is asked to stop
+
+@dataclass
+class _Launched:
+    """A step whose numbers may be on their way.
+
+    Attributes:
+        step: which.
+        lr: its learning rate.
+        numbers: of all ranks: loss, norm, memory, wait for data, operations, whether asked to stop.
+        begun: when.
+        ended: when the next one begun, or its numbers were there.
+    """
+
+    step: int
+    lr: float
+    numbers: Numbers
+    begun: float
+    ended: float | None = None
 
 
 class Run:
@@ -70,12 +91,16 @@ class Run:
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
         self.contents: tuple[Content, ...] = self._agreed_contents()
         self.trainer: Trainer = training().Trainer(plan)
-        self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=vocabulary(plan.model))
+        self._rows = data_parallel_rows(plan)
+        known = vocabulary(plan.model)
+        self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=known)
+        self._batches = Batches(self.samples, self._rows, plan.data.batch_size)
+        self._validation = Validation(plan, self._rows, vocabulary=known) if plan.validation.paths else None
+        self._peak, self._counted = self._all_peaks(), None
         self.step = self.sample = 0
         self.peak_memory: tuple[int, ...] = ()
         self._end = plan.run.steps if until is None else min(until, plan.run.steps)
         self._asked = False
-        self._rows = data_parallel_rows(plan)
         self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep))
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
@@ -84,12 +109,14 @@ class Run:
                 self._load(steps)
             except BaseException:
                 self.checkpoints.close()
+                self._batches.close()
                 raise
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._batches.close()
         self.checkpoints.__exit__(kind)
 
     def close(self) -> None:
@@ -98,18 +125,31 @@ class Run:
         Raises:
             CheckpointError: it failed on some rank; on all ranks.
         """
+        self._batches.close()
         self.checkpoints.close()
 
     def steps(self) -> Iterator[Step]:
-        """Train to the plan's last step, and save: at the end, when it is stopped, and as often as the plan says."""
-        every, saved = self.plan.run.checkpoint_every, self.step
+        """Train to the plan's last step, and save: at the end, when it is stopped, and as often as the plan says.
+
+        A step is yielded when the next one has been launched, so that no device waits for the host: `step` is ahead by
+        one then. Before a checkpoint or a validation, and at the end, all steps have been yielded.
+        """
+        every, saved, last = self.plan.run.checkpoint_every, self.step, None
         while self.step < self._end and not self._asked:
-            taken = self._take_step()
+            launched = self._launch(last)
             note_step("step", self.step)
-            yield taken
-            if every and self.step % every == 0:
+            if last is not None:
+                yield self._finished(last)
+            last, saves, validates = launched, bool(every) and self.step % every == 0, self._validates()
+            if saves or validates:
+                yield self._finished(last, validate=validates)
+                note_step("step", self.step)
+                last = None
+            if saves:
                 self.save()
                 saved = self.step
+        if last is not None:
+            yield self._finished(last)
         if saved != self.step:
             self.save()
         note_step("end", self.step)
@@ -128,30 +168,67 @@ class Run:
         note_step("step", self.step)
         return self.checkpoints.path(self.step)
 
-    def _take_step(self) -> Step:
-        start = time.perf_counter()
+    def _all_peaks(self) -> float | None:
+        """Return the operations a second of all devices together; None where it isn't known."""
+        plan, devices = self.plan, get_platform().devices
+        own = plan.metrics.peak_flops or known_peak(devices.name(), plan.fsdp.param_dtype or plan.run.dtype)
+        return None if own is None else own * self.ranks.size
+
+    def _validates(self) -> bool:
+        at = self.step % self.plan.validation.every == 0 or self.finished
+        return self._validation is not None and at
+
+    def _launch(self, last: _Launched | None) -> _Launched:
+        """Launch a step, and end the last one; nothing that the device computes is waited for."""
+        begun = time.perf_counter()
+        if last is not None:
+            last.ended = begun
         manual_seed(self.plan.run.seed * 1_000_003 + self.step)  # so that dropout goes on where it was, too
-        batch = self.plan.data.batch_size
-        rows = self.samples.rows(np.arange(self.sample + self._rows.start, self.sample + self._rows.stop))
-        lr = self.trainer.lr
-        loss, norm = self.trainer.step(rows)
-        self.step, self.sample = self.step + 1, self.sample + batch
+        batch, lr = self._batches.take(self.sample), self.trainer.lr
+        loss, norm = self.trainer.step(batch.rows)
+        self.step, self.sample = self.step + 1, self.sample + self.plan.data.batch_size
         asked = self._stop is not None and self._stop.asked
-        own = _RECORD.pack(np.nan if loss is None else loss, get_platform().devices.peak_memory(), asked)
-        everyone = [_RECORD.unpack(record) for record in self.ranks.gather(own)]
+        memory = get_platform().devices.peak_memory()
+        own = [np.nan if loss is None else loss, norm, memory, batch.wait, self._operations(batch.rows), asked]
+        return _Launched(self.step, lr, gathering().Numbers(own), begun)
+
+    def _operations(self, rows: Rows) -> float:
+        """Count the operations of a rank's samples; those of whole samples are counted once."""
+        operations = self.trainer.operations
+        if self._peak is None or operations is None:
+            return np.nan
+        if self.plan.data.packing or self._counted is None:
+            self._counted = operations.training(rows.positions)
+        return self._counted
+
+    def _finished(self, launched: _Launched, *, validate: bool = False) -> Step:
+        """Wait for the numbers of a step."""
+        numbers = launched.numbers.read()
+        losses, norms, memory, waits, operations, asked = numbers.T
+        seconds = (launched.ended or time.perf_counter()) - launched.begun
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
-        losses = [each for each, _, _ in everyone if not np.isnan(each)] or [np.nan]
-        self.peak_memory = tuple(memory for _, memory, _ in everyone)
-        self._asked = any(asked for _, _, asked in everyone)
-        seconds = time.perf_counter() - start
+        losses = losses[~np.isnan(losses)].tolist() or [np.nan]
+        self.peak_memory = tuple(map(int, memory))
+        self._asked = bool(asked.any())
+        batch = self.plan.data.batch_size
+        own = self._rows.stop - self._rows.start
+        counted = float(operations.mean()) * batch / own
+        loss = None
+        if validate and self._validation is not None:
+            note_step("validate", launched.step)
+            loss = self._validation.loss(self.trainer, self.ranks)
         return Step(
-            step=self.step,
+            step=launched.step,
             loss=sum(losses) / len(losses),
-            grad_norm=norm,
-            lr=lr,
+            grad_norm=float(norms[0]),
+            lr=launched.lr,
             tokens_per_second=batch * self.plan.data.sequence_length / seconds,
             peak_memory=max(self.peak_memory),
             seconds=seconds,
+            data_wait=float(waits.max()),
+            mfu=None if self._peak is None or np.isnan(counted) else counted / seconds / self._peak,
+            validation_loss=loss,
+            perplexity=None if loss is None else math.exp(min(loss, 700.0)),
         )
 
     def _order(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import signal
@@ -117,10 +116,8 @@ def train(
             stack.enter_context(reporter.running(title, steps=plan.run.steps))
         for step in run.steps():
             steps.append(step)
-            metrics = dataclasses.asdict(step)
-            number = metrics.pop("step")
             for sink in sinks:
-                sink.write(number, metrics)
+                sink.write(step.step, step.metrics())
             if reporter is not None:
                 reporter.step(step)
     if not leader:

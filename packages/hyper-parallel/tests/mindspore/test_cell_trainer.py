@@ -48,6 +48,9 @@ def test_cells_train_in_a_step():
     tokens = np.zeros((2, 8), np.int64)
     trainer.step(Rows(tokens, tokens, tokens))
     assert SEEN == [(True, True)]
+    loss, labels = trainer.evaluate(Rows(tokens, tokens, tokens))
+    assert SEEN == [(True, True), (False, False)] and trainer.model.head.training
+    assert loss > 0 and labels == 2 * 7
 
 
 class Rowwise(nn.Cell):

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from hp_pipeline.operations import Operations
 from hp_pipeline.partition import Unit
 
-__all__ = ["count_unit"]
+__all__ = ["count_operations", "count_unit"]
+
+
+def count_operations(model: nn.Module, config: Any) -> Operations:
+    """Count a causal model's operations by its shapes.
+
+    Args:
+        model: whole, on any device.
+        config: the model's.
+    """
+    matrices, attention = 0.0, defaultdict[int | None, float](float)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        if heads := _heads(module, config):
+            window = getattr(module, "sliding_window", None)
+            attention[window if isinstance(window, int) else None] += 4 * heads
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:
+                share = _share(module, config, parameter.shape[0]) if parameter.dim() == 3 else 1.0
+                matrices += 2 * parameter.numel() * share
+    return Operations(matrices, dict(attention))
 
 
 def count_unit(names: Sequence[str], modules: Sequence[nn.Module], config: Any, rows: int, length: int) -> Unit:
@@ -68,11 +91,17 @@ def _is_attention(module: nn.Module) -> bool:
     return "attention" in name and "linear" not in name
 
 
-def _heads(module: nn.Module, config: Any) -> int:
-    """Return the entries of all heads of an attention; 0 for other modules, and for those around an attention."""
+def _heads(module: nn.Module, config: Any) -> float:
+    """Return the entries of all heads of an attention; 0 for other modules, and for those around an attention.
+
+    Where those of keys and of values differ, their mean.
+    """
     if not _is_attention(module) or any(map(_is_attention, list(module.modules())[1:])):
         return 0
     heads = getattr(config, "num_attention_heads", None)
+    keys, values = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
+    if isinstance(heads, int) and isinstance(keys, int) and isinstance(values, int):
+        return heads * (keys + values) / 2
     size = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
     if isinstance(heads, int) and isinstance(size, int):
         return heads * size

@@ -7,7 +7,7 @@ from hp_plan.sections.mesh import AXES, MeshSection
 from hp_plan.sections.model import ModelSection
 from hp_plan.sections.optimization import OptimizerSection, ScheduleSection, schedule_factor
 from hp_plan.sections.running import DataSection, MemorySection, RunSection
-from hp_plan.sections.watching import MetricsSection
+from hp_plan.sections.watching import MetricsSection, ValidationSection
 
 __all__ = [
     "AXES",
@@ -22,5 +22,6 @@ __all__ = [
     "PipelineSection",
     "RunSection",
     "ScheduleSection",
+    "ValidationSection",
     "schedule_factor",
 ]

@@ -29,7 +29,10 @@ class Trainer:
         schedule: of the optimizer's learning rate.
         name: of its class.
         size: number of elements of its parameters.
+        operations: None; they are not counted.
     """
+
+    operations = None
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
@@ -92,6 +95,22 @@ class Trainer:
                 self.optimizer(gradients)
         self.schedule.step()
         return loss, float(norm.asnumpy())
+
+    def evaluate(self, rows: Rows) -> tuple[float, float]:
+        """Compute a loss without training on it.
+
+        Args:
+            rows: this rank's samples.
+
+        Returns:
+            The loss of these samples, and the number of their labels.
+        """
+        self.model.set_train(False)
+        try:
+            loss: Any = forward_loss(self._plan, self.model, Tensor(rows.tokens))
+        finally:
+            self.model.set_train()
+        return float(loss.asnumpy()), float(rows.tokens.size - len(rows))
 
 
 def write_sample(plan: ParallelPlan, folder: Path) -> None:

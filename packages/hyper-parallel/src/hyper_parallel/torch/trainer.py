@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hp_moe import register_experts
+from hp_pipeline.torch.extend import count_operations
 from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
-from hp_plan.torch.extend import backward_loss, begin, clip_gradients, finish
+from hp_plan.torch.extend import backward_loss, begin, clip_gradients, evaluate, finish
 from hp_platform import get_platform
 from hyper_parallel.data import VOCABULARY, Rows
 
@@ -29,6 +32,7 @@ class Trainer:
         schedule: of the optimizer's learning rate.
         name: of its class.
         size: number of elements of its parameters.
+        operations: of the model; None of those that aren't causal language models of transformers.
     """
 
     def __init__(self, plan: ParallelPlan) -> None:
@@ -39,6 +43,8 @@ class Trainer:
         model = begin(plan)
         self.name = type(model).__name__
         self.size = sum(parameter.numel() for parameter in model.parameters())
+        causal = plan.model.of_transformers and self.name.endswith(("ForCausalLM", "LMHeadModel"))
+        self.operations = count_operations(model, model.config) if causal else None
         self.model = finish(apply(model, plan), plan)
         del model  # with pp it has other ranks' stages
         self.optimizer = build_optimizer(plan, self.model.named_parameters())
@@ -49,8 +55,8 @@ class Trainer:
         """Learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def step(self, rows: Rows) -> tuple[float | None, float]:
-        """Take one optimizer step.
+    def step(self, rows: Rows) -> tuple[torch.Tensor | float | None, torch.Tensor]:
+        """Take one optimizer step, without waiting for its results.
 
         Args:
             rows: this rank's samples.
@@ -60,14 +66,32 @@ class Trainer:
             before clipping.
         """
         self.optimizer.zero_grad()
-        packed = {"labels": rows.labels, "positions": rows.positions} if self._plan.data.packing else {}
-        arrays = {"tokens": rows.tokens, **packed}
-        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
-        loss = backward_loss(self._plan, self.model, **tensors)
+        loss = backward_loss(self._plan, self.model, **self._inputs(rows))
         norm = clip_gradients(self.model, self._plan.run.grad_clip)
         self.optimizer.step()
         self.schedule.step()
-        return loss, norm.item()
+        return loss, norm
+
+    def evaluate(self, rows: Rows) -> tuple[float, float]:
+        """Compute a loss without training on it.
+
+        Args:
+            rows: this rank's samples.
+
+        Returns:
+            The loss, whose mean over ranks is the batch's, and the mean number of labels of a rank.
+        """
+        loss, labels = evaluate(self._plan, self.model, **self._inputs(rows))
+        return loss.item(), labels.item()
+
+    def _inputs(self, rows: Rows) -> dict[str, torch.Tensor]:
+        packed = {"labels": rows.labels, "positions": rows.positions} if self._plan.data.packing else {}
+        return {name: self._moved(array) for name, array in {"tokens": rows.tokens, **packed}.items()}
+
+    def _moved(self, array: NDArray[np.int64]) -> torch.Tensor:
+        """Copy to the device, without waiting for the work that is queued there."""
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 def _choose_deterministic_kernels(device: Any) -> None:

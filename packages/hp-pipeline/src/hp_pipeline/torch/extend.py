@@ -1,0 +1,7 @@
+"""Names on PyTorch that other packages of this repository may import, beside the public ones."""
+
+from __future__ import annotations
+
+from hp_pipeline.torch.counting import count_operations
+
+__all__ = ["count_operations"]

@@ -1,0 +1,77 @@
+"""The loss of a model on samples that it is not trained on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hp_fsdp import FSDPModule
+from hp_plan.plan import ParallelPlan
+from hp_plan.torch.context import IGNORED
+from hp_plan.torch.models import loss_inputs
+from hp_platform import get_platform
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    plan: ParallelPlan,
+    model: nn.Module,
+    tokens: torch.Tensor,
+    *,
+    labels: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the loss of this rank's samples, without gradients and without dropout.
+
+    A model of experts leaves the losses of its routers out.
+
+    Args:
+        plan: of the model.
+        model: under the plan, whole.
+        tokens: (samples, sequence length).
+        labels: of samples of several documents, `IGNORED` where nothing is to be predicted.
+        positions: of each token in its document, of such samples.
+
+    Returns:
+        The loss, whose mean over all ranks is that of the batch, and the mean number of labels of a rank.
+    """
+    inputs = loss_inputs(plan, tokens)
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        inputs["output_router_logits"] = False
+    if positions is not None:
+        inputs["position_ids"] = positions
+    if labels is None:
+        count = tokens.new_tensor(tokens[:, 1:].numel(), dtype=torch.float64)
+    else:
+        count = _mean_labels(labels)
+        inputs |= {"labels": labels, "num_items_in_batch": count}
+    with evaluating(model), torch.no_grad():
+        return model(**inputs)["loss"].double(), count
+
+
+def _mean_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return the number of labels that count, averaged over all ranks; those of `tp` have the same."""
+    groups, collectives = get_platform().groups, get_platform().collectives
+    count = (labels != IGNORED).sum().double()
+    collectives.all_reduce(count, group=groups.default_group())
+    return count.clamp(min=1) / groups.size()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and back as each of its modules was; then its parameters are shards again."""
+    modules = list(model.modules())
+    trained = [module for module in modules if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root keeps what it gathers for a backward, which does not come
+        for module in trained:
+            module.training = True

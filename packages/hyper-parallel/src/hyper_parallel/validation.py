@@ -1,0 +1,70 @@
+"""Validation: the loss on data that a run is not trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+
+import numpy as np
+
+from hp_checkpoint.extend import Ranks
+from hp_plan import DataSection, ParallelPlan
+from hyper_parallel.data import DataError, open_samples
+from hyper_parallel.port import Trainer
+
+_SUM = struct.Struct("<dd")  # a rank's loss times labels, and labels
+
+
+def validation_data(plan: ParallelPlan) -> DataSection:
+    """Return the plan's data section with the data to validate on."""
+    return dataclasses.replace(plan.data, paths=plan.validation.paths, weights=())
+
+
+def check_validation(plan: ParallelPlan) -> None:
+    """Check that there are as many samples as the plan validates on.
+
+    Raises:
+        DataError: there are fewer.
+    """
+    wanted = plan.validation.batches * plan.data.batch_size
+    found = len(open_samples(validation_data(plan), seed=0))
+    if found < wanted:
+        message = (
+            f"the data to validate on has {found} samples, but {plan.validation.batches} batches of data.batch_size = "
+            f"{plan.data.batch_size} take {wanted}"
+        )
+        possible = found // plan.data.batch_size
+        fix = f"make validation.batches at most {possible}" if possible else "make data.batch_size smaller"
+        raise DataError(message, f"give more data, or {fix}")
+
+
+class Validation:
+    """The same samples, each time it is called.
+
+    Args:
+        plan: with `[validation]`.
+        rows: this rank's slice of a batch.
+        vocabulary: of the model; tokens beyond it are refused. None doesn't look.
+    """
+
+    def __init__(self, plan: ParallelPlan, rows: slice, *, vocabulary: int | None) -> None:
+        # Another seed of the run is no other data to compare it by.
+        self._samples = open_samples(validation_data(plan), seed=0, vocabulary=vocabulary)
+        self._size, self._batches, self._rows = plan.data.batch_size, plan.validation.batches, rows
+
+    def loss(self, trainer: Trainer, ranks: Ranks) -> float:
+        """Return the mean loss of a token over all samples; every rank calls it.
+
+        Args:
+            trainer: whose model is validated; it, the random numbers and the training data stay as they are.
+            ranks: of the run.
+        """
+        total = labels = 0.0
+        for batch in range(self._batches):
+            first = batch * self._size
+            numbers = np.arange(first + self._rows.start, first + self._rows.stop)
+            loss, count = trainer.evaluate(self._samples.rows(numbers))
+            total, labels = total + loss * count, labels + count
+        everyone = [_SUM.unpack(record) for record in ranks.gather(_SUM.pack(total, labels))]
+        return math.fsum(total for total, _ in everyone) / math.fsum(labels for _, labels in everyone)

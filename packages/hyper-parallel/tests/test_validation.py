@@ -1,0 +1,43 @@
+"""What a plan may validate on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hp_plan import ParallelPlan
+from hp_plan.extend import examine, read_plan
+from hyper_parallel.checking import check_run
+
+
+def problems(tables):
+    plan, diagnostics = read_plan(tables)
+    return [(each.key, f"{each.message}; {each.fix}") for each in [*diagnostics, *check_run(plan)]]
+
+
+@pytest.mark.parametrize(
+    ("section", "model", "text"),
+    [
+        ({"batches": 3}, {}, "100 samples, but 3 batches of data.batch_size = 40 take 120; .* at most 2"),
+        ({"paths": ["nowhere"]}, {}, "nowhere does not exist"),
+        ({}, {"overrides": {"vocab_size": 100}}, "knows 100 tokens"),
+        ({"every": 0}, {}, "at least 1"),
+    ],
+    ids=str,
+)
+def test_validation_that_can_not_be_is_refused_before_the_launch(tmp_path, section, model, text):
+    (tmp_path / "text").write_bytes(b"x" * 1000)
+    data = {"paths": [str(tmp_path / "text")], "sequence_length": 10, "batch_size": 40}
+    tables = {"model": model, "data": data, "validation": {"paths": [str(tmp_path / "text")], "batches": 2, **section}}
+    ((_, found),) = [each for each in problems(tables) if each[0].startswith(("validation", "model"))]
+    assert re.search(text, found)
+
+
+@pytest.mark.framework("torch")
+def test_stages_are_not_validated_and_no_key_is_ignored():
+    plan = ParallelPlan.from_dict({"mesh": {"pp": 2}, "validation": {"paths": ["text"]}})
+    keys = {each.key: each.message for each in examine(plan, []).diagnostics}
+    assert "pp = 2" in keys["validation.paths"]
+    plan = ParallelPlan.from_dict({"validation": {"every": 5}})
+    assert "validation.every" in {each.key for each in examine(plan, []).diagnostics}
