@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from hp_fsdp import FSDPModule
+from hp_plan.micro_batches import IGNORED, cut_rows
 from hp_plan.plan import ParallelPlan
-from hp_plan.torch.context import IGNORED
 from hp_plan.torch.models import loss_inputs
 from hp_platform import get_platform
 
@@ -49,8 +50,16 @@ def evaluate(
     else:
         count = _mean_labels(labels)
         inputs |= {"labels": labels, "num_items_in_batch": count}
+    total, parts = torch.zeros((), dtype=torch.float64, device=tokens.device), cut_rows(plan, len(tokens))
     with evaluating(model), torch.no_grad():
-        return model(**inputs)["loss"].double(), count
+        for part in parts:
+            own = {name: value[part] if _of_samples(value) else value for name, value in inputs.items()}
+            total += model(**own)["loss"]
+    return total if labels is not None else total / len(parts), count
+
+
+def _of_samples(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _mean_labels(labels: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def backward_loss(
     labels: T | None = None,
     positions: T | None = None,
     begins: Callable[[int], None] | None = None,
-) -> float | None:
+) -> T | None:
     """Compute the loss of this rank's samples, one micro-batch after the other, and add its gradients.
 
     Args:
@@ -60,7 +60,7 @@ def backward_loss(
         inputs["num_items_in_batch"] = divisor
     if isinstance(model, PipelinedModel):
         losses = model.run(**inputs)
-        return torch.stack(losses).mean().item() if losses else None
+        return torch.stack(losses).mean().detach() if losses else None
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     seed = torch.initial_seed()
     with _reduced_at_end(model, len(rows), plan.run.deterministic) as begin:
@@ -78,7 +78,7 @@ def backward_loss(
             loss = loss if weight == 1.0 else loss * weight
             loss.backward()
             total += loss.detach()
-    return total.item() * shares.scale
+    return total * shares.scale
 
 
 def gives_items(model: Any, inputs: dict[str, Any]) -> bool:

@@ -117,7 +117,8 @@ class _Run:
         """Forward and backward of this rank's samples under the plan; the loss, on ranks that have it."""
         self._optimizer.zero_grad()
         options = {"labels": batch.labels, "positions": batch.positions, "begins": begins}
-        return backward_loss(self._plan, self._model, batch.tokens, **options)
+        loss = backward_loss(self._plan, self._model, batch.tokens, **options)
+        return None if loss is None else loss.item()
 
     def update(self, clip: Callable[[Any, float], Any]) -> None:
         """Clip the gradients if the plan says so, and take the optimizer's step."""

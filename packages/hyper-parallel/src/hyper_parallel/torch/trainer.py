@@ -55,7 +55,7 @@ class Trainer:
         """Learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def step(self, rows: Rows) -> tuple[torch.Tensor | float | None, torch.Tensor]:
+    def step(self, rows: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Take one optimizer step, without waiting for its results.
 
         Args:
