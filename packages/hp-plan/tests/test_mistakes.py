@@ -23,6 +23,7 @@ GOOD = {
     "optimizer": {"name": "muon", "lr": 1e-3, "betas": [0.9, 0.95], "muon": ["model.layers.*"], "muon_momentum": 0.9},
     "schedule": {"kind": "wsd", "warmup_steps": 2, "decay_steps": 3, "decay": "cosine", "final": 0.1},
     "data": {"sequence_length": 16, "batch_size": 16},
+    "profile": {"start": 2, "steps": 2, "ranks": [0]},
     "metrics": {"sinks": ["tensorboard"], "peak_flops": 1e15},
     "run": {"steps": 10, "seed": 1, "dtype": "float32", "grad_clip": 1.0},
 }

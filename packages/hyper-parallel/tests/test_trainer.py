@@ -71,8 +71,8 @@ def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", *
         tables["validation"] = {"paths": [str(text)], "every": 2, "batches": 2}
     tables["metrics"] = {"peak_flops": 1e9}
     for name, value in (changed or {}).items():
-        if name == "validation":
-            tables["validation"] = value
+        if name in ("validation", "profile"):
+            tables[name] = value
         else:
             tables["run" if name == "seed" else "data"][name] = value
     plan = ParallelPlan.from_dict(tables)
@@ -319,6 +319,15 @@ def test_utilization_is_by_the_operations_of_what_a_token_meets(tmp_path, model,
         counted = line["mfu"] * line["seconds"] * 1e9 * ranks
         assert counted == pytest.approx(3 * operations * 4 * 8, rel=1e-3)
         assert 0 <= line["data_wait"] <= line["seconds"]
+
+
+def test_a_profile_has_the_steps_and_ranks_of_the_plan(tmp_path):
+    run_ranks(2, run, tmp_path, {"dp_shard": 2}, 4, changed={"profile": {"start": 2, "steps": 2, "ranks": [1]}})
+    (file,) = (tmp_path / "run" / "profile").iterdir()
+    assert file.name == "rank-1.json"
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"hp.step 2", "hp.step 3", "hp.forward(model.layers.1.mlp)"} <= names
+    assert not {"hp.step 1", "hp.step 4"} & names
 
 
 def test_numbers_of_a_step_are_read_when_the_next_is_launched(tmp_path):

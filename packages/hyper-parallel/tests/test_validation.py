@@ -8,6 +8,7 @@ import pytest
 
 from hp_plan import ParallelPlan
 from hp_plan.extend import examine, read_plan
+from hp_testing import device_type
 from hyper_parallel.checking import check_run
 
 
@@ -41,3 +42,22 @@ def test_stages_are_not_validated_and_no_key_is_ignored():
     assert "pp = 2" in keys["validation.paths"]
     plan = ParallelPlan.from_dict({"validation": {"every": 5}})
     assert "validation.every" in {each.key for each in examine(plan, []).diagnostics}
+
+
+@pytest.mark.framework("torch")
+@pytest.mark.parametrize(
+    ("section", "key", "text"),
+    [
+        ({"start": 9, "steps": 3}, "profile.start", "steps 9 to 11 are profiled, but the run has 10"),
+        ({"start": 1, "ranks": [0, 2]}, "profile.ranks", "rank 2 is profiled, but the mesh has ranks 0 to 1"),
+        ({"steps": 4}, "profile.steps", "nothing uses without profile.start"),
+    ],
+    ids=str,
+)
+def test_profiles_that_can_not_be_are_refused(section, key, text):
+    plan = ParallelPlan.from_dict({"profile": section, "run": {"steps": 10}, "mesh": {"dp_shard": 2}})
+    found = {each.key: each.message for each in examine(plan, []).diagnostics}
+    if device_type() == "npu" and "start" in section:
+        assert "profiles on NPUs are not supported" in found["profile.start"]
+    else:
+        assert text in found[key]

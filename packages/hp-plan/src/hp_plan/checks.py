@@ -18,7 +18,7 @@ from hp_plan.packing import check_packing
 from hp_plan.pipelines import check_pipeline
 from hp_plan.plan import ParallelPlan
 from hp_plan.tables import StyleChoice, choose_styles
-from hp_plan.validation import check_validation
+from hp_plan.watching import check_profile, check_validation
 from hp_platform import get_platform
 from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
 
@@ -40,7 +40,7 @@ def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
     """
     own = [*check_effects(plan), *check_pipeline(plan), *check_fsdp(plan), *check_memory(plan), *check_states(plan)]
     own += [*check_context(plan), *check_sequence(plan), *check_accumulation(plan), *check_deterministic(plan)]
-    own += check_validation(plan)
+    own += [*check_validation(plan), *check_profile(plan)]
     return [*check_mesh(plan, world_size), *_check_training(plan), *own, *_check_device(plan)]
 
 

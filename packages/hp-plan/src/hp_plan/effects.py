@@ -37,10 +37,18 @@ def check_effects(plan: ParallelPlan) -> list[Diagnostic]:
     if memory.budget is None and memory.bandwidth != type(memory)().bandwidth:
         message = f"got {memory.bandwidth:g}, which nothing uses without a budget"
         diagnostics.append(Diagnostic("memory.bandwidth", message, "leave it out, or give memory.budget"))
-    validation = plan.validation
-    for item in fields(validation):
-        value = getattr(validation, item.name)
-        if not validation.paths and value != item.default:
-            message = f"got {value!r}, which nothing uses without data to validate on"
-            diagnostics.append(Diagnostic(f"validation.{item.name}", message, "leave it out, or give validation.paths"))
-    return diagnostics
+    return [*diagnostics, *_without(plan, "validation", "paths"), *_without(plan, "profile", "start")]
+
+
+def _without(plan: ParallelPlan, name: str, needed: str) -> list[Diagnostic]:
+    """Name the values of a section that has no effect without one of its keys."""
+    section = getattr(plan, name)
+    changed = [item.name for item in fields(section) if getattr(section, item.name) != item.default]
+    return [
+        Diagnostic(
+            f"{name}.{key}",
+            f"got {getattr(section, key)!r}, which nothing uses without {name}.{needed}",
+            f"leave it out, or give {name}.{needed}",
+        )
+        for key in (changed if not getattr(section, needed) else [])
+    ]

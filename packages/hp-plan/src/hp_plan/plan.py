@@ -20,6 +20,7 @@ from hp_plan.sections import (
     ModelSection,
     OptimizerSection,
     PipelineSection,
+    ProfileSection,
     RunSection,
     ScheduleSection,
     ValidationSection,
@@ -40,6 +41,7 @@ SECTIONS: dict[str, type] = {
     "memory": MemorySection,
     "metrics": MetricsSection,
     "validation": ValidationSection,
+    "profile": ProfileSection,
 }
 AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
@@ -69,6 +71,7 @@ class ParallelPlan:
         memory: a rank's budget.
         metrics: where they go.
         validation: data for it, and how often.
+        profile: which steps are profiled.
 
     Raises:
         PlanError: a value has the wrong type or is out of range; it has all diagnostics.
@@ -87,6 +90,7 @@ class ParallelPlan:
     memory: MemorySection = field(default_factory=MemorySection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
+    profile: ProfileSection = field(default_factory=ProfileSection)
 
     def __post_init__(self) -> None:
         diagnostics: list[Diagnostic] = []

@@ -12,7 +12,10 @@ from hp_plan import ParallelPlan
 Resume = Literal["no", "auto"]
 
 # Errors of ranks that tell their user what to do. Any other is shown with its traceback.
-_EXPLAINED = ("CheckpointError", "DataError", "InvalidCheckpointError", "OutputError", "PlanError", "SettingError")
+_EXPLAINED = (
+    *("CheckpointError", "DataError", "InvalidCheckpointError", "MemoryShortage", "OutputError", "PlanError"),
+    "SettingError",
+)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from hp_plan import ParallelPlan
 from hp_platform.extend import load_port
 from hyper_parallel.data import Rows
 from hyper_parallel.launch import Job, Place
+from hyper_parallel.shortage import Spot, Storage
 
 Result = TypeVar("Result")
 Scalar = Any
@@ -100,6 +102,52 @@ class Gathering(Protocol):
 def gathering() -> Gathering:
     """Get the framework's way to gather numbers."""
     return load_port(Gathering, "gathering")
+
+
+class Profiler(Protocol):
+    """A profile that is under way."""
+
+    def named(self, name: str) -> AbstractContextManager[Any]:
+        """Name what runs inside."""
+        ...
+
+    def close(self) -> None:
+        """Stop, and write the trace."""
+        ...
+
+
+class Profiling(Protocol):
+    """Profiles; `torch/profiling.py`."""
+
+    def Profiler(self, model: Any, path: Path) -> Profiler:
+        """Begin a profile whose trace will be at a path."""
+        ...
+
+
+class Shortages(Protocol):
+    """Memory that ran out; `<framework>/shortage.py`."""
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Tell whether an error says that."""
+        ...
+
+    def place(self, error: BaseException, model: Any) -> Spot:
+        """Get where in a step it was raised."""
+        ...
+
+    def storages(self, error: BaseException, model: Any, optimizer: Any) -> list[Storage]:
+        """List the largest storages that are in use."""
+        ...
+
+
+def profiling() -> Profiling:
+    """Get the framework's profiles."""
+    return load_port(Profiling, "profiling")
+
+
+def shortages() -> Shortages:
+    """Get the framework's look at memory that ran out."""
+    return load_port(Shortages, "shortage")
 
 
 def launcher() -> Launcher:

@@ -15,6 +15,9 @@ from hyper_parallel.data import DataError
 from hyper_parallel.display import diagnostics_table, make_console
 from hyper_parallel.launch import Interrupted, RankFailure, inside_launcher, launcher_place
 from hyper_parallel.output import OutputError
+from hyper_parallel.shortage import MemoryShortage
+
+_ADVISED = (CheckpointError, DataError, MemoryShortage, OutputError, SettingError)
 
 
 @contextmanager
@@ -27,8 +30,8 @@ def user_errors() -> Iterator[None]:
     except Interrupted as error:
         say(f"interrupted by {error}")
         raise typer.Exit(130) from None
-    except (CheckpointError, DataError, OutputError, RankFailure, SettingError, ImportError, OSError) as error:
-        if inside_launcher() and not isinstance(error, (CheckpointError, DataError, OutputError, SettingError)):
+    except (*_ADVISED, RankFailure, ImportError, OSError) as error:
+        if inside_launcher() and not isinstance(error, _ADVISED):
             raise
         say(str(error))
     else:

@@ -25,7 +25,9 @@ from hyper_parallel.data import Content, DataError, Rows, Samples, contents, ope
 from hyper_parallel.launch import Resume
 from hyper_parallel.output import CHECKPOINTS, OutputError, Step
 from hyper_parallel.peaks import known_peak
-from hyper_parallel.port import Numbers, Trainer, gathering, training
+from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
+from hyper_parallel.profiling import Profile
+from hyper_parallel.shortage import MemoryShortage, report, write
 from hyper_parallel.stopping import Stop
 from hyper_parallel.validation import Validation
 
@@ -96,6 +98,7 @@ class Run:
         self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=known)
         self._batches = Batches(self.samples, self._rows, plan.data.batch_size)
         self._validation = Validation(plan, self._rows, vocabulary=known) if plan.validation.paths else None
+        self._profile = Profile(plan, self.trainer, self.folder, rank=self.ranks.rank)
         self._peak, self._counted = self._all_peaks(), None
         self.step = self.sample = 0
         self.peak_memory: tuple[int, ...] = ()
@@ -117,6 +120,8 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._batches.close()
+        if kind is None:
+            self._profile.close()
         self.checkpoints.__exit__(kind)
 
     def close(self) -> None:
@@ -148,6 +153,7 @@ class Run:
             if saves:
                 self.save()
                 saved = self.step
+        self._profile.close()
         if last is not None:
             yield self._finished(last)
         if saved != self.step:
@@ -183,6 +189,24 @@ class Run:
         begun = time.perf_counter()
         if last is not None:
             last.ended = begun
+        try:
+            with self._profile.around(self.step + 1):
+                return self._computed(begun)
+        except Exception as error:
+            if not shortages().ran_out(error):
+                raise
+            raise MemoryShortage(self._shortage(error)) from error
+
+    def _shortage(self, error: BaseException) -> str:
+        """Report and write down that memory ran out."""
+        own, trainer = shortages(), self.trainer
+        place, rank = own.place(error, trainer.model), self.ranks.rank
+        storages = own.storages(error, trainer.model, trainer.optimizer)
+        text = report(error, self.plan, rank=rank, step=self.step + 1, place=place, storages=storages)
+        write(self.folder, rank, text)
+        return text
+
+    def _computed(self, begun: float) -> _Launched:
         manual_seed(self.plan.run.seed * 1_000_003 + self.step)  # so that dropout goes on where it was, too
         batch, lr = self._batches.take(self.sample), self.trainer.lr
         loss, norm = self.trainer.step(batch.rows)

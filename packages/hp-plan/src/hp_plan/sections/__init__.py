@@ -7,7 +7,7 @@ from hp_plan.sections.mesh import AXES, MeshSection
 from hp_plan.sections.model import ModelSection
 from hp_plan.sections.optimization import OptimizerSection, ScheduleSection, schedule_factor
 from hp_plan.sections.running import DataSection, MemorySection, RunSection
-from hp_plan.sections.watching import MetricsSection, ValidationSection
+from hp_plan.sections.watching import MetricsSection, ProfileSection, ValidationSection
 
 __all__ = [
     "AXES",
@@ -20,6 +20,7 @@ __all__ = [
     "ModelSection",
     "OptimizerSection",
     "PipelineSection",
+    "ProfileSection",
     "RunSection",
     "ScheduleSection",
     "ValidationSection",

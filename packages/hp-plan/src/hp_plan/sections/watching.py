@@ -1,4 +1,4 @@
-"""`[metrics]` and `[validation]`: what a run shows of itself."""
+"""`[metrics]`, `[validation]` and `[profile]`: what a run shows of itself."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ class ValidationSection:
     paths: tuple[str, ...] = ()
     every: int = at_least(1, 100)
     batches: int = at_least(1, 8)
+
+
+@dataclass(frozen=True)
+class ProfileSection:
+    """Steps that are profiled, as a trace for Chrome or Perfetto: `profile/rank-0.json` in the run's folder.
+
+    Attributes:
+        start: the first of them, from 1; none profiles nothing.
+        steps: how many.
+        ranks: which ranks write one.
+    """
+
+    start: int | None = at_least(1, None)
+    steps: int = at_least(1, 3)
+    ranks: tuple[int, ...] = at_least(0, (0,))

@@ -1,0 +1,37 @@
+"""Validation and profiles in a plan: where they can be."""
+
+from __future__ import annotations
+
+from hp_plan.diagnostics import Diagnostic
+from hp_plan.plan import ParallelPlan
+from hp_platform import get_platform
+
+
+def check_validation(plan: ParallelPlan) -> list[Diagnostic]:
+    """Refuse validation of a model in stages, whose schedules have no forward alone."""
+    if not plan.validation.paths or plan.mesh.pp == 1:
+        return []
+    message = f"got {list(plan.validation.paths)}, but with pp = {plan.mesh.pp} a model can't be validated yet"
+    fix = "leave [validation] out and validate the checkpoints, or leave pp out"
+    return [Diagnostic("validation.paths", message, fix)]
+
+
+def check_profile(plan: ParallelPlan) -> list[Diagnostic]:
+    """Refuse profiles that this framework or device has none of, and steps and ranks that there are not."""
+    section = plan.profile
+    if section.start is None:
+        return []
+    platform, diagnostics = get_platform(), []
+    if platform.name != "torch" or platform.devices.kind == "npu":
+        on = "MindSpore" if platform.name != "torch" else "NPUs"
+        message = f"got {section.start}, but profiles on {on} are not supported yet"
+        return [Diagnostic("profile.start", message, "leave [profile] out, and profile with the tools of the device")]
+    last = section.start + section.steps - 1
+    if last > plan.run.steps:
+        message = f"steps {section.start} to {last} are profiled, but the run has {plan.run.steps}"
+        diagnostics.append(Diagnostic("profile.start", message, "make profile.start or profile.steps smaller"))
+    absent = [rank for rank in section.ranks if rank >= plan.mesh.world_size]
+    if absent:
+        message = f"rank {absent[0]} is profiled, but the mesh has ranks 0 to {plan.mesh.world_size - 1}"
+        diagnostics.append(Diagnostic("profile.ranks", message, "name ranks of the mesh"))
+    return diagnostics

@@ -1,0 +1,93 @@
+"""A step that runs out of memory: what was alive, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hp_plan import ParallelPlan
+
+
+class MemoryShortage(RuntimeError):
+    """A step ran out of memory; the text is the report."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that is in use.
+
+    Attributes:
+        size: in bytes.
+        what: the name of the parameter, gradient or state, the operation that saved it for its backward, or "tensor".
+        shape: of a tensor in it.
+        dtype: of that tensor.
+        device: of that tensor.
+    """
+
+    size: int
+    what: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where memory ran out.
+
+    Attributes:
+        phase: of the step, such as "forward".
+        module: the innermost that ran; empty where none did.
+    """
+
+    phase: str
+    module: str
+
+
+def report(
+    error: BaseException, plan: ParallelPlan, *, rank: int, step: int, place: Spot, storages: Sequence[Storage]
+) -> str:
+    """Return the text of a report.
+
+    Args:
+        error: the framework's.
+        plan: the run's.
+        rank: of this process.
+        step: under way.
+        place: in the step.
+        storages: the largest ones.
+    """
+    inside = f", in {place.module}" if place.module else ""
+    lines = [f"rank {rank} ran out of memory in step {step}, {place.phase}{inside}: {_first_line(error)}"]
+    if storages:
+        lines.append(f"The {len(storages)} largest storages in use:")
+        for each in storages:
+            shape = "x".join(map(str, each.shape)) or "scalar"
+            lines.append(f"  {each.size / 2**20:10,.1f} MiB  {each.what}: {each.dtype} {shape} on {each.device}")
+    lines.append(f"Less memory: {advice(plan)}")
+    return "\n".join(lines)
+
+
+def advice(plan: ParallelPlan) -> str:
+    """Say which values of a plan take less memory."""
+    if plan.memory.budget is None:
+        first = (
+            'write budget = "20GiB" in [memory], less than what a rank has: what backward needs is then swapped or'
+            " computed again (hp_offload.fit_memory)"
+        )
+    else:
+        first = f"make memory.budget less than {plan.memory.budget}: buffers of communication come on top of it"
+    return f"{first}; make data.batch_size ({plan.data.batch_size}) smaller; make mesh.dp_shard or mesh.tp larger"
+
+
+def write(folder: Path, rank: int, text: str) -> None:
+    """Write a report beside the run's other files, where that can be done."""
+    try:
+        (folder / f"out-of-memory-rank-{rank}.txt").write_text(text + "\n", encoding="utf-8")
+    except OSError:
+        pass
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
