@@ -250,14 +250,14 @@ def test_states_that_are_refused(tmp_path, bad, error):
 
 def test_foreign_folders(tmp_path):
     (tmp_path / "pickles").mkdir()
-    (tmp_path / "pickles" / ".metadata").write_bytes(b"x")
+    (tmp_path / "pickles" / "model.pt").write_bytes(b"x")
     with pytest.raises(
-        InvalidCheckpointError, match="has .metadata, which are pickles: loading them would run code, so"
+        InvalidCheckpointError, match="has model.pt, which are pickles: loading them would run code, so"
     ):
         load({}, checkpoint_id=tmp_path / "pickles", no_dist=True)
     with pytest.raises(FileExistsError, match="pickles exists and is no checkpoint; only a checkpoint is replaced"):
         save({"w": np.zeros(1)}, checkpoint_id=tmp_path / "pickles", no_dist=True)
-    assert (tmp_path / "pickles" / ".metadata").read_bytes() == b"x"
+    assert (tmp_path / "pickles" / "model.pt").read_bytes() == b"x"
     save({"w": np.zeros(1)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     with pytest.raises(FileNotFoundError, match="there is no checkpoint .*step-2; .* has the checkpoints step-1"):
         load({}, checkpoint_id=tmp_path / "step-2", no_dist=True)

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hp_checkpoint.dcp import dcp_values, is_dcp
 from hp_checkpoint.loading import Verify, load_tensors, read_tree
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.ranks import Ranks
@@ -16,7 +17,7 @@ from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import State, decode, fill, flatten
 from hp_checkpoint.tied import check_tied
 
-__all__ = ["flattened", "load", "save", "versions"]
+__all__ = ["flattened", "load", "read_values", "save", "versions"]
 
 
 def save(state_dict: Mapping[str, Any], *, checkpoint_id: str | os.PathLike[str], no_dist: bool = False) -> Manifest:
@@ -79,15 +80,15 @@ def load(
 
     def prepare() -> bytes:
         manifest = open_checkpoint(folder)
-        opened.extend([manifest, flatten(state_dict), read_tree(manifest, folder) if STATE in manifest.files else {}])
+        opened.extend([manifest, flatten(state_dict), read_values(manifest, folder)])
         return b""
 
     ranks.agree(prepare, "load")
-    manifest, state, tree = opened
+    manifest, state, saved = opened
     check_tied(state.aliases, manifest, folder, ranks)
     load_tensors(state.tensors, manifest, folder, ranks, verify=verify)
-    if tree:
-        ranks.agree(lambda: _fill(state_dict, tree), "load")
+    if saved is not None:
+        ranks.agree(lambda: _fill(state_dict, saved), "load")
 
 
 def flattened(state_dict: Mapping[str, Any], ranks: Ranks) -> State:
@@ -102,8 +103,15 @@ def flattened(state_dict: Mapping[str, Any], ranks: Ranks) -> State:
     return states[0]
 
 
-def _fill(state: dict[str, Any], tree: Any) -> bytes:
-    fill(state, decode(tree, lambda address: None))
+def read_values(manifest: Manifest, folder: Path) -> Any:
+    """Read the values of a state that are no tensors, with None in the tensors' places; None where there are none."""
+    if STATE in manifest.files:
+        return decode(read_tree(manifest, folder), lambda address: None)
+    return dcp_values(folder) if is_dcp(folder) else None
+
+
+def _fill(state: dict[str, Any], saved: Any) -> bytes:
+    fill(state, saved)
     return b""
 
 

@@ -18,6 +18,7 @@ from hp_checkpoint.errors import InvalidCheckpointError
 __all__ = [
     "DTYPES",
     "PAGE",
+    "Chunk",
     "Entry",
     "File",
     "Kind",
@@ -74,13 +75,36 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor that is stored by itself.
+
+    Attributes:
+        offsets: the box's start in the tensor.
+        sizes: its length along each dim.
+        file: the file that has it.
+        offset: of its first element in the file, in bytes.
+        strides: from an element to the next one along each dim in the file, in elements.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a checkpoint: its name, kind, file, and the offset in bytes of its first element in the file."""
+    """A tensor of a checkpoint: its name, kind, file, and the offset in bytes of its first element in the file.
+
+    Of a tensor that is stored in chunks file and offset say nothing.
+    """
 
     name: str
     kind: Kind
     file: str
     offset: int
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

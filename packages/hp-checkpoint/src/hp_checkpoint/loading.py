@@ -14,13 +14,12 @@ import numpy as np
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
 from hp_checkpoint.files import Entry
 from hp_checkpoint.manifest import Manifest
-from hp_checkpoint.pieces import scale
 from hp_checkpoint.ranks import Ranks, describe
 from hp_checkpoint.reads import COLUMNS, Units, exchange, request_rows
 from hp_checkpoint.saving import STATE
 from hp_checkpoint.state import Address
 from hp_checkpoint.storage import opened, read_at, read_small
-from hp_checkpoint.tensors import kind_of, local_pieces
+from hp_checkpoint.tensors import kind_of, stored_pieces
 from hp_checkpoint.transfers import Request, Target, Transfers
 
 __all__ = ["Verify", "check_entries", "load_tensors", "read_tree", "verify_files"]
@@ -77,13 +76,14 @@ def load_tensors(
     if verify == "all":
         ranks.agree(lambda: verify_files(manifest, folder, ranks.rank, ranks.size), "load")
     names = sorted(manifest.files)
+    numbers = {name: number for number, name in enumerate(names)}
     requests: list[Request] = []
 
     def request() -> bytes:
         for address, entry in check_entries(wanted, manifest).items():
-            own = [scale(piece, entry.kind.itemsize, entry.offset) for piece in local_pieces(wanted[address])]
-            target = Target(wanted[address], sum(piece.size for piece in own))
-            requests.extend(Request(names.index(entry.file), piece, target) for piece in own)
+            own = list(stored_pieces(entry, wanted[address]))
+            target = Target(wanted[address], sum(piece.size for _, piece in own))
+            requests.extend(Request(numbers[file], piece, target) for file, piece in own)
         requests.sort(key=lambda each: (each.file, each.piece.first))
         return request_rows((each.file, each.piece) for each in requests).tobytes()
 

@@ -10,10 +10,11 @@ from math import prod
 
 import numpy as np
 
+from hp_checkpoint.files import Chunk
 from hp_dtensor import Placement
 from hp_dtensor.extend import Box, boxes, local_shape
 
-__all__ = ["Piece", "clip", "gather", "move", "pieces", "runs", "scale"]
+__all__ = ["Piece", "chunk_pieces", "clip", "gather", "move", "pieces", "runs", "scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,41 @@ def pieces(
         if prod(box.sizes)
         for piece in _of_box(box, _row_major(shape), local)
     )
+
+
+def chunk_pieces(
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    chunk: Chunk,
+) -> tuple[Piece, ...]:
+    """Return the pieces of a tensor on a rank that a chunk has; ``first`` and ``stride`` count the chunk's elements.
+
+    Example:
+        >>> chunk_pieces((3, 4), (Shard(1),), (2,), (1,), Chunk((1, 0), (2, 3), "file", 0, (3, 1)))
+        (Piece(first=2, length=1, count=2, stride=3, local=2, local_stride=2),)
+
+    Args:
+        shape: the global shape.
+        placements: as those of `pieces`.
+        mesh_shape: likewise.
+        coordinate: likewise.
+        chunk: a box of the tensor.
+    """
+    if not prod(shape):
+        return ()
+    local = local_shape(shape, placements, mesh_shape, coordinate)
+    found: list[Piece] = []
+    for box in boxes(shape, placements, mesh_shape, coordinate):
+        low = [max(a, b) for a, b in zip(box.offsets, chunk.offsets, strict=True)]
+        ends = [(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)]
+        sizes = tuple(min(pair) - start for pair, start in zip(ends, low, strict=True))
+        if all(size > 0 for size in sizes):
+            at = tuple(own + start - offset for own, start, offset in zip(box.at, low, box.offsets, strict=True))
+            within = tuple(start - offset for start, offset in zip(low, chunk.offsets, strict=True))
+            found += _of_box(Box(within, sizes, box.ragged, at), chunk.strides, local)
+    return tuple(found)
 
 
 def clip(piece: Piece, start: int, stop: int) -> tuple[Piece, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hp_checkpoint.dcp import dcp_manifest, is_dcp
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import Entry, check_file_name, header_length, read_header, strict_json
 from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
@@ -17,7 +18,7 @@ __all__ = ["open_checkpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_PICKLES = ("*.distcp", ".metadata", "*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLES = ("*.distcp", "*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def open_checkpoint(folder: Path) -> Manifest:
@@ -39,6 +40,8 @@ def open_checkpoint(folder: Path) -> Manifest:
         return _of_headers(folder, files)
     if (folder / _SINGLE).exists():
         return _of_headers(folder, [_SINGLE])
+    if is_dcp(folder):
+        return dcp_manifest(folder)
     pickles = [each.name for pattern in _PICKLES for each in folder.glob(pattern)]
     if pickles:
         raise InvalidCheckpointError(

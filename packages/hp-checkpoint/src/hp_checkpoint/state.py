@@ -6,11 +6,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hp_checkpoint.tensors import is_tensor
 
-__all__ = ["Address", "State", "decode", "fill", "flatten", "merge"]
+__all__ = ["Address", "State", "Unreadable", "address", "decode", "fill", "flatten", "merge"]
 
 Address = tuple[str, str]
 """Of a tensor: its part (the first word of its file's name) and its name in the part."""
@@ -18,6 +19,13 @@ Address = tuple[str, str]
 _PART = re.compile(r"[A-Za-z0-9_]+")
 _TENSOR, _FLOAT, _TUPLE, _PAIRS = "__tensor__", "__float__", "__tuple__", "__pairs__"
 _MARKS = {_TENSOR, _FLOAT, _TUPLE, _PAIRS}
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for a value that is not read, and says why."""
+
+    text: str
 
 
 class State:
@@ -53,7 +61,7 @@ def flatten(state: Mapping[str, Any]) -> State:
 
     def visit(value: Any, path: tuple[Any, ...]) -> Any:
         if is_tensor(value):
-            return {_TENSOR: list(_add(result, places, _address(path, top), value))}
+            return {_TENSOR: list(_add(result, places, address(path, top), value))}
         if isinstance(value, Mapping):
             for key in value:
                 if not isinstance(key, (str, int)):
@@ -114,6 +122,8 @@ def fill(template: Any, saved: Any, path: tuple[Any, ...] = ()) -> Any:
     """
     if is_tensor(template):
         return template
+    if isinstance(saved, Unreadable):
+        raise ValueError(f"load: {_dotted(path)!r} can't be read: {saved.text}")
     if isinstance(template, dict):
         if not isinstance(saved, Mapping):
             raise ValueError(f"load: {_dotted(path)!r} is a dictionary, the checkpoint has {saved!r}")
@@ -170,7 +180,13 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path)) or "the state"
 
 
-def _address(path: tuple[Any, ...], top: str) -> Address:
+def address(path: tuple[Any, ...], top: str) -> Address:
+    """Return the address of a tensor.
+
+    Args:
+        path: its keys from the top of the state.
+        top: the part of tensors at the top.
+    """
     if len(path) == 1:
         return top, str(path[0])
     part = str(path[0])

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from hp_checkpoint.files import Kind
-from hp_checkpoint.pieces import Piece, pieces
+from hp_checkpoint.files import Entry, Kind
+from hp_checkpoint.pieces import Piece, chunk_pieces, pieces, scale
 from hp_checkpoint.port import port
 from hp_checkpoint.writers import Holding
 from hp_dtensor.extend import TensorSpec
 
-__all__ = ["array_of", "holding_of", "is_tensor", "kind_of", "local_pieces", "read_bytes", "written_bytes"]
+__all__ = [
+    "array_of",
+    "holding_of",
+    "is_tensor",
+    "kind_of",
+    "local_pieces",
+    "read_bytes",
+    "stored_pieces",
+    "written_bytes",
+]
 
 _NUMPY = {
     "bool": "BOOL",
@@ -99,13 +108,29 @@ def holding_of(name: str, value: Any, rank: int, world_size: int) -> Holding:
 
 def local_pieces(value: Any) -> tuple[Piece, ...]:
     """Return the pieces of a tensor on this rank, in elements."""
+    layout = _layout(value)
+    return () if layout is None else pieces(*layout)
+
+
+def stored_pieces(entry: Entry, value: Any) -> Iterator[tuple[str, Piece]]:
+    """List the pieces of a tensor on this rank with the files that have them, in bytes of these."""
+    layout = _layout(value)
+    if layout is None:
+        return
+    size = entry.kind.itemsize
+    if not entry.chunks:
+        yield from ((entry.file, scale(piece, size, entry.offset)) for piece in pieces(*layout))
+    for chunk in entry.chunks:
+        yield from ((chunk.file, scale(piece, size, chunk.offset)) for piece in chunk_pieces(*layout, chunk))
+
+
+def _layout(value: Any) -> tuple[Any, Any, Any, Any] | None:
+    """Return shape, placements, mesh shape and this rank's coordinate; None on a rank that has no part of it."""
     spec = _spec(value)
     if spec is None:
-        return pieces(tuple(value.shape), (), (), ())
+        return tuple(value.shape), (), (), ()
     coordinate = spec.mesh.get_coordinate()
-    if coordinate is None:
-        return ()
-    return pieces(spec.shape, spec.placements, tuple(spec.mesh.shape), tuple(coordinate))
+    return None if coordinate is None else (spec.shape, spec.placements, tuple(spec.mesh.shape), tuple(coordinate))
 
 
 def read_bytes(value: Any) -> np.ndarray:

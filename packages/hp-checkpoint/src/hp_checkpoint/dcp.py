@@ -1,0 +1,327 @@
+"""Checkpoints of torch.distributed.checkpoint, read in place: each tensor's chunks are ranges of its files.
+
+Note [Files of torch.distributed.checkpoint]
+    ``.metadata`` is a pickle: for each tensor its shape and its chunks (boxes), for each chunk a file and the range of
+    it in which ``torch.save`` has written one tensor: a zip archive that is not compressed. So the elements of a chunk
+    are a range of the file, whatever the layout that they were saved in. No pickle runs code: see `pickles`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Mapping
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.files import DTYPES, Chunk, Entry, Kind, check_file_name
+from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
+from hp_checkpoint.pickles import StoredTensor, plain, read_pickle, tensor_names, value_names
+from hp_checkpoint.state import Address, Unreadable, address
+from hp_checkpoint.storage import opened, read_at, read_small
+
+__all__ = ["dcp_manifest", "dcp_values", "is_dcp"]
+
+_METADATA = ".metadata"
+_CHECKPOINT = "torch.distributed.checkpoint"
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+_EDGE = 4096  # bytes read at once at both ends of an archive, which have all but the elements
+
+
+def is_dcp(folder: Path) -> bool:
+    """Tell whether torch.distributed.checkpoint wrote a folder, and no checkpoint of ours took its place."""
+    return os.path.lexists(folder / _METADATA) and not os.path.lexists(folder / MANIFEST)
+
+
+def dcp_manifest(folder: Path) -> Manifest:
+    """Return the tensors of a folder that torch.distributed.checkpoint wrote, with their places in its files.
+
+    Raises:
+        InvalidCheckpointError: files that are missing or damaged, a pickle that would run code, compressed files.
+    """
+    try:
+        return _manifest(folder, _metadata(folder))
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        if isinstance(error, InvalidCheckpointError):
+            raise
+        text = f"{folder / _METADATA} contradicts itself: {type(error).__name__}: {error}"
+        raise InvalidCheckpointError(text) from error
+
+
+def _manifest(folder: Path, metadata: Any) -> Manifest:
+    places, addresses = _places(folder, metadata), _addresses(metadata)
+    parts: dict[str, dict[str, Entry]] = {}
+    tensors: dict[tuple[str, tuple[int, ...]], tuple[Entry, tuple[int, ...]]] = {}
+    listed: dict[Address, list[Chunk]] = {}
+    for name, described in metadata.state_dict_metadata.items():
+        if not hasattr(described, "chunks"):
+            continue
+        part, own = addresses[name]
+        entry = Entry(own, _kind(folder, name, described), "", 0)
+        parts.setdefault(part, {})[own] = entry
+        for chunk in described.chunks:
+            tensors[name, tuple(chunk.offsets)] = (entry, tuple(chunk.sizes))
+            listed[part, own] = []
+    sizes: dict[str, FileSums] = {}
+    for file, infos in _by_file(places).items():
+        with opened(folder / file) as descriptor:
+            size = os.fstat(descriptor).st_size
+            sizes[file] = FileSums(size, ())
+            for (name, offsets), info in infos:
+                if offsets is None or (name, offsets) not in tensors:
+                    continue
+                entry, shape = tensors[name, offsets]
+                where = f"{folder / file}: {name!r}"
+                archive = _Archive(descriptor, folder / file, info.offset, info.length, size, where)
+                start = archive.elements(shape, entry.kind.itemsize)
+                strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+                listed[addresses[name]].append(Chunk(offsets, shape, file, start, strides))
+    for (part, own), chunks in listed.items():
+        entry = parts[part][own]
+        _check_cover(folder, entry, chunks)
+        parts[part][own] = Entry(own, entry.kind, chunks[0].file if chunks else "", 0, tuple(chunks))
+    return Manifest(None, parts, sizes)
+
+
+def dcp_values(folder: Path) -> dict[str, Any]:
+    """Return the values that are no tensors, in nested dictionaries and lists; None for a tensor."""
+    metadata = _metadata(folder)
+    places = _places(folder, metadata)
+    result: dict[Any, Any] = {}
+    for name in metadata.state_dict_metadata:
+        info = places.get((name, None))
+        value = None if info is None else _value(folder, name, info)
+        inner, (*above, last) = result, _path(metadata, name)
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return _with_lists(result)
+
+
+def _value(folder: Path, name: str, info: Any) -> Any:
+    path = folder / info.relative_path
+    where = f"{path}: {name!r}"
+    try:
+        with opened(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            archive = _Archive(descriptor, path, info.offset, info.length, size, where)
+            return read_pickle(archive.record("data.pkl"), value_names(), where)
+    except InvalidCheckpointError as error:
+        return Unreadable(str(error))
+
+
+def _metadata(folder: Path) -> Any:
+    module = f"{_CHECKPOINT}.metadata"
+    classes = (
+        "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex"
+        " StorageMeta"
+    )
+    names: dict[tuple[str, str], Any] = {(module, name): plain(name) for name in classes.split()}
+    names |= {(f"{_CHECKPOINT}.filesystem", name): plain(name) for name in ("_StorageInfo", "_StoragePrefix")}
+    older = "torch.distributed._shard.sharded_tensor.metadata"
+    names |= {(older, "TensorProperties"): plain("TensorProperties"), (older, "MEM_FORMAT_ENCODING"): int}
+    names |= {(module, "_MEM_FORMAT_ENCODING"): int, ("torch.serialization", "_get_layout"): str}
+    names |= {("torch", name): name for name in (*_NAMES, "complex128", "strided")}
+    names |= {(place, "PosixPath"): _joined for place in ("pathlib", "pathlib._local")}
+    content = read_small(folder / _METADATA)
+    metadata = read_pickle(content, {**value_names(), **names}, str(folder / _METADATA))
+    if type(metadata).__name__ != "Metadata" or not isinstance(getattr(metadata, "storage_data", None), dict):
+        raise InvalidCheckpointError(f"{folder / _METADATA} is not the metadata of {_CHECKPOINT}.FileSystemWriter")
+    return metadata
+
+
+def _joined(*parts: str) -> str:
+    return "/".join(parts)
+
+
+def _places(folder: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...] | None], Any]:
+    """Return file, offset and length of each chunk and value, by name and the chunk's offsets."""
+    result: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    for index, info in metadata.storage_data.items():
+        check_file_name(info.relative_path, str(folder / _METADATA))
+        if getattr(info, "transform_descriptors", None):
+            raise InvalidCheckpointError(
+                f"{folder}: {index.fqn!r} was written with {info.transform_descriptors}; only files that are not"
+                " compressed are read"
+            )
+        offsets = getattr(index, "offset", None)
+        result[index.fqn, None if offsets is None else tuple(offsets)] = info
+    return result
+
+
+def _by_file(places: Mapping[Any, Any]) -> dict[str, list[tuple[Any, Any]]]:
+    result: dict[str, list[tuple[Any, Any]]] = {}
+    for key, info in places.items():
+        result.setdefault(info.relative_path, []).append((key, info))
+    return result
+
+
+def _path(metadata: Any, name: str) -> tuple[Any, ...]:
+    paths = metadata.planner_data
+    return tuple(paths[name]) if isinstance(paths, dict) and name in paths else (name,)
+
+
+def _addresses(metadata: Any) -> dict[str, Address]:
+    """Return the addresses that `state.flatten` gives the tensors of the state that was saved."""
+    paths = {name: _path(metadata, name) for name in metadata.state_dict_metadata}
+    top = "state" if any(path[0] == "model" for path in paths.values()) else "model"
+    return {name: address(path, top) for name, path in paths.items()}
+
+
+def _kind(folder: Path, name: str, described: Any) -> Kind:
+    dtype = described.properties.fields[0]
+    if dtype not in _NAMES:
+        raise InvalidCheckpointError(f"{folder}: {name!r} has dtype {dtype}, which safetensors lacks")
+    assert _NAMES[dtype] in DTYPES
+    return Kind(_NAMES[dtype], tuple(int(size) for size in described.size))
+
+
+def _check_cover(folder: Path, entry: Entry, chunks: list[Chunk]) -> None:
+    """Check that the chunks are the tensor, each element once."""
+    shape, text = entry.kind.shape, f"{folder}: tensor {entry.name!r} of shape {list(entry.kind.shape)}"
+    for chunk in chunks:
+        ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
+            raise InvalidCheckpointError(f"{text} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
+    if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
+        raise InvalidCheckpointError(f"{text} has chunks of {sum(prod(each.sizes) for each in chunks):,} elements")
+    if len(chunks) > 1:
+        low = np.array([chunk.offsets for chunk in chunks])
+        high = low + np.array([chunk.sizes for chunk in chunks])
+        for one, other in combinations(range(len(chunks)), 2):
+            if (np.maximum(low[one], low[other]) < np.minimum(high[one], high[other])).all():
+                raise InvalidCheckpointError(f"{text} has chunks that overlap: {chunks[one]} and {chunks[other]}")
+
+
+def _with_lists(value: Any) -> Any:
+    """Return nested dictionaries with lists in place of those whose keys are 0, 1, 2, ..."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_lists(each) for key, each in value.items()}
+    return [inner[at] for at in range(len(inner))] if inner and set(inner) == set(range(len(inner))) else inner
+
+
+class _Archive(io.RawIOBase):
+    """The archive of `torch.save` in a range of a file.
+
+    Args:
+        descriptor: of the open file.
+        path: of the file.
+        offset: where the archive starts.
+        length: its bytes.
+        size: of the file.
+        where: file and tensor, for errors.
+
+    Raises:
+        InvalidCheckpointError: the file ends before, or it is no archive.
+    """
+
+    def __init__(self, descriptor: int, path: Path, offset: int, length: int, size: int, where: str) -> None:
+        if not 0 <= offset <= offset + length <= size:
+            raise InvalidCheckpointError(
+                f"{where} is said to be at [{offset}, {offset + length}) of {size} bytes: the file is cut off"
+            )
+        self._descriptor, self._path, self._offset, self._length = descriptor, path, offset, length
+        self._at, self._where = 0, where
+        ends = (0, min(_EDGE, length)), (max(0, length - _EDGE), length)
+        self._edges = [(start, stop, self._bytes(start, stop)) for start, stop in ends]
+        try:
+            self._records = {info.filename: info for info in zipfile.ZipFile(self).infolist()}  # type: ignore[arg-type]
+        except zipfile.BadZipFile as error:
+            raise InvalidCheckpointError(f"{where} is no archive of torch.save: {error}") from None
+
+    def elements(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """Return where in the file the elements of the archive's tensor start.
+
+        Raises:
+            InvalidCheckpointError: the archive has no tensor, or one of another shape or order of elements.
+        """
+        tensor = read_pickle(self.record("data.pkl"), tensor_names(), self._where)
+        if not isinstance(tensor, StoredTensor) or tensor.size != shape:
+            got = list(tensor.size) if isinstance(tensor, StoredTensor) else type(tensor).__name__
+            raise InvalidCheckpointError(f"{self._where} has {got}, expected a tensor of shape {list(shape)}")
+        expected = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        if any(size > 1 and a != b for size, a, b in zip(shape, tensor.stride, expected, strict=True)) and prod(shape):
+            raise InvalidCheckpointError(f"{self._where} has strides {tensor.stride}, expected a row-major tensor")
+        if any(name.endswith("/byteorder") for name in self._records) and self.record("byteorder") != b"little":
+            raise InvalidCheckpointError(f"{self._where} was written by a big-endian machine")
+        start, stop = self._range(f"data/{tensor.storage}")
+        first = start + tensor.offset * itemsize
+        if first + prod(shape) * itemsize > stop:
+            raise InvalidCheckpointError(f"{self._where} has {stop - start} bytes, too few for {list(shape)}")
+        return self._offset + first
+
+    def record(self, name: str) -> bytes:
+        """Return the content of a record."""
+        return self._bytes(*self._range(name))
+
+    def _range(self, name: str) -> tuple[int, int]:
+        found = [info for full, info in self._records.items() if full.partition("/")[2] == name]
+        if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
+            raise InvalidCheckpointError(f"{self._where} has no record {name!r} that is not compressed")
+        at = found[0].header_offset
+        header = self._bytes(at, at + 30)
+        start = at + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        if start + found[0].file_size > self._length:
+            raise InvalidCheckpointError(f"{self._where}: record {name!r} is cut off")
+        return start, start + found[0].file_size
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        for low, high, content in getattr(self, "_edges", ()):
+            if low <= start <= stop <= high:
+                return content[start - low : stop - low]
+        if not 0 <= start <= stop <= self._length:
+            raise InvalidCheckpointError(f"{self._where}: [{start}, {stop}) is outside of its {self._length} bytes")
+        data = np.empty(stop - start, np.uint8)
+        read_at(self._descriptor, data, self._offset + start, self._path)
+        return data.tobytes()
+
+    def seekable(self) -> bool:
+        """Say that `seek` works."""
+        return True
+
+    def readable(self) -> bool:
+        """Say that `read` works."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError(f"position {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """Return bytes from the position on."""
+        stop = self._length if size < 0 else min(self._at + size, self._length)
+        data = self._bytes(min(self._at, stop), stop)
+        self._at = max(self._at, stop)
+        return data

@@ -1,0 +1,113 @@
+"""Pickles of other libraries, read without running their code: no names but those listed here mean something."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hp_checkpoint.errors import InvalidCheckpointError
+
+__all__ = ["Plain", "Storage", "StoredTensor", "plain", "read_pickle", "tensor_names", "value_names"]
+
+Names = Mapping[tuple[str, str], Any]
+
+
+class Plain:
+    """An object of a class of another library: its attributes, and none of its methods.
+
+    Attributes:
+        fields: what an object that is not pickled by its attributes is made of.
+    """
+
+    fields: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.fields = tuple(state)
+
+
+def plain(name: str) -> type[Plain]:
+    """Return a class for the objects of another library's class of this name."""
+    return type(name, (Plain,), {})
+
+
+class Storage(str):
+    """The name of the record with a tensor's elements."""
+
+    __slots__ = ()
+
+
+class StoredTensor:
+    """A tensor in a pickle: the record with its elements, and where in it they are, in elements.
+
+    Args:
+        storage: the record.
+        offset: of the first element.
+        size: its shape.
+        stride: of each dim.
+    """
+
+    def __init__(self, storage: Storage, offset: int, size: Any, stride: Any, *_: Any) -> None:
+        self.storage, self.offset, self.size, self.stride = storage, offset, tuple(size), tuple(stride)
+
+
+def read_pickle(content: bytes, names: Names, where: str) -> Any:
+    """Read a pickle that may name nothing but ``names``.
+
+    Args:
+        content: of the pickle.
+        names: what stands for the names of modules that it may have: constants, and callables without side effects.
+        where: its place, for errors.
+
+    Raises:
+        InvalidCheckpointError: it names something else, or is damaged.
+    """
+    try:
+        return _Unpickler(content, names, where).load()
+    except InvalidCheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged one leads to
+        raise InvalidCheckpointError(f"{where} is damaged: {type(error).__name__}: {error}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, names: Names, where: str) -> None:
+        super().__init__(io.BytesIO(content))
+        self._names, self._where = names, where
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name."""
+        if (module, name) not in self._names:
+            raise InvalidCheckpointError(
+                f"{self._where} is a pickle that names {module}.{name}, which is refused: calling it would run code"
+            )
+        return self._names[module, name]
+
+    def persistent_load(self, pid: Any) -> Storage:
+        """Return the record of a tensor's elements."""
+        kind, _, key, *_ = pid
+        if kind != "storage":
+            raise InvalidCheckpointError(f"{self._where} refers to a {kind!r}, expected a storage")
+        return Storage(key)
+
+
+def _of_parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def value_names() -> dict[tuple[str, str], Callable[..., Any]]:
+    """Return the names that a pickle of numbers, strings and containers may have."""
+    return {("collections", "OrderedDict"): dict, ("torch", "Size"): tuple}
+
+
+def tensor_names() -> dict[tuple[str, str], Any]:
+    """Return the names that a pickle of one plain tensor may have."""
+    kinds = "Double Float Half BFloat16 Long Int Short Char Byte Bool ComplexFloat Untyped".split()
+    storages = {(module, f"{kind}Storage"): kind for kind in kinds for module in ("torch", "torch.storage")}
+    dtypes = {("torch", name): name for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")}
+    rebuilt = {("torch._utils", f"_rebuild_tensor_v{version}"): StoredTensor for version in (2, 3)}
+    return {**value_names(), **storages, **dtypes, **rebuilt, ("torch._utils", "_rebuild_parameter"): _of_parameter}
