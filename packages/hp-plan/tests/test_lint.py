@@ -275,15 +275,6 @@ def test_sharding_options_on_a_mesh_that_shards_nothing_are_named():
     assert texts(plan_of(mesh={"tp": 2}, fsdp={"reshard_after_forward": True})) == [], "as without it"
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_resharding_to_a_smaller_group_is_refused(shards):
-    tables = plan_of(mesh={"dp_shard": 2}, fsdp={"groups": ["model.layers.*"], "reshard_after_forward": shards})
-    assert texts(tables) == [
-        f"fsdp.reshard_after_forward: got {shards}, the size of a smaller group to reshard to, which this version "
-        "does not support; make it true (least memory) or false (gathered until backward, least communication)"
-    ]
-
-
 @pytest.mark.parametrize(("variable", "knob"), [("RANK", "torchrun --nproc-per-node 2"), ("NO_LAUNCHER", "--nproc 2")])
 def test_the_launcher_in_use_is_told_how_many_ranks(monkeypatch, variable, knob):
     monkeypatch.setenv(variable, "0")

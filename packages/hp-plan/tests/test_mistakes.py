@@ -18,6 +18,7 @@ GOOD = {
     "styles": "auto",
     "model": {"config": "Qwen3Config", "overrides": {"vocab_size": 256}},
     "mesh": {"pp": 2, "dp_shard": 2, "tp": 2},
+    "memory": {"recompute": ["model.layers.*.mlp"], "swap": ["model.layers.*.self_attn"]},
     "pipeline": {"schedule": "interleaved", "stages_per_rank": 2, "micro_batches": 4},
     "fsdp": {"groups": ["model.layers.*"], "reshard_after_forward": True, "param_dtype": "float32"},
     "optimizer": {"name": "muon", "lr": 1e-3, "betas": [0.9, 0.95], "muon": ["model.layers.*"], "muon_momentum": 0.9},
@@ -126,7 +127,7 @@ def unused(tables, chance):
         tables["pipeline"]["schedule"] = "1f1b"
         return tables, {"pipeline.stages_per_rank"}
     if which == "bandwidth":
-        tables["memory"] = {"bandwidth": 1e9}
+        tables["memory"]["bandwidth"] = 1e9
         return tables, {"memory.bandwidth"}
     tables["mesh"].pop("dp_shard" if which == "fsdp" else "pp")
     return tables, {which}

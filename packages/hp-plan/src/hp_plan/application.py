@@ -19,6 +19,7 @@ import hp_pipeline
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
+from hp_plan.activations import check_saving, save_less
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
 from hp_plan.context import check_context
 from hp_plan.determinism import check_deterministic
@@ -65,6 +66,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     outline = own.outline(model)
     diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
     diagnostics += [*check_memory(plan), *check_states(plan), *check_context(plan), *check_deterministic(plan)]
+    diagnostics += check_saving(plan)
     diagnostics += [*check_model(plan, outline), *check_split(plan, model)]
     if diagnostics:
         raise PlanError(diagnostics)
@@ -160,8 +162,32 @@ def _distribute(
         )
         attention = {name: style for name, each in outline.modules.items() if each.attention and name in here}
         parallelize_module(own.base(model), mesh["cp"], attention)
-    if not plan.mesh.shard_axes:
-        return
+    if plan.mesh.shard_axes:
+        _shard(model, plan, mesh, outline, spread, here, alone)
+    save_less(own.base(model), plan, outline, here)
+
+
+def _shard(
+    model: Any,
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    outline: ModelOutline,
+    spread: Mapping[str, Mapping[str, Any]],
+    here: Container[str],
+    alone: Container[str],
+) -> None:
+    """Make fully sharded groups, inner ones before those around them.
+
+    Args:
+        model: as of `_distribute`, like all but `spread`.
+        plan: the plan.
+        mesh: of all axes.
+        outline: of the whole model.
+        spread: name of a module of experts -> options of its group.
+        here: names of the modules that `model` runs itself.
+        alone: names of modules that are groups of their own.
+    """
+    own, axes = models(), plan.mesh.axes
     over = _joined(mesh, plan.mesh.shard_axes)
     if "dp_replicate" in axes:
         over = mesh["dp_replicate", "_".join(plan.mesh.shard_axes)]
@@ -169,11 +195,12 @@ def _distribute(
     options = {
         "mesh": over,
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
+        "offload_policy": hp_fsdp.CPUOffloadPolicy() if plan.fsdp.offload else None,
         "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
         "deterministic": plan.run.deterministic,
     }
     groups = plan.fsdp.groups or block_lists(outline)
-    for name, module in reversed(list(own.named_modules(own.base(model)))):  # Inner groups before the ones around them.
+    for name, module in reversed(list(own.named_modules(own.base(model)))):
         grouped = name in alone or name in spread or any(matches(pattern, name) for pattern in groups)
         if name and name in here and grouped:
             hp_fsdp.fully_shard(module, **{**options, **spread.get(name, {})})

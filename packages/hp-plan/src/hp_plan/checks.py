@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import fields
 
+from hp_plan.activations import check_activations, check_saving
 from hp_plan.context import check_attention, check_context, check_sequence
 from hp_plan.determinism import check_deterministic
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
@@ -38,10 +40,10 @@ def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
         plan: the plan.
         world_size: number of ranks; None leaves that unchecked.
     """
-    own = [*check_effects(plan), *check_pipeline(plan), *check_fsdp(plan), *check_memory(plan), *check_states(plan)]
-    own += [*check_context(plan), *check_sequence(plan), *check_accumulation(plan), *check_deterministic(plan)]
-    own += [*check_validation(plan), *check_profile(plan)]
-    return [*check_mesh(plan, world_size), *_check_training(plan), *own, *_check_device(plan)]
+    diagnostics = check_mesh(plan, world_size)
+    for check in _OF_NUMBERS:
+        diagnostics += check(plan)
+    return diagnostics
 
 
 def check_platform(plan: ParallelPlan) -> list[Diagnostic]:
@@ -87,11 +89,15 @@ def check_fsdp(plan: ParallelPlan) -> list[Diagnostic]:
         message = f"{', '.join(options)} would have no effect: the mesh {mesh} shards over no dp_shard or cp axis"
         fix = "leave [fsdp] out, or make mesh.dp_shard at least 2 (run.dtype is the dtype of the weights without it)"
         diagnostics.append(Diagnostic("fsdp", message, fix))
-    shards = plan.fsdp.reshard_after_forward
-    if not isinstance(shards, bool):
-        message = f"got {shards}, the size of a smaller group to reshard to, which this version does not support"
-        fix = "make it true (least memory) or false (gathered until backward, least communication)"
-        diagnostics.append(Diagnostic("fsdp.reshard_after_forward", message, fix))
+    shards, size = plan.fsdp.reshard_after_forward, math.prod(axes[name] for name in plan.mesh.shard_axes)
+    if plan.mesh.shard_axes and not isinstance(shards, bool):
+        if plan.mesh.ep > 1:
+            message = f"got {shards} with mesh.ep = {plan.mesh.ep}, whose experts are sharded over other ranks"
+            diagnostics.append(Diagnostic("fsdp.reshard_after_forward", message, "make it true or false"))
+        elif size % shards:
+            divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+            message = f"got {shards} ranks, which do not divide the {size} that parameters are sharded over"
+            diagnostics.append(Diagnostic("fsdp.reshard_after_forward", message, f"make it one of {divisors}"))
     return diagnostics
 
 
@@ -134,6 +140,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     diagnostics = [*_check_groups(plan, model), *_check_length(plan, model), *check_auxiliary_loss(plan, model)]
     diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
     diagnostics += [*check_packing(plan, model), *check_balance(plan, model)]
+    diagnostics += check_activations(plan, model)
     if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.
     try:
@@ -303,3 +310,22 @@ def _check_length(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     message = f"{plan.data.sequence_length} tokens per sample, but the model's max_position_embeddings is {limit}"
     fix = f"make it at most {limit}, or raise max_position_embeddings in [model.overrides]"
     return [Diagnostic("data.sequence_length", message, fix)]
+
+
+# Each takes a plan, and reads its numbers alone.
+_OF_NUMBERS = (
+    _check_training,
+    check_effects,
+    check_pipeline,
+    check_fsdp,
+    check_memory,
+    check_states,
+    check_context,
+    check_sequence,
+    check_accumulation,
+    check_deterministic,
+    check_validation,
+    check_profile,
+    check_saving,
+    _check_device,
+)

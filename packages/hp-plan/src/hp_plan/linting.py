@@ -10,7 +10,7 @@ from typing import Any
 
 from hp_plan.checks import check_model, check_plan, check_platform
 from hp_plan.diagnostics import Diagnostic, PlanError
-from hp_plan.memory import BYTES, check_budget, training_bytes
+from hp_plan.memory import BYTES, check_budget, host_bytes, training_bytes
 from hp_plan.outline import ModelOutline
 from hp_plan.pipelines import check_split
 from hp_plan.plan import ParallelPlan, read_plan, read_toml
@@ -134,7 +134,8 @@ def least_memory(plan: ParallelPlan, model: ModelOutline) -> int:
         plan: says the dtype, the mesh and the optimizer.
         model: the number of elements of its parameters.
     """
-    return max(model.elements * BYTES[plan.run.dtype], training_bytes(plan, model))
+    on_host = host_bytes(plan, model) if get_platform().devices.kind == "cpu" else 0
+    return max(model.elements * BYTES[plan.run.dtype], training_bytes(plan, model) + on_host)
 
 
 def memory_shortage(plan: ParallelPlan, model: ModelOutline, ranks: int) -> str | None:

@@ -11,7 +11,15 @@ from hp_plan.outline import ModelOutline, matching
 from hp_plan.plan import ParallelPlan
 from hp_platform import get_platform
 
-__all__ = ["BYTES", "check_budget", "check_memory", "check_states", "memory_left", "training_bytes"]
+__all__ = [
+    "BYTES",
+    "check_budget",
+    "check_memory",
+    "check_states",
+    "memory_left",
+    "host_bytes",
+    "training_bytes",
+]
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,6 +31,17 @@ def training_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
         plan: says the dtype, the mesh and the optimizer.
         model: the number of elements of its parameters.
     """
+    if plan.fsdp.offload:  # but for what is gathered
+        return _waiting(plan, model) * BYTES[plan.run.dtype]
+    return _trained_bytes(plan, model)
+
+
+def host_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
+    """Estimate the bytes of the same that are on the host."""
+    return _trained_bytes(plan, model) if plan.fsdp.offload else 0
+
+
+def _trained_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
     states: float
     if plan.optimizer.name == "adamw":
         states = 2
@@ -80,6 +99,9 @@ def check_states(plan: ParallelPlan) -> list[Diagnostic]:
     if (section.swap_slices or section.name == "adamw8bit") and get_platform().name != "torch":
         message = f"got {kind}, which this version does not support on MindSpore"
         diagnostics.append(Diagnostic(key, message, "shard the states, by mesh.dp_shard"))
+    if section.swap_slices and plan.fsdp.offload:
+        message = f"got {section.swap_slices}, but fsdp.offload has states on the host, where the optimizer steps"
+        diagnostics.append(Diagnostic("optimizer.swap_slices", message, "leave it out, or fsdp.offload"))
     if section.swap_slices and section.name in ("sgd", "adamw8bit"):
         message = f"the states of {section.name} can't be on the host"
         diagnostics.append(Diagnostic(key, message, "leave it out, or write name = 'adamw' or 'muon'"))

@@ -69,7 +69,7 @@ def _bounds(value: Any, item: Field[Any]) -> str | None:
         inside = all(minimum <= number < below for number in value)
         limit = "" if below == math.inf else f" and less than {below}"
         return None if inside else f"a list of {len(value)} numbers, each at least {minimum}{limit}"
-    if not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if "minimum" in item.metadata and not value >= item.metadata["minimum"]:
         return f"a number of at least {item.metadata['minimum']}"

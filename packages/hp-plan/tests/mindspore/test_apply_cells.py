@@ -18,7 +18,7 @@ from hp_testing import on_ranks
 TOLERANCE = 1e-5
 
 
-def plan_of(mesh, styles="auto", tied=True):
+def plan_of(mesh, styles="auto", tied=True, **sections):
     sys.path.append(str(Path(__file__).parents[4] / "examples"))
     overrides = {
         "vocab_size": 37,
@@ -38,6 +38,7 @@ def plan_of(mesh, styles="auto", tied=True):
             "styles": styles,
             "fsdp": {} if set(mesh) == {"tp"} else {"groups": ["model.layers.*"]},
             "data": {"batch_size": 4, "sequence_length": 8},
+            **sections,
         }
     )
 
@@ -142,3 +143,21 @@ def optimizer_made_before(mesh):
         reference(alone(Tensor(tokens))[1])
     for weight, wanted in zip(weights, one.trainable_params(), strict=True):
         np.testing.assert_allclose(whole(weight), wanted.asnumpy(), rtol=0, atol=1e-4)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("axis", "kind"), [("dp_shard", "recompute"), ("dp_shard", "swap"), ("tp", "swap")])
+def test_blocks_are_computed_again_or_wait_on_the_host(axis, kind):
+    check(plan_of({axis: 2}, memory={kind: ["model.layers.*"]}))
+
+
+@on_ranks(2)
+def test_tensor_parallel_blocks_are_not_computed_again():
+    plan = plan_of({"tp": 2}, memory={"recompute": ["model.layers.*"]})
+    with pytest.raises(PlanError, match=r"memory\.recompute: got recompute with mesh\.tp = 2, which this version"):
+        apply(build_model(plan), plan)
+
+
+@on_ranks(2)
+def test_shards_on_the_host():
+    check(plan_of({"dp_shard": 2}, fsdp={"groups": ["model.layers.*"], "offload": True}))

@@ -65,13 +65,15 @@ class FsdpSection:
     Attributes:
         groups: patterns of modules whose parameters are gathered together; what no group holds belongs to the root.
             None are the blocks of the model's outermost lists; `[""]` is one group, the whole model.
-        reshard_after_forward: free the gathered parameters after forward (true) or after backward (false). A number,
-            the size of a smaller group to keep them sharded over, is read and can't be applied yet.
+        reshard_after_forward: free the gathered parameters after forward (true) or after backward (false). Or a number
+            of neighbouring ranks that keep them sharded between them from forward to backward.
+        offload: keep shards of parameters, gradients and optimizer states on the host, where the optimizer steps.
         param_dtype: compute in this dtype.
         reduce_dtype: reduce gradients in this dtype.
     """
 
     groups: tuple[str, ...] = ()
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int = at_least(1, True)
+    offload: bool = False
     param_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
     reduce_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None

@@ -75,8 +75,12 @@ class MemorySection:
         budget: of a rank for its shard of weights, gradients and optimizer states, and for what backward needs of each
             block, such as `"20GiB"`; what of the latter does not fit is swapped or computed again, by a plan that the
             first step makes (`hp_offload.fit_memory`). None keeps everything.
+        recompute: patterns of modules that backward computes again, in place of what they save for it.
+        swap: patterns of modules whose saved activations wait on the host.
         bandwidth: between device and host, bytes a second in each direction; 0 swaps nothing.
     """
 
     budget: str | None = None
+    recompute: tuple[str, ...] = ()
+    swap: tuple[str, ...] = ()
     bandwidth: float = at_least(0.0, 25e9)
