@@ -10,15 +10,19 @@ from hp_plan.sections.bounds import at_least, more_than
 
 @dataclass(frozen=True)
 class DataSection:
-    """Training data: text as bytes (a vocabulary of 256), or files of tokens.
+    """Training data: text, as bytes (a vocabulary of 256) or by a tokenizer, or files of tokens.
 
     An epoch has each sample once, in an order that `run.seed` decides.
 
     Attributes:
         paths: text files or folders; none means the Python sources of the running interpreter's standard library. Or
             token files, `.bin` beside `.idx`, as `hyper-parallel data prepare` and Megatron write them.
-        weights: of token files, each path's part of the samples, in any unit; none is by their tokens.
-        packing: of token files, each sample holds whole documents, which don't see each other and of whose first token
+        tokenizer: of text, a `tokenizer.json` or a folder that has one, or `"bytes"`: files become documents as by `data
+            prepare`, and tokens once, in the run's folder. None takes that in `model.path`, and else bytes, all
+            files one after the other.
+        field: with a tokenizer, the text's name in JSON lines, Parquet and Arrow files.
+        weights: of token files, or of paths with a tokenizer, each path's part of the samples, in any unit; none is by their tokens.
+        packing: of token files, or with a tokenizer, each sample holds whole documents, which don't see each other and of whose first token
             no loss is taken; false cuts samples from the tokens of all documents side by side.
         sequence_length: tokens of one sample.
         batch_size: samples of one step over all ranks.
@@ -26,6 +30,8 @@ class DataSection:
     """
 
     paths: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    field: str = "text"
     weights: tuple[float, ...] = at_least(0.0, ())
     packing: bool = False
     sequence_length: int = at_least(2, 128)

@@ -30,6 +30,7 @@ class Prepared:
         documents: their number; empty ones don't count.
         vocabulary: of the tokenizer.
         tokenizer: its digest.
+        field: the text's name in JSON lines and tables.
         sources: the SHA-256 of each file that was read.
     """
 
@@ -38,6 +39,7 @@ class Prepared:
     documents: int
     vocabulary: int
     tokenizer: str
+    field: str
     sources: dict[str, str]
 
 
@@ -85,10 +87,34 @@ def prepare(
         raise DataError(f"the {len(files)} files have no text", "give files with text")
     together = (part.document(number) for part in done for number in range(len(part)))
     tokens = write_tokens(stem, together, vocabulary=tokenizer.vocabulary)
-    prepared = Prepared(str(stem), tokens, sum(map(len, done)), tokenizer.vocabulary, tokenizer.digest, digests)
+    counts = tokens, sum(map(len, done))
+    prepared = Prepared(str(stem), *counts, tokenizer.vocabulary, tokenizer.digest, field, digests)
     stem.with_name(stem.name + ".json").write_text(json.dumps(asdict(prepared), indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(parts)
     return prepared
+
+
+def is_prepared(paths: Sequence[str], out: str | os.PathLike[str], tokenizer: Tokenizer, *, field: str = "text") -> bool:
+    """Return True if `prepare` with the same arguments would write what is there.
+
+    Args:
+        paths: as `prepare` takes them.
+        out: as `prepare` takes it.
+        tokenizer: as `prepare` takes it.
+        field: as `prepare` takes it.
+
+    Raises:
+        DataError: a path does not exist.
+    """
+    stem = Path(out)
+    try:
+        described = json.loads(stem.with_name(stem.name + ".json").read_text(encoding="utf-8"))
+        TokenFile(stem)
+    except (OSError, ValueError):  # DataError among them
+        return False
+    sources = {str(file): _digest(file) for file in text_files(find_files(paths))}
+    expected = {"tokenizer": tokenizer.digest, "field": field, "sources": sources}
+    return isinstance(described, dict) and expected.items() <= described.items()
 
 
 def _tokenized(documents: Iterator[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
