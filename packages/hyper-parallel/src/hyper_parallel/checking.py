@@ -6,6 +6,7 @@ from hp_plan import DataSection, Diagnostic, ParallelPlan
 from hp_plan.extend import vocabulary
 from hyper_parallel.data import VOCABULARY, DataError, check_data
 from hyper_parallel.sinks import missing
+from hyper_parallel.tokenized import check_text_of
 from hyper_parallel.validation import check_validation, validation_data
 
 
@@ -19,7 +20,7 @@ def _check_data(plan: ParallelPlan, section: DataSection, key: str = "data.paths
     """Check that the plan's model can read its data."""
     diagnostics = []
     try:
-        needed = check_data(section)
+        needed = check_text_of(plan, section) or check_data(section)
     except DataError as error:
         return [Diagnostic(key, error.message, error.fix)]
     known = vocabulary(plan.model)
@@ -37,7 +38,8 @@ def _check_validation(plan: ParallelPlan) -> list[Diagnostic]:
     diagnostics = _check_data(plan, validation_data(plan), "validation.paths")
     if not diagnostics:
         try:
-            check_validation(plan)
+            if check_text_of(plan, validation_data(plan)) is None:  # else once there are tokens
+                check_validation(plan)
         except DataError as error:
             diagnostics.append(Diagnostic("validation.paths", error.message, error.fix))
     return diagnostics

@@ -243,19 +243,21 @@ def _spread(option: str, arguments: list[str]) -> list[str]:
 def _read(plan: Path, assignments: Sequence[str] | None) -> dict[str, Any]:
     """Read the tables of the plan's file, and set the command line's values."""
     try:
-        return _with_model_folder(override(read_toml(plan), assignments or ()), plan)
+        return _with_folders(override(read_toml(plan), assignments or ()), plan)
     except OSError as error:
         beside = sorted(path.name for path in plan.resolve().parent.glob("*.toml") if path.name != "pyproject.toml")
         hint = f"; {near_misses(plan.name, beside)}" if beside and isinstance(error, FileNotFoundError) else ""
         raise OSError(f"the plan {plan} can't be read: {error.strerror}{hint}") from None
 
 
-def _with_model_folder(tables: dict[str, Any], plan: Path) -> dict[str, Any]:
-    """Name the model's folder in full: it lies beside the plan's file, or else in the working directory."""
-    model = tables.get("model")
-    if isinstance(model, dict) and isinstance(model.get("path"), str):
-        here, beside = Path(model["path"]), plan.parent / model["path"]
-        model["path"] = str((here if here.is_dir() and not beside.is_dir() else beside).resolve())
+def _with_folders(tables: dict[str, Any], plan: Path) -> dict[str, Any]:
+    """Name model and tokenizer in full: they lie beside the plan's file, or else in the working directory."""
+    for section, key in (("model", "path"), ("data", "tokenizer")):
+        table = tables.get(section)
+        named = table.get(key) if isinstance(table, dict) else None
+        if isinstance(named, str) and (key, named) != ("tokenizer", "bytes"):
+            here, beside = Path(named), plan.parent / named
+            table[key] = str((here if here.exists() and not beside.exists() else beside).resolve())
     return tables
 
 

@@ -29,6 +29,7 @@ from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
 from hyper_parallel.profiling import Profile
 from hyper_parallel.shortage import MemoryShortage, report, write
 from hyper_parallel.stopping import Stop
+from hyper_parallel.tokenized import with_tokens
 from hyper_parallel.validation import Validation
 
 
@@ -68,7 +69,7 @@ class Run:
         stop: tells whether to stop after the step; None never does.
 
     Attributes:
-        plan: the plan.
+        plan: the plan, its data in tokens.
         folder: the same on all ranks.
         ranks: of the run.
         trainer: the model under the plan, with its optimizer and schedule.
@@ -89,8 +90,9 @@ class Run:
         until: int | None = None,
         stop: Stop | None = None,
     ) -> None:
-        self.plan, self._stop, self.ranks = plan, stop, Ranks()
+        self._stop, self.ranks = stop, Ranks()
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
+        self.plan = plan = with_tokens(plan, self.folder, self.ranks)
         self.contents: tuple[Content, ...] = self._agreed_contents()
         self.trainer: Trainer = training().Trainer(plan)
         self._rows = data_parallel_rows(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from hp_checkpoint.extend import Ranks
 from hp_plan import DataSection, ParallelPlan
@@ -12,6 +13,7 @@ from hyper_parallel.data import DataError, find_files, has_tokens
 from hyper_parallel.data.documents import text_files
 from hyper_parallel.data.preparing import is_prepared, prepare
 from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer
+from hyper_parallel.validation import check_validation, validation_data
 
 TOKENS = "tokens"
 _BYTES = "bytes"
@@ -53,15 +55,19 @@ def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:
         DataError: the tokenizer or a file can't be read, or an option has no effect.
     """
     if has_tokens(section):
-        if plan.data.tokenizer is not None:
-            message = f"data.tokenizer = {plan.data.tokenizer!r} is for text, but {section.paths[0]} is a token file"
-            raise DataError(message, "leave it out")
+        given = {"data.tokenizer": plan.data.tokenizer is not None, "data.field": section.field != "text"}
+        for key in [key for key, is_given in given.items() if is_given and section is plan.data]:
+            raise DataError(f"{key} is for text, but {section.paths[0]} is a token file", "leave it out")
         return None
     tokenizer, files = tokenizer_of(plan), text_files(find_files(section.paths))
     if tokenizer is None:
         table = next((file for file in files if file.suffix in (".parquet", ".arrow")), None)
         if table is not None:
-            raise DataError(f"{table} would be read as bytes", "name a tokenizer: data.tokenizer = 'bytes', or a folder")
+            raise DataError(
+                f"{table} would be read as bytes", "name a tokenizer: data.tokenizer = 'bytes', or a folder"
+            )
+        if section.field != "text":
+            raise DataError(f"data.field = {section.field!r} has no effect without data.tokenizer", "leave it out")
         return None
     if section.weights and len(section.weights) != len(section.paths):
         raise DataError(f"{len(section.paths)} paths have {len(section.weights)} weights", "give one for each path")
@@ -80,25 +86,30 @@ def with_tokens(plan: ParallelPlan, folder: Path, ranks: Ranks) -> ParallelPlan:
 
     Raises:
         CheckpointError: it failed on rank 0; on all ranks.
+        DataError: less text than the validation takes; on all ranks.
     """
+    sections = {"data": plan.data}
+    if plan.validation.paths:
+        sections["validation"] = validation_data(plan)
 
     def write() -> bytes:
-        if has_tokens(plan.data):
-            return b"null"
-        tokenizer = tokenizer_of(plan)
-        return json.dumps(None if tokenizer is None else _write(plan.data, tokenizer, folder / TOKENS, "data")).encode()
+        tokenizer = None if all(map(has_tokens, sections.values())) else tokenizer_of(plan)
+        text = {} if tokenizer is None else {name: each for name, each in sections.items() if not has_tokens(each)}
+        return json.dumps(
+            {name: _write(each, tokenizer, folder / TOKENS, name) for name, each in text.items()}
+        ).encode()
 
-    written = json.loads(ranks.first(write, "tokenizing"))
-    if written is None:
-        return plan
-    return dataclasses.replace(plan, data=_of_tokens(plan.data, written))
+    written = {name: tuple(paths) for name, paths in json.loads(ranks.first(write, "tokenizing")).items()}
+    if "data" in written:
+        data = dataclasses.replace(plan.data, paths=written["data"], tokenizer=None, field="text")
+        plan = dataclasses.replace(plan, data=data)
+    if "validation" in written:
+        plan = dataclasses.replace(plan, validation=dataclasses.replace(plan.validation, paths=written["validation"]))
+        check_validation(plan)
+    return plan
 
 
-def _of_tokens(section: DataSection, paths: list[str]) -> DataSection:
-    return dataclasses.replace(section, paths=tuple(paths), tokenizer=None, field="text")
-
-
-def _write(section: DataSection, tokenizer: Tokenizer, folder: Path, name: str) -> list[str]:
+def _write(section: DataSection, tokenizer: Any, folder: Path, name: str) -> list[str]:
     """Write a file of tokens for all paths, or one each where they have weights; return their names."""
     folder.mkdir(parents=True, exist_ok=True)
     groups = [[path] for path in section.paths] if section.weights else [list(section.paths)]

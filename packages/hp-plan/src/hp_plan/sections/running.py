@@ -17,13 +17,14 @@ class DataSection:
     Attributes:
         paths: text files or folders; none means the Python sources of the running interpreter's standard library. Or
             token files, `.bin` beside `.idx`, as `hyper-parallel data prepare` and Megatron write them.
-        tokenizer: of text, a `tokenizer.json` or a folder that has one, or `"bytes"`: files become documents as by `data
-            prepare`, and tokens once, in the run's folder. None takes that in `model.path`, and else bytes, all
-            files one after the other.
+        tokenizer: of text: a `tokenizer.json`, a folder that has one, or `"bytes"`. Files become documents, as by
+            `hyper-parallel data prepare`, and tokens once, in the run's folder. None takes the tokenizer in
+            `model.path`; where there is none, too, the files' bytes are one text.
         field: with a tokenizer, the text's name in JSON lines, Parquet and Arrow files.
-        weights: of token files, or of paths with a tokenizer, each path's part of the samples, in any unit; none is by their tokens.
-        packing: of token files, or with a tokenizer, each sample holds whole documents, which don't see each other and of whose first token
-            no loss is taken; false cuts samples from the tokens of all documents side by side.
+        weights: of token files, or of paths with a tokenizer: each path's part of the samples, in any unit; none is by
+            their tokens.
+        packing: of token files, or with a tokenizer: each sample holds whole documents, which don't see each other and
+            of whose first token no loss is taken; false cuts samples from the tokens of all documents side by side.
         sequence_length: tokens of one sample.
         batch_size: samples of one step over all ranks.
         max_bytes: read no more than this of text as bytes.

@@ -61,7 +61,9 @@ def _text(line: str, field: str, where: str) -> str:
     text = value.get(field)
     if not isinstance(text, str):
         has = ", ".join(map(repr, value)) or "nothing"
-        raise DataError(f"{where} has no text {field!r}; it has {has}", "name the text's key with --field")
+        raise DataError(
+            f"{where} has no text {field!r}; it has {has}", "name the text's key with --field, or data.field in a plan"
+        )
     return text
 
 
@@ -81,12 +83,12 @@ def _rows(file: Path, field: str) -> Iterator[str]:
                 names = batches.schema.names
             if field not in names:
                 message = f"{file} has no column {field!r}; it has {', '.join(names)}"
-                raise DataError(message, "name the text's column with --field")
+                raise DataError(message, "name the text's column with --field, or data.field in a plan")
             values = chain.from_iterable(batch.column(field).to_pylist() for batch in batches)
             for number, value in enumerate(values):
                 if not isinstance(value, str):
                     message = f"{file}, row {number}, has {type(value).__name__} in {field!r}, not text"
-                    raise DataError(message, "name a column of strings with --field")
+                    raise DataError(message, "name a column of strings with --field, or data.field in a plan")
                 yield value
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} can't be read: {error}", "leave it out, or write it again") from error

@@ -94,7 +94,9 @@ def prepare(
     return prepared
 
 
-def is_prepared(paths: Sequence[str], out: str | os.PathLike[str], tokenizer: Tokenizer, *, field: str = "text") -> bool:
+def is_prepared(
+    paths: Sequence[str], out: str | os.PathLike[str], tokenizer: Tokenizer, *, field: str = "text"
+) -> bool:
     """Return True if `prepare` with the same arguments would write what is there.
 
     Args:

@@ -17,7 +17,9 @@ from hp_pipeline.torch.extend import count_operations
 from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
 from hp_plan.torch.extend import backward_loss, begin, clip_gradients, evaluate, finish
 from hp_platform import get_platform
-from hyper_parallel.data import VOCABULARY, Rows
+from hyper_parallel.data import Rows
+from hyper_parallel.data.tokenizing import Bytes
+from hyper_parallel.tokenized import tokenizer_of
 
 
 class Trainer:
@@ -126,7 +128,8 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         options = {}
     with _no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-    prompt = torch.tensor([list(PROMPT.encode())])
+    tokenizer = tokenizer_of(plan) or Bytes()
+    prompt = torch.tensor(tokenizer.encode([PROMPT]))
     torch.manual_seed(plan.run.seed)
     written = model.eval().generate(
         prompt,
@@ -136,7 +139,7 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         temperature=0.7,
         pad_token_id=0,
     )
-    return bytes(token for token in written[0].tolist() if token < VOCABULARY).decode("utf-8", errors="replace")
+    return tokenizer.decode([token for token in written[0].tolist() if token < tokenizer.vocabulary])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,119 @@
+"""Text with a tokenizer, in a plan: tokens once, in the run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from hp_checkpoint.extend import Ranks
+from hp_plan import ParallelPlan, build_model
+from hp_platform import get_platform
+from hp_testing import on_ranks
+from hyper_parallel.checking import check_run
+from hyper_parallel.data import DataError, TokenFile, write_tokens
+from hyper_parallel.tokenized import with_tokens
+from hyper_parallel.worker import train
+
+SMALL = {
+    "vocab_size": 8,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+WORDS = "to be or not the question <end>".split()
+
+
+@pytest.fixture
+def place(tmp_path):
+    if get_platform().groups.is_initialized() and get_platform().groups.rank():
+        return tmp_path
+    model = build_model(ParallelPlan.from_dict({"model": {"config": "LlamaConfig", "overrides": SMALL}}))
+    model.save_pretrained(tmp_path / "model")
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (tmp_path / "a.txt").write_text("to be or not to be " * 20)
+    lines = [{"body": "the question"}, {"body": "to be"}] * 20
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def plan_of(place, *, model=None, validation=None, **data) -> ParallelPlan:
+    return ParallelPlan.from_dict(
+        {
+            "model": model or {"path": str(place / "model")},
+            "mesh": {"dp_shard": 2},
+            "data": {"paths": [str(place / "a.txt")], "sequence_length": 8, "batch_size": 2, **data},
+            "run": {"steps": 2},
+            "validation": validation or {},
+        }
+    )
+
+
+@pytest.mark.framework("torch")
+@on_ranks(2)
+def test_a_run_reads_text_by_the_models_tokenizer(place):
+    Ranks().gather(b" ")  # rank 0 has written
+    paths = [str(place / name) for name in ("a.txt", "b.jsonl")]
+    plan = plan_of(place, paths=paths, field="body", validation={"paths": paths[:1], "batches": 1, "every": 1})
+    assert check_run(plan) == []
+    summary = train(plan, place / "run")
+    tokens = place / "run" / "tokens" / "data.bin"
+    file, written = TokenFile(tokens), tokens.stat().st_mtime_ns
+    assert file.document(0).tolist()[-3:] == [0, 1, 6] and file.document(1).tolist() == [4, 5, 6]
+    assert TokenFile(place / "run" / "tokens" / "validation.bin").tokens.size == 121
+    if summary is not None:
+        assert summary.sample is not None and set(summary.sample.split()) <= set(WORDS)
+        assert summary.first_loss < 3, "eight words have a loss of about log(8)"
+    further = dataclasses.replace(plan, run=dataclasses.replace(plan.run, steps=3))
+    train(further, place / "run", resume="auto")
+    assert tokens.stat().st_mtime_ns == written, "tokenized once"
+    if get_platform().groups.rank() == 0:
+        (place / "a.txt").write_text("not to be " * 20)
+    again = with_tokens(plan, place / "run", Ranks())
+    assert again.data.paths == (str(tokens),) and TokenFile(tokens).tokens[:3].tolist() == [3, 0, 1]
+
+
+@pytest.mark.framework("torch")
+def test_weights_and_bytes(place):
+    paths = [str(place / name) for name in ("a.txt", "b.jsonl")]
+    plan = plan_of(place, paths=paths, field="body", weights=[3, 1], packing=True, tokenizer="bytes")
+    (vocabulary,) = check_run(plan)
+    assert str(vocabulary).startswith("model.overrides.vocab_size: the model knows 8 tokens, but text as bytes has 256")
+    found = with_tokens(plan, place / "run", Ranks()).data
+    assert [bytes(TokenFile(path).document(0).tolist())[:2] for path in found.paths] == [b"to", b"th"]
+    assert found.weights == (3.0, 1.0) and found.packing
+
+
+@pytest.mark.framework("torch")
+def test_mistakes(place):
+    write_tokens(place / "c", [[1, 2, 3] * 9], vocabulary=8)
+    missing = str(place / "nowhere")
+    (place / "old").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (place / "old" / name).write_bytes((place / "model" / name).read_bytes())
+    (place / "old" / "tokenizer.model").write_bytes(b"")
+    (place / "d.parquet").write_bytes(b"PAR1")
+    cases = [
+        (plan_of(place, tokenizer=missing), "data.paths: the tokenizer"),
+        (plan_of(place, paths=[str(place / "c.bin")], tokenizer="bytes"), "data.tokenizer is for text, but"),
+        (plan_of(place, paths=[str(place / "c.bin")], field="body"), "data.field is for text, but"),
+        (plan_of(place, weights=[1, 2]), "1 paths have 2 weights"),
+        (plan_of(place, model={"path": str(place / "old")}), "old has tokenizer.model, but no tokenizer.json"),
+        (
+            plan_of(place, model={"config": "LlamaConfig"}, paths=[str(place / "d.parquet")]),
+            "d.parquet would be read as bytes; name a tokenizer",
+        ),
+        (plan_of(place, model={"config": "LlamaConfig"}, field="body"), "has no effect without data.tokenizer"),
+    ]
+    for plan, expected in cases:
+        (diagnostic,) = check_run(plan)
+        assert expected in str(diagnostic)
+    with pytest.raises(DataError, match="b.jsonl, line 1, has no text 'text'"):
+        with_tokens(plan_of(place, paths=[str(place / "b.jsonl")]), place / "run", Ranks())
