@@ -153,14 +153,14 @@ def backends(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, the imports, the lists of public names, docs/backends.md, docs/architecture.md; `-- --fix` mends them."""
+    """ruff, the imports, public names, docs/backends.md, docs/architecture.md, docs/plan.md; `-- --fix` mends them."""
     install(session, others=("ruff", "import-linter", "griffelib"))
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     session.run("python", "docs/make_backends.py", "--check")
     session.run("python", "docs/structure.py", "--check")
-    for script in ("public_api", "architecture"):
+    for script in ("public_api", "architecture", "plan_keys"):
         session.run("python", f"docs/{script}.py", *([] if fix else ["--check"]))
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
 
