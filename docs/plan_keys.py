@@ -21,12 +21,12 @@ SOURCES = ROOT / "packages/hp-plan/src/hp_plan"
 PAGE = ROOT / "docs/plan.md"
 HEAD = """# The keys of a plan
 
-Written by `python docs/plan_keys.py` from the sections of hp-plan; do not edit it. `hyper-parallel schema` prints the same for
-editors, `hyper-parallel show plan.toml` a plan's values and where each comes from.
+Written by `python docs/plan_keys.py` from the sections of hp-plan; do not edit it. `hyper-parallel schema` prints the
+same for editors, `hyper-parallel show plan.toml` a plan's values and where each comes from.
 
-A key that no section has, a value of another type or out of range, and a value that nothing of the plan would read are errors.
-A default of none is a key that is left out. `styles`, before the first section, is `"auto"`: the model's own tensor parallel table,
-`"auto-sequence"`: that with sequence parallelism, or a table `[styles]` of pattern = style.
+A key that no section has, a value of another type or out of range, and a value that nothing of the plan would read are
+errors. A default of none is a key that is left out. `styles`, before the first section, is `"auto"`: the model's own
+tensor parallel table, `"auto-sequence"`: that with sequence parallelism, or a table `[styles]` of pattern = style.
 """
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 _WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "true or false", "None": ""}
