@@ -249,10 +249,12 @@ def wait_until(done) -> None:
 
 def test_training_leaves_its_files_and_speaks_json(launcher):
     folder = launcher.folder
-    launcher.begin("train", "run.toml", "--data", "text", "--out", "run", "--steps", "30", "--json")
+    checked = ("--set", 'validation.paths=["text"]', "--set", "validation.every=15", "--set", "validation.batches=1")
+    launcher.begin("train", "run.toml", "--data", "text", "--out", "run", "--steps", "30", "--json", *checked)
     status, out, err = launcher.finish()
     assert status == 0, err
     *steps, summary = map(json.loads, out.splitlines())
+    assert [step["step"] for step in steps if "validation_loss" in step] == [15, 30]
     assert [step["step"] for step in steps] == list(range(1, 31))
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     assert summary["tokens"] == 30 * 8 * 16

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier")
-PHASES = ("start", "step", "save", "end")
+PHASES = ("start", "step", "save", "validate", "end")
 STACKS = "stacks"
 
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
@@ -89,7 +89,7 @@ class Flight:
     Attributes:
         rank: which.
         pid: of its process.
-        phase: one of "start", "step", "save" and "end".
+        phase: one of "start", "step", "save", "validate" and "end".
         step: the number of steps that are done.
         begun: how many collectives it has begun on each channel.
         last: its last collectives, the newest last.
@@ -236,7 +236,7 @@ def note_step(phase: str, step: int) -> None:
     """Note a phase of a run, and how many steps are done; without a recorder do nothing.
 
     Args:
-        phase: one of "start", "step", "save" and "end".
+        phase: one of "start", "step", "save", "validate" and "end".
         step: how many steps are done.
     """
     if recorder is not None:

@@ -23,7 +23,7 @@ from hp_platform.extend import Flight, Hang, Operation, find_hang, flight_stack,
 
 __all__ = ["Watch", "axis_of", "watching"]
 
-_PATIENCE = 6  # times the limit: for the start, with the first step, and for saves and the end
+_PATIENCE = 6  # times the limit: for the start, with the first step, for saves, validations and the end
 _STACKS = 5.0
 _LINES = 24
 
@@ -34,7 +34,7 @@ class Watch:
     Args:
         folder: of the ranks' flight recorders.
         ranks: their number.
-        hang_after: seconds without a move; more at the start, in a save, and at the end.
+        hang_after: seconds without a move; more at the start, in a save or a validation, and at the end.
         axes: of the mesh, name to size, to name a group by.
 
     Attributes:
