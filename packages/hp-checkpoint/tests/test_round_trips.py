@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -11,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hp_checkpoint import CheckpointError, load, save
+from hp_checkpoint import CheckpointError, host_memory, load, loading, save, transfers
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.ranks import Ranks
+from hp_checkpoint.reads import exchange
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.state import flatten
 from hp_dtensor import RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -59,6 +61,35 @@ def test_any_layout_loads_from_any_other(tmp_path, ranks):
         for name, each in arrays.items():
             truth = laid_out(each, meshes[loaded], new[name].placements)
             assert local(new[name]).tobytes() == local(truth).tobytes(), (name, state[name].placements)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("hosts", ["0000", "0011", "0120", "0x00"])
+def test_ranks_of_several_hosts(tmp_path, monkeypatch, hosts):
+    """Bytes travel through the memory of a host, or by collectives: between hosts, and where it can't be shared."""
+    rank = get_platform().groups.rank()
+    host = tmp_path / f"host{rank}"
+    host.write_text(hosts[rank] * 32)
+    monkeypatch.setattr(host_memory, "_BOOT", host if hosts[rank] != "x" else tmp_path / "absent")
+    mesh = init_device_mesh(device_type(), (4,))
+    array = np.random.default_rng(0).standard_normal((130, 1000)).astype("f4")
+    state = flatten({"model": {"w": laid_out(array, mesh, [Shard(0)])}})
+    new = laid_out(np.zeros_like(array), mesh, [Shard(1)])
+    save_state(state, tmp_path / "c", Ranks(), block_bytes=16 << 10)
+    monkeypatch.setattr(transfers, "PER_ROUND", 32 << 10)
+    monkeypatch.setattr(loading, "exchange", functools.partial(exchange, per_round=32 << 10))
+    before = os.listdir("/proc/self/fd")
+    load({"model": {"w": new}}, checkpoint_id=tmp_path / "c")
+    assert os.listdir("/proc/self/fd") == before
+    assert local(new).tobytes() == local(laid_out(array, mesh, [Shard(1)])).tobytes()
+    damaged = bytearray((tmp_path / "c" / "model.safetensors").read_bytes())
+    get_platform().collectives.barrier()
+    damaged[-70000] ^= 1
+    if rank == 0:
+        (tmp_path / "c" / "model.safetensors").write_bytes(damaged)
+    get_platform().collectives.barrier()
+    with pytest.raises(CheckpointError, match="load failed on 1 of 4 ranks: rank .: .*tensor 'w' changed since the sa"):
+        load({"model": {"w": new}}, checkpoint_id=tmp_path / "c")
 
 
 @on_ranks(4)

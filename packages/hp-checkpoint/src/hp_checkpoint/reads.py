@@ -16,10 +16,13 @@ import numpy as np
 
 from hp_checkpoint.pieces import Piece, clip, runs
 
-__all__ = ["COLUMNS", "Exchange", "Transfer", "Units", "exchange", "reads", "request_rows"]
+__all__ = ["COLUMNS", "PER_ROUND", "Exchange", "Transfer", "Units", "exchange", "reads", "request_rows"]
 
 COLUMNS = 5
 """Of a request: number of the file, and first, length, count and stride of a piece, in bytes of it."""
+
+PER_ROUND = 8 << 20
+"""Bytes that a rank begins to read between two collectives; a unit more is the most that it reads."""
 
 
 class Units:
@@ -61,6 +64,7 @@ class Transfer:
         unit: the unit's number.
         request: the number of the request among the rank's own.
         pieces: the part of the request inside the unit.
+        place: bytes of the reader's other units before this one, in its round.
     """
 
     round: int
@@ -70,6 +74,7 @@ class Transfer:
     unit: int
     request: int
     pieces: tuple[Piece, ...]
+    place: int
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +107,7 @@ def request_rows(requests: Iterable[tuple[int, Piece]]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
 
 
-def exchange(requests: Sequence[np.ndarray], rank: int, units: Units, *, per_round: int = 64 << 20) -> Exchange:
+def exchange(requests: Sequence[np.ndarray], rank: int, units: Units, *, per_round: int = PER_ROUND) -> Exchange:
     """Plan one rank's part in the reading of all requests.
 
     A unit is read by a rank that wants about as much of it as any other, so that bytes wanted by one rank only are
@@ -112,7 +117,7 @@ def exchange(requests: Sequence[np.ndarray], rank: int, units: Units, *, per_rou
         requests: of each rank, as `request_rows` gives them.
         rank: whose part to return.
         units: of the files.
-        per_round: bytes that a rank reads between two collectives, which bounds its memory.
+        per_round: bytes after which a rank waits for the others, which bounds its memory.
     """
     ranks = np.repeat(np.arange(len(requests)), [len(each) for each in requests])
     rows = np.concatenate([each.reshape(-1, COLUMNS) for each in requests])
@@ -127,7 +132,7 @@ def exchange(requests: Sequence[np.ndarray], rank: int, units: Units, *, per_rou
     overlap = np.minimum(end[of_row], units.starts[unit + 1]) - np.maximum(begin[of_row], units.starts[unit])
     weight = overlap * (length * count / (end - begin))[of_row]
     reader = _readers(unit, ranks[of_row], weight, len(requests), len(units))
-    number = _bytes_before(reader, np.diff(units.starts), len(requests)) // per_round
+    number, place = np.divmod(_bytes_before(reader, np.diff(units.starts), len(requests)), per_round)
     rounds = int(number[reader >= 0].max()) + 1 if len(rows) else 0
 
     def transfers(mine: np.ndarray) -> list[Transfer]:
@@ -138,7 +143,7 @@ def exchange(requests: Sequence[np.ndarray], rank: int, units: Units, *, per_rou
             if parts:
                 source = int(reader[where])
                 own = int(ranks[row]), int(file[row]), where, int(numbers[row])
-                result.append(Transfer(int(number[where]), source, *own, parts))
+                result.append(Transfer(int(number[where]), source, *own, parts, int(place[where])))
         return result
 
     sends = transfers(np.flatnonzero(reader[unit] == rank))

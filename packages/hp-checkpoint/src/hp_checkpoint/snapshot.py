@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -30,7 +31,11 @@ class Arena:
         if len(self._array) < size:
             if os.fstat(self.descriptor).st_size < size:
                 os.ftruncate(self.descriptor, size)
-            self._array = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
+            mapped = mmap.mmap(self.descriptor, size)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without them: 512 times the page faults
+                    mapped.madvise(mmap.MADV_HUGEPAGE)
+            self._array = np.frombuffer(mapped, np.uint8)
         return self._array
 
     def store(self, sizes: Sequence[int], source: Callable[[int], np.ndarray]) -> list[int]:

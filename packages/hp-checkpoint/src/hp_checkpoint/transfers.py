@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from hp_checkpoint.host_memory import HostMemory
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.pieces import Piece, clip, move
 from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.reads import Exchange, Transfer, Units, reads
+from hp_checkpoint.reads import PER_ROUND, Exchange, Transfer, Units, reads
 from hp_checkpoint.storage import opened, read_at
 from hp_checkpoint.tensors import written_bytes
 
@@ -77,44 +78,68 @@ class Transfers:
         ranks: Ranks,
     ) -> None:
         self._plan, self._units, self._requests = plan, units, requests
+        self._receives = _by_round(plan.receives)
         self._manifest, self._paths, self._ranks = manifest, paths, ranks
         self._buffer = np.empty(manifest.block_bytes if plan.units else 0, np.uint8)
+        self._shared = HostMemory(PER_ROUND + manifest.block_bytes, ranks) if plan.remote else None
+        self._offered: dict[int, int] = {}  # of each rank that copies from this one's memory, the last round
 
     def run(self) -> Exception | None:
         """Run all rounds. A rank that fails goes on sending, so that no other waits, and returns its error."""
+        try:
+            return self._run()
+        finally:
+            if self._shared is not None:
+                self._shared.close()
+
+    def _run(self) -> Exception | None:
         failure: Exception | None = None
-        sends = {number: list(group) for number, group in groupby(self._plan.sends, lambda each: each.round)}
+        sends = _by_round(self._plan.sends)
         units = {number: list(group) for number, group in groupby(self._plan.units, lambda each: each[0])}
         for number in range(self._plan.rounds):
             sent = [0] * self._ranks.size
             wanted: dict[int, list[tuple[Transfer, int]]] = {}
             for transfer in sends.get(number, ()):
                 wanted.setdefault(transfer.unit, []).append((transfer, sum(sent)))
-                if transfer.rank != self._ranks.rank:  # they are sorted by rank
+                if self._is_sent(transfer.rank):  # they are sorted by rank
                     sent[transfer.rank] += transfer.nbytes
             outgoing = np.empty(sum(sent), np.uint8)
+            self._wait_for_releases()
             for _, unit in units.get(number, ()):
                 try:
                     self._take(wanted[unit], outgoing)
                 except Exception as error:
                     failure = failure or error
-            if self._plan.remote:
-                self._swap(number, outgoing, sent)
+            if self._shared is not None:
+                self._copy_from_host(number, sends.get(number, ()), self._shared)
+                if not self._shared.one_host:
+                    self._swap(number, outgoing, sent)
         return failure
+
+    def _is_sent(self, rank: int) -> bool:
+        """Tell whether bytes travel to a rank, or from it, by the collectives."""
+        return rank != self._ranks.rank and (self._shared is None or not self._shared.shares(rank))
+
+    def _memory(self, wanted: Sequence[tuple[Transfer, int]], length: int) -> np.ndarray:
+        """Return memory for a unit: where other ranks of the host find it, if some want it."""
+        shared, own = self._shared, self._ranks.rank
+        if shared is None or all(each.rank == own or self._is_sent(each.rank) for each, _ in wanted):
+            return self._buffer[:length]
+        return shared.own[wanted[0][0].place :][:length]
 
     def _take(self, wanted: Sequence[tuple[Transfer, int]], outgoing: np.ndarray) -> None:
         """Read a unit, write what this rank wants of it, and pack what others want at their places."""
         first, own = wanted[0][0], self._ranks.rank
         start, stop = self._units.range_of(first.unit, first.file)
         direct = self._direct(first, stop - start) if len(wanted) == 1 and first.rank == own else None
-        data = self._buffer[: stop - start] if direct is None else direct
+        data = self._memory(wanted, stop - start) if direct is None else direct
         self._read(first.file, start, [each for each, _ in wanted], data)
         for transfer, at in wanted:
             if direct is not None:
                 self._requests[transfer.request].target.arrived(stop - start)
             elif transfer.rank == own:
                 self._place(transfer, data, start)
-            else:
+            elif self._is_sent(transfer.rank):
                 for piece in transfer.pieces:
                     packed = outgoing[at : at + piece.size]
                     move(piece.length, piece.count, data, piece.first - start, piece.stride, packed, 0, piece.length)
@@ -168,10 +193,28 @@ class Transfers:
         target.arrived(done)
         return done
 
+    def _wait_for_releases(self) -> None:
+        """Wait until the others need nothing that is in this rank's memory."""
+        if self._shared is not None:
+            for rank, number in self._offered.items():
+                self._shared.wait_for_release(rank, number)
+
+    def _copy_from_host(self, number: int, sends: Iterable[Transfer], shared: HostMemory) -> None:
+        """Offer a round's bytes to the ranks of this host, and write what this rank wants of theirs."""
+        for rank in {each.rank for each in sends if shared.shares(each.rank)}:
+            shared.offer(rank, number)
+            self._offered[rank] = number
+        wanted = (each for each in self._receives.get(number, ()) if shared.shares(each.reader))
+        for reader, transfers in groupby(wanted, lambda each: each.reader):  # they are sorted by reader
+            memory = shared.memory_of(reader, number)
+            for transfer in transfers:
+                start, stop = self._units.range_of(transfer.unit, transfer.file)
+                self._place(transfer, memory[transfer.place :][: stop - start], start)
+            shared.release(reader, number)
+
     def _swap(self, number: int, outgoing: np.ndarray, sent: Sequence[int]) -> None:
-        """Exchange the packed bytes of a round, and write what arrives."""
-        own = self._ranks.rank
-        incoming = [each for each in self._plan.receives if each.round == number and each.reader != own]
+        """Exchange the packed bytes of a round between hosts, and write what arrives."""
+        incoming = [each for each in self._receives.get(number, ()) if self._is_sent(each.reader)]
         received = [0] * self._ranks.size
         for transfer in incoming:
             received[transfer.reader] += transfer.nbytes
@@ -179,3 +222,7 @@ class Transfers:
         at = 0
         for transfer in incoming:  # sorted by reader
             at += self._place(transfer, data[at:], None)
+
+
+def _by_round(transfers: Sequence[Transfer]) -> dict[int, list[Transfer]]:
+    return {number: list(group) for number, group in groupby(transfers, lambda each: each.round)}
