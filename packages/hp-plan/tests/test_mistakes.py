@@ -17,7 +17,8 @@ from hp_plan.plan import SECTIONS
 GOOD = {
     "styles": "auto",
     "model": {"config": "Qwen3Config", "overrides": {"vocab_size": 256}},
-    "mesh": {"pp": 2, "dp_shard": 2, "tp": 2},
+    "mesh": {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2},
+    "experts": {"combine": "fast", "exchange": "all_to_all", "capacity": 64, "every": 10},
     "memory": {"recompute": ["model.layers.*.mlp"], "swap": ["model.layers.*.self_attn"]},
     "pipeline": {"schedule": "interleaved", "stages_per_rank": 2, "micro_batches": 4},
     "fsdp": {"groups": ["model.layers.*"], "reshard_after_forward": True, "param_dtype": "float32"},
@@ -108,7 +109,9 @@ def mistakes(chance):
 
 def unused(tables, chance):
     """A value that nothing of the plan reads."""
-    which = chance.choice(["momentum", "betas", "muon", "decay", "final", "stages", "bandwidth", "fsdp", "pipeline"])
+    which = chance.choice(
+        ["momentum", "betas", "muon", "decay", "final", "stages", "bandwidth", "experts", "fsdp", "pipeline"]
+    )
     if which == "momentum":
         tables["optimizer"]["momentum"] = 0.9
         return tables, {"optimizer.momentum"}
@@ -129,6 +132,9 @@ def unused(tables, chance):
     if which == "bandwidth":
         tables["memory"]["bandwidth"] = 1e9
         return tables, {"memory.bandwidth"}
+    if which == "experts":
+        tables["mesh"].pop("ep")
+        return tables, {which}
     tables["mesh"].pop("dp_shard" if which == "fsdp" else "pp")
     return tables, {which}
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
-from hyper_parallel.data import DataError, Packed, TokenFile, write_tokens
+from hyper_parallel.data import DataError, Packed, Rows, TokenFile, write_tokens
 from hyper_parallel.output import OutputError, Step, prepare_folder
 from hyper_parallel.run import keep_lines
 from hyper_parallel.torch import gathering
@@ -379,3 +380,22 @@ def test_a_run_of_another_model_does_not_go_on(tmp_path):
         pytest.raises(OutputError, match=r"no checkpoint that can be read: .*manifest\.json.*with --out"),
     ):
         run(tmp_path, {"dp_shard": 2}, 5, resume="auto")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{"slots": 1}, {"capacity": 1}], ids=str)
+def test_the_trainer_looks_at_experts_every_so_many_steps(options):
+    from hyper_parallel.torch.trainer import Trainer
+
+    sections = {"mesh": {"dp_shard": 2, "ep": 2}, "experts": {"every": 2, **options}}
+    trainer = Trainer(ParallelPlan.from_dict({**TABLES, "model": EXPERTS, **sections}))
+    layers = [module._expert_layer for module in trainer.model.modules() if hasattr(module, "_expert_layer")]
+    tokens = np.random.default_rng(get_platform().groups.rank()).integers(0, 256, (2, 8))
+    seen, warned = [], []
+    logger = logging.getLogger("hp_moe")
+    logger.addFilter(lambda record: bool(warned.append(record.getMessage())))
+    for _ in range(2):
+        trainer.step(Rows(tokens, tokens, tokens))
+        replicas = any(any(layer.placement.replicas) for layer in layers)
+        seen.append((replicas, any("dropped" in text for text in warned)))
+    assert seen == [(False, False), ("slots" in options, "capacity" in options)]

@@ -14,6 +14,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.sections import (
     ContextSection,
     DataSection,
+    ExpertsSection,
     FsdpSection,
     MemorySection,
     MeshSection,
@@ -33,6 +34,7 @@ __all__ = [
     "ContextSection",
     "DataSection",
     "Diagnostic",
+    "ExpertsSection",
     "FsdpSection",
     "MemorySection",
     "MeshSection",

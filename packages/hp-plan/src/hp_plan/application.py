@@ -24,6 +24,7 @@ from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check
 from hp_plan.context import check_context
 from hp_plan.determinism import check_deterministic
 from hp_plan.diagnostics import PlanError
+from hp_plan.expert_options import check_expert_options
 from hp_plan.experts import expert_styles, spread_experts, with_expert_axes
 from hp_plan.memory import check_memory, check_states, memory_left
 from hp_plan.outline import ModelOutline, block_lists, matches
@@ -66,7 +67,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     outline = own.outline(model)
     diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
     diagnostics += [*check_memory(plan), *check_states(plan), *check_context(plan), *check_deterministic(plan)]
-    diagnostics += check_saving(plan)
+    diagnostics += [*check_saving(plan), *check_expert_options(plan)]
     diagnostics += [*check_model(plan, outline), *check_split(plan, model)]
     if diagnostics:
         raise PlanError(diagnostics)

@@ -12,6 +12,7 @@ from hp_plan.context import check_attention, check_context, check_sequence
 from hp_plan.determinism import check_deterministic
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.effects import check_effects
+from hp_plan.expert_options import check_expert_options
 from hp_plan.experts import EXPERT_STYLES, check_auxiliary_loss, check_expert_axis, check_experts
 from hp_plan.memory import check_memory, check_states
 from hp_plan.micro_batches import check_accumulation, check_balance
@@ -327,5 +328,6 @@ _OF_NUMBERS = (
     check_validation,
     check_profile,
     check_saving,
+    check_expert_options,
     _check_device,
 )

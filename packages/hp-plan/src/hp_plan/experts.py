@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Shard
-from hp_moe import ExpertParallel, ExpertTensorParallel
 from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.expert_options import check_style_options, expert_style
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline, generalise, matching
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import MeshSection
@@ -131,6 +131,7 @@ def check_experts(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOut
     if len(set(chosen.values())) > 1:
         message = f"styles of experts are both {' and '.join(map(repr, EXPERT_STYLES))}, for one axis ep"
         return [Diagnostic("styles", message, f"take '{automatic_style(plan)}' for all of them")]
+    options = check_style_options(plan, next(iter(chosen.values()))) if chosen else []
     plain = tuple(f"{name}." for name, style in styles.items() if style == "plain")
     diagnostics: dict[tuple[str, str], Diagnostic] = {}
     for name, style in chosen.items():
@@ -144,7 +145,7 @@ def check_experts(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOut
             shown = generalise([name])[0]
             key = f'styles."{shown}"' if isinstance(plan.styles, Mapping) else "mesh.ep"
             diagnostics.setdefault((shown, style), Diagnostic(key, f"'{style}' on {shown}: {problem[0]}", problem[1]))
-    return list(diagnostics.values())
+    return [*diagnostics.values(), *options]
 
 
 def balances_alone(plan: ParallelPlan, config: Any) -> str | None:
@@ -257,10 +258,9 @@ def spread_experts(
     """
     if not styles:
         return {}
-    if "expert_parallel" in styles.values():
-        parallelize_module(model, mesh["ep"], {name: ExpertParallel() for name in styles})
-    else:
-        parallelize_module(model, mesh["ep", "tp"], {name: ExpertTensorParallel() for name in styles})
+    kind = next(iter(styles.values()))
+    over_ranks = mesh["ep"] if kind == "expert_parallel" else mesh["ep", "tp"]
+    parallelize_module(model, over_ranks, {name: expert_style(plan, kind) for name in styles})
     over = mesh["dp_replicate", "efsdp"] if "dp_replicate" in plan.mesh.axes else mesh["efsdp"]
     return {name: {"mesh": over, **_sharding(outline.modules[name].experts, plan.mesh.ep)} for name in styles}
 

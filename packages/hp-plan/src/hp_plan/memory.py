@@ -7,6 +7,7 @@ from math import prod
 from hp_offload.extend import parse_size, size
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.expert_options import replicas
 from hp_plan.outline import ModelOutline, matching
 from hp_plan.plan import ParallelPlan
 from hp_platform import get_platform
@@ -56,7 +57,7 @@ def _trained_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
     uneven = _uneven_experts(plan, model)
     shared = model.elements + uneven + (model.trained + uneven) * (1 + states)
     shards = plan.mesh.world_size // plan.mesh.dp_replicate
-    return (int(shared) // shards + _waiting(plan, model)) * BYTES[plan.run.dtype]
+    return (int(shared) // shards + _waiting(plan, model) + replicas(plan, model)) * BYTES[plan.run.dtype]
 
 
 def _waiting(plan: ParallelPlan, model: ModelOutline) -> int:

@@ -13,6 +13,7 @@ from hp_plan.schema import read_section
 from hp_plan.sections import (
     ContextSection,
     DataSection,
+    ExpertsSection,
     FsdpSection,
     MemorySection,
     MeshSection,
@@ -34,6 +35,7 @@ SECTIONS: dict[str, type] = {
     "context": ContextSection,
     "pipeline": PipelineSection,
     "fsdp": FsdpSection,
+    "experts": ExpertsSection,
     "optimizer": OptimizerSection,
     "schedule": ScheduleSection,
     "data": DataSection,
@@ -64,6 +66,7 @@ class ParallelPlan:
         context: how attention is spread over the axis `cp`.
         pipeline: the stages of the ranks on the axis `pp`, and their schedule.
         fsdp: the modules that are sharded together, and options.
+        experts: how tokens come to experts that are spread over `ep`.
         optimizer: the optimizer.
         schedule: its learning rate over time.
         data: the training text.
@@ -83,6 +86,7 @@ class ParallelPlan:
     context: ContextSection = field(default_factory=ContextSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     fsdp: FsdpSection = field(default_factory=FsdpSection)
+    experts: ExpertsSection = field(default_factory=ExpertsSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     data: DataSection = field(default_factory=DataSection)

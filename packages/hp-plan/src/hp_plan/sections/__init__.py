@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hp_plan.sections.distribution import ContextSection, FsdpSection, PipelineSection
+from hp_plan.sections.experts import ExpertsSection
 from hp_plan.sections.mesh import AXES, MeshSection
 from hp_plan.sections.model import ModelSection
 from hp_plan.sections.optimization import OptimizerSection, ScheduleSection, schedule_factor
@@ -13,6 +14,7 @@ __all__ = [
     "AXES",
     "ContextSection",
     "DataSection",
+    "ExpertsSection",
     "FsdpSection",
     "MemorySection",
     "MeshSection",

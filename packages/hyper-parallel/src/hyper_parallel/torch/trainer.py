@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hp_moe import register_experts
+from hp_moe import rebalance, register_experts, report_drops
 from hp_pipeline.torch.extend import count_operations
 from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
 from hp_plan.torch.extend import backward_loss, begin, clip_gradients, evaluate, finish
@@ -51,6 +51,7 @@ class Trainer:
         del model  # with pp it has other ranks' stages
         self.optimizer = build_optimizer(plan, self.model.named_parameters())
         self.schedule = build_schedule(plan, self.optimizer)
+        self._steps = 0
 
     @property
     def lr(self) -> float:
@@ -72,7 +73,17 @@ class Trainer:
         norm = clip_gradients(self.model, self._plan.run.grad_clip)
         self.optimizer.step()
         self.schedule.step()
+        self._steps += 1
+        if self._steps % self._plan.experts.every == 0:
+            self._look_at_experts()
         return loss, norm
+
+    def _look_at_experts(self) -> None:
+        """Choose the replicas of hot experts anew, and warn of the tokens that full ones have dropped."""
+        if self._plan.experts.slots:
+            rebalance(self.model)
+        if self._plan.experts.capacity is not None:
+            report_drops(self.model)
 
     def evaluate(self, rows: Rows) -> tuple[float, float]:
         """Compute a loss without training on it.
