@@ -22,7 +22,7 @@ from hp_checkpoint import Checkpointer
 from hp_pipeline.extend import Operations
 from hp_plan import ParallelPlan
 from hyper_parallel import sinks
-from hyper_parallel.events import EventWriter
+from hyper_parallel.display import JsonReporter
 from hyper_parallel.torch import trainer
 from hyper_parallel.worker import train
 
@@ -42,7 +42,7 @@ class NoOp:
 
     def step(self, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Note when."""
-        TIMES.append((time.perf_counter(), time.process_time()))
+        TIMES.append((time.perf_counter(), time.process_time(), time.thread_time()))
         return self._zero, self._zero
 
 
@@ -58,7 +58,7 @@ class Kept:
     def close(self) -> None: ...
 
 
-TIMES: list[tuple[float, float]] = []
+TIMES: list[tuple[float, float, float]] = []
 
 
 def main(steps: int) -> None:
@@ -78,11 +78,12 @@ def main(steps: int) -> None:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         hp_platform.init_process_group()
         stack.callback(hp_platform.destroy_process_group)
-        train(ParallelPlan.from_dict(tables), Path(name), reporter=EventWriter(Path(name) / "events"))
+        stream = stack.enter_context(open(os.devnull, "w"))
+        train(ParallelPlan.from_dict(tables), Path(name), reporter=JsonReporter(stream))
         lines = (Path(name) / "metrics.jsonl").read_text().splitlines()
         assert len(lines) == steps and "mfu" in lines[-1]
     size = steps // PARTS
-    for what, column in (("wall clock", 0), ("CPU, all threads", 1)):
+    for what, column in (("wall clock", 0), ("CPU, all threads", 1), ("CPU, main thread", 2)):
         times = [each[column] for each in TIMES]
         parts = [(times[at + size - 1] - times[at]) / (size - 1) for at in range(0, size * PARTS, size)]
         print(f"{what}: {1e6 * statistics.median(parts):.0f} us a step, least {1e6 * min(parts):.0f}")

@@ -109,8 +109,7 @@ class Step:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that there are, but the step's own."""
-        values = dataclasses.asdict(self).items()
-        return {name: value for name, value in values if name != "step" and value is not None}
+        return {name: value for name, value in vars(self).items() if name != "step" and value is not None}
 
 
 @dataclass(frozen=True)

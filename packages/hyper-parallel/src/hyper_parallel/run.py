@@ -98,9 +98,11 @@ class Run:
         self._rows = data_parallel_rows(plan)
         known = vocabulary(plan.model)
         self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=known)
-        self._batches = Batches(self.samples, self._rows, plan.data.batch_size)
+        length = plan.data.sequence_length
+        self._batches = Batches(self.samples, self._rows, plan.data.batch_size, sequence_length=length)
         self._validation = Validation(plan, self._rows, vocabulary=known) if plan.validation.paths else None
         self._profile = Profile(plan, self.trainer, self.folder, rank=self.ranks.rank)
+        self._numbers = gathering().Numbers
         self._peak, self._counted = self._all_peaks(), None
         self.step = self.sample = 0
         self.peak_memory: tuple[int, ...] = ()
@@ -216,7 +218,7 @@ class Run:
         asked = self._stop is not None and self._stop.asked
         memory = get_platform().devices.peak_memory()
         own = [np.nan if loss is None else loss, norm, memory, batch.wait, self._operations(batch.rows), asked]
-        return _Launched(self.step, lr, gathering().Numbers(own), begun)
+        return _Launched(self.step, lr, self._numbers(own), begun)
 
     def _operations(self, rows: Rows) -> float:
         """Count the operations of a rank's samples; those of whole samples are counted once."""

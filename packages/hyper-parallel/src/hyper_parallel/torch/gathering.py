@@ -21,24 +21,29 @@ class Numbers:
 
     def __init__(self, own: Sequence[Any]) -> None:
         platform = get_platform()
-        aside = platform.devices.kind != "cpu"
+        self._done: Any = None
+        self._size = platform.groups.size()
+        if platform.devices.kind == "cpu":
+            self._host = torch.from_numpy(np.fromiter(map(float, own), np.float64, len(own)))
+            if self._size > 1:
+                self._host = self._everyone(self._host)
+            return
         plain = [0.0 if isinstance(number, torch.Tensor) else number for number in own]
-        row = torch.tensor(plain, dtype=torch.float64, pin_memory=aside)
+        row = torch.tensor(plain, dtype=torch.float64, pin_memory=True)
         row = row.to(platform.devices.current_device(), non_blocking=True)
         for place, number in enumerate(own):
             if isinstance(number, torch.Tensor):
                 row[place] = number.detach()
-        size = platform.groups.size()
-        if size > 1:
-            everyone = row.new_empty(size * len(row))
-            platform.collectives.all_gather(everyone, row, group=platform.groups.default_group())
-            row = everyone
-        self._host, self._done, self._size = row, None, size
-        if aside:
-            self._host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-            self._host.copy_(row, non_blocking=True)
-            self._done = platform.devices.device_module().Event()
-            self._done.record()
+        everyone = self._everyone(row) if self._size > 1 else row
+        self._host = torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
+        self._host.copy_(everyone, non_blocking=True)
+        self._done = platform.devices.device_module().Event()
+        self._done.record()
+
+    def _everyone(self, row: torch.Tensor) -> torch.Tensor:
+        everyone, platform = row.new_empty(self._size * len(row)), get_platform()
+        platform.collectives.all_gather(everyone, row, group=platform.groups.default_group())
+        return everyone
 
     def read(self) -> NDArray[np.float64]:
         """Wait for the numbers; return them as [ranks, numbers]."""
