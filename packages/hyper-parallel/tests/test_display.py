@@ -7,7 +7,7 @@ from rich.console import Console
 
 from hp_plan import ModuleDifference, VerifyResult
 from hyper_parallel.display import JsonReporter, LineReporter, RichReporter, verify_table
-from hyper_parallel.output import Step, Summary, draw_loss, last_loss
+from hyper_parallel.output import Curve, Step, Summary, draw_loss
 
 STEPS = [Step(i, 5.0 / i, 1.25, 1e-3, 12345.6, 300 << 20, 0.5) for i in range(1, 41)]
 SUMMARY = Summary(40, 5.0, 0.13, 1000, 20.0, (300 << 20, 200 << 20), "runs/x", "runs/x/checkpoint", "def [bold]f():")
@@ -19,6 +19,13 @@ def shown(reporter, stream) -> str:
             reporter.step(step)
     reporter.finished(SUMMARY)
     return stream.getvalue()
+
+
+def curve(steps):
+    result = Curve()
+    for step in steps:
+        result.add(step)
+    return result
 
 
 def test_json_is_a_line_a_step_and_one_for_the_run():
@@ -59,12 +66,12 @@ def test_a_live_display_on_a_terminal():
 
 
 def test_the_end_of_the_curve_is_a_mean():
-    assert last_loss(STEPS[:5]) == STEPS[4].loss
-    assert last_loss(STEPS) == sum(step.loss for step in STEPS[-4:]) / 4
+    assert curve(STEPS[:5]).last_loss == STEPS[4].loss
+    assert curve(STEPS).last_loss == sum(step.loss for step in STEPS[-4:]) / 4
 
 
 def test_the_curve_is_a_png(tmp_path):
-    draw_loss(STEPS, tmp_path / "loss.png", title="x")
+    draw_loss(curve(STEPS), tmp_path / "loss.png", title="x")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

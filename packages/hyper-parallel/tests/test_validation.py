@@ -10,6 +10,7 @@ from hp_plan import ParallelPlan
 from hp_plan.extend import examine, read_plan
 from hp_testing import device_type
 from hyper_parallel.checking import check_run
+from hyper_parallel.data import write_tokens
 
 
 def problems(tables):
@@ -33,6 +34,17 @@ def test_validation_that_can_not_be_is_refused_before_the_launch(tmp_path, secti
     tables = {"model": model, "data": data, "validation": {"paths": [str(tmp_path / "text")], "batches": 2, **section}}
     ((_, found),) = [each for each in problems(tables) if each[0].startswith(("validation", "model"))]
     assert re.search(text, found)
+
+
+def test_bytes_do_not_validate_a_model_of_tokens(tmp_path):
+    (tmp_path / "text").write_bytes(b"x" * 1000)
+    write_tokens(tmp_path / "corpus", [[1, 2, 3] * 100], vocabulary=300)
+    paths = {"text": [str(tmp_path / "text")], "tokens": [str(tmp_path / "corpus.bin")]}
+    for trained, validated in (("text", "tokens"), ("tokens", "text")):
+        data = {"paths": paths[trained], "sequence_length": 10, "batch_size": 2}
+        tables = {"data": data, "validation": {"paths": paths[validated], "batches": 1}}
+        (found,) = [text for key, text in problems(tables) if key == "validation.paths"]
+        assert f"is trained on {'text as bytes' if trained == 'text' else 'token files'} and would be" in found
 
 
 @pytest.mark.framework("torch")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hp_plan import DataSection, Diagnostic, ParallelPlan
 from hp_plan.extend import vocabulary
-from hyper_parallel.data import VOCABULARY, DataError, check_data
+from hyper_parallel.data import VOCABULARY, DataError, check_data, has_tokens
 from hyper_parallel.sinks import missing
-from hyper_parallel.tokenized import check_text_of
+from hyper_parallel.tokenized import check_text_of, tokenizer_of
 from hyper_parallel.validation import check_validation, validation_data
 
 
@@ -36,6 +36,11 @@ def _check_validation(plan: ParallelPlan) -> list[Diagnostic]:
     if not plan.validation.paths:
         return []
     diagnostics = _check_data(plan, validation_data(plan), "validation.paths")
+    if not diagnostics and has_tokens(plan.data) != has_tokens(validation_data(plan)) and tokenizer_of(plan) is None:
+        kinds = {True: "token files", False: "text as bytes"}
+        trained, validated = kinds[has_tokens(plan.data)], kinds[not has_tokens(plan.data)]
+        message = f"the model is trained on {trained} and would be validated on {validated}"
+        diagnostics.append(Diagnostic("validation.paths", message, "give both alike, or name data.tokenizer"))
     if not diagnostics:
         try:
             if check_text_of(plan, validation_data(plan)) is None:  # else once there are tokens

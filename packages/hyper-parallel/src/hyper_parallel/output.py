@@ -8,7 +8,8 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,10 +145,32 @@ class Summary:
         return self.tokens / self.seconds
 
 
-def last_loss(steps: Sequence[Step]) -> float:
-    """Average the loss at the end of a run, over the last tenth of its steps: at least one, at most ten."""
-    count = min(10, max(1, len(steps) // 10))
-    return sum(step.loss for step in steps[-count:]) / count
+class Curve:
+    """Losses of a run, in sixteen bytes a step.
+
+    Attributes:
+        steps: their numbers.
+        losses: of each.
+        seconds: all steps together.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.losses, self.seconds = array("q"), array("d"), 0.0
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def add(self, step: Step) -> None:
+        """Add a step."""
+        self.steps.append(step.step)
+        self.losses.append(step.loss)
+        self.seconds += step.seconds
+
+    @property
+    def last_loss(self) -> float:
+        """The loss at the end, a mean over the last tenth of the steps: at least one, at most ten."""
+        count = min(10, max(1, len(self) // 10))
+        return sum(self.losses[-count:]) / count
 
 
 def as_json(value: Step | Summary) -> str:
@@ -155,7 +178,7 @@ def as_json(value: Step | Summary) -> str:
     return json.dumps({"step": value.step, **value.metrics()} if isinstance(value, Step) else dataclasses.asdict(value))
 
 
-def draw_loss(steps: Sequence[Step], path: Path, *, title: str) -> None:
+def draw_loss(curve: Curve, path: Path, *, title: str) -> None:
     """Draw the loss curve as a PNG.
 
     Raises:
@@ -163,7 +186,7 @@ def draw_loss(steps: Sequence[Step], path: Path, *, title: str) -> None:
     """
     figure = _figure()
     axes = figure.add_subplot()
-    axes.plot([step.step for step in steps], [step.loss for step in steps], linewidth=1.2)
+    axes.plot(curve.steps, curve.losses, linewidth=1.2)
     axes.set(xlabel="step", ylabel="loss (nats a byte)", title=title)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

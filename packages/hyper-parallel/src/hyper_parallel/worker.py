@@ -20,7 +20,7 @@ from hyper_parallel.data import has_tokens
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
-from hyper_parallel.output import METRICS, OutputError, Summary, draw_loss, last_loss
+from hyper_parallel.output import METRICS, Curve, OutputError, Summary, draw_loss
 from hyper_parallel.port import rank_process, training
 from hyper_parallel.record import begin
 from hyper_parallel.run import Run, keep_lines
@@ -102,37 +102,38 @@ def train(
     leader = get_platform().groups.rank() == 0
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop))
-        name, steps, sinks = run.trainer.name, [], list[Sink]()
+        name, curve, sinks = run.trainer.name, Curve(), list[Sink]()
         record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
         tokens = sum(content.tokens for content in run.contents)
         title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {tokens:,} tokens"
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-            steps = keep_lines(run.folder / METRICS, run.step)
+            for step in keep_lines(run.folder / METRICS, run.step):
+                curve.add(step)
             sinks = [JsonLines(run.folder / METRICS), *open_sinks(plan.metrics.sinks, run.folder, record)]
             for sink in sinks:
                 stack.enter_context(contextlib.closing(sink))
         if reporter is not None:
             stack.enter_context(reporter.running(title, steps=plan.run.steps))
         for step in run.steps():
-            steps.append(step)
+            curve.add(step)
             for sink in sinks:
                 sink.write(step.step, step.metrics())
             if reporter is not None:
                 reporter.step(step)
     if not leader:
         return None
-    if not steps:
+    if not len(curve):
         fix = "train on with more steps (run.steps), or choose another folder with --out"
         raise OutputError(f"{folder} has a finished run of {run.step} steps, and no {METRICS} of them; {fix}")
     checkpoint = run.checkpoints.path(run.step)
-    draw_loss(steps, run.folder / "loss.png", title=f"{name} on {_mesh(plan)}")
+    draw_loss(curve, run.folder / "loss.png", title=f"{name} on {_mesh(plan)}")
     summary = Summary(
-        steps=len(steps),
-        first_loss=steps[0].loss,
-        last_loss=last_loss(steps),
-        tokens=len(steps) * plan.data.batch_size * plan.data.sequence_length,
-        seconds=sum(step.seconds for step in steps),
+        steps=len(curve),
+        first_loss=curve.losses[0],
+        last_loss=curve.last_loss,
+        tokens=len(curve) * plan.data.batch_size * plan.data.sequence_length,
+        seconds=curve.seconds,
         peak_memory=run.peak_memory,
         folder=str(folder),
         checkpoint=str(folder / checkpoint.relative_to(run.folder)),

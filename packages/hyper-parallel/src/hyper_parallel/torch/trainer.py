@@ -97,7 +97,7 @@ class Trainer:
         loss, labels = evaluate(self._plan, self.model, **self._inputs(rows))
         return loss.item(), labels.item()
 
-    def _inputs(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def _inputs(self, rows: Rows) -> dict[str, Any]:
         packed = {"labels": rows.labels, "positions": rows.positions} if self._plan.data.packing else {}
         return {name: self._moved(array) for name, array in {"tokens": rows.tokens, **packed}.items()}
 
