@@ -74,8 +74,9 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
     if program is not None and shutil.which(program) is None:
         session.skip(f"{backend} {needs}")
     framework = backend.split("-")[0]
-    libraries = {"hp-plan": "peft", "hp-pipeline": "transformers", "hyper-parallel": "pyarrow"}  # for tests only
-    wanted = [libraries[name] for name in packages if name in libraries] if framework == "torch" else []
+    # For tests only; peft brings accelerate.
+    libraries = {"hp-plan": ("peft",), "hp-pipeline": ("transformers",), "hyper-parallel": ("pyarrow", "peft")}
+    wanted = [each for name in packages for each in libraries.get(name, ())] if framework == "torch" else []
     others = ("pytest-xdist", *requirements, *wanted)
     install(session, *packages, extras=f"[{framework},test]", others=others, framework=framework)
     named = any(argument.startswith("packages/") for argument in session.posargs)
