@@ -266,6 +266,13 @@ def expert_plans(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def init(session: nox.Session) -> None:
+    """Trains the plans that `hyper-parallel init` writes for 12 model families, 20 steps each on 4 ranks."""
+    install(session, *PACKAGES, extras="[torch]")
+    session.run("python", "packages/hyper-parallel/benchmarks/sweep_init.py", *session.posargs)
+
+
+@nox.session(default=False)
 def soak(session: nox.Session) -> None:
     """Runs every packages/*/benchmarks/soak_*.py, a thousand steps and more; `-- hp-offload` for one package."""
     install(session, *PACKAGES, extras="[torch,test]")

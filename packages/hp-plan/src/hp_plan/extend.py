@@ -11,12 +11,15 @@ from hp_plan.overrides import Setting, override, settings
 from hp_plan.pipelines import Choice, Outlook, outlook
 from hp_plan.plan import data_parallel_rows, read_plan, read_toml
 from hp_plan.port import build
+from hp_plan.proposal import Estimate, Proposal, propose
 from hp_plan.tables import style_notes
 from hp_plan.verification import TORCH_ONLY
 
 __all__ = [
     "Choice",
+    "Estimate",
     "Outlook",
+    "Proposal",
     "Report",
     "Setting",
     "TORCH_ONLY",
@@ -29,6 +32,7 @@ __all__ = [
     "memory_shortage",
     "near_misses",
     "outlook",
+    "propose",
     "override",
     "read_plan",
     "read_toml",

@@ -41,6 +41,7 @@ from hyper_parallel.display import make_console, settings_table, verify_table
 from hyper_parallel.launch import Job, Resume, inside_launcher, launcher_place
 from hyper_parallel.output import OutputError, claimed, prepare_folder
 from hyper_parallel.port import launcher
+from hyper_parallel.proposing import init
 from hyper_parallel.reporting import leads, say, show_diagnostics, user_errors
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
@@ -56,6 +57,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON lines in place of
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(checkpoints.app, name="checkpoint")
 app.add_typer(data_app, name="data")
+app.command()(init)
 
 
 @app.callback()

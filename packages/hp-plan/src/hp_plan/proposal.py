@@ -1,0 +1,219 @@
+"""A plan for a model and a number of ranks, chosen by counted memory.
+
+Note [How a plan is chosen]
+Candidates are tried in an order from the least communication to the most, and the first that `lint` finds nothing
+wrong with, and that needs no more memory than there is, is taken. First all ranks share one copy by `dp_shard`; experts
+are spread over as many of them as the model allows. Then samples are computed one at a time, then blocks are computed
+again in backward, then `tp` doubles up to the ranks of a host, then `pp`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hp_offload.extend import size
+from hp_pipeline import split_model
+from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.linting import examine
+from hp_plan.memory import BYTES, training_bytes
+from hp_plan.outline import ModelOutline, block_lists, matching
+from hp_plan.plan import ParallelPlan, read_plan
+from hp_plan.port import build, models
+from hp_platform import get_platform
+
+__all__ = ["Estimate", "Proposal", "propose"]
+
+_HOST = 8  # ranks that tensor parallelism may span
+_SAMPLES = 8  # of a step, at least
+_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a rank, counted from shapes; workspaces of kernels and of communication come on top.
+
+    Attributes:
+        trained: its shard of weights, gradients and optimizer states.
+        gathered: the largest blocks and the rest of the model, whole, with gradients.
+        saved: what backward needs of a micro-batch, and its logits; None where blocks can't be counted.
+    """
+
+    trained: int
+    gathered: int
+    saved: int | None
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.trained + self.gathered + (self.saved or 0)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that lints clean, and why.
+
+    Attributes:
+        plan: the plan.
+        tables: what it says besides defaults.
+        estimate: of a rank's memory.
+        reasons: dotted key -> why it has its value.
+    """
+
+    plan: ParallelPlan
+    tables: Mapping[str, Any]
+    estimate: Estimate
+    reasons: Mapping[str, str]
+
+
+def propose(tables: Mapping[str, Any], ranks: int, *, memory: int | None = None) -> Proposal:
+    """Choose a plan: see Note [How a plan is chosen].
+
+    Args:
+        tables: of a plan: `[model]`, and whatever is not to be chosen.
+        ranks: their number.
+        memory: bytes of a rank; None takes the first plan that lints clean.
+
+    Raises:
+        PlanError: the model can't be built, no plan lints clean, or none fits; it names the one that needs least.
+    """
+    given, diagnostics = read_plan(tables)
+    builder = build()
+    diagnostics += builder.check_model_section(given, run_code=True)
+    if diagnostics:
+        raise PlanError(diagnostics)
+    model = builder.build_empty(given)
+    outline = models().outline(model)
+    counts = _Counts(model, outline)
+    least: tuple[int, ParallelPlan] | None = None
+    refusals: list[Diagnostic] = []
+    for candidate in _candidates(tables, outline, ranks):
+        plan, diagnostics = read_plan(candidate)
+        report = examine(plan, diagnostics, ranks, model=model)
+        if report.diagnostics:
+            refusals = refusals or list(report.diagnostics)
+            continue
+        estimate = counts.estimate(plan)
+        if memory is None or estimate.total <= memory:
+            return Proposal(plan, candidate, estimate, _reasons(plan, outline, memory))
+        if least is None or estimate.total < least[0]:
+            least = estimate.total, plan
+    if least is None:
+        raise PlanError(refusals)
+    mesh = " x ".join(f"{axis} {number}" for axis, number in least[1].mesh.axes.items())
+    message = f"{ranks} ranks of {size(memory or 0)} can't train the model: {mesh} needs least, {size(least[0])} a rank"
+    raise PlanError([Diagnostic("mesh", message, "give more ranks or memory, or make data.sequence_length smaller")])
+
+
+def _candidates(tables: Mapping[str, Any], outline: ModelOutline, ranks: int) -> Iterator[dict[str, Any]]:
+    """List tables of plans, the best first."""
+    limit = getattr(outline.config, "max_position_embeddings", None)
+    length = min(limit, _LENGTH) if isinstance(limit, int) and limit > 1 else _LENGTH
+    experts = max((module.experts.count for module in outline.modules.values() if module.experts), default=0)
+    blocks = block_lists(outline)
+    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+    for pp in divisors:
+        for tp in [each for each in divisors if each <= _HOST and (ranks // pp) % each == 0]:
+            shared = ranks // pp
+            dp = shared // tp
+            rows = max(math.ceil(_SAMPLES / dp), 2 * pp if pp > 1 else 1)
+            for saving in ("none", "accumulate", "recompute"):
+                if (saving != "none" and pp > 1) or (saving == "accumulate" and rows == 1):
+                    continue
+                if saving == "recompute" and not blocks:
+                    continue
+                for ep in [
+                    each for each in reversed(divisors) if each == 1 or (each <= experts and shared % each == 0)
+                ]:
+                    mesh = {"pp": pp, "dp_shard": dp, "tp": tp, "ep": ep}
+                    chosen: dict[str, Any] = {
+                        "mesh": {axis: number for axis, number in mesh.items() if number > 1},
+                        "data": {"sequence_length": length, "batch_size": dp * rows},
+                        "run": {"accumulate": rows} if saving != "none" and rows > 1 else {},
+                        "memory": {"recompute": list(blocks)} if saving == "recompute" else {},
+                    }
+                    if dp > 1 and get_platform().devices.kind != "cpu":
+                        chosen["fsdp"] = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+                    yield _merged(chosen, tables)
+
+
+def _merged(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables with what was given in place of what was chosen."""
+    result = {key: table for key, table in given.items() if key not in chosen}
+    for key, table in chosen.items():
+        merged = {**table, **given.get(key, {})}
+        if merged:
+            result[key] = merged
+    return result
+
+
+class _Counts:
+    """What the memory of a model's plans is counted from.
+
+    Args:
+        model: on meta.
+        outline: of it.
+    """
+
+    def __init__(self, model: Any, outline: ModelOutline) -> None:
+        self._model, self._outline = model, outline
+        names = [name for pattern in block_lists(outline) for name in matching(pattern, outline.names)]
+        self.blocks = len(names)
+        sizes = [self._elements(name) for name in names]
+        self._largest, self._rest = max(sizes, default=0), outline.elements - sum(sizes)
+        self._saved: dict[int, float | None] = {}
+
+    def _elements(self, block: str) -> int:
+        inside = (each for name, each in self._outline.modules.items() if name == block or name.startswith(f"{block}."))
+        return sum(math.prod(shape) for module in inside for shape in module.shapes.values())
+
+    def _sample(self, length: int) -> float | None:
+        """Return bytes that backward needs of a sample, in the dtype of the weights."""
+        if length not in self._saved:
+            try:
+                split = split_model(models().base(self._model), 1, example=models().example(1, length))
+                self._saved[length] = split.stages[0].saved
+            except (ValueError, NotImplementedError):
+                self._saved[length] = None
+        return self._saved[length]
+
+    def estimate(self, plan: ParallelPlan) -> Estimate:
+        """Count the bytes of a rank."""
+        mesh, own = plan.mesh, BYTES[plan.fsdp.param_dtype or plan.run.dtype]
+        sharing = max(mesh.tp, mesh.ep)
+        # A block is there while it is computed, the next one is on its way, and gradients of one leave.
+        gathered = (3 * self._largest // sharing + 2 * self._rest // mesh.tp) * own if plan.mesh.shard_axes else 0
+        sample = self._sample(plan.data.sequence_length)
+        if sample is None:
+            return Estimate(training_bytes(plan, self._outline), gathered, None)
+        parts = mesh.pp * 2 if mesh.pp > 1 else plan.run.accumulate
+        # The first stage of a pipeline has as many micro-batches at a time as there are stages, and its part of each.
+        rows = max(1, plan.data.batch_size // mesh.data_parallel // parts)
+        saved = sample * own / BYTES[plan.run.dtype] / mesh.tp * rows
+        if plan.memory.recompute and self.blocks:
+            width = getattr(self._outline.config, "hidden_size", 0) or 0
+            saved = saved / self.blocks + self.blocks * rows * plan.data.sequence_length * width * own
+        vocabulary = getattr(self._outline.config, "vocab_size", 0) or 0
+        logits = 2 * 4 * rows * plan.data.sequence_length * vocabulary // mesh.tp
+        return Estimate(training_bytes(plan, self._outline), gathered, int(saved) + logits)
+
+
+def _reasons(plan: ParallelPlan, outline: ModelOutline, memory: int | None) -> dict[str, str]:
+    """Say for each chosen key why it has its value."""
+    parts = plan.mesh.data_parallel
+    without = "lint refuses the plan" if memory is None else f"a rank needs more than {size(memory)}"
+    length = getattr(outline.config, "max_position_embeddings", None)
+    return {
+        "mesh.pp": f"stages; without them {without}",
+        "mesh.dp_shard": "ranks that share one copy of weights, gradients and optimizer states",
+        "mesh.tp": f"ranks that share each matrix, at most the {_HOST} of a host; with less {without}",
+        "mesh.ep": "ranks that share a layer's experts, which are not gathered",
+        "run.accumulate": f"one sample at a time; with all of a rank's at once {without}",
+        "memory.recompute": f"computed again in backward; without it {without}",
+        "fsdp.param_dtype": "computed and gathered in it; weights and states stay float32",
+        "fsdp.reduce_dtype": "of gradients, so that their sum over ranks loses nothing",
+        "data.sequence_length": f"the model takes up to {length}" if isinstance(length, int) else "a choice",
+        "data.batch_size": f"samples of a step, over {parts} part{'s' if parts > 1 else ''} of the ranks",
+    }

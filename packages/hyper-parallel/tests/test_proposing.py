@@ -1,0 +1,74 @@
+"""`hyper-parallel init`: plans that lint clean, and fit the memory that they are for."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hp_plan import ParallelPlan, PlanError, build_model, lint
+from hyper_parallel import cli
+from hyper_parallel.proposing import plan_text, proposal_of
+
+pytestmark = pytest.mark.framework("torch")
+
+
+def _sweep() -> Any:
+    path = Path(__file__).parents[1] / "benchmarks" / "sweep_init.py"
+    specification = importlib.util.spec_from_file_location("sweep_init", path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+SWEEP = _sweep()
+
+
+@pytest.mark.parametrize("family", SWEEP.FAMILIES)
+def test_plans_of_families_lint_clean(family):
+    proposal = proposal_of(family, 4, assignments=SWEEP.assignments(family))
+    tables = tomllib.loads(plan_text(proposal))
+    assert lint(tables, 4) == () and ParallelPlan.from_dict(tables) == proposal.plan
+    assert proposal.plan.mesh.dp_shard == 4 and proposal.plan.mesh.ep == (4 if "Mo" in family or "Mix" in family else 1)
+
+
+def proposed(memory: str, *more: str) -> ParallelPlan:
+    assignments = ["model.overrides.num_hidden_layers=4", *more]
+    proposal = proposal_of("LlamaConfig", 8, memory=memory, assignments=assignments)
+    assert memory in plan_text(proposal, memory=memory)
+    return proposal.plan
+
+
+def test_memory_decides():
+    """The counted bytes of four of Llama 7B's layers in float32."""
+    assert proposed("64GiB").mesh.axes == {"dp_shard": 8} and not proposed("64GiB").memory.recompute
+    recomputed = proposed("8GiB")
+    assert recomputed.mesh.axes == {"dp_shard": 8} and recomputed.memory.recompute == ("model.layers.*",)
+    split = proposed("6GiB")
+    assert split.mesh.tp > 1 and split.mesh.world_size == 8
+    with pytest.raises(PlanError, match=r"8 ranks of 1 GiB can't train the model: .* needs least, 2\.\d+ GiB a rank; give"):
+        proposed("1GiB")
+    with pytest.raises(PlanError, match=r"--memory: .*; write for example --memory 64GiB"):
+        proposed("a lot")
+    assert proposed("64GiB", "mesh.tp=4", "mesh.dp_shard=2", "data.sequence_length=64").mesh.axes["tp"] == 4
+
+
+def test_the_command(tmp_path):
+    small = {key: value for key, value in SWEEP.FAMILIES["LlamaConfig"].items() if key != "max_position_embeddings"}
+    model = build_model(ParallelPlan.from_dict({"model": {"config": "LlamaConfig", "overrides": small}}))
+    model.save_pretrained(tmp_path / "model")
+    out = tmp_path / "plan.toml"
+    arguments = ["init", "--model", str(tmp_path / "model"), "--ranks", "2", "--out", str(out)]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 0 and "is written; next: hyper-parallel lint" in done.output
+    assert "# About" in out.read_text() and "lr = 2e-05" in out.read_text()
+    assert CliRunner().invoke(cli.app, ["lint", str(out)]).exit_code == 0
+    again = CliRunner().invoke(cli.app, arguments)
+    assert again.exit_code == 1 and "exists; remove it" in again.output
+    unknown = CliRunner().invoke(cli.app, ["init", "--model", "LamaConfig", "--ranks", "2"])
+    assert unknown.exit_code == 1 and "LlamaConfig" in unknown.output
