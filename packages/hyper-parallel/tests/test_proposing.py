@@ -51,7 +51,9 @@ def test_memory_decides():
     assert recomputed.mesh.axes == {"dp_shard": 8} and recomputed.memory.recompute == ("model.layers.*",)
     split = proposed("6GiB")
     assert split.mesh.tp > 1 and split.mesh.world_size == 8
-    with pytest.raises(PlanError, match=r"8 ranks of 1 GiB can't train the model: .* needs least, 2\.\d+ GiB a rank; give"):
+    with pytest.raises(
+        PlanError, match=r"8 ranks of 1 GiB can't train the model: .* needs least, 2\.\d+ GiB a rank; give"
+    ):
         proposed("1GiB")
     with pytest.raises(PlanError, match=r"--memory: .*; write for example --memory 64GiB"):
         proposed("a lot")
