@@ -261,7 +261,8 @@ def test_muon_goes_on_where_it_was(tmp_path):
 
 
 def test_validation_changes_nothing_of_the_training(tmp_path):
-    for folder, section in {"with": {"every": 1, "batches": 2}, "without": {}}.items():
+    written = {"prompts": ["to be", "or"], "prompt_tokens": 5}
+    for folder, section in {"with": {"every": 1, "batches": 2, **written}, "without": {}}.items():
         (tmp_path / folder).mkdir()
         own = {"paths": [str(tmp_path / folder / "text0")], **section} if section else {}
         run_ranks(2, run, tmp_path / folder, {"dp_shard": 2}, 4, DROPOUT, changed={"validation": own})
@@ -273,6 +274,21 @@ def test_validation_changes_nothing_of_the_training(tmp_path):
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     assert validations(tmp_path / "with").keys() == {1, 2, 3, 4}
     assert not validations(tmp_path / "without")
+    texts = [json.loads(line) for line in (tmp_path / "with" / "run" / "texts.jsonl").read_text().splitlines()]
+    assert [text["step"] for text in texts] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert all(text["text"].startswith(("to be", "or")) for text in texts)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_texts_are_those_of_one_process(tmp_path, mesh):
+    texts = []
+    for folder, own in {"alone": {}, "ranks": mesh}.items():
+        (tmp_path / folder).mkdir()
+        section = {"validation": {"prompts": ["to be"], "prompt_tokens": 12}}
+        run_ranks(2 if own else 1, run, tmp_path / folder, own, 2, changed=section)
+        texts.append((tmp_path / folder / "run" / "texts.jsonl").read_text())
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0])["step"] == 2
 
 
 def test_the_validation_of_packed_documents_counts_each_token_once(tmp_path):

@@ -6,9 +6,7 @@ import re
 
 import pytest
 
-from hp_plan import ParallelPlan
-from hp_plan.extend import examine, read_plan
-from hp_testing import device_type
+from hp_plan.extend import read_plan
 from hyper_parallel.checking import check_run
 from hyper_parallel.data import write_tokens
 
@@ -47,29 +45,10 @@ def test_bytes_do_not_validate_a_model_of_tokens(tmp_path):
         assert f"is trained on {'text as bytes' if trained == 'text' else 'token files'} and would be" in found
 
 
-@pytest.mark.framework("torch")
-def test_stages_are_not_validated_and_no_key_is_ignored():
-    plan = ParallelPlan.from_dict({"mesh": {"pp": 2}, "validation": {"paths": ["text"]}})
-    keys = {each.key: each.message for each in examine(plan, []).diagnostics}
-    assert "pp = 2" in keys["validation.paths"]
-    plan = ParallelPlan.from_dict({"validation": {"every": 5}})
-    assert "validation.every" in {each.key for each in examine(plan, []).diagnostics}
-
-
-@pytest.mark.framework("torch")
-@pytest.mark.parametrize(
-    ("section", "key", "text"),
-    [
-        ({"start": 9, "steps": 3}, "profile.start", "steps 9 to 11 are profiled, but the run has 10"),
-        ({"start": 1, "ranks": [0, 2]}, "profile.ranks", "rank 2 is profiled, but the mesh has ranks 0 to 1"),
-        ({"steps": 4}, "profile.steps", "nothing uses without profile.start"),
-    ],
-    ids=str,
-)
-def test_profiles_that_can_not_be_are_refused(section, key, text):
-    plan = ParallelPlan.from_dict({"profile": section, "run": {"steps": 10}, "mesh": {"dp_shard": 2}})
-    found = {each.key: each.message for each in examine(plan, []).diagnostics}
-    if device_type() == "npu" and "start" in section:
-        assert "profiles on NPUs are not supported" in found["profile.start"]
-    else:
-        assert text in found[key]
+def test_prompts_need_a_tokenizer_and_tokens(tmp_path):
+    write_tokens(tmp_path / "corpus", [[1, 2, 3] * 100], vocabulary=300)
+    (tmp_path / "text").write_bytes(b"x" * 1000)
+    for name, prompt, text in (("corpus.bin", "a", "doesn't say which tokenizer"), ("text", "", "'' has no tokens")):
+        data = {"paths": [str(tmp_path / name)], "sequence_length": 10}
+        found = problems({"data": data, "validation": {"prompts": [prompt]}})
+        assert [(key, text in message) for key, message in found] == [("validation.prompts", True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from hp_plan.diagnostics import Diagnostic
@@ -37,18 +38,25 @@ def check_effects(plan: ParallelPlan) -> list[Diagnostic]:
     if memory.budget is None and memory.bandwidth != type(memory)().bandwidth:
         message = f"got {memory.bandwidth:g}, which nothing uses without a budget"
         diagnostics.append(Diagnostic("memory.bandwidth", message, "leave it out, or give memory.budget"))
-    return [*diagnostics, *_without(plan, "validation", "paths"), *_without(plan, "profile", "start")]
+    paths, prompts = ("paths", ("batches",)), ("prompts", ("prompt_tokens",))
+    either = ("every",) if not plan.validation.paths and not plan.validation.prompts else ()
+    validation = [*_without(plan, "validation", *paths), *_without(plan, "validation", *prompts)]
+    validation += _without(plan, "validation", "paths", either)
+    return [*diagnostics, *validation, *_without(plan, "profile", "start", ("steps", "ranks"))]
 
 
-def _without(plan: ParallelPlan, name: str, needed: str) -> list[Diagnostic]:
-    """Name the values of a section that has no effect without one of its keys."""
+def _without(plan: ParallelPlan, name: str, needed: str, keys: Sequence[str]) -> list[Diagnostic]:
+    """Name those of some keys of a section that have a value, and no effect without another of its keys."""
     section = getattr(plan, name)
-    changed = [item.name for item in fields(section) if getattr(section, item.name) != item.default]
+    if getattr(section, needed):
+        return []
+    default = type(section)()
     return [
         Diagnostic(
             f"{name}.{key}",
             f"got {getattr(section, key)!r}, which nothing uses without {name}.{needed}",
             f"leave it out, or give {name}.{needed}",
         )
-        for key in (changed if not getattr(section, needed) else [])
+        for key in keys
+        if getattr(section, key) != getattr(default, key)
     ]

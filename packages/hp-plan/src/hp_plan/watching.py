@@ -8,12 +8,29 @@ from hp_platform import get_platform
 
 
 def check_validation(plan: ParallelPlan) -> list[Diagnostic]:
-    """Refuse validation of a model in stages, whose schedules have no forward alone."""
-    if not plan.validation.paths or plan.mesh.pp == 1:
-        return []
-    message = f"got {list(plan.validation.paths)}, but with pp = {plan.mesh.pp} a model can't be validated yet"
-    fix = "leave [validation] out and validate the checkpoints, or leave pp out"
-    return [Diagnostic("validation.paths", message, fix)]
+    """Refuse validation of a model in stages, whose schedules have no forward alone, and prompts without texts."""
+    section, diagnostics = plan.validation, []
+    if section.paths and plan.mesh.pp > 1:
+        message = f"got {list(section.paths)}, but with pp = {plan.mesh.pp} a model can't be validated yet"
+        fix = "leave [validation] out and validate the checkpoints, or leave pp out"
+        diagnostics.append(Diagnostic("validation.paths", message, fix))
+    reason = _no_text(plan)
+    if section.prompts and reason is not None:
+        message = f"got {list(section.prompts)}, but {reason}"
+        diagnostics.append(Diagnostic("validation.prompts", message, "leave it out, and generate from the checkpoints"))
+    return diagnostics
+
+
+def _no_text(plan: ParallelPlan) -> str | None:
+    """Say why a model can't generate, as far as the plan tells."""
+    for axis in ("pp", "cp"):
+        if getattr(plan.mesh, axis) > 1:
+            return f"with {axis} = {getattr(plan.mesh, axis)} a model does not generate"
+    if plan.model.function is not None:
+        return "a function's model has no way to generate that is known"
+    if plan.model.task not in (None, "causal-lm"):
+        return f"task = {plan.model.task!r} is not tested to generate"
+    return None
 
 
 def check_profile(plan: ParallelPlan) -> list[Diagnostic]:

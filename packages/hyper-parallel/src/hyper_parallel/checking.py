@@ -5,6 +5,7 @@ from __future__ import annotations
 from hp_plan import DataSection, Diagnostic, ParallelPlan
 from hp_plan.extend import vocabulary
 from hyper_parallel.data import VOCABULARY, DataError, check_data, has_tokens
+from hyper_parallel.prompts import check_prompts
 from hyper_parallel.sinks import missing
 from hyper_parallel.tokenized import check_text_of, tokenizer_of
 from hyper_parallel.validation import check_validation, validation_data
@@ -32,9 +33,17 @@ def _check_data(plan: ParallelPlan, section: DataSection, key: str = "data.paths
 
 
 def _check_validation(plan: ParallelPlan) -> list[Diagnostic]:
-    """Check that the plan can be validated on its data."""
-    if not plan.validation.paths:
-        return []
+    """Check that the plan can be validated on its data, and that its prompts can be read."""
+    diagnostics = []
+    if plan.validation.prompts:
+        try:
+            check_prompts(plan)
+        except DataError as error:
+            diagnostics.append(Diagnostic("validation.prompts", error.message, error.fix))
+    return [*diagnostics, *(_check_validation_data(plan) if plan.validation.paths else [])]
+
+
+def _check_validation_data(plan: ParallelPlan) -> list[Diagnostic]:
     diagnostics = _check_data(plan, validation_data(plan), "validation.paths")
     if not diagnostics and has_tokens(plan.data) != has_tokens(validation_data(plan)) and tokenizer_of(plan) is None:
         kinds = {True: "token files", False: "text as bytes"}

@@ -92,6 +92,8 @@ class RichReporter:
     def step(self, step: Step) -> None:
         """Draw the step."""
         self._latest.append(step)
+        for text in step.texts:
+            self._live.console.print(text, markup=False, style="dim")
         self._progress.update(self._progress.task_ids[0], completed=step.step)
 
     def finished(self, summary: Summary) -> None:
@@ -133,6 +135,8 @@ class LineReporter:
         """Print the first step, about twenty more, and those after which the model was validated."""
         if step.step == 1 or step.step % self._every == 0 or step.validation_loss is not None:
             self._line(_cells(step))
+        for text in step.texts:
+            self._console.print(text, markup=False)
 
     def finished(self, summary: Summary) -> None:
         """Print the final table and the text that the model wrote."""

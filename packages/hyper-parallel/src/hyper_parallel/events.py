@@ -97,6 +97,6 @@ class EventReader:
         elif kind == "over":
             self._open.close()
         elif kind == "step":
-            self._reporter.step(Step(**values))
+            self._reporter.step(Step(**{**values, "texts": tuple(values["texts"])}))
         else:
             self._reporter.finished(Summary(**{**values, "peak_memory": tuple(values["peak_memory"])}))

@@ -17,7 +17,7 @@ from typing import Any
 
 from hp_checkpoint.extend import steps_in
 
-METRICS, RECORD, CHECKPOINTS = "metrics.jsonl", "run.json", "checkpoints"
+METRICS, RECORD, TEXTS, CHECKPOINTS = "metrics.jsonl", "run.json", "texts.jsonl", "checkpoints"
 
 
 class OutputError(ValueError):
@@ -94,6 +94,7 @@ class Step:
             a part of what the devices could have done meanwhile. None where either isn't known.
         validation_loss: mean of a token of the validation data after the step; None where it isn't computed.
         perplexity: of that loss.
+        texts: what the model wrote after the step, for each of `validation.prompts`.
     """
 
     step: int
@@ -107,10 +108,12 @@ class Step:
     mfu: float | None = None
     validation_loss: float | None = None
     perplexity: float | None = None
+    texts: tuple[str, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that there are, but the step's own."""
-        return {name: value for name, value in vars(self).items() if name != "step" and value is not None}
+        values = vars(self).items()
+        return {name: value for name, value in values if name not in ("step", "texts") and value is not None}
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,10 @@ class Curve:
 
 def as_json(value: Step | Summary) -> str:
     """Format as one line of JSON."""
-    return json.dumps({"step": value.step, **value.metrics()} if isinstance(value, Step) else dataclasses.asdict(value))
+    if not isinstance(value, Step):
+        return json.dumps(dataclasses.asdict(value))
+    texts = {"texts": value.texts} if value.texts else {}
+    return json.dumps({"step": value.step, **value.metrics(), **texts})
 
 
 def draw_loss(curve: Curve, path: Path, *, title: str) -> None:

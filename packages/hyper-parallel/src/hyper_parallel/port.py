@@ -70,6 +70,10 @@ class Trainer(Protocol):
         """Get the loss of this rank's samples without training on them, and the mean number of labels of a rank."""
         ...
 
+    def write(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Let the model go on with tokens; all ranks together."""
+        ...
+
 
 class Training(Protocol):
     """Training a model and saving it; `<framework>/trainer.py`."""

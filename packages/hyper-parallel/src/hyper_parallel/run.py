@@ -27,6 +27,7 @@ from hyper_parallel.output import CHECKPOINTS, OutputError, Step
 from hyper_parallel.peaks import known_peak
 from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
 from hyper_parallel.profiling import Profile
+from hyper_parallel.prompts import Prompts
 from hyper_parallel.shortage import MemoryShortage, report, write
 from hyper_parallel.stopping import Stop
 from hyper_parallel.tokenized import with_tokens
@@ -92,6 +93,7 @@ class Run:
     ) -> None:
         self._stop, self.ranks = stop, Ranks()
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
+        given = plan
         self.plan = plan = with_tokens(plan, self.folder, self.ranks)
         self.contents: tuple[Content, ...] = self._agreed_contents()
         self.trainer: Trainer = training().Trainer(plan)
@@ -101,6 +103,7 @@ class Run:
         length = plan.data.sequence_length
         self._batches = Batches(self.samples, self._rows, plan.data.batch_size, sequence_length=length)
         self._validation = Validation(plan, self._rows, vocabulary=known) if plan.validation.paths else None
+        self._prompts = Prompts(given, self.trainer) if plan.validation.prompts else None
         self._profile = Profile(plan, self.trainer, self.folder, rank=self.ranks.rank)
         self._numbers = gathering().Numbers
         self._peak, self._counted = self._all_peaks(), None
@@ -186,7 +189,7 @@ class Run:
 
     def _validates(self) -> bool:
         at = self.step % self.plan.validation.every == 0 or self.finished
-        return self._validation is not None and at
+        return at and (self._validation is not None or self._prompts is not None)
 
     def _launch(self, last: _Launched | None) -> _Launched:
         """Launch a step, and end the last one; nothing that the device computes is waited for."""
@@ -241,10 +244,11 @@ class Run:
         batch = self.plan.data.batch_size
         own = self._rows.stop - self._rows.start
         counted = float(operations.mean()) * batch / own
-        loss = None
-        if validate and self._validation is not None:
+        loss, texts = None, ()
+        if validate:
             note_step("validate", launched.step)
-            loss = self._validation.loss(self.trainer, self.ranks)
+            loss = None if self._validation is None else self._validation.loss(self.trainer, self.ranks)
+            texts = () if self._prompts is None else self._prompts.texts()
         return Step(
             step=launched.step,
             loss=sum(losses) / len(losses),
@@ -257,6 +261,7 @@ class Run:
             mfu=None if self._peak is None or np.isnan(counted) else counted / seconds / self._peak,
             validation_loss=loss,
             perplexity=None if loss is None else math.exp(min(loss, 700.0)),
+            texts=texts,
         )
 
     def _order(self) -> dict[str, Any]:

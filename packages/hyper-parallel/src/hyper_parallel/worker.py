@@ -20,8 +20,9 @@ from hyper_parallel.data import has_tokens
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
-from hyper_parallel.output import METRICS, Curve, OutputError, Summary, draw_loss
+from hyper_parallel.output import METRICS, TEXTS, Curve, OutputError, Summary, draw_loss
 from hyper_parallel.port import rank_process, training
+from hyper_parallel.prompts import write_texts
 from hyper_parallel.record import begin
 from hyper_parallel.run import Run, keep_lines
 from hyper_parallel.sinks import JsonLines, Sink, open_sinks
@@ -119,6 +120,10 @@ def train(
             curve.add(step)
             for sink in sinks:
                 sink.write(step.step, step.metrics())
+                for number, text in enumerate(step.texts):
+                    sink.text(f"prompt {number} after step {step.step}", text)
+            if leader and step.texts:
+                write_texts(run.folder / TEXTS, step)
             if reporter is not None:
                 reporter.step(step)
     if not leader:

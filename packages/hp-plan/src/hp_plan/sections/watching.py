@@ -25,17 +25,21 @@ class MetricsSection:
 
 @dataclass(frozen=True)
 class ValidationSection:
-    """Loss on data that is not trained on, with the sequence length, packing and batch size of `[data]`.
+    """Loss on data that is not trained on, with the sequence length, packing and batch size of `[data]`; and texts.
 
     Attributes:
         paths: as `data.paths`; none validates nothing.
         every: so many steps, and at the end of the run.
         batches: how many of `data.batch_size` samples; the same samples each time, and in each run.
+        prompts: texts that the model goes on with as often; none writes nothing.
+        prompt_tokens: how many tokens it writes after each.
     """
 
     paths: tuple[str, ...] = ()
     every: int = at_least(1, 100)
     batches: int = at_least(1, 8)
+    prompts: tuple[str, ...] = ()
+    prompt_tokens: int = at_least(1, 64)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.torch.models import loss_inputs
 from hp_platform import get_platform
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "evaluating"]
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,10 @@ class Trainer:
         finally:
             self.model.set_train()
         return float(loss.asnumpy()), float(rows.tokens.size - len(rows))
+
+    def write(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Refuse to: a function's model says of no way to generate; the plan is refused before."""
+        raise NotImplementedError("a Cell that a function returns has no way to generate that is known")
 
 
 def write_sample(plan: ParallelPlan, folder: Path) -> None:

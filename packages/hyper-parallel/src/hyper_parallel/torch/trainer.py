@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hp_moe import rebalance, register_experts, report_drops
 from hp_pipeline.torch.extend import count_operations
 from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
-from hp_plan.torch.extend import backward_loss, begin, clip_gradients, evaluate, finish
+from hp_plan.torch.extend import backward_loss, begin, clip_gradients, evaluate, evaluating, finish
 from hp_platform import get_platform
 from hyper_parallel.data import Rows
 from hyper_parallel.data.tokenizing import Bytes
@@ -96,6 +96,29 @@ class Trainer:
         """
         loss, labels = evaluate(self._plan, self.model, **self._inputs(rows))
         return loss.item(), labels.item()
+
+    def write(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Let the model go on with tokens; every rank calls it, and gets the same.
+
+        Args:
+            prompt: the tokens to go on with.
+            count: how many to write.
+        """
+        with evaluating(self.model), torch.no_grad(), self._own_numbers():
+            tokens = torch.tensor([list(prompt)], device=self._device)
+            # As many on each rank, whatever they are: one that ended before the others would leave them waiting.
+            length = {"min_new_tokens": count, "max_new_tokens": count}
+            chosen = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}
+            written = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **length, **chosen)
+        return written[0, len(prompt) :].tolist()
+
+    @contextlib.contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Draw random numbers that are the same on each rank, and go on with the others afterwards."""
+        accelerator = {} if self._device.type == "cpu" else {"device_type": self._device.type}
+        with torch.random.fork_rng([self._device.index] if accelerator else [], **accelerator):
+            torch.manual_seed(self._plan.run.seed)
+            yield
 
     def _inputs(self, rows: Rows) -> dict[str, Any]:
         packed = {"labels": rows.labels, "positions": rows.positions} if self._plan.data.packing else {}

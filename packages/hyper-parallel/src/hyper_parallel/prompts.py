@@ -1,0 +1,58 @@
+"""Texts that a model writes while it is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hp_plan import ParallelPlan
+from hyper_parallel.data import DataError, has_tokens
+from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer
+from hyper_parallel.output import Step
+from hyper_parallel.port import Trainer
+from hyper_parallel.tokenized import tokenizer_of
+
+
+class Prompts:
+    """The prompts of a plan, and a model that goes on with them.
+
+    Args:
+        plan: as it was given, with its text and its tokenizer.
+        trainer: whose model writes.
+    """
+
+    def __init__(self, plan: ParallelPlan, trainer: Trainer) -> None:
+        self._trainer, self._count = trainer, plan.validation.prompt_tokens
+        self._tokenizer = check_prompts(plan)
+        self._prompts = list(zip(plan.validation.prompts, self._tokenizer.encode(plan.validation.prompts), strict=True))
+
+    def texts(self) -> tuple[str, ...]:
+        """Return each prompt with what the model writes after it; every rank calls it.
+
+        The model, the random numbers and the training data stay as they are.
+        """
+        decode, write = self._tokenizer.decode, self._trainer.write
+        return tuple(prompt + decode(write(tokens, self._count)) for prompt, tokens in self._prompts)
+
+
+def check_prompts(plan: ParallelPlan) -> Tokenizer:
+    """Return the tokenizer of a plan's prompts.
+
+    Raises:
+        DataError: it can't be told, or a prompt has no tokens.
+    """
+    tokenizer = tokenizer_of(plan)
+    if tokenizer is None and has_tokens(plan.data):
+        message = f"{plan.data.paths[0]} doesn't say which tokenizer has written it"
+        raise DataError(message, "leave the prompts out, or give a [model] path that has the tokenizer")
+    tokenizer = tokenizer or read_tokenizer(None)
+    for prompt, tokens in zip(plan.validation.prompts, tokenizer.encode(plan.validation.prompts), strict=True):
+        if not tokens:
+            raise DataError(f"the prompt {prompt!r} has no tokens", "write at least a letter")
+    return tokenizer
+
+
+def write_texts(path: Path, step: Step) -> None:
+    """Add a step's texts to a file, a line of JSON each."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"step": step.step, "text": text}, ensure_ascii=False) + "\n" for text in step.texts)
