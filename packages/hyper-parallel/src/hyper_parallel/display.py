@@ -143,7 +143,8 @@ class LineReporter:
         print_summary(self._console, summary)
 
     def _line(self, cells: Iterable[str]) -> None:
-        self._console.print(" ".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values())).rstrip())
+        line = " ".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values())).rstrip()
+        self._console.print(line, soft_wrap=True)
 
 
 def make_reporter(*, json_lines: bool) -> Reporter:
