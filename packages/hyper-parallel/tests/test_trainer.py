@@ -353,22 +353,22 @@ def test_numbers_of_a_step_are_read_when_the_next_is_launched(tmp_path):
 
 def launches_before_reads(folder):
     events = []
-    taken, numbers = Trainer.step, gathering.Numbers
+    updated, numbers = Trainer.update, gathering.Numbers
 
     class Watched(numbers):
         def read(self):
             events.append("read")
             return super().read()
 
-    def step(self, rows):
+    def update(self):
         events.append("launch")
-        return taken(self, rows)
+        updated(self)
 
-    Trainer.step, gathering.Numbers = step, Watched
+    Trainer.update, gathering.Numbers = update, Watched
     try:
         run(folder, {}, 5)  # with a checkpoint and a validation after steps 2 and 4
     finally:
-        Trainer.step, gathering.Numbers = taken, numbers
+        Trainer.update, gathering.Numbers = updated, numbers
     assert events == ["launch", "launch", "read", "read", "launch", "launch", "read", "read", "launch", "read"]
 
 
@@ -410,7 +410,8 @@ def test_the_trainer_looks_at_experts_every_so_many_steps(monkeypatch, options):
     seen, warned = [], []
     monkeypatch.setattr(logging.getLogger("hp_moe"), "warning", lambda text, *_: warned.append(text))
     for _ in range(2):
-        trainer.step(Rows(tokens, tokens, tokens))
+        trainer.gradients(Rows(tokens, tokens, tokens))
+        trainer.update()
         replicas = any(any(layer.placement.replicas) for layer in layers)
         seen.append((replicas, any("dropped" in text for text in warned)))
     assert seen == [(False, False), ("slots" in options, "capacity" in options)]

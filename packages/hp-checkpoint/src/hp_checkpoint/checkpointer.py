@@ -22,11 +22,11 @@ from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import Keep, prune, step_folder, steps_in
 from hp_checkpoint.saving import prepare_save, save_state
 from hp_checkpoint.sources import open_checkpoint
-from hp_checkpoint.state import Address, decode, flatten
+from hp_checkpoint.state import Address, State, decode, flatten
 from hp_checkpoint.tensors import array_of, kind_of
 from hp_checkpoint.tied import check_tied
 
-__all__ = ["Checkpointer", "Keep", "Loaded"]
+__all__ = ["Checkpointer", "Keep", "Loaded", "training_state"]
 
 _OPTIMIZER, _OPTIONS = "optimizer", "optimizer_options"
 _OTHERS = ("schedule", "data", "extra", "iteration")
@@ -171,15 +171,7 @@ class Checkpointer:
         def collect() -> bytes:
             if type(step) is not int or step < 0:
                 raise ValueError(f"save: step must be a number from 0 on, got {step!r}")
-            state: dict[str, Any] = {MODEL: port().model_state(model)}
-            if optimizer is not None:
-                listed = port().optimizer_states(model, optimizer)
-                state[_OPTIMIZER] = {name: values for each in listed for name, values in each.states.items()}
-                state[_OPTIONS] = {name: values for each in listed for name, values in each.options.items()}
-            iteration = getattr(optimizer, "iteration", None)
-            others = (None if schedule is None else schedule.state_dict(), data, extra, iteration)
-            state |= dict(zip(_OTHERS, others, strict=True))
-            states.append(flatten(state))
+            states.append(training_state(model, optimizer, schedule=schedule, data=data, extra=extra))
             for (part, name), value in states[0].tensors.items():
                 if part not in (MODEL, _OPTIMIZER):
                     array_of(name, kind_of(name, value))  # it will have to be one
@@ -293,6 +285,18 @@ class Checkpointer:
         if self._pending is not None and not self._pending.settled:
             self._pending.wait()
         self._pending = None
+
+
+def training_state(model: Any, optimizer: Any, *, schedule: Any, data: Any, extra: Any) -> State:
+    """Return what a checkpoint of a training has; the arguments are those of `Checkpointer.save`."""
+    state: dict[str, Any] = {MODEL: port().model_state(model)}
+    if optimizer is not None:
+        listed = port().optimizer_states(model, optimizer)
+        state[_OPTIMIZER] = {name: values for each in listed for name, values in each.states.items()}
+        state[_OPTIONS] = {name: values for each in listed for name, values in each.options.items()}
+    iteration = getattr(optimizer, "iteration", None)
+    others = (None if schedule is None else schedule.state_dict(), data, extra, iteration)
+    return flatten(state | dict(zip(_OTHERS, others, strict=True)))
 
 
 def _of_optimizer(states: OptimizerState, manifest: Manifest, tree: Mapping[str, Any]) -> dict[Address, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_checkpoint.last_words import LastWords
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import prune, steps_in
 from hp_checkpoint.sources import open_checkpoint
@@ -9,6 +10,7 @@ from hp_checkpoint.tools import Difference, diff, faults, summary, to_hugging_fa
 
 __all__ = [
     "Difference",
+    "LastWords",
     "Ranks",
     "diff",
     "faults",

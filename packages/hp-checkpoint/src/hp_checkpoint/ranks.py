@@ -26,7 +26,14 @@ class Ranks:
 
     Args:
         alone: use no process group. Default False: the default group, where there is one.
+
+    Attributes:
+        rank: of this process.
+        size: the number of ranks.
+        leader: the rank that writes what is written once.
     """
+
+    leader = 0
 
     def __init__(self, *, alone: bool = False) -> None:
         groups = None if alone else get_platform().groups
@@ -64,16 +71,16 @@ class Ranks:
         return [each[1:] for each in everyone]
 
     def first(self, action: Callable[[], bytes], what: str) -> bytes:
-        """Run an action on rank 0 and return its result on all ranks.
+        """Run an action on the leader and return its result on all ranks.
 
         Args:
-            action: not run on other ranks.
+            action: not run on the others.
             what: the action's name, for the error.
 
         Raises:
             CheckpointError: it failed; on all ranks.
         """
-        return self.agree(action if self.rank == 0 else bytes, what)[0]
+        return self.agree(action if self.rank == self.leader else bytes, what)[self.leader]
 
     def collect(self, payload: bytes) -> list[bytes]:
         """Return all ranks' payloads on rank 0; an empty list on the others."""

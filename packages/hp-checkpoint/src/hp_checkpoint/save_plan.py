@@ -88,15 +88,17 @@ def plan_save(state: State, target: str, step: int | None, ranks: Ranks) -> Save
 
 
 def _joined(described: Sequence[bytes], meshes: Sequence[bytes], world_size: int) -> SavePlan:
-    texts = {text: json.loads(text) for text in dict.fromkeys(described)}
+    texts = {text: json.loads(text) for text in dict.fromkeys(described) if text}  # a rank that is lost says nothing
     trees = list(texts.values())
     for key in ("target", "step"):
         if len({json.dumps(tree[key]) for tree in trees}) > 1:
-            values = [f"rank {rank}: {texts[text][key]!r}" for rank, text in enumerate(described)]
+            values = [f"rank {rank}: {texts[text][key]!r}" for rank, text in enumerate(described) if text]
             raise ValueError(f"save: the ranks save different {key}s: {', '.join(values[:8])}; all save one checkpoint")
     union = _Union()
     for group in dict.fromkeys(zip(described, meshes, strict=True)):
         members = [rank for rank, own in enumerate(zip(described, meshes, strict=True)) if own == group]
+        if not group[0]:
+            continue
         _add(union, texts[group[0]], json.loads(group[1]), members)
     tensors: dict[Address, Tensor] = {}
     for address, kind in union.kinds.items():

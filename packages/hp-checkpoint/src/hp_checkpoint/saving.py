@@ -101,7 +101,7 @@ def save_state(
         rows.append(write_outputs(own.part, own.outputs, own.names, own.block_bytes).tobytes())
         return b""
 
-    with in_progress(own.part) if ranks.rank == 0 else nullcontext():
+    with in_progress(own.part) if ranks.rank == ranks.leader else nullcontext():
         ranks.agree(write, "save")
         of_all = ranks.collect(rows[0])
         content = ranks.first(lambda: finish(own.part, own.target, own.tree, own.names, of_all), "save")
@@ -131,7 +131,7 @@ def prepare_save(
         aliases.setdefault(part, {})[name] = first
     files = {name: FileSums(size, ()) for name, size in sizes.items()}
     tree = Manifest(step, parts, files, aliases, block_bytes, dict(versions or {})).tree()
-    own = tuple(outputs(plan, state, small, ranks.rank))
+    own = tuple(outputs(plan, state, small, ranks.rank, leads=ranks.rank == ranks.leader))
     return Prepared(own, tuple(sizes), tree, target, part_folder(target, nonce), block_bytes)
 
 
@@ -164,18 +164,18 @@ def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str],
     return content
 
 
-def outputs(plan: SavePlan, state: State, small: Mapping[str, bytes], rank: int) -> Iterator[Output]:
-    """List what a rank writes, file by file; rank 0 writes headers and small files as well."""
+def outputs(plan: SavePlan, state: State, small: Mapping[str, bytes], rank: int, *, leads: bool) -> Iterator[Output]:
+    """List what a rank writes, file by file; the one that leads writes headers and small files as well."""
     for part, files in plan.files.items():
         for file in files:
-            if rank == 0:
+            if leads:
                 yield Output(file.name, lambda header=file.header: _array(header), (Piece(0, len(file.header)),))
             for entry in file.entries:
                 value = state.tensors.get((part, entry.name))
                 if value is not None and rank in plan.writers[part, entry.name]:
                     own = tuple(scale(piece, entry.kind.itemsize, entry.offset) for piece in local_pieces(value))
                     yield Output(file.name, lambda value=value: read_bytes(value), own)
-    for name, content in small.items() if rank == 0 else ():
+    for name, content in small.items() if leads else ():
         yield Output(name, lambda content=content: _array(content), (Piece(0, len(content)),))
 
 

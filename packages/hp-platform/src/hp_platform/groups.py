@@ -121,6 +121,20 @@ def destroy_process_group(group: Group | None = None) -> None:
     groups_ended()
 
 
+def can_disconnect() -> bool:
+    """Tell whether `disconnect` reaches ranks that wait in a collective: over gloo, on Linux."""
+    return is_initialized() and port().groups.can_disconnect()
+
+
+def disconnect() -> None:
+    """Break this process's connections to the other ranks: their collectives fail, wherever they wait for it.
+
+    A backend tells of a rank that has ended to those who wait for that rank alone. One of them that goes on without
+    another collective would hold up those who wait for it in turn.
+    """
+    port().groups.disconnect()
+
+
 def default_group() -> Group:
     """Get the default group.
 

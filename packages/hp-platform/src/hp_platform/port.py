@@ -165,6 +165,14 @@ class Groups(Protocol):
         """Forget the default group, which is gone."""
         ...
 
+    def can_disconnect(self) -> bool:
+        """Tell whether this process can break its connections while others wait in collectives."""
+        ...
+
+    def disconnect(self) -> None:
+        """Break this process's connections to the other ranks."""
+        ...
+
 
 class Devices(Protocol):
     """The kinds of device of a framework: "cpu", "cuda", "npu". Counts, memory and caches are asked of accelerators."""

@@ -62,8 +62,12 @@ class Trainer(Protocol):
 
     operations: Operations | None
 
-    def step(self, rows: Rows) -> tuple[Scalar | None, Scalar]:
-        """Train on this rank's samples; get its loss, if it has one, and the norm of the gradient, maybe to come."""
+    def gradients(self, rows: Rows) -> tuple[Scalar | None, Scalar]:
+        """Compute gradients of this rank's samples; get its loss, if it has one, and their norm, maybe to come."""
+        ...
+
+    def update(self) -> None:
+        """Take the optimizer's step, and what follows it."""
         ...
 
     def evaluate(self, rows: Rows) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError, Keep
-from hp_checkpoint.extend import Ranks
+from hp_checkpoint.extend import LastWords, Ranks
 from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows, vocabulary
-from hp_platform import get_platform, manual_seed
+from hp_platform import LostRankError, get_platform, manual_seed
 from hp_platform.extend import note_step
 from hyper_parallel.batches import Batches
 from hyper_parallel.data import Content, DataError, Rows, Samples, contents, open_samples
@@ -68,6 +68,7 @@ class Run:
             none; "no" starts. The batch size may be another one, the order of the samples may not.
         until: stop after this step; None trains to the plan's last.
         stop: tells whether to stop after the step; None never does.
+        tell: called with what became of the last finished step when the run fails, on one rank that is left.
 
     Attributes:
         plan: the plan, its data in tokens.
@@ -90,6 +91,7 @@ class Run:
         resume: Resume = "no",
         until: int | None = None,
         stop: Stop | None = None,
+        tell: Callable[[str], object] | None = None,
     ) -> None:
         self._stop, self.ranks = stop, Ranks()
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
@@ -110,7 +112,9 @@ class Run:
         self.step = self.sample = 0
         self.peak_memory: tuple[int, ...] = ()
         self._end = plan.run.steps if until is None else min(until, plan.run.steps)
-        self._asked = False
+        self._asked = self._updating = False
+        self._words: LastWords | None = None
+        self._tell = tell
         self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep))
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
@@ -122,14 +126,20 @@ class Run:
                 self._batches.close()
                 raise
 
+        self._saved = self.step
+
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._batches.close()
-        if kind is None:
-            self._profile.close()
-        self.checkpoints.__exit__(kind)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        try:
+            if isinstance(error, Exception):
+                self._say_last_words(error)
+            self._batches.close()
+            if kind is None:
+                self._profile.close()
+        finally:
+            self.checkpoints.__exit__(kind)
 
     def close(self) -> None:
         """Wait until the last checkpoint is complete.
@@ -146,10 +156,13 @@ class Run:
         A step is yielded when the next one has been launched, so that no device waits for the host: `step` is ahead by
         one then. Before a checkpoint or a validation, and at the end, all steps have been yielded.
         """
-        every, saved, last = self.plan.run.checkpoint_every, self.step, None
+        every, last = self.plan.run.checkpoint_every, None
         while self.step < self._end and not self._asked:
             launched = self._launch(last)
             note_step("step", self.step)
+            if self._words is None:  # now the optimizer has its states
+                within, trainer = self.plan.run.stop_within, self.trainer
+                self._words = LastWords(self.checkpoints, trainer.model, trainer.optimizer, within=within)
             if last is not None:
                 yield self._finished(last)
             last, saves, validates = launched, bool(every) and self.step % every == 0, self._validates()
@@ -159,11 +172,10 @@ class Run:
                 last = None
             if saves:
                 self.save()
-                saved = self.step
         self._profile.close()
         if last is not None:
             yield self._finished(last)
-        if saved != self.step:
+        if self._saved != self.step:
             self.save()
         note_step("end", self.step)
 
@@ -174,10 +186,10 @@ class Run:
 
     def save(self) -> Path:
         """Save a checkpoint of the steps that are done, beside the training; return the folder that it will have."""
-        trainer = self.trainer
+        trainer, data = self.trainer, self._position()
         note_step("save", self.step)
-        data = {"sample": self.sample, **self._order()}
         self.checkpoints.save(self.step, trainer.model, trainer.optimizer, schedule=trainer.schedule, data=data)
+        self._saved = self.step
         note_step("step", self.step)
         return self.checkpoints.path(self.step)
 
@@ -216,8 +228,11 @@ class Run:
     def _computed(self, begun: float) -> _Launched:
         manual_seed(self.plan.run.seed * 1_000_003 + self.step)  # so that dropout goes on where it was, too
         batch, lr = self._batches.take(self.sample), self.trainer.lr
-        loss, norm = self.trainer.step(batch.rows)
+        loss, norm = self.trainer.gradients(batch.rows)
+        self._updating = True
+        self.trainer.update()
         self.step, self.sample = self.step + 1, self.sample + self.plan.data.batch_size
+        self._updating = False
         asked = self._stop is not None and self._stop.asked
         memory = get_platform().devices.peak_memory()
         own = [np.nan if loss is None else loss, norm, memory, batch.wait, self._operations(batch.rows), asked]
@@ -263,6 +278,26 @@ class Run:
             perplexity=None if loss is None else math.exp(min(loss, 700.0)),
             texts=texts,
         )
+
+    def _say_last_words(self, error: Exception) -> None:
+        """Save the newest finished step with the ranks that are left; say on the first of them what came of it."""
+        if self._words is None:
+            return
+        try:
+            text = self._words.save(
+                None if self._updating else self.step,
+                saved=self._saved,
+                lost=error.ranks if isinstance(error, LostRankError) else (),
+                schedule=self.trainer.schedule,
+                data=self._position(),
+            )
+        except Exception as failure:  # what the run has failed with is told, not this
+            text = f"no last words of rank {self.ranks.rank}: {failure}"
+        if text and self._tell is not None:
+            self._tell(text)
+
+    def _position(self) -> dict[str, Any]:
+        return {"sample": self.sample, **self._order()}
 
     def _order(self) -> dict[str, Any]:
         """Return what decides which sample a number is."""

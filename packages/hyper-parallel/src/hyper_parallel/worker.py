@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,12 +34,12 @@ _PATIENCE = 20.0
 
 def train_rank(job: Job) -> Summary | None:
     """Train; rank 0 shows the run and returns its summary."""
-    with _rank(job):
+    stop = Stop(job.plan.run.stop_within)
+    with _rank(job, stop):
         assert job.folder is not None
         reporter = None
         if get_platform().groups.rank() == 0:
             reporter = EventWriter(job.events) if job.events else make_reporter(json_lines=job.json_lines)
-        stop = Stop(job.plan.run.stop_within)
         stop.listen()
         return train(job.plan, job.folder, reporter=reporter, resume=job.resume, until=job.until, stop=stop)
 
@@ -50,7 +51,7 @@ def verify_rank(job: Job) -> VerifyResult:
 
 
 @contextmanager
-def _rank(job: Job) -> Iterator[None]:
+def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
     """Run the work inside a process group; the first rank that fails is the one that is reported."""
     # Ctrl-C reaches every process of a terminal; the launcher reports it for all.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -71,7 +72,7 @@ def _rank(job: Job) -> Iterator[None]:
         get_platform().collectives.barrier()
         hp_platform.destroy_process_group()
     except RuntimeError as error:
-        if process.peer_lost(error):
+        if process.peer_lost(error) and not (stop is not None and stop.asked):
             # The launcher hears of the peer that is gone, ends this rank, and reports that peer.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_PATIENCE)
@@ -102,7 +103,7 @@ def train(
     """
     leader = get_platform().groups.rank() == 0
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop))
+        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=_note))
         name, curve, sinks = run.trainer.name, Curve(), list[Sink]()
         record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
         tokens = sum(content.tokens for content in run.contents)
@@ -147,6 +148,11 @@ def train(
     if reporter is not None:
         reporter.finished(summary)
     return summary
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
+    sys.stderr.flush()
 
 
 def _mesh(plan: ParallelPlan) -> str:

@@ -16,14 +16,18 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _NOT_OPTIONS = ("params", "param_names")
 
 
-def model_state(model: torch.nn.Module) -> State:
+def model_state(model: torch.nn.Module | Mapping[str, Any]) -> State:
     """Return the parameters and persistent buffers by name, without the prefixes of torch's wrappers.
+
+    What this returned before is taken for the model as well, and returned as it is.
 
     Stages whose ``tied_names`` says that two names are one tensor have it under the first, wherever they have it.
 
     Raises:
         TypeError: a value of ``state_dict()`` that is not the model's own tensor.
     """
+    if isinstance(model, Mapping):
+        return dict(model)
     tied: Mapping[str, str] = getattr(model, "tied_names", {})
     state: State = {}
     tensors = {id(value) for value in (*model.parameters(), *model.buffers())}
@@ -38,7 +42,7 @@ def model_state(model: torch.nn.Module) -> State:
     return state
 
 
-def optimizer_states(model: torch.nn.Module, optimizer: Any) -> list[_States]:
+def optimizer_states(model: torch.nn.Module | Mapping[str, Any], optimizer: Any) -> list[_States]:
     """Return the state of an optimizer, or of each optimizer in a chain.
 
     Raises:

@@ -140,6 +140,15 @@ def leave() -> None:
     """Do nothing; see `meet`."""
 
 
+def can_disconnect() -> bool:
+    """Tell that ranks which wait would not hear of it: mccl goes on waiting."""
+    return False
+
+
+def disconnect() -> None:
+    """Do nothing; see `can_disconnect`."""
+
+
 def own_options(options: Any, backend: str) -> Any:
     """Translate GroupOptions into MindSpore's own; whatever else is given passes as it is.
 

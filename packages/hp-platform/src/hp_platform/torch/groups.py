@@ -10,6 +10,7 @@ often this set was asked for, which all members know.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -21,9 +22,9 @@ from torch.distributed import distributed_c10d as c10d
 from hp_platform.devices import devices
 from hp_platform.groups import GroupOptions
 from hp_platform.torch import peers
-from hp_platform.torch.peers import leave
+from hp_platform.torch.peers import disconnect, leave
 
-__all__ = ["leave"]
+__all__ = ["disconnect", "leave"]
 
 ProcessGroup = dist.ProcessGroup
 TIMEOUTS = True
@@ -103,6 +104,11 @@ def create(
 def destroy(group: ProcessGroup | None) -> None:
     """Destroy one group, or all."""
     dist.destroy_process_group(group)
+
+
+def can_disconnect() -> bool:
+    """Tell whether ranks that wait would hear of it."""
+    return sys.platform == "linux" and dist.get_backend() == "gloo"
 
 
 def members(group: ProcessGroup) -> list[int]:

@@ -18,10 +18,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hp_platform.host import break_connections
 from hp_platform.observing import observers
 from hp_platform.peers import Address, Listener, LostRankError, find_lost, lost_text, own_host
 
-__all__ = ["Pending", "leave", "meet", "raise_if_lost"]
+__all__ = ["Pending", "disconnect", "leave", "meet", "raise_if_lost"]
 
 ProcessGroup = dist.ProcessGroup
 
@@ -141,6 +142,15 @@ def leave() -> None:
     if _refuse in observers:
         observers.remove(_refuse)
     _here = None
+
+
+def disconnect() -> None:
+    """Break the connections to the other ranks; not that to the store, from which they read where others listen."""
+    store: Any = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    leave()
+    break_connections(keep_ports=(store.port,) if isinstance(store, dist.TCPStore) else ())
 
 
 os.register_at_fork(after_in_child=leave)  # else what a rank forks would answer for it

@@ -48,6 +48,7 @@ class Trainer:
         world = get_platform().groups.size()
         shares = share_out(plan, [[1] * plan.run.accumulate] * world, 0)  # all tokens count
         self._weight, self._scale = shares.weights[0], shares.scale
+        self._own: list[Any] = []
         self._gradients: Any = parallelize_value_and_grad(self._loss, None, self._weights)
 
     @property
@@ -74,8 +75,8 @@ class Trainer:
                 gradients = [a + b for a, b in zip(gradients, own, strict=True)] if gradients else list(own)
         return total * self._scale, gradients
 
-    def step(self, rows: Rows) -> tuple[float, float]:
-        """Take one optimizer step.
+    def gradients(self, rows: Rows) -> tuple[float, Tensor]:
+        """Compute the gradients of a step.
 
         Args:
             rows: this rank's samples.
@@ -83,19 +84,21 @@ class Trainer:
         Returns:
             The loss of these samples, and the norm of all gradients before clipping.
         """
-        loss, gradients = self._backward(rows.tokens)
+        loss, self._own = self._backward(rows.tokens)
         clip = self._plan.run.grad_clip
         if clip is None:
-            norm: Any = global_grad_norm(self._weights, gradients=gradients)
-        else:
-            norm = clip_grad_norm_(self._weights, clip, gradients=gradients)
+            return loss, global_grad_norm(self._weights, gradients=self._own)
+        return loss, clip_grad_norm_(self._weights, clip, gradients=self._own)
+
+    def update(self) -> None:
+        """Take the optimizer's step, and the schedule's."""
+        gradients, self._own = self._own, []
         with SkipDTensorDispatch():
             if isinstance(self.optimizer, ChainedOptimizer):
                 self.optimizer.step({weight.name: each for weight, each in zip(self._weights, gradients)})
             else:
                 self.optimizer(gradients)
         self.schedule.step()
-        return loss, float(norm.asnumpy())
 
     def evaluate(self, rows: Rows) -> tuple[float, float]:
         """Compute a loss without training on it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hp_platform import get_platform
+from hp_platform import LostRankError, get_platform
 from hyper_parallel.launch import Place, divide_threads
 
 # How the loss of a peer shows: it ended, and its end is what has to be reported.
@@ -25,4 +25,4 @@ def prepare(place: Place) -> None:
 
 def peer_lost(error: Exception) -> bool:
     """Return True if the error says that another rank is gone."""
-    return any(sign in str(error) for sign in _PEER_LOST)
+    return isinstance(error, LostRankError) or any(sign in str(error) for sign in _PEER_LOST)

@@ -58,8 +58,8 @@ class Trainer:
         """Learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def step(self, rows: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Take one optimizer step, without waiting for its results.
+    def gradients(self, rows: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Compute the gradients of a step, without waiting for them.
 
         Args:
             rows: this rank's samples.
@@ -70,13 +70,15 @@ class Trainer:
         """
         self.optimizer.zero_grad()
         loss = backward_loss(self._plan, self.model, **self._inputs(rows))
-        norm = clip_gradients(self.model, self._plan.run.grad_clip)
+        return loss, clip_gradients(self.model, self._plan.run.grad_clip)
+
+    def update(self) -> None:
+        """Take the optimizer's step, the schedule's, and look at the experts."""
         self.optimizer.step()
         self.schedule.step()
         self._steps += 1
         if self._steps % self._plan.experts.every == 0:
             self._look_at_experts()
-        return loss, norm
 
     def _look_at_experts(self) -> None:
         """Choose the replicas of hot experts anew, and warn of the tokens that full ones have dropped."""
