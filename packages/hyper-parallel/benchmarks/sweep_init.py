@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ def main() -> int:
         for each in ranks:
             each.start()
         for _ in arguments.families:
+            while results.empty() and all(each.is_alive() for each in ranks):
+                time.sleep(0.1)
+            if results.empty():
+                faults += 1  # a rank has ended, with its traceback
+                break
             family, lines = results.get()
             losses = [json.loads(line)["loss"] for line in lines.splitlines()]
             first, last = sum(losses[:3]) / 3, sum(losses[-3:]) / 3

@@ -166,6 +166,9 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     tokenizer = tokenizer_of(plan) or Bytes()
     prompt = torch.tensor(tokenizer.encode([PROMPT]))
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(positions, int):  # learned ones end
+        tokens = min(tokens, positions - prompt.shape[1])
     torch.manual_seed(plan.run.seed)
     written = model.eval().generate(
         prompt,
