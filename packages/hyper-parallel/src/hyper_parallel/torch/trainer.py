@@ -169,6 +169,8 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
     positions = getattr(model.config, "max_position_embeddings", None)
     if isinstance(positions, int):  # learned ones end
         tokens = min(tokens, positions - prompt.shape[1])
+    if tokens < 1:
+        return None
     torch.manual_seed(plan.run.seed)
     written = model.eval().generate(
         prompt,
