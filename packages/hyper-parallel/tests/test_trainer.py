@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -14,7 +13,7 @@ from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
 from hyper_parallel.data import DataError, Packed, Rows, TokenFile, write_tokens
-from hyper_parallel.output import OutputError, Step, prepare_folder
+from hyper_parallel.output import OutputError, Step, as_json, prepare_folder
 from hyper_parallel.run import keep_lines
 from hyper_parallel.torch import gathering
 from hyper_parallel.torch.trainer import Trainer
@@ -210,7 +209,7 @@ def test_ranks_that_read_different_data_are_refused(tmp_path):
 def test_a_metrics_file_that_was_cut_off(tmp_path):
     file = tmp_path / "metrics.jsonl"
     step = Step(step=1, loss=2.0, grad_norm=1.0, lr=0.1, tokens_per_second=8.0, peak_memory=9, seconds=1.0)
-    line = json.dumps(dataclasses.asdict(step))
+    line = as_json(step)
     file.write_text(f"{line}\n{line[:20]}")
     assert keep_lines(file, 2) == [step]
     assert file.read_text() == f"{line}\n"
