@@ -67,6 +67,10 @@ def test_convert(run):
     assert load_file(run / "model" / "model.safetensors")["b"].tolist() == [0, 1, 2]
     assert "exists; name a folder that doesn't" in command("convert", folder, run / "model", code=1)
     assert "error: --to dcp: expected hf" in command("convert", folder, run / "x", "--to", "dcp", code=1)
+    command("convert", folder, run / "half", "--dtype", "float16")
+    half = load_file(run / "half" / "model.safetensors")
+    assert half["w"].dtype == np.float16 and half["b"].dtype == np.int64 and (half["w"] == np.float16(1.001)).all()
+    assert "error: dtype 'f4' is none to convert to" in command("convert", folder, run / "x", "--dtype", "f4", code=1)
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (folder / "model.safetensors").write_bytes(content)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from hp_checkpoint.export import to_hugging_face
 from hp_checkpoint.last_words import LastWords
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import prune, steps_in
 from hp_checkpoint.sources import open_checkpoint
-from hp_checkpoint.tools import Difference, diff, faults, summary, to_hugging_face
+from hp_checkpoint.tools import Difference, diff, faults, summary
 
 __all__ = [
     "Difference",

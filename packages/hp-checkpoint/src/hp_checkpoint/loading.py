@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hp_checkpoint.casts import CastTarget, casts
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
 from hp_checkpoint.files import Entry
 from hp_checkpoint.manifest import Manifest
@@ -27,8 +28,13 @@ __all__ = ["Verify", "check_entries", "load_tensors", "read_tree", "verify_files
 Verify = Literal["read", "all"]
 
 
-def check_entries(wanted: Mapping[Address, Any], manifest: Manifest) -> dict[Address, Entry]:
+def check_entries(wanted: Mapping[Address, Any], manifest: Manifest, *, cast: bool = False) -> dict[Address, Entry]:
     """Find the entry of each wanted tensor.
+
+    Args:
+        wanted: tensors by address.
+        manifest: of the checkpoint.
+        cast: let floating-point dtypes differ.
 
     Raises:
         ValueError: names that the checkpoint lacks, with near misses; another shape or dtype.
@@ -42,7 +48,7 @@ def check_entries(wanted: Mapping[Address, Any], manifest: Manifest) -> dict[Add
         if entry is None:
             near = difflib.get_close_matches(name, entries, 1)
             missing.append(f"{name!r}" + (f" (it has {near[0]!r})" if near else ""))
-        elif entry.kind != kind:
+        elif entry.kind != kind and not (cast and casts(kind, entry.kind)):
             faults.append(
                 f"{name!r} is {kind.dtype} of shape {list(kind.shape)}, in the checkpoint {entry.kind.dtype} of shape"
                 f" {list(entry.kind.shape)}"
@@ -59,7 +65,13 @@ def check_entries(wanted: Mapping[Address, Any], manifest: Manifest) -> dict[Add
 
 
 def load_tensors(
-    wanted: Mapping[Address, Any], manifest: Manifest, folder: Path, ranks: Ranks, *, verify: Verify = "read"
+    wanted: Mapping[Address, Any],
+    manifest: Manifest,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    verify: Verify = "read",
+    cast: bool = False,
 ) -> None:
     """Load tensors in place; all ranks call it together, each with its own.
 
@@ -69,6 +81,7 @@ def load_tensors(
         folder: its folder.
         ranks: who loads.
         verify: "read" compares each block that is read with its checksums, "all" first compares all of the checkpoint.
+        cast: convert floating-point tensors of another dtype.
 
     Raises:
         CheckpointError: it failed on some rank; on all ranks.
@@ -80,9 +93,12 @@ def load_tensors(
     requests: list[Request] = []
 
     def request() -> bytes:
-        for address, entry in check_entries(wanted, manifest).items():
-            own = list(stored_pieces(entry, wanted[address]))
-            target = Target(wanted[address], sum(piece.size for _, piece in own))
+        for address, entry in check_entries(wanted, manifest, cast=cast).items():
+            value = wanted[address]
+            own = list(stored_pieces(entry, value))
+            size = sum(piece.size for _, piece in own)
+            alike = entry.kind == kind_of(address[1], value)
+            target = Target(value, size) if alike else CastTarget(address[1], value, size, entry.kind.dtype)
             requests.extend(Request(numbers[file], piece, target) for file, piece in own)
         requests.sort(key=lambda each: (each.file, each.piece.first))
         return request_rows((each.file, each.piece) for each in requests).tobytes()

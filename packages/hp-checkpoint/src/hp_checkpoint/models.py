@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hp_checkpoint.api import versions
+from hp_checkpoint.conversions import dtype_named
+from hp_checkpoint.export import MODEL, with_dtype
 from hp_checkpoint.loading import Verify, load_tensors
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.port import port
@@ -15,19 +17,28 @@ from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import State, flatten
+from hp_checkpoint.tensors import cast_to
 from hp_checkpoint.tied import check_tied
 
-__all__ = ["MODEL", "check_unexpected", "config_texts", "load_model", "model_names", "of_model", "save_model"]
+__all__ = [
+    "MODEL",
+    "check_unexpected",
+    "config_texts",
+    "load_model",
+    "model_names",
+    "of_model",
+    "save_model",
+    "with_dtype",
+]
 
-MODEL = "model"
 
-
-def save_model(model: Any, folder: str | os.PathLike[str]) -> Manifest:
+def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: str | None = None) -> Manifest:
     """Save a model as a Hugging Face folder, from all ranks.
 
     Args:
         model: its parameters and persistent buffers are saved, with its config if it has one.
         folder: a checkpoint there is replaced.
+        dtype: save floating-point tensors as "float32", "bfloat16", "float16" or "float64". Default: as they are.
 
     Raises:
         CheckpointError: it failed on some rank; on all ranks.
@@ -36,21 +47,35 @@ def save_model(model: Any, folder: str | os.PathLike[str]) -> Manifest:
     states: list[Any] = []
 
     def collect() -> bytes:
-        states.append(flatten({MODEL: port().model_state(model)}))
+        state = of_model(model)
+        if dtype is not None:
+            own = dtype_named(dtype)
+            state.tensors = {at: cast_to(at[1], value, own) for at, value in state.tensors.items()}
+        states.append(state)
         return b""
 
     ranks.agree(collect, "save_model")
     texts = config_texts(model)
+    if dtype is not None:
+        texts = {name: with_dtype(content, dtype) for name, content in texts.items()}
     return save_state(states[0], Path(folder).absolute(), ranks, texts=texts, versions=versions())
 
 
-def load_model(model: Any, folder: str | os.PathLike[str], *, strict: bool = True, verify: Verify = "read") -> None:
+def load_model(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    verify: Verify = "read",
+) -> None:
     """Load a model in place from a checkpoint, or from any folder with safetensors of a Hugging Face model.
 
     Args:
         model: with memory, in any layout.
         folder: that of a checkpoint or a model.
         strict: refuse tensors of the folder that no rank's model has. Default True.
+        cast: convert floating-point tensors of another dtype to the model's. Default False: they are refused.
         verify: "read" compares what is read with its checksums, if the folder has some.
 
     Raises:
@@ -69,7 +94,7 @@ def load_model(model: Any, folder: str | os.PathLike[str], *, strict: bool = Tru
         check_unexpected(names, opened[0])
     state = of_model(model)
     check_tied(state.aliases, opened[0], Path(folder).absolute(), ranks)
-    load_tensors(state.tensors, opened[0], Path(folder).absolute(), ranks, verify=verify)
+    load_tensors(state.tensors, opened[0], Path(folder).absolute(), ranks, verify=verify, cast=cast)
 
 
 def config_texts(model: Any) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hp_checkpoint.conversions import casts_to, converted
 from hp_checkpoint.files import Entry, Kind
 from hp_checkpoint.pieces import Piece, chunk_pieces, pieces, scale
 from hp_checkpoint.port import port
@@ -15,6 +16,7 @@ from hp_dtensor.extend import TensorSpec
 
 __all__ = [
     "array_of",
+    "cast_to",
     "holding_of",
     "is_tensor",
     "kind_of",
@@ -43,6 +45,26 @@ _NUMPY = {
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
 
+class Cast:
+    """A tensor of floating-point numbers that is saved in another dtype.
+
+    Args:
+        value: the tensor.
+        own: its dtype, by its name in safetensors.
+        saved: the other one.
+    """
+
+    def __init__(self, value: Any, own: str, saved: str) -> None:
+        self.value, self.own, self.saved = value, own, saved
+        self.shape, self._spec = value.shape, _spec(value)
+
+
+def cast_to(name: str, value: Any, dtype: str) -> Any:
+    """Return what saves a tensor in a dtype; the tensor itself where it has that, or no floating-point numbers."""
+    own = kind_of(name, value).dtype
+    return Cast(value, own, dtype) if casts_to(name, own, dtype) else value
+
+
 def is_tensor(value: object) -> bool:
     """Tell tensors and arrays from the other values of a state."""
     if isinstance(value, np.ndarray):
@@ -57,6 +79,8 @@ def kind_of(name: str, value: Any) -> Kind:
     Raises:
         TypeError: a dtype that safetensors lacks, or a kind of tensor whose layout is not known.
     """
+    if isinstance(value, Cast):
+        return Kind(value.saved, kind_of(name, value.value).shape)
     array = isinstance(value, np.ndarray)
     dtype = _NUMPY.get(value.dtype.name) if array else port().dtype_of(value)
     reason = None if array else port().refusal(value)
@@ -135,6 +159,8 @@ def _layout(value: Any) -> tuple[Any, Any, Any, Any] | None:
 
 def read_bytes(value: Any) -> np.ndarray:
     """Return the local bytes, row-major; a view where possible."""
+    if isinstance(value, Cast):
+        return converted(read_bytes(value.value), value.own, value.saved)
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return port().read_bytes(value)

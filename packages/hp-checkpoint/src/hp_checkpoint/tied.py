@@ -12,7 +12,7 @@ from hp_checkpoint.files import Entry
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.state import Address
-from hp_checkpoint.storage import opened, read_at
+from hp_checkpoint.streams import read_range
 
 __all__ = ["check_tied"]
 
@@ -69,9 +69,5 @@ def _equal(one: Entry, other: Entry, folder: Path, ranks: Ranks) -> bool:
 
 
 def _ranges(entry: Entry, folder: Path, ranks: Ranks) -> Iterator[np.ndarray]:
-    path = folder / entry.file
-    with opened(path) as descriptor:
-        for at in range(ranks.rank * _CHUNK, entry.kind.nbytes, ranks.size * _CHUNK):
-            data = np.empty(min(_CHUNK, entry.kind.nbytes - at), np.uint8)
-            read_at(descriptor, data, entry.offset + at, path)
-            yield data
+    for at in range(ranks.rank * _CHUNK, entry.kind.nbytes, ranks.size * _CHUNK):
+        yield read_range(entry, folder, at, min(at + _CHUNK, entry.kind.nbytes))

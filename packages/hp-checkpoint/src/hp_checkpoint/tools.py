@@ -1,10 +1,8 @@
-"""Tools for checkpoints on disk: what is in one, whether it is whole, how two differ, other formats. No framework."""
+"""Tools for checkpoints on disk: what is in one, whether it is whole, how two differ. No framework."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +15,10 @@ from hp_checkpoint.loading import read_tree, verify_files
 from hp_checkpoint.manifest import MANIFEST, Manifest
 from hp_checkpoint.saving import STATE
 from hp_checkpoint.sources import open_checkpoint
-from hp_checkpoint.storage import opened, part_folder, read_at
+from hp_checkpoint.streams import stream
 
-__all__ = ["Difference", "diff", "faults", "summary", "to_hugging_face"]
+__all__ = ["Difference", "diff", "faults", "summary"]
 
-_CHUNK = 16 << 20
 _FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 
@@ -100,46 +97,10 @@ def diff(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Difference]:
     return result + list(_differing(trees[0], trees[1], "state"))
 
 
-def to_hugging_face(folder: Path, target: Path) -> list[str]:
-    """Copy a checkpoint's model alone, a Hugging Face folder, and return its files; each is verified.
-
-    Args:
-        folder: a checkpoint.
-        target: a folder that doesn't exist.
-
-    Raises:
-        FileExistsError: the target exists.
-        InvalidCheckpointError: a file differs from its checksums.
-    """
-    manifest = open_checkpoint(folder)
-    if target.exists():
-        raise FileExistsError(f"{target} exists; name a folder that doesn't")
-    tensors = {entry.file for entry in manifest.parts.get("model", {}).values()}
-    names = sorted(name for name in manifest.files if name in tensors or _belongs(name))
-    part = part_folder(target, f"{os.getpid():x}")
-    part.mkdir(parents=True)
-    try:
-        chosen = Manifest(
-            None, manifest.parts, {name: manifest.files[name] for name in names}, {}, manifest.block_bytes
-        )
-        verify_files(chosen, folder)
-        for name in names:
-            shutil.copyfile(folder / name, part / name)
-        os.rename(part, target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    return names
-
-
-def _belongs(name: str) -> bool:
-    return name.endswith(".json") and name != STATE and not name.startswith("optimizer")
-
-
 def _compared(entries: tuple[Entry, Entry], folders: tuple[Path, Path], tolerance: float) -> str | None:
     dtype = _FLOATS.get(entries[0].kind.dtype)
     unequal, largest = 0, 0.0
-    chunks = [_chunks(folder / entry.file, entry) for entry, folder in zip(entries, folders, strict=True)]
+    chunks = [stream(entry, folder) for entry, folder in zip(entries, folders, strict=True)]
     for a, b in zip(*chunks, strict=True):
         if np.array_equal(a, b):
             continue
@@ -156,14 +117,6 @@ def _compared(entries: tuple[Entry, Entry], folders: tuple[Path, Path], toleranc
         return None
     text = f"{unequal:,} of {entries[0].kind.nbytes // entries[0].kind.itemsize:,} elements differ"
     return text if dtype is None else f"{text}, by up to {largest:.3g}"
-
-
-def _chunks(path: Path, entry: Entry) -> Iterator[np.ndarray]:
-    with opened(path) as descriptor:
-        for start in range(0, entry.kind.nbytes, _CHUNK):
-            data = np.empty(min(_CHUNK, entry.kind.nbytes - start), np.uint8)
-            read_at(descriptor, data, entry.offset + start, path)
-            yield data
 
 
 def _differing(one: object, other: object, path: str) -> Iterator[Difference]:

@@ -69,13 +69,16 @@ def compare(
 def convert(
     folder: Folder,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder that doesn't exist.", show_default=False)],
-    to: Annotated[str, typer.Option(help="The format: hf, the model alone.")] = "hf",
+    to: Annotated[str, typer.Option(help="The format: hf, a Hugging Face folder.")] = "hf",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of floating-point tensors, as bfloat16.", show_default="as they are")
+    ] = None,
 ) -> None:
-    """Copy a checkpoint's model without its optimizer, verified, as a Hugging Face folder."""
+    """Write a checkpoint's model without its optimizer, verified; one of torch.distributed.checkpoint, too."""
     with _errors():
         if to != "hf":
             raise ValueError(f"--to {to}: expected hf")
-        files = to_hugging_face(folder, target)
+        files = to_hugging_face(folder, target, dtype=dtype)
     typer.echo(f"{target}: {', '.join(files)}")
 
 

@@ -1,0 +1,136 @@
+"""Models written in other formats from a checkpoint on disk, in bounded memory; no framework."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from hp_checkpoint.conversions import casts_to, converted, dtype_named
+from hp_checkpoint.files import File, Kind, index_of, lay_out
+from hp_checkpoint.loading import verify_files
+from hp_checkpoint.manifest import MANIFEST, Manifest
+from hp_checkpoint.sources import open_checkpoint
+from hp_checkpoint.storage import check_space, opened, part_folder, read_small, sync, write_at, write_small
+from hp_checkpoint.streams import stream
+
+__all__ = ["MODEL", "new_folder", "opened_model", "to_hugging_face", "with_dtype", "write_files"]
+
+MODEL = "model"
+_TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def to_hugging_face(folder: Path, target: Path, *, dtype: str | None = None) -> list[str]:
+    """Write a checkpoint's model alone as a Hugging Face folder, verified, and return its files.
+
+    Args:
+        folder: a checkpoint, one of torch.distributed.checkpoint, or a Hugging Face folder.
+        target: a folder that doesn't exist.
+        dtype: of floating-point tensors, as "bfloat16". Default None: as they are.
+
+    Raises:
+        FileExistsError: the target exists.
+        InvalidCheckpointError: a file differs from its checksums.
+    """
+    own = None if dtype is None else dtype_named(dtype)
+    manifest = opened_model(folder)
+    entries = manifest.parts[MODEL]
+    kinds = {}
+    for name, entry in entries.items():
+        changed = own is not None and casts_to(name, entry.kind.dtype, own)
+        kinds[name] = Kind(str(own), entry.kind.shape) if changed else entry.kind
+    files = lay_out(MODEL, kinds)
+
+    def content(name: str) -> Iterator[np.ndarray]:
+        for data in stream(entries[name], folder):
+            yield converted(data, entries[name].kind.dtype, kinds[name].dtype)
+
+    with new_folder(target, sum(file.size for file in files)) as part:
+        names = write_files(part, files, content)
+        for name in _TEXTS:
+            if (folder / name).is_file():
+                text = read_small(folder / name)
+                write_small(part / name, text if dtype is None else with_dtype(text, dtype))
+                names.append(name)
+    return sorted(names)
+
+
+def opened_model(folder: Path) -> Manifest:
+    """Open a folder that has a model, and verify the model's files.
+
+    Raises:
+        ValueError: it has tensors of other parts alone.
+        InvalidCheckpointError: a file differs from its checksums.
+    """
+    manifest = open_checkpoint(folder)
+    if MODEL not in manifest.parts:
+        raise ValueError(f"{folder} has no tensors under 'model', but the parts {', '.join(manifest.parts) or 'none'}")
+    if (folder / MANIFEST).exists():
+        used = {entry.file for entry in manifest.parts[MODEL].values()} | {*_TEXTS}
+        files = {name: file for name, file in manifest.files.items() if name in used}
+        verify_files(Manifest(None, manifest.parts, files, {}, manifest.block_bytes), folder)
+    return manifest
+
+
+@contextmanager
+def new_folder(target: Path, needed: int = 0) -> Iterator[Path]:
+    """Make a folder that is renamed once it is complete, and removed if it does not come to that.
+
+    Args:
+        target: its name, of a folder that doesn't exist.
+        needed: bytes.
+
+    Raises:
+        FileExistsError: it exists.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} exists; name a folder that doesn't")
+    part = part_folder(target, f"{os.getpid():x}")
+    part.mkdir(parents=True)
+    try:
+        check_space(part, needed)
+        yield part
+        os.rename(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def write_files(folder: Path, files: Iterable[File], content: Callable[[str], Iterator[np.ndarray]]) -> list[str]:
+    """Write safetensors, and their index where there are several; return their names.
+
+    Args:
+        folder: to write to.
+        files: as `lay_out` gives them.
+        content: gives the bytes of a tensor in parts, by its name.
+    """
+    files = list(files)
+    for file in files:
+        path = folder / file.name
+        with opened(path, write=True) as descriptor:
+            write_at(descriptor, np.frombuffer(file.header, np.uint8), 0, path)
+            for entry in file.entries:
+                at = entry.offset
+                for data in content(entry.name):
+                    write_at(descriptor, data, at, path)
+                    at += len(data)
+                if at != entry.offset + entry.kind.nbytes:
+                    raise AssertionError(f"{entry.name!r} has {at - entry.offset} bytes, not {entry.kind.nbytes}")
+            sync(descriptor, path)
+    names = [file.name for file in files]
+    if len(files) > 1:
+        write_small(folder / f"{MODEL}.safetensors.index.json", json.dumps(index_of(files), indent=2).encode())
+        names.append(f"{MODEL}.safetensors.index.json")
+    return names
+
+
+def with_dtype(content: bytes, dtype: str) -> bytes:
+    """Return a config.json that says the dtype of the weights beside it; other texts as they are."""
+    config = json.loads(content)
+    changed: Mapping[str, str] = {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+    return json.dumps({**config, **changed}, indent=2, sort_keys=True).encode() if changed else content
