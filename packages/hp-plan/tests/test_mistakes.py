@@ -110,7 +110,7 @@ def mistakes(chance):
 def unused(tables, chance):
     """A value that nothing of the plan reads."""
     which = chance.choice(
-        ["momentum", "betas", "muon", "decay", "final", "stages", "bandwidth", "experts", "fsdp", "pipeline"]
+        ["momentum", "betas", "muon", "decay", "final", "stages", "bandwidth", "experts", "compile", "fsdp", "pipeline"]
     )
     if which == "momentum":
         tables["optimizer"]["momentum"] = 0.9
@@ -132,6 +132,9 @@ def unused(tables, chance):
     if which == "bandwidth":
         tables["memory"]["bandwidth"] = 1e9
         return tables, {"memory.bandwidth"}
+    if which == "compile":
+        tables["compile"] = {"backend": "eager"}
+        return tables, {"compile.backend"}
     if which == "experts":
         tables["mesh"].pop("ep")
         return tables, {which}

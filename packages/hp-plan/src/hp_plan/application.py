@@ -21,6 +21,7 @@ from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
 from hp_plan.activations import check_saving, save_less
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
+from hp_plan.compiling import check_compile, compile_blocks
 from hp_plan.context import check_context
 from hp_plan.determinism import check_deterministic
 from hp_plan.diagnostics import PlanError
@@ -67,7 +68,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     outline = own.outline(model)
     diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
     diagnostics += [*check_memory(plan), *check_states(plan), *check_context(plan), *check_deterministic(plan)]
-    diagnostics += [*check_saving(plan), *check_expert_options(plan)]
+    diagnostics += [*check_saving(plan), *check_expert_options(plan), *check_compile(plan)]
     diagnostics += [*check_model(plan, outline), *check_split(plan, model)]
     if diagnostics:
         raise PlanError(diagnostics)
@@ -166,6 +167,7 @@ def _distribute(
     if plan.mesh.shard_axes:
         _shard(model, plan, mesh, outline, spread, here, alone)
     save_less(own.base(model), plan, outline, here)
+    compile_blocks(own.base(model), plan, outline, here)
 
 
 def _shard(

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from hp_plan.activations import check_activations, check_saving
+from hp_plan.compiling import check_compile, check_compiled
 from hp_plan.context import check_attention, check_context, check_sequence
 from hp_plan.determinism import check_deterministic
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
@@ -141,7 +142,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     diagnostics = [*_check_groups(plan, model), *_check_length(plan, model), *check_auxiliary_loss(plan, model)]
     diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
     diagnostics += [*check_packing(plan, model), *check_balance(plan, model)]
-    diagnostics += check_activations(plan, model)
+    diagnostics += [*check_activations(plan, model), *check_compiled(plan, model)]
     if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.
     try:
@@ -328,6 +329,7 @@ _OF_NUMBERS = (
     check_validation,
     check_profile,
     check_saving,
+    check_compile,
     check_expert_options,
     _check_device,
 )

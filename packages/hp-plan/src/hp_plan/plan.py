@@ -11,6 +11,7 @@ from typing import Any
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.schema import read_section
 from hp_plan.sections import (
+    CompileSection,
     ContextSection,
     DataSection,
     ExpertsSection,
@@ -41,6 +42,7 @@ SECTIONS: dict[str, type] = {
     "data": DataSection,
     "run": RunSection,
     "memory": MemorySection,
+    "compile": CompileSection,
     "metrics": MetricsSection,
     "validation": ValidationSection,
     "profile": ProfileSection,
@@ -72,6 +74,7 @@ class ParallelPlan:
         data: the training text.
         run: length, seed, dtype.
         memory: a rank's budget.
+        compile: which blocks are compiled.
         metrics: where they go.
         validation: data for it, and how often.
         profile: which steps are profiled.
@@ -92,6 +95,7 @@ class ParallelPlan:
     data: DataSection = field(default_factory=DataSection)
     run: RunSection = field(default_factory=RunSection)
     memory: MemorySection = field(default_factory=MemorySection)
+    compile: CompileSection = field(default_factory=CompileSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
     profile: ProfileSection = field(default_factory=ProfileSection)

@@ -59,6 +59,14 @@ class Models(Protocol):
         """Take whole sequences and return whole ones; see Note [Whole sequences at the border] in `hp_plan.context`."""
         ...
 
+    def compilers(self) -> Sequence[str]:
+        """List the names of the framework's compilers."""
+        ...
+
+    def compile(self, module: Module, backend: str) -> None:
+        """Compile a module into one graph, in its first call."""
+        ...
+
     def balance_all_tokens(self, model: Module) -> None:
         """Let a model's load balancing loss be that of the tokens of all ranks."""
         ...

@@ -133,5 +133,19 @@ def forward_loss(plan: ParallelPlan, model: nn.Cell, tokens: Tensor) -> Tensor:
     return model(tokens, tokens)["loss"]
 
 
+def compilers() -> list[str]:
+    """List none: `check_compile` refuses [compile]."""
+    return []
+
+
+def compile(module: nn.Cell, backend: str) -> NoReturn:
+    """Refuse to compile.
+
+    Raises:
+        NotImplementedError: always; `check_compile` refuses it before.
+    """
+    raise NotImplementedError("[compile]: blocks of Cells are not compiled")
+
+
 def balance_all_tokens(model: nn.Cell) -> None:
     """Do nothing: transformers' models, which add such a loss, are PyTorch's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_plan.sections.compiling import CompileSection
 from hp_plan.sections.distribution import ContextSection, FsdpSection, PipelineSection
 from hp_plan.sections.experts import ExpertsSection
 from hp_plan.sections.mesh import AXES, MeshSection
@@ -12,6 +13,7 @@ from hp_plan.sections.watching import MetricsSection, ProfileSection, Validation
 
 __all__ = [
     "AXES",
+    "CompileSection",
     "ContextSection",
     "DataSection",
     "ExpertsSection",

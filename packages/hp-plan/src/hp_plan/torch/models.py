@@ -236,6 +236,16 @@ def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:
     library.save_whole(model)
 
 
+def compilers() -> list[str]:
+    """List the backends of torch.compile."""
+    return torch.compiler.list_backends(exclude_tags=())
+
+
+def compile(module: nn.Module, backend: str) -> None:
+    """Compile a module into one graph, in its first call."""
+    module.compile(backend=backend, fullgraph=True)
+
+
 def balance_all_tokens(model: nn.Module) -> None:
     """Let a model's load balancing loss be that of the tokens of all ranks."""
     global_auxiliary_loss(base(model))

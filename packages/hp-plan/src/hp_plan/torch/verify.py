@@ -19,7 +19,7 @@ from hp_plan.memory import BYTES, memory_left, training_bytes
 from hp_plan.micro_batches import IGNORED
 from hp_plan.plan import ParallelPlan, context_tokens, data_parallel_rows
 from hp_plan.port import models
-from hp_plan.sections import MemorySection
+from hp_plan.sections import CompileSection, MemorySection
 from hp_plan.torch.build import build_model, build_optimizer, build_schedule
 from hp_plan.torch.float64 import Float64
 from hp_plan.torch.loss import backward_loss, gives_items
@@ -52,6 +52,7 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
     Raises:
         PlanError: the plan doesn't fit its model or the number of ranks.
     """
+    uncompiled = ("blocks ran uncompiled, as modules in them are compared",) if plan.compile.blocks else ()
     plan = _in_float64(plan)
     with Float64() as mode:
         device = get_platform().devices.current_device()
@@ -71,7 +72,7 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
             runs[0].update(lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit))
             runs[1].update(clip_gradients)
             compared.tensors("weight", lambda parameter: parameter.detach())
-    return dataclasses.replace(compared.result(tolerance), notes=tuple(mode.notes))
+    return dataclasses.replace(compared.result(tolerance), notes=(*mode.notes, *uncompiled))
 
 
 @dataclass
@@ -343,6 +344,7 @@ def _batch(plan: ParallelPlan, model: nn.Module, step: int) -> _Batch:
 
 
 def _in_float64(plan: ParallelPlan) -> ParallelPlan:
+    plan = dataclasses.replace(plan, compile=CompileSection())
     fsdp = dataclasses.replace(plan.fsdp, param_dtype=None, reduce_dtype=None)
     run = dataclasses.replace(plan.run, dtype="float64")
     memory = MemorySection()
