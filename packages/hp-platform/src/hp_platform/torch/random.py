@@ -10,13 +10,13 @@ import torch
 from hp_platform.torch.devices import present
 
 
-def seed(number: int) -> None:
+def seed(seed: int) -> None:
     """Seed the default generators of all devices."""
     if _alone():
         # torch.manual_seed keeps a stack trace for each accelerator that it knows: half a millisecond.
-        torch.default_generator.manual_seed(number)
+        torch.default_generator.manual_seed(seed)
     else:
-        torch.manual_seed(number)
+        torch.manual_seed(seed)
 
 
 @functools.cache
