@@ -256,7 +256,9 @@ def _with_folders(tables: dict[str, Any], plan: Path) -> dict[str, Any]:
     """Name model and tokenizer in full: they lie beside the plan's file, or else in the working directory."""
     for section, key in (("model", "path"), ("data", "tokenizer")):
         table = tables.get(section)
-        named = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(table, dict):
+            continue
+        named = table.get(key)
         if isinstance(named, str) and (key, named) != ("tokenizer", "bytes"):
             here, beside = Path(named), plan.parent / named
             table[key] = str((here if here.exists() and not beside.exists() else beside).resolve())

@@ -164,10 +164,9 @@ def check_fit(model: Any, section: ModelSection) -> list[Diagnostic]:
             message = f"'{name}' has shape {got} in {folder}, but {wanted} in the model"
             diagnostics.append(Diagnostic("model.path", message, "leave out the [model.overrides] that change it"))
     missing = [] if split else [name for name in own if name not in found]  # names don't tell what a tensor is cut into
-    left = [
-        _without(each, patterns) for each, patterns in zip((missing, unexpected), ignored_names(model), strict=True)
-    ]
-    return [*diagnostics[:_SHOWN], *_differences(folder, *left, own)]
+    may_lack, may_have = ignored_names(model)
+    differences = _differences(folder, _without(missing, may_lack), _without(unexpected, may_have), own)
+    return [*diagnostics[:_SHOWN], *differences]
 
 
 def _conversions(model: Any) -> tuple[list[Any], list[Any]]:

@@ -191,7 +191,7 @@ def _sees_items(model: Any) -> Iterator[None]:
     Raises:
         NotImplementedError: it does not.
     """
-    owner = base(model)
+    owner: Any = base(model)
     original, seen = owner.loss_function, []
 
     def loss(*args: Any, **options: Any) -> Any:

@@ -68,5 +68,5 @@ def _blocks(tokens: Any) -> Iterable[Any]:
 def _digest(arrays: Iterable[Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for array in arrays:
-        digest.update(memoryview(np.ascontiguousarray(array)).cast("B"))
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()
