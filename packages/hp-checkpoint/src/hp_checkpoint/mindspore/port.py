@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mindspore
@@ -83,8 +83,13 @@ def bytes_array(tensor: Tensor) -> np.ndarray:
     return tensor.asnumpy()
 
 
-def model_state(model: nn.Cell) -> dict[str, Any]:
-    """Return the parameters and persistent buffers by name."""
+def model_state(model: nn.Cell | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters and persistent buffers by name.
+
+    What this returned before is taken for the model as well, and returned as it is.
+    """
+    if isinstance(model, Mapping):
+        return dict(model)
     for _, cell in model.cells_and_names():
         reshard = getattr(cell, "reshard", None)  # of fully_shard: the sharded parameters have to be registered
         if callable(reshard):
@@ -92,7 +97,7 @@ def model_state(model: nn.Cell) -> dict[str, Any]:
     return dict(model.state_dict(keep_vars=True))
 
 
-def optimizer_states(model: nn.Cell, optimizer: Any) -> list[Any]:
+def optimizer_states(model: nn.Cell | Mapping[str, Any], optimizer: Any) -> list[Any]:
     """Return the state of an optimizer, or of each optimizer in a chain; see `mindspore.optimizers`."""
     names: dict[int, str] = {}
     for name, value in model_state(model).items():
