@@ -12,7 +12,6 @@ import io
 import os
 import zipfile
 from collections.abc import Mapping
-from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from hp_checkpoint.pickles import StoredTensor, plain, read_pickle, tensor_names
 from hp_checkpoint.state import Address, Unreadable, address
 from hp_checkpoint.storage import opened, read_at, read_small
 
-__all__ = ["dcp_manifest", "dcp_values", "is_dcp"]
+__all__ = ["check_cover", "dcp_manifest", "dcp_values", "is_dcp"]
 
 _METADATA = ".metadata"
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -101,7 +100,7 @@ def _manifest(folder: Path, metadata: Any) -> Manifest:
                 listed[addresses[name]].append(Chunk(offsets, shape, file, start, strides))
     for (part, own), chunks in listed.items():
         entry = parts[part][own]
-        _check_cover(folder, entry, chunks)
+        check_cover(folder, entry, chunks)
         parts[part][own] = Entry(own, entry.kind, chunks[0].file if chunks else "", 0, tuple(chunks))
     return Manifest(None, parts, sizes)
 
@@ -199,7 +198,7 @@ def _kind(folder: Path, name: str, described: Any) -> Kind:
     return Kind(_NAMES[dtype], tuple(int(size) for size in described.size))
 
 
-def _check_cover(folder: Path, entry: Entry, chunks: list[Chunk]) -> None:
+def check_cover(folder: Path, entry: Entry, chunks: list[Chunk]) -> None:
     """Check that the chunks are the tensor, each element once."""
     shape, text = entry.kind.shape, f"{folder}: tensor {entry.name!r} of shape {list(entry.kind.shape)}"
     for chunk in chunks:
@@ -209,10 +208,15 @@ def _check_cover(folder: Path, entry: Entry, chunks: list[Chunk]) -> None:
     if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
         raise InvalidCheckpointError(f"{text} has chunks of {sum(prod(each.sizes) for each in chunks):,} elements")
     if len(chunks) > 1:
+        chunks = sorted(chunks, key=lambda chunk: chunk.offsets)
         low = np.array([chunk.offsets for chunk in chunks])
         high = low + np.array([chunk.sizes for chunk in chunks])
-        for one, other in combinations(range(len(chunks)), 2):
-            if (np.maximum(low[one], low[other]) < np.minimum(high[one], high[other])).all():
+        for one in range(len(chunks) - 1):
+            # Sorted by the first dim, so those that begin behind this chunk's end there, and all after them, are apart.
+            stop = max(one + 1, int(np.searchsorted(low[:, 0], high[one, 0])))
+            both = (np.maximum(low[one], low[one + 1 : stop]) < np.minimum(high[one], high[one + 1 : stop])).all(1)
+            if both.any():
+                other = one + 1 + int(both.argmax())
                 raise InvalidCheckpointError(f"{text} has chunks that overlap: {chunks[one]} and {chunks[other]}")
 
 

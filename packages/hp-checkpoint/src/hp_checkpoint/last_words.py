@@ -5,7 +5,9 @@ Note [Last words]
     in forward, backward or a collective; a rank that fails inside has neither. So those that are left compare the steps
     that they have finished, and save the newest one of which they hold every piece: of replicated and of HSDP's
     parameters another rank has what the lost one had; an error, unlike a lost process, loses nothing. What nobody has
-    is named, and nothing is written. A step is saved in the files, by the commit and in the format of any other save.
+    is named, and nothing is written. Nor is it for a model with buffers that are saved: a forward may have changed
+    them, as a batch norm does, so that they are no longer those of the finished step. A step is saved in the files, by
+    the commit and in the format of any other save.
 
     Which tensors there are is agreed on before something fails: what only a lost rank had, as the stage of a pipeline,
     nobody else could miss.
@@ -62,11 +64,15 @@ class LastWords:
         self._checkpoints, self._optimizer, self._texts = checkpoints, optimizer, config_texts(model)
         # The model's own tensors, sharded: in the middle of a step other tensors may stand in their places.
         self._model: Mapping[str, Any] = port().model_state(model)
+        buffers = {id(value) for value in model.buffers()}
         self._folder = checkpoints.folder / f".last-words-{ranks.first(lambda: new_nonce().encode(), 'train').decode()}"
+        own = [name for name, value in self._model.items() if id(value) in buffers]
         self._expected: set[Address] = set()
-        everyone = ranks.agree(lambda: json.dumps(sorted(self._state(None, None).tensors)).encode(), "train")
-        for text in dict.fromkeys(everyone):
-            self._expected |= {(part, name) for part, name in json.loads(text)}
+        self._buffers: set[str] = set()
+        everyone = ranks.agree(lambda: json.dumps([sorted(self._state(None, None).tensors), own]).encode(), "train")
+        for tensors, names in map(json.loads, dict.fromkeys(everyone)):
+            self._expected |= {(part, name) for part, name in tensors}
+            self._buffers |= set(names)
 
     def save(
         self, step: int | None, *, saved: int, lost: Iterable[int] = (), schedule: Any = None, data: Any = None
@@ -103,6 +109,9 @@ class LastWords:
         saved = int(ranks.first(lambda: self._newest(saved, ranks.deadline), "last words"))
         newest = f"the newest checkpoint is step {saved}" if saved else "there is no checkpoint"
         absent = sorted(set(range(self._size)) - steps.keys())
+        if self._buffers:
+            what = f"a forward of the next step may have changed the model's buffers, as {min(self._buffers)!r}"
+            return f"nothing was saved: {what}; {newest}"
         reasons = []
         for step in sorted({step for step in steps.values() if step is not None}, reverse=True):
             if step <= saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -14,6 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hp_checkpoint import InvalidCheckpointError, load, load_model
+from hp_checkpoint.dcp import check_cover
+from hp_checkpoint.files import Chunk, Entry, Kind
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks
@@ -135,3 +138,20 @@ def test_damage_and_code_are_refused(tmp_path, monkeypatch):
         except (InvalidCheckpointError, ValueError, FileNotFoundError):
             pass
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("boxes", "fault"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 2)), ((2, 2), (2, 1))], ""),
+        ([((2, 0), (2, 3)), ((1, 0), (2, 3))], "overlap"),
+        ([((0, 0), (4, 2)), ((0, 1), (4, 1))], "overlap"),
+        ([((0, 0), (4, 2)), ((0, 1), (1, 1))], "of 9 elements"),
+        ([((0, 0), (4, 2)), ((0, 2), (2, 2))], r"chunk of \[2, 2\]"),
+    ],
+)
+def test_chunks_have_to_be_the_tensor(tmp_path, boxes, fault):
+    entry = Entry("w", Kind("F32", (4, 3)), "", 0)
+    chunks = [Chunk(offsets, sizes, "file", 0, (sizes[1], 1)) for offsets, sizes in boxes]
+    with pytest.raises(InvalidCheckpointError, match=fault) if fault else contextlib.nullcontext():
+        check_cover(tmp_path, entry, chunks)

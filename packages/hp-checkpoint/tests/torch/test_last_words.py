@@ -157,3 +157,14 @@ def test_ranks_at_different_steps_save_none(monkeypatch, tmp_path):
         text = say(words, 7 + rank, saved=0)
         assert "the ranks [0] are not at this step" in text and "the ranks [1] are not at this step" in text
         assert checkpoints.steps() == []
+
+
+@on_ranks(1)
+def test_buffers_that_a_forward_may_have_changed_are_not_saved(monkeypatch, tmp_path):
+    stay_connected(monkeypatch)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path / "run", background=False) as checkpoints:
+        text = LastWords(checkpoints, model, optimizer, within=LATE).save(7, saved=0)
+    assert text.startswith("nothing was saved: a forward of the next step may have changed the model's buffers, as '1.")
+    assert text.endswith("; there is no checkpoint")
