@@ -17,6 +17,7 @@ from hyper_parallel.data import DataError, TokenFile, write_tokens
 from hyper_parallel.tokenized import with_tokens
 from hyper_parallel.worker import train
 
+pytestmark = pytest.mark.framework("torch")  # transformers, whose model and tokenizer it is
 SMALL = {
     "vocab_size": 8,
     "hidden_size": 16,
