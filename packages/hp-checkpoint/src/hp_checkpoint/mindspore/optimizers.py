@@ -14,11 +14,11 @@ from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.experimental.optim.optimizer import Optimizer
 
 from hp_dtensor import SkipDTensorDispatch
-from hp_dtensor.mindspore.extend import local_mode, local_view, set_local, wrap
+from hp_dtensor.mindspore.extend import local_mode, local_view, set_local, states_by_name, wrap
 
 __all__ = ["optimizer_states"]
 
@@ -56,7 +56,7 @@ class _States:
         if not isinstance(optimizer, Optimizer) or of_mint:
             raise _unknown(f"{kind} is no optimizer of mindspore.experimental.optim or hp_optim")
         self._optimizer, self._kind = optimizer, kind
-        self._slots = _slots(optimizer)
+        self._slots = states_by_name(optimizer)
         unknown = sorted({*self._slots} - {*_SAVED, _STARTED} | {*_shared(optimizer)} - {"state_step"})
         if unknown:
             raise _unknown(f"{kind} has the states {', '.join(unknown)}, which PyTorch's optimizers have not")
@@ -161,20 +161,10 @@ class _States:
                 group[key] = float(value) if isinstance(own, float) else value
 
 
-def _slots(optimizer: Any) -> dict[str, ParameterTuple]:
-    """Return the states that each parameter has, by MindSpore's names."""
-    count = len(optimizer.parameters)
-    return {
-        key: kept
-        for key, kept in vars(optimizer).items()
-        if isinstance(kept, ParameterTuple) and len(kept) == count and kept[0] is not optimizer.parameters[0]
-    }
-
-
 def _shared(optimizer: Any) -> dict[str, Parameter]:
     """Return the states that all parameters share."""
     taken = {id(each) for each in (*optimizer.parameters, *optimizer.lrs)}
-    taken |= {id(each) for slots in _slots(optimizer).values() for each in slots}
+    taken |= {id(each) for slots in states_by_name(optimizer).values() for each in slots}
     return {key: own for key, own in optimizer._params.items() if id(own) not in taken}
 
 

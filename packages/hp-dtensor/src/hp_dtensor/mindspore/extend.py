@@ -8,7 +8,7 @@ from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, local_mode, once_differentiable
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, redistribute_shared, unwrap, wrap
 from hp_dtensor.mindspore.moves.redistribute import execute, own_dtypes
-from hp_dtensor.mindspore.parameter import set_local
+from hp_dtensor.mindspore.parameter import set_local, states_by_name
 
 __all__ = [
     "DTensor",
@@ -26,6 +26,7 @@ __all__ = [
     "redistribute_shared",
     "replicate_parameters",
     "set_local",
+    "states_by_name",
     "unwrap",
     "wrap",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore
-from mindspore import Parameter, Tensor, mint, ops
+from mindspore import Parameter, ParameterTuple, Tensor, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
 from hp_dtensor.layout.placements import Replicate
@@ -21,7 +21,7 @@ from hp_dtensor.mindspore.backward.autograd import local_mode, local_only
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, unwrap, wrap
 from hp_dtensor.mindspore.moves.redistribute import execute
 
-__all__ = ["DParameter", "set_local"]
+__all__ = ["DParameter", "set_local", "states_by_name"]
 
 
 def set_local(parameter: Parameter, local: Tensor) -> None:
@@ -35,6 +35,16 @@ def set_local(parameter: Parameter, local: Tensor) -> None:
         parameter._update_data(mint.empty((0,), dtype=local.dtype))
         TensorPy.set_dtype(parameter, mindspore.bool_ if local.dtype != mindspore.bool_ else mindspore.int8)
     parameter._update_data(local)
+
+
+def states_by_name(optimizer: Any) -> dict[str, ParameterTuple]:
+    """Return what an optimizer of MindSpore keeps for each of its parameters, in their order, by its own names."""
+    parameters = optimizer.parameters
+    return {
+        name: kept
+        for name, kept in vars(optimizer).items()
+        if isinstance(kept, ParameterTuple) and len(kept) == len(parameters) and kept[0] is not parameters[0]
+    }
 
 
 class DParameter(DTensor, Parameter):

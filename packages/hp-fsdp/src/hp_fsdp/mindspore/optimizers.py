@@ -28,7 +28,15 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.experimental.optim.optimizer import Optimizer
 
 from hp_dtensor import RaggedShard, Replicate
-from hp_dtensor.mindspore.extend import DTensor, distribute_tensor, local_mode, local_view, set_local, wrap
+from hp_dtensor.mindspore.extend import (
+    DTensor,
+    distribute_tensor,
+    local_mode,
+    local_view,
+    set_local,
+    states_by_name,
+    wrap,
+)
 from hp_fsdp.managed_params import refuse_unreduced, spec_of, unreduced
 from hp_fsdp.mindspore.parameter import copy_range
 from hp_fsdp.mindspore.state_dict import fill, write
@@ -96,10 +104,8 @@ def _part_of(state: Parameter, parameter: Any, name: str) -> Tensor:
 
 def _states(optimizer: Any) -> Iterator[tuple[Any, Parameter]]:
     """Yield each parameter with each of its states."""
-    parameters = list(optimizer.parameters)
-    for states in vars(optimizer).values():
-        if isinstance(states, ParameterTuple) and len(states) == len(parameters) and states[0] is not parameters[0]:
-            yield from zip(parameters, states)
+    for states in states_by_name(optimizer).values():
+        yield from zip(optimizer.parameters, states)
     for group in getattr(optimizer, "param_groups", ()):
         if isinstance(group.get("max_exp_avg_sq"), (list, tuple)):
             yield from zip(group["params"], group["max_exp_avg_sq"])

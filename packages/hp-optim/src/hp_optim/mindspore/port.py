@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from hp_dtensor import SkipDTensorDispatch
-from hp_dtensor.mindspore.extend import local_view, set_local
+from hp_dtensor.mindspore.extend import local_view, set_local, states_by_name
 from hp_optim.mindspore.adamw import AdamW
 from hp_optim.mindspore.muon import Muon
 
@@ -90,16 +90,14 @@ def swap(optimizers: Sequence[Any], config: Any, link: Any) -> None:
 def states(optimizer: Any) -> list[State]:
     """List the state of each parameter, in the order of the groups; what all share is in each."""
     shared = {key: value for key, value in vars(optimizer).get("_params", {}).items() if key == "state_step"}
-    listed = []
-    for number in range(len(optimizer.parameters)):
-        own = {key: slots[number] for key, slots in _slots(optimizer).items()}
-        listed.append({**own, **shared})
-    return listed
+    slots = states_by_name(optimizer)
+    numbers = range(len(optimizer.parameters))
+    return [{**{key: kept[number] for key, kept in slots.items()}, **shared} for number in numbers]
 
 
 def load(optimizer: Any, states: Sequence[State], groups: Sequence[State]) -> None:
     """Load the state of each parameter and the hyperparameters of each group."""
-    slots = _slots(optimizer)
+    slots = states_by_name(optimizer)
     for number, state in enumerate(states):
         for key, value in state.items():
             if key in slots:
@@ -113,13 +111,3 @@ def load(optimizer: Any, states: Sequence[State], groups: Sequence[State]) -> No
                 set_lr(own, get_lr({"lr": value}))
             elif key not in _NOT_SAVED:
                 own[key] = value
-
-
-def _slots(optimizer: Any) -> dict[str, ParameterTuple]:
-    """Return the states that each parameter has, by their names."""
-    count = len(optimizer.parameters)
-    return {
-        key: kept
-        for key, kept in vars(optimizer).items()
-        if isinstance(kept, ParameterTuple) and len(kept) == count and kept[0] is not optimizer.parameters[0]
-    }
