@@ -6,8 +6,8 @@ from collections.abc import Container
 from typing import Any
 
 import hp_offload
-from hp_plan.diagnostics import Diagnostic, near_misses
-from hp_plan.outline import ModelOutline, generalise, matching
+from hp_plan.diagnostics import Diagnostic
+from hp_plan.outline import ModelOutline, matches_nothing, matching, never_called
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_platform import get_platform
@@ -36,12 +36,11 @@ def check_activations(plan: ParallelPlan, model: ModelOutline) -> list[Diagnosti
     for key, pattern in _patterns(plan):
         matched = matching(pattern, model.names)
         if not matched:
-            fix = near_misses(pattern, generalise(model.names))
-            diagnostics[key] = Diagnostic(key, f"'{pattern}' matches no module", fix)
+            diagnostics[key] = matches_nothing(key, pattern, model.names)
         for name in matched:
-            if model.modules[name].kind == "container":
-                message = f"'{pattern}' matches {name}, a {model.modules[name].type_name}, which is never called"
-                diagnostics.setdefault(key, Diagnostic(key, message, f"name its members: '{name}.*'"))
+            uncalled = never_called(key, pattern, name, model)
+            if uncalled is not None:
+                diagnostics.setdefault(key, uncalled)
             elif name in chosen:
                 message = f"'{pattern}' matches {name}, as {chosen[name]} does"
                 diagnostics.setdefault(key, Diagnostic(key, message, "name each module once"))

@@ -17,7 +17,15 @@ from hp_plan.expert_options import check_expert_options
 from hp_plan.experts import EXPERT_STYLES, check_auxiliary_loss, check_expert_axis, check_experts
 from hp_plan.memory import check_memory, check_states
 from hp_plan.micro_batches import check_accumulation, check_balance
-from hp_plan.outline import ModelOutline, ModuleOutline, block_lists, generalise, matching
+from hp_plan.outline import (
+    ModelOutline,
+    ModuleOutline,
+    block_lists,
+    generalise,
+    matches_nothing,
+    matching,
+    never_called,
+)
 from hp_plan.packing import check_packing
 from hp_plan.pipelines import check_pipeline
 from hp_plan.plan import ParallelPlan
@@ -192,7 +200,7 @@ def _nothing_matches(key: str, pattern: str, style: str, names: list[str], param
     if parameters:
         fix = f"leave the last part off, or take a style for parameters: {', '.join(PARAMETER_STYLES)}"
         return Diagnostic(key, f"'{pattern}' matches a parameter, but '{style}' is for a module", fix)
-    return Diagnostic(key, f"'{pattern}' matches no module", near_misses(pattern, generalise(names)))
+    return matches_nothing(key, pattern, names)
 
 
 def _by_kind(names: Iterable[str], model: ModelOutline) -> list[tuple[str, list[ModuleOutline]]]:
@@ -268,12 +276,9 @@ def _check_groups(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     for index, pattern in enumerate(plan.fsdp.groups):
         key, matched = f"fsdp.groups[{index}]", matching(pattern, model.names)
         if not matched and pattern:  # "" is the model itself
-            fix = near_misses(pattern, generalise(model.names))
-            diagnostics.append(Diagnostic(key, f"'{pattern}' matches no module", fix))
-        for name in matched:
-            if model.modules[name].kind == "container":
-                message = f"'{pattern}' matches {name}, a {model.modules[name].type_name}, which is never called"
-                diagnostics.append(Diagnostic(key, message, f"group its members: '{name}.*'"))
+            diagnostics.append(matches_nothing(key, pattern, model.names))
+        found = (never_called(key, pattern, name, model, verb="group") for name in matched)
+        diagnostics += [each for each in found if each is not None]
     return diagnostics
 
 
@@ -289,8 +294,7 @@ def _check_optimizer(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic
         for index, pattern in enumerate(patterns):
             key, matched = f"optimizer.{kind}[{index}]", matching(pattern, model.parameters)
             if not matched:
-                fix = near_misses(pattern, generalise(model.parameters))
-                diagnostics.append(Diagnostic(key, f"'{pattern}' matches no parameter", fix))
+                diagnostics.append(matches_nothing(key, pattern, model.parameters, what="parameter"))
             flat = [name for name in matched if len(shapes.get(name, (1, 1))) < 2]
             if flat and kind == "muon":
                 message = f"'{pattern}' matches {flat[0]} of shape {shapes[flat[0]]}, which is no matrix"

@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import Any
 
 from hp_plan.diagnostics import Diagnostic, near_misses
-from hp_plan.outline import ModelOutline, block_lists, generalise, matching
+from hp_plan.outline import ModelOutline, block_lists, generalise, matched_by, matches_nothing, matching, never_called
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_platform import get_platform
@@ -58,18 +58,17 @@ def check_compiled(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check that patterns name modules that are called, and around no other group of parameters."""
     diagnostics = []
     groups = (plan.fsdp.groups or block_lists(model)) if plan.mesh.shard_axes else ()
-    grouped = {name for pattern in groups for name in matching(pattern, model.names)}
-    chosen = {name for pattern in plan.compile.blocks for name in matching(pattern, model.names)}
+    chosen = matched_by(plan.compile.blocks, model.names)
+    apart = sorted(matched_by(groups, model.names) | chosen)
     for index, pattern in enumerate(plan.compile.blocks):
         key, matched = f"compile.blocks[{index}]", matching(pattern, model.names)
         if not matched:
-            fix = near_misses(pattern, generalise(model.names))
-            diagnostics.append(Diagnostic(key, f"'{pattern}' matches no module", fix))
+            diagnostics.append(matches_nothing(key, pattern, model.names))
         for name in matched:
-            inside = next((each for each in sorted(grouped | chosen) if each.startswith(f"{name}.")), None)
-            if model.modules[name].kind == "container":
-                message = f"'{pattern}' matches {name}, a {model.modules[name].type_name}, which is never called"
-                diagnostics.append(Diagnostic(key, message, f"name its members: '{name}.*'"))
+            inside = next((each for each in apart if each.startswith(f"{name}.")), None)
+            uncalled = never_called(key, pattern, name, model)
+            if uncalled is not None:
+                diagnostics.append(uncalled)
             elif inside is not None:
                 what = "is compiled too" if inside in chosen else "gathers its parameters by itself"
                 message = f"'{pattern}' matches {name}, but {inside} inside of it {what}"
@@ -91,7 +90,7 @@ def compile_blocks(model: Any, plan: ParallelPlan, outline: ModelOutline, here: 
         outline: of the whole model.
         here: names of the modules that `model` runs itself.
     """
-    named = {name for pattern in plan.compile.blocks for name in matching(pattern, outline.names)}
+    named = matched_by(plan.compile.blocks, outline.names)
     for name, module in models().named_modules(model):
         if name in named and name in here:
             models().compile(module, plan.compile.backend)

@@ -18,7 +18,7 @@ from typing import Any
 from hp_dtensor import DeviceMesh, Shard
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.expert_options import check_style_options, expert_style
-from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline, generalise, matching
+from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline, generalise, matched_by, matching
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import MeshSection
 from hp_styles import parallelize_module
@@ -83,7 +83,7 @@ def with_experts(table: Mapping[str, str], experts: Mapping[str, str], model: Mo
         experts: pattern -> style of modules of experts.
         model: its names.
     """
-    names = {name for pattern in experts for name in matching(pattern, model.names)}
+    names = matched_by(experts, model.names)
     inside = tuple(f"{name}." for name in names)
 
     def of_experts(pattern: str) -> bool:

@@ -8,7 +8,7 @@ from hp_offload.extend import parse_size, size
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.expert_options import replicas
-from hp_plan.outline import ModelOutline, matching
+from hp_plan.outline import ModelOutline, matched_by
 from hp_plan.plan import ParallelPlan
 from hp_platform import get_platform
 
@@ -87,7 +87,7 @@ def _hidden_part(plan: ParallelPlan, model: ModelOutline) -> float:
         for name, module in model.modules.items()
         for key, shape in module.shapes.items()
     }
-    listed = {name for pattern in plan.optimizer.muon for name in matching(pattern, sizes)}
+    listed = matched_by(plan.optimizer.muon, sizes)
     hidden = [n for name, (dims, n) in sizes.items() if (name in listed if listed else is_hidden_matrix(name, dims))]
     return sum(hidden) / max(1, model.elements)
 

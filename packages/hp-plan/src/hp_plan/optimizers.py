@@ -10,7 +10,7 @@ from hp_optim import ChainedOptimizer, SwapOptimizerConfig, get_hyper_optimizer,
 from hp_optim.extend import default_patterns
 from hp_plan.diagnostics import PlanError
 from hp_plan.memory import check_states
-from hp_plan.outline import matching
+from hp_plan.outline import matched_by
 from hp_plan.plan import ParallelPlan
 
 __all__ = ["Schedules", "muon_and_adamw", "optimized", "swapped", "with_decay"]
@@ -130,5 +130,4 @@ class Schedules:
 
 
 def _chosen(named: Named, patterns: Iterable[str]) -> set[str]:
-    names = [name for name, _ in named]
-    return {name for pattern in patterns for name in matching(pattern, names)}
+    return matched_by(patterns, (name for name, _ in named))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hp_dtensor.extend import matches
+from hp_plan.diagnostics import Diagnostic, near_misses
 
 __all__ = ["ExpertsOutline", "ModelOutline", "ModuleOutline", "generalise", "matches", "matching"]
 
@@ -123,6 +124,12 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if matches(pattern, name)]
 
 
+def matched_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Return the names that some of the patterns match."""
+    names = list(names)
+    return {name for pattern in patterns for name in matching(pattern, names)}
+
+
 def generalise(names: Iterable[str]) -> list[str]:
     """Replace numbers in names by `*` and list each result once, to look for near misses in.
 
@@ -146,3 +153,32 @@ def block_lists(model: ModelOutline) -> tuple[str, ...]:
         if several and not any(name.startswith(f"{outer}.") for outer in lists):
             lists.append(name)
     return tuple(f"{name}.*" for name in lists)
+
+
+def matches_nothing(key: str, pattern: str, names: Iterable[str], *, what: str = "module") -> Diagnostic:
+    """Return what is wrong with a pattern that matches none of the names.
+
+    Args:
+        key: of the pattern in the plan.
+        pattern: the pattern.
+        names: those that it could match.
+        what: they are names of.
+    """
+    return Diagnostic(key, f"'{pattern}' matches no {what}", near_misses(pattern, generalise(names)))
+
+
+def never_called(key: str, pattern: str, name: str, model: ModelOutline, *, verb: str = "name") -> Diagnostic | None:
+    """Return what is wrong with a pattern that matches a module which holds others and is never called.
+
+    Args:
+        key: of the pattern in the plan.
+        pattern: the pattern.
+        name: of the module that it matches.
+        model: that has the module.
+        verb: what to do with its members.
+    """
+    module = model.modules[name]
+    if module.kind != "container":
+        return None
+    message = f"'{pattern}' matches {name}, a {module.type_name}, which is never called"
+    return Diagnostic(key, message, f"{verb} its members: '{name}.*'")
