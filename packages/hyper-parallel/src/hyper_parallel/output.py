@@ -53,6 +53,13 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str, resume: boo
     return folder
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file anew, such that whoever reads it finds the old text or the new one."""
+    part = path.with_name(f".{path.name}")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Keep other runs out of a run's folder.

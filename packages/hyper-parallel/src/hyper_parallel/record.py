@@ -20,7 +20,7 @@ from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hyper_parallel.data import Content
-from hyper_parallel.output import RECORD, OutputError
+from hyper_parallel.output import RECORD, OutputError, replace_text
 
 _LIBRARIES = ("torch", "mindspore", "torch_npu", "transformers", "safetensors", "numpy")
 _PATIENCE = 10.0
@@ -69,9 +69,7 @@ def begin(
             "plan": plan.to_dict(),
         }
     )
-    part = path.with_name(f".{path.name}")
-    part.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    os.replace(part, path)
+    replace_text(path, json.dumps(record, indent=1))
     return record
 
 

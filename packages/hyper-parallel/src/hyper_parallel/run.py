@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from hp_platform.extend import note_step
 from hyper_parallel.batches import Batches
 from hyper_parallel.data import Content, DataError, Rows, Samples, contents, open_samples
 from hyper_parallel.launch import Resume
-from hyper_parallel.output import CHECKPOINTS, OutputError, Step
+from hyper_parallel.output import CHECKPOINTS, OutputError, Step, replace_text
 from hyper_parallel.peaks import known_peak
 from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
 from hyper_parallel.profiling import Profile
@@ -122,10 +121,8 @@ class Run:
             try:
                 self._load(steps)
             except BaseException:
-                self.checkpoints.close()
-                self._batches.close()
+                self.close()
                 raise
-
         self._saved = self.step
 
     def __enter__(self) -> Run:
@@ -367,7 +364,5 @@ def keep_lines(path: Path, steps: int) -> list[Step]:
     # A process that was killed while it wrote a line has left it without its end.
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     kept = [line for line in lines if json.loads(line)["step"] <= steps]
-    part = path.with_name(f".{path.name}")
-    part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(part, path)
+    replace_text(path, "".join(f"{line}\n" for line in kept))
     return [Step(**json.loads(line)) for line in kept]

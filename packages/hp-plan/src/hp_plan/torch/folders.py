@@ -110,7 +110,7 @@ def build(section: ModelSection, *, dtype: torch.dtype, empty: bool) -> nn.Modul
     own = _class_of(config, section.task)
     if empty or not section.folder_has_weights:
         return pretrained.from_config(own, config, dtype=dtype)
-    with _quiet():
+    with no_progress_bars(), _only_errors():
         options = {"config": config, "dtype": dtype, "local_files_only": True, "use_safetensors": True}
         model, found = own.from_pretrained(str(section.path), output_loading_info=True, **options)
     diagnostics = _differences(str(section.path), found["missing_keys"], found["unexpected_keys"], model.state_dict())
@@ -120,18 +120,28 @@ def build(section: ModelSection, *, dtype: torch.dtype, empty: bool) -> nn.Modul
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Show no progress bar, and no table of what `_differences` reports."""
+def no_progress_bars() -> Iterator[None]:
+    """Show none of transformers' progress bars."""
     logging = importlib.import_module("transformers.utils.logging")
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    """Show no table of what `_differences` reports."""
+    logging = importlib.import_module("transformers.utils.logging")
+    level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
 
 
 def saved_tensors(folder: str) -> Mapping[str, Any]:

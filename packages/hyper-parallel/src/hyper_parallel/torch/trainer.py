@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from hp_moe import rebalance, register_experts, report_drops
 from hp_pipeline.torch.extend import count_operations
 from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
-from hp_plan.torch.extend import backward_loss, begin, clip_gradients, evaluate, evaluating, finish
+from hp_plan.torch.extend import (
+    backward_loss,
+    begin,
+    clip_gradients,
+    evaluate,
+    evaluating,
+    finish,
+    no_progress_bars,
+)
 from hp_platform import get_platform
 from hyper_parallel.data import Rows
 from hyper_parallel.data.tokenizing import Bytes
@@ -110,8 +118,7 @@ class Trainer:
             tokens = torch.tensor([list(prompt)], device=self._device)
             # As many on each rank, whatever they are: one that ended before the others would leave them waiting.
             length = {"min_new_tokens": count, "max_new_tokens": count}
-            chosen = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}
-            written = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **length, **chosen)
+            written = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **length, **_SAMPLED)
         return written[0, len(prompt) :].tolist()
 
     @contextlib.contextmanager
@@ -142,6 +149,7 @@ def _choose_deterministic_kernels(device: Any) -> None:
 
 
 PROMPT = "def "
+_SAMPLED = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}  # how tokens are drawn
 
 
 def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str | None:
@@ -162,7 +170,7 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         options = {"experts_implementation": experts or register_experts()}
     else:
         options = {}
-    with _no_progress_bars():
+    with no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     tokenizer = tokenizer_of(plan) or Bytes()
     prompt = torch.tensor(tokenizer.encode([PROMPT]))
@@ -176,21 +184,6 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=tokens,
-        do_sample=True,
-        temperature=0.7,
-        pad_token_id=0,
+        **_SAMPLED,
     )
     return tokenizer.decode([token for token in written[0].tolist() if token < tokenizer.vocabulary])
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
