@@ -1,0 +1,209 @@
+"""Commands with ranks on a model of their own, and a launcher that runs one after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+# A model that needs no transformers, and does at a call what its arguments say.
+MODEL = """
+import ctypes, os, signal, time
+import torch
+from hp_platform import get_platform
+from torch import nn
+
+class Bigram(nn.Module):
+    def __init__(self, run, victim, end):
+        super().__init__()
+        self.embed, self.head, self.calls = nn.Embedding(256, 9), nn.Linear(9, 256), 0
+        self.run, self.victim, self.end = run, victim, end
+
+    def forward(self, input_ids, labels):
+        self.calls += 1
+        rank = int(os.environ["RANK"])
+        if self.calls == 1:
+            open(f"{self.run}.rank{rank}.pid", "w").write(str(os.getpid()))
+        if self.calls == 3 and rank == self.victim:
+            if self.end == "raise":
+                raise ValueError("the weights went bad")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == 3:
+            hang(self.end, rank)
+        if self.end == "wait":
+            time.sleep(0.05)
+        if self.end == "hang" and rank == 1:
+            time.sleep(1e6)  # and rank 0 waits for it in a collective
+        logits = self.head(self.embed(input_ids[:, :-1]))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())}
+
+def hang(how, rank):
+    if how == "another":
+        tensor = torch.zeros(3 if rank == 1 else 4)
+        get_platform().collectives.all_reduce(tensor, group=get_platform().groups.default_group())
+    if rank != 2:
+        return
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while how == "loop":
+        pass
+    if how == "keep":
+        ctypes.PyDLL(None).sleep(100000)  # in C, without letting go of the interpreter
+
+def bigram(run="run", victim=-1, end=""):
+    return Bigram(run, victim, end)
+
+class InBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 9), nn.Linear(9, 256)
+        self.blocks = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+def in_blocks():
+    return InBlocks()
+"""
+PLAN = """
+[model]
+function = "bigram:bigram"
+[mesh]
+dp_shard = 2
+[data]
+sequence_length = 16
+batch_size = 8
+[optimizer]
+lr = 0.05
+[run]
+steps = 4
+stop_within = 2.0
+[model.overrides]
+"""
+COMMAND = [sys.executable, "-m", "hyper_parallel"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *COMMAND[1:]]
+SLOW = ["--set", "run.stop_within=25"]  # for ranks that end by themselves, on a busy machine
+ENDLESS = ["--data", "text", "--steps", "100000", "--json"]
+LIMIT = 300  # seconds: a hang, not a slow machine
+
+# Runs the command for each line of arguments that it reads, and answers with its exit status; what the command and its
+# ranks write is appended to two files.
+LAUNCHER = """
+import json, os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, which ranks would inherit
+answers = os.fdopen(os.dup(1), "w")
+for number, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+from hyper_parallel import cli
+for line in sys.stdin:
+    status = 0
+    try:
+        cli.main(json.loads(line))
+    except SystemExit as ended:
+        status = ended.code or 0
+    sys.stdout.flush()
+    print(status, file=answers, flush=True)
+"""
+
+
+def write_plan(folder: Path, run: str, **overrides: object) -> str:
+    """Write a plan that the folder's model takes; get the name of its file."""
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in {"run": run, **overrides}.items()]
+    (folder / f"{run}.toml").write_text(PLAN + "".join(lines))
+    return f"{run}.toml"
+
+
+def fill(folder: Path) -> Path:
+    (folder / "bigram.py").write_text(MODEL)
+    (folder / "text").write_bytes(b"to be or not to be, " * 20)
+    write_plan(folder, "run")
+    return folder
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [*arguments],
+        cwd=folder,
+        env={**os.environ, "HYPER_PARALLEL_DEVICE": "cpu"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    STARTED.append(process)
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    STARTED.remove(process)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+class Launcher:
+    """A process that runs the command once for each `begin`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = fill(folder)
+        self.running = False
+        self.process = start(folder, sys.executable, "-c", LAUNCHER)
+        self._read = {"out": 0, "err": 0}
+
+    def begin(self, *arguments: str) -> None:
+        assert self.process.stdin is not None
+        self.running = True
+        self.process.stdin.write(json.dumps(arguments) + "\n")
+        self.process.stdin.flush()
+
+    def written(self, name: str) -> str:
+        """What "out" or "err" has got since the last command ended."""
+        path = self.folder / name
+        return path.read_text()[self._read[name] :] if path.exists() else ""
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for the command's end; get its exit status and what it wrote."""
+        assert self.process.stdout is not None
+        assert wait([self.process.stdout], LIMIT), self.written("err")
+        answer = self.process.stdout.readline()
+        out, err = self.written("out"), self.written("err")
+        assert answer, err
+        self.running = False
+        self._read = {"out": self._read["out"] + len(out), "err": self._read["err"] + len(err)}
+        return int(answer), out, err
+
+
+def alive(folder: Path, run: str = "run") -> list[int]:
+    """The ranks that still run."""
+    found = []
+    for path in folder.glob(f"{run}.rank*.pid"):
+        try:
+            os.kill(int(path.read_text()), 0)
+            if "\nState:\tZ" in Path(f"/proc/{path.read_text()}/status").read_text():
+                continue  # whom nobody waited for
+        except (ProcessLookupError, FileNotFoundError, ValueError):  # ended, or not written yet
+            continue
+        found.append(int(path.stem.removeprefix(f"{run}.rank")))
+    return sorted(found)
+
+
+def wait_until(done) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

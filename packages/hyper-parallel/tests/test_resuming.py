@@ -1,0 +1,147 @@
+"""Runs that go on: from which checkpoints, in which layouts, on which data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hp_platform import get_platform
+from hp_testing import on_ranks, run_ranks
+from hyper_parallel.data import DataError
+from hyper_parallel.output import OutputError, Step, as_json
+from hyper_parallel.run import keep_lines
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from small_runs import DROPOUT, TABLES, losses, run
+
+pytestmark = pytest.mark.framework("torch")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(1, run, folder, {}, 5)
+    return folder
+
+
+@pytest.mark.parametrize("after", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
+    run_ranks(2, run, tmp_path, {"dp_shard": 2})
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as lines:
+        lines.write(json.dumps({"step": 4}) + '\n{"step": 5, "lo')  # after the checkpoint, killed while writing
+    run_ranks(2, run, tmp_path, after, 5, resume="auto")
+    assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-5)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"seed": 5}, r"run\.seed was 0 and is 5"),
+        ({"sequence_length": 9}, r"data\.sequence_length was 8 and is 9"),
+    ],
+    ids=str,
+)
+def test_other_samples_under_the_numbers_of_a_run(tmp_path, changed, text):
+    run_ranks(1, run, tmp_path, {}, 1)
+    run_ranks(1, refused, tmp_path, changed, text)
+    run_ranks(1, run, tmp_path, {}, 2, changed={"batch_size": 2}, resume="auto")
+
+
+def refused(folder, changed, text):
+    (folder / "swapped").write_bytes(b"to be or not to see " * 20)
+    with pytest.raises(DataError, match=rf"step-00000001 can't go on .*{text}.*; set it back, or .* --weights .*step"):
+        run(folder, {}, 2, changed=changed, resume="auto")
+
+
+def test_other_data_of_the_same_size(tmp_path):
+    run_ranks(1, run, tmp_path, {}, 1)
+    run_ranks(1, refused, tmp_path, {"paths": [str(tmp_path / "swapped")]}, r"digest of the data was \[")
+
+
+@on_ranks(2)
+def test_ranks_that_read_different_data_are_refused(tmp_path):
+    rank = get_platform().groups.rank()
+    own = tmp_path / f"own{rank}"
+    own.write_bytes(b"to be or not to be" * 20 + str(rank).encode())
+    with pytest.raises(DataError, match="rank 1 reads other data than rank 0 from .*own.*the same files"):
+        run(tmp_path, {"dp_shard": 2}, changed={"paths": [str(own)]})
+
+
+def test_a_metrics_file_that_was_cut_off(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    step = Step(step=1, loss=2.0, grad_norm=1.0, lr=0.1, tokens_per_second=8.0, peak_memory=9, seconds=1.0)
+    line = as_json(step)
+    file.write_text(f"{line}\n{line[:20]}")
+    assert keep_lines(file, 2) == [step]
+    assert file.read_text() == f"{line}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "state.json"])
+def test_a_checkpoint_that_is_damaged_is_passed_over(tmp_path, undisturbed, name):
+    run_ranks(1, run, tmp_path, {})
+    damage(tmp_path / "run" / "checkpoints" / "step-00000003" / name)
+    run_ranks(1, resume_with_a_warning, tmp_path, name)
+    assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-12)
+
+
+def damage(file):
+    data = bytearray(file.read_bytes())
+    data[-100 % len(data)] ^= 1
+    file.write_bytes(data)
+
+
+def resume_with_a_warning(folder, name):
+    with pytest.warns(RuntimeWarning, match=rf"the checkpoint of step 3 can't be read: .*{name}"):
+        run(folder, {}, 5, resume="auto")
+
+
+def test_dropout_goes_on_where_it_was(tmp_path):
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    run_ranks(1, run, tmp_path / "whole", {}, 5, DROPOUT)
+    run_ranks(1, run, tmp_path / "parts", {}, 5, DROPOUT, until=3)
+    run_ranks(1, run, tmp_path / "parts", {}, 5, DROPOUT, resume="auto")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_muon_goes_on_where_it_was(tmp_path):
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    run_ranks(1, run, tmp_path / "whole", {}, 4, optimizer="muon")
+    run_ranks(1, run, tmp_path / "parts", {}, 4, optimizer="muon", until=2)
+    run_ranks(1, run, tmp_path / "parts", {}, 4, optimizer="muon", resume="auto")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@on_ranks(2)
+def test_a_run_of_another_model_does_not_go_on(tmp_path):
+    run(tmp_path, {"dp_shard": 2})
+    if get_platform().groups.rank() == 0:
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+        with pytest.raises(OutputError, match=r"has a finished run of 3 steps, and no metrics\.jsonl .*run\.steps"):
+            run(tmp_path, {"dp_shard": 2}, resume="auto")
+    else:
+        run(tmp_path, {"dp_shard": 2}, resume="auto")
+    smaller = {**TABLES["model"], "overrides": {**TABLES["model"]["overrides"], "num_hidden_layers": 1}}
+    with pytest.raises(OutputError, match=r"step-00000003 doesn't fit the plan: .*that the model lacks.*with --out"):
+        run(tmp_path, {"dp_shard": 2}, 5, smaller, resume="auto")
+    wider = {**TABLES["model"], "overrides": {**TABLES["model"]["overrides"], "hidden_size": 32}}
+    with pytest.raises(OutputError, match=r"step-00000003 doesn't fit the plan: .*of shape.*with --out"):
+        run(tmp_path, {"dp_shard": 2}, 5, wider, resume="auto")
+    if get_platform().groups.rank() == 0:
+        for folder in (tmp_path / "run" / "checkpoints").iterdir():
+            damage(folder / "manifest.json")
+    get_platform().collectives.barrier()
+    with (
+        pytest.warns(RuntimeWarning, match=r"can't be read"),
+        pytest.raises(OutputError, match=r"no checkpoint that can be read: .*manifest\.json.*with --out"),
+    ):
+        run(tmp_path, {"dp_shard": 2}, 5, resume="auto")
