@@ -107,6 +107,7 @@ class HostMemory:
         for rank in self._others:
             self._tell(rank, _ENDED, 0)
         self._open.close()
+        self._others, self.own = {}, np.empty(0, np.uint8)
 
     def _tell(self, rank: int, what: int, number: int) -> None:
         with suppress(OSError):  # it has ended
