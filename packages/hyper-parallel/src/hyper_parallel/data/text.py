@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +29,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         DataError: a path doesn't exist, a file is empty, a folder has no files.
     """
     if not paths:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        sources = (path for path in library.rglob("*.py") if not _NOT_STANDARD_LIBRARY.intersection(path.parts))
-        return sorted(path for path in sources if path.is_file())
+        return list(_standard_library())
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -50,6 +50,16 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         else:
             files.append(path)
     return files
+
+
+@cache
+def _standard_library() -> tuple[Path, ...]:
+    found: list[Path] = []
+    for folder, inside, files in os.walk(sysconfig.get_paths()["stdlib"]):
+        # Other packages are in there too, often many more files than the library's own.
+        inside[:] = [name for name in inside if name not in _NOT_STANDARD_LIBRARY]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return tuple(sorted(path for path in found if path.is_file()))
 
 
 def check_text(paths: Sequence[str], *, sequence_length: int, max_bytes: int) -> int:
