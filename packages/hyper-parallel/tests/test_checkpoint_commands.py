@@ -66,7 +66,7 @@ def test_convert(run):
     assert command("convert", folder, run / "model").strip() == f"{run / 'model'}: model.safetensors"
     assert load_file(run / "model" / "model.safetensors")["b"].tolist() == [0, 1, 2]
     assert "exists; name a folder that doesn't" in command("convert", folder, run / "model", code=1)
-    assert "error: --to dcp: expected hf" in command("convert", folder, run / "x", "--to", "dcp", code=1)
+    assert "error: --to pt: expected hf or dcp" in command("convert", folder, run / "x", "--to", "pt", code=1)
     command("convert", folder, run / "half", "--dtype", "float16")
     half = load_file(run / "half" / "model.safetensors")
     assert half["w"].dtype == np.float16 and half["b"].dtype == np.int64 and (half["w"] == np.float16(1.001)).all()
@@ -76,6 +76,28 @@ def test_convert(run):
     (folder / "model.safetensors").write_bytes(content)
     assert "tensor 'w' changed since the save" in command("convert", folder, run / "y", code=1)
     assert not [path for path in run.iterdir() if path.name.startswith(("x", "y"))]
+
+
+def test_convert_to_the_format_of_torch_and_back(run):
+    """All of a checkpoint, or the model alone; that torch loads it is a test of hp-checkpoint."""
+    folder = run / "step-00000001"
+    text = command("convert", folder, run / "dcp", "--to", "dcp").strip()
+    assert text == f"{run / 'dcp'}: .metadata, __0_0.distcp"
+    assert command("diff", folder, run / "dcp") == ""
+    assert "model: w: 12 of 12" in command("diff", run / "step-00000002", run / "dcp", code=1)
+    command("convert", folder, run / "weights", "--to", "dcp", "--weights-only")
+    content = json.loads(command("inspect", run / "weights", "--json"))
+    assert content["parts"]["model"]["tensors"] == {"b": ["I64", 3], "w": ["F32", 3, 4]} and len(content["parts"]) == 1
+    command("convert", run / "dcp", run / "model")
+    assert (load_file(run / "model" / "model.safetensors")["w"] == np.float32(1.001)).all()
+    assert "is of torch.distributed.checkpoint already" in command(
+        "convert", run / "dcp", run / "x", "--to", "dcp", code=1
+    )
+    save({"pair": (np.zeros(2), 1)}, checkpoint_id=run / "tuple", no_dist=True)
+    assert "'pair' is a tuple with tensors" in command("convert", run / "tuple", run / "x", "--to", "dcp", code=1)
+    save({"a": {"b": 1}, "a.b": 2}, checkpoint_id=run / "twice", no_dist=True)
+    assert "are both 'a.b' in torch.d" in command("convert", run / "twice", run / "x", "--to", "dcp", code=1)
+    assert not (run / "x").exists()
 
 
 def test_prune(run):

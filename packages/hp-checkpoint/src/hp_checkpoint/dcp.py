@@ -25,11 +25,11 @@ from hp_checkpoint.pickles import StoredTensor, plain, read_pickle, tensor_names
 from hp_checkpoint.state import Address, Unreadable, address
 from hp_checkpoint.storage import opened, read_at, read_small
 
-__all__ = ["check_cover", "dcp_manifest", "dcp_values", "is_dcp"]
+__all__ = ["CHECKPOINT", "METADATA", "TORCH_NAMES", "check_cover", "dcp_manifest", "dcp_values", "is_dcp"]
 
-_METADATA = ".metadata"
-_CHECKPOINT = "torch.distributed.checkpoint"
-_NAMES = {
+METADATA = ".metadata"
+CHECKPOINT = "torch.distributed.checkpoint"
+TORCH_NAMES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -52,7 +52,7 @@ _EDGE = 4096  # bytes read at once at both ends of an archive, which have all bu
 
 def is_dcp(folder: Path) -> bool:
     """Tell whether torch.distributed.checkpoint wrote a folder, and no checkpoint of ours took its place."""
-    return os.path.lexists(folder / _METADATA) and not os.path.lexists(folder / MANIFEST)
+    return os.path.lexists(folder / METADATA) and not os.path.lexists(folder / MANIFEST)
 
 
 def dcp_manifest(folder: Path) -> Manifest:
@@ -66,7 +66,7 @@ def dcp_manifest(folder: Path) -> Manifest:
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         if isinstance(error, InvalidCheckpointError):
             raise
-        text = f"{folder / _METADATA} contradicts itself: {type(error).__name__}: {error}"
+        text = f"{folder / METADATA} contradicts itself: {type(error).__name__}: {error}"
         raise InvalidCheckpointError(text) from error
 
 
@@ -133,22 +133,22 @@ def _value(folder: Path, name: str, info: Any) -> Any:
 
 
 def _metadata(folder: Path) -> Any:
-    module = f"{_CHECKPOINT}.metadata"
+    module = f"{CHECKPOINT}.metadata"
     classes = (
         "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex"
         " StorageMeta"
     )
     names: dict[tuple[str, str], Any] = {(module, name): plain(name) for name in classes.split()}
-    names |= {(f"{_CHECKPOINT}.filesystem", name): plain(name) for name in ("_StorageInfo", "_StoragePrefix")}
+    names |= {(f"{CHECKPOINT}.filesystem", name): plain(name) for name in ("_StorageInfo", "_StoragePrefix")}
     older = "torch.distributed._shard.sharded_tensor.metadata"
     names |= {(older, "TensorProperties"): plain("TensorProperties"), (older, "MEM_FORMAT_ENCODING"): int}
     names |= {(module, "_MEM_FORMAT_ENCODING"): int, ("torch.serialization", "_get_layout"): str}
-    names |= {("torch", name): name for name in (*_NAMES, "complex128", "strided")}
+    names |= {("torch", name): name for name in (*TORCH_NAMES, "complex128", "strided")}
     names |= {(place, "PosixPath"): _joined for place in ("pathlib", "pathlib._local")}
-    content = read_small(folder / _METADATA)
-    metadata = read_pickle(content, {**value_names(), **names}, str(folder / _METADATA))
+    content = read_small(folder / METADATA)
+    metadata = read_pickle(content, {**value_names(), **names}, str(folder / METADATA))
     if type(metadata).__name__ != "Metadata" or not isinstance(getattr(metadata, "storage_data", None), dict):
-        raise InvalidCheckpointError(f"{folder / _METADATA} is not the metadata of {_CHECKPOINT}.FileSystemWriter")
+        raise InvalidCheckpointError(f"{folder / METADATA} is not the metadata of {CHECKPOINT}.FileSystemWriter")
     return metadata
 
 
@@ -160,7 +160,7 @@ def _places(folder: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...] | No
     """Return file, offset and length of each chunk and value, by name and the chunk's offsets."""
     result: dict[tuple[str, tuple[int, ...] | None], Any] = {}
     for index, info in metadata.storage_data.items():
-        check_file_name(info.relative_path, str(folder / _METADATA))
+        check_file_name(info.relative_path, str(folder / METADATA))
         if getattr(info, "transform_descriptors", None):
             raise InvalidCheckpointError(
                 f"{folder}: {index.fqn!r} was written with {info.transform_descriptors}; only files that are not"
@@ -192,10 +192,10 @@ def _addresses(metadata: Any) -> dict[str, Address]:
 
 def _kind(folder: Path, name: str, described: Any) -> Kind:
     dtype = described.properties.fields[0]
-    if dtype not in _NAMES:
+    if dtype not in TORCH_NAMES:
         raise InvalidCheckpointError(f"{folder}: {name!r} has dtype {dtype}, which safetensors lacks")
-    assert _NAMES[dtype] in DTYPES
-    return Kind(_NAMES[dtype], tuple(int(size) for size in described.size))
+    assert TORCH_NAMES[dtype] in DTYPES
+    return Kind(TORCH_NAMES[dtype], tuple(int(size) for size in described.size))
 
 
 def check_cover(folder: Path, entry: Entry, chunks: list[Chunk]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_checkpoint.dcp_export import to_dcp
 from hp_checkpoint.export import to_hugging_face
 from hp_checkpoint.last_words import LastWords
 from hp_checkpoint.ranks import Ranks
@@ -19,5 +20,6 @@ __all__ = [
     "prune",
     "steps_in",
     "summary",
+    "to_dcp",
     "to_hugging_face",
 ]

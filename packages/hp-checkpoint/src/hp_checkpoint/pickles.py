@@ -12,6 +12,10 @@ from hp_checkpoint.errors import InvalidCheckpointError
 __all__ = ["Plain", "Storage", "StoredTensor", "plain", "read_pickle", "tensor_names", "value_names"]
 
 Names = Mapping[tuple[str, str], Any]
+_DTYPES = """
+float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64
+int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool
+""".split()
 
 
 class Plain:
@@ -108,6 +112,6 @@ def tensor_names() -> dict[tuple[str, str], Any]:
     """Return the names that a pickle of one plain tensor may have."""
     kinds = "Double Float Half BFloat16 Long Int Short Char Byte Bool ComplexFloat Untyped".split()
     storages = {(module, f"{kind}Storage"): kind for kind in kinds for module in ("torch", "torch.storage")}
-    dtypes = {("torch", name): name for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")}
+    dtypes = {("torch", name): name for name in _DTYPES}
     rebuilt = {("torch._utils", f"_rebuild_tensor_v{version}"): StoredTensor for version in (2, 3)}
     return {**value_names(), **storages, **dtypes, **rebuilt, ("torch._utils", "_rebuild_parameter"): _of_parameter}

@@ -6,15 +6,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from hp_checkpoint.api import read_values
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import Entry
-from hp_checkpoint.loading import read_tree, verify_files
+from hp_checkpoint.loading import verify_files
 from hp_checkpoint.manifest import MANIFEST, Manifest
-from hp_checkpoint.saving import STATE
 from hp_checkpoint.sources import open_checkpoint
+from hp_checkpoint.state import Unreadable
 from hp_checkpoint.streams import stream
 
 __all__ = ["Difference", "diff", "faults", "summary"]
@@ -90,11 +92,8 @@ def diff(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Difference]:
             text = _compared(pair, (one, other), tolerance)
             if text is not None:
                 result.append(Difference(full, text))
-    trees = [
-        read_tree(manifest, folder) if STATE in manifest.files else None
-        for manifest, folder in zip(manifests, (one, other), strict=True)
-    ]
-    return result + list(_differing(trees[0], trees[1], "state"))
+    values = [read_values(manifest, folder) for manifest, folder in zip(manifests, (one, other), strict=True)]
+    return result + list(_differing(values[0], values[1], "state"))
 
 
 def _compared(entries: tuple[Entry, Entry], folders: tuple[Path, Path], tolerance: float) -> str | None:
@@ -119,9 +118,17 @@ def _compared(entries: tuple[Entry, Entry], folders: tuple[Path, Path], toleranc
     return text if dtype is None else f"{text}, by up to {largest:.3g}"
 
 
-def _differing(one: object, other: object, path: str) -> Iterator[Difference]:
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in sorted({*one, *other}):
-            yield from _differing(one.get(key), other.get(key), f"{path}.{key}")
-    elif one != other:
-        yield Difference(path, f"{json.dumps(one)[:60]} and {json.dumps(other)[:60]}")
+def _differing(one: Any, other: Any, path: str) -> Iterator[Difference]:
+    """List the values that differ; one that a side lacks is None there, as a tensor is in both."""
+    inner = [{} if each is None else each for each in (one, other)]
+    unreadable = [each for each in (one, other) if isinstance(each, Unreadable)]
+    if unreadable:
+        yield Difference(path, f"can't be read: {unreadable[0].text}")
+    elif all(isinstance(each, dict) for each in inner):
+        named = [{str(key): value for key, value in each.items()} for each in inner]
+        for key in sorted({*named[0], *named[1]}):
+            yield from _differing(named[0].get(key), named[1].get(key), f"{path}.{key}")
+    else:
+        texts = [json.dumps(each, default=repr) for each in (one, other)]
+        if texts[0] != texts[1]:
+            yield Difference(path, f"{texts[0][:60]} and {texts[1][:60]}")

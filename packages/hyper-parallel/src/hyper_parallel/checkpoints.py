@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hp_checkpoint import InvalidCheckpointError, Keep
-from hp_checkpoint.extend import diff, faults, prune, steps_in, summary, to_hugging_face
+from hp_checkpoint.extend import diff, faults, prune, steps_in, summary, to_dcp, to_hugging_face
 from hyper_parallel.output import CHECKPOINTS
 
 __all__ = ["app"]
@@ -69,16 +69,26 @@ def compare(
 def convert(
     folder: Folder,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder that doesn't exist.", show_default=False)],
-    to: Annotated[str, typer.Option(help="The format: hf, a Hugging Face folder.")] = "hf",
+    to: Annotated[
+        str,
+        typer.Option(help="hf: the model as a Hugging Face folder. dcp: all of it, for torch.distributed.checkpoint."),
+    ] = "hf",
     dtype: Annotated[
-        str | None, typer.Option(help="Of floating-point tensors, as bfloat16.", show_default="as they are")
+        str | None,
+        typer.Option(help="Of the model's floating-point tensors, as bfloat16.", show_default="as they are"),
     ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="With --to dcp: the model's tensors alone.")
+    ] = False,
 ) -> None:
-    """Write a checkpoint's model without its optimizer, verified; one of torch.distributed.checkpoint, too."""
+    """Write a checkpoint in another format, verified; one of torch.distributed.checkpoint as a Hugging Face folder."""
     with _errors():
-        if to != "hf":
-            raise ValueError(f"--to {to}: expected hf")
-        files = to_hugging_face(folder, target, dtype=dtype)
+        if to == "hf":
+            files = to_hugging_face(folder, target, dtype=dtype)
+        elif to == "dcp":
+            files = to_dcp(folder, target, dtype=dtype, weights_only=weights_only)
+        else:
+            raise ValueError(f"--to {to}: expected hf or dcp")
     typer.echo(f"{target}: {', '.join(files)}")
 
 

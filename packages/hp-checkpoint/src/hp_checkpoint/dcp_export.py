@@ -1,0 +1,285 @@
+"""Checkpoints of torch.distributed.checkpoint, written from a checkpoint on disk, in bounded memory; no framework.
+
+See Note [Files of torch.distributed.checkpoint] in `dcp`. A tensor is divided into chunks, so that none of the ranks
+that load it has to read all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from hp_checkpoint.conversions import casts_to, converted, dtype_named
+from hp_checkpoint.dcp import CHECKPOINT, METADATA, TORCH_NAMES, is_dcp
+from hp_checkpoint.export import MODEL, new_folder
+from hp_checkpoint.files import Entry, Kind
+from hp_checkpoint.loading import read_tree, verify_files
+from hp_checkpoint.manifest import MANIFEST, Manifest
+from hp_checkpoint.pickling import Call, Name, Object, Reference, pickled
+from hp_checkpoint.saving import STATE
+from hp_checkpoint.sources import open_checkpoint
+from hp_checkpoint.state import Address, decode
+from hp_checkpoint.storage import sync, write_small
+from hp_checkpoint.streams import read_range
+
+__all__ = ["blocks", "to_dcp"]
+
+Keys = tuple[str | int, ...]
+Sizes = tuple[int, ...]
+_CHUNK = 64 << 20  # bytes of a tensor's chunk at most; an archive of less than 4 GiB is the older, simpler format
+_FILE = 5 * 10**9
+_AT_ONCE = 16 << 20
+_DTYPES = {own: name for name, own in TORCH_NAMES.items()}
+_SIZE = Name("torch", "Size")
+
+
+def to_dcp(folder: Path, target: Path, *, dtype: str | None = None, weights_only: bool = False) -> list[str]:
+    """Write a checkpoint as torch.distributed.checkpoint does, verified, and return its files.
+
+    The names are those of the state that was saved: ``model.layers.0.weight``, ``optimizer.layers.0.weight.exp_avg``,
+    ``step``. The tensors of a folder without such a state, as the hub's, have the names of the model.
+
+    Args:
+        folder: a checkpoint, or a Hugging Face folder.
+        target: a folder that doesn't exist.
+        dtype: of the model's floating-point tensors, as "bfloat16". Default None: as they are.
+        weights_only: write the model's tensors alone, under the model's names.
+
+    Raises:
+        FileExistsError: the target exists.
+        InvalidCheckpointError: a file differs from its checksums.
+        ValueError: the folder is of torch.distributed.checkpoint, or two values have one name.
+    """
+    own = None if dtype is None else dtype_named(dtype)
+    if is_dcp(folder):
+        raise ValueError(f"{folder} is of torch.distributed.checkpoint already")
+    manifest = open_checkpoint(folder)
+    if weights_only and MODEL not in manifest.parts:
+        raise ValueError(f"{folder} has no tensors under 'model', but the parts {', '.join(manifest.parts) or 'none'}")
+    if (folder / MANIFEST).exists():
+        verify_files(manifest, folder)
+    leaves = _leaves(manifest, folder, weights_only)
+    kinds: dict[Address, Kind] = {}
+    for part, name in {leaf: None for leaf in leaves.values() if isinstance(leaf, _Tensor)}:
+        entry = manifest.parts[part][name]
+        changed = part == MODEL and own is not None and casts_to(name, entry.kind.dtype, own)
+        kinds[part, name] = Kind(str(own), entry.kind.shape) if changed else entry.kind
+    with new_folder(target, sum(kind.nbytes for kind in kinds.values())) as part_folder:
+        with closing(_Files(part_folder)) as files:
+            places = {at: list(_write(files, manifest.parts[at[0]][at[1]], kinds[at], folder)) for at in kinds}
+            values = {name: files.archive(pickled(leaf)) for name, leaf in _values(leaves).items()}
+        write_small(part_folder / METADATA, pickled(_metadata(leaves, kinds, places, values)))
+        return [METADATA, *files.names]
+
+
+def blocks(shape: Sizes, itemsize: int, limit: int = _CHUNK) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Divide a tensor into boxes of consecutive elements, of at most ``limit`` bytes each: (offsets, sizes).
+
+    >>> list(blocks((3, 4), 4, 32))
+    [((0, 0), (2, 4)), ((2, 0), (1, 4))]
+    """
+    dim = len(shape)
+    while dim and prod(shape[dim - 1 :]) * itemsize <= limit:
+        dim -= 1
+    if not dim or not prod(shape):
+        yield (0,) * len(shape), shape
+        return
+    inner = shape[dim:]
+    rows = max(1, limit // (prod(inner) * itemsize))
+    for outer in itertools.product(*(range(size) for size in shape[: dim - 1])):
+        for start in range(0, shape[dim - 1], rows):
+            sizes = (*(1 for _ in outer), min(rows, shape[dim - 1] - start), *inner)
+            yield (*outer, start, *(0 for _ in inner)), sizes
+
+
+class _Tensor(tuple[str, str]):
+    """The address of a tensor, in its place in the state."""
+
+    __slots__ = ()
+
+
+def _leaves(manifest: Manifest, folder: Path, weights_only: bool) -> dict[Keys, Any]:
+    """Return tensors and values by their paths in the state, as torch.distributed.checkpoint divides one."""
+    if weights_only or STATE not in manifest.files:
+        entries = {(part, name) for part, inner in manifest.parts.items() for name in inner if part == MODEL}
+        own: dict[Keys, Any] = {(name,): _Tensor((part, name)) for part, name in sorted(entries)}
+        aliases = manifest.aliases.get(MODEL, {}).items()
+        return own | {(name,): _Tensor((MODEL, first)) for name, first in aliases}
+    found: dict[Keys, Any] = {}
+    _divide(decode(read_tree(manifest, folder), _Tensor), (), found)
+    names: dict[str, Keys] = {}
+    for path in found:
+        other = names.setdefault(_dotted(path), path)
+        if other != path:
+            raise ValueError(f"{folder}: {path} and {other} are both {_dotted(path)!r} in torch.distributed.checkpoint")
+    return found
+
+
+def _divide(value: Any, path: Keys, found: dict[Keys, Any]) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _divide(inner, (*path, str(key)), found)
+    elif isinstance(value, list) and _divided(value):
+        for number, inner in enumerate(value):
+            _divide(inner, (*path, number), found)
+    elif isinstance(value, tuple) and not isinstance(value, _Tensor) and _has_tensors(value):
+        raise ValueError(
+            f"{_dotted(path)!r} is a tuple with tensors, into which torch.distributed.checkpoint can't load"
+        )
+    else:
+        found[path] = value
+
+
+def _divided(values: list[Any]) -> bool:
+    return any(isinstance(e, (Mapping, _Tensor)) or isinstance(e, list) and _divided(e) for e in values)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, _Tensor):
+        return True
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return any(_has_tensors(each) for each in inner)
+
+
+def _values(leaves: Mapping[Keys, Any]) -> dict[str, Any]:
+    return {_dotted(path): leaf for path, leaf in leaves.items() if not isinstance(leaf, _Tensor)}
+
+
+def _dotted(path: Keys) -> str:
+    return ".".join(map(str, path))
+
+
+def _write(files: _Files, entry: Entry, kind: Kind, folder: Path) -> Iterator[tuple[Any, Any, Object]]:
+    """Write a tensor's chunks: (offsets, sizes, place)."""
+    at = 0
+    for offsets, sizes in blocks(kind.shape, kind.itemsize):
+        count = prod(sizes)
+        first, stop = at * entry.kind.itemsize, (at + count) * entry.kind.itemsize
+        data = (
+            converted(read_range(entry, folder, low, min(low + _AT_ONCE, stop)), entry.kind.dtype, kind.dtype)
+            for low in range(first, stop, _AT_ONCE)
+        )
+        yield offsets, sizes, files.archive(pickled(_tensor(kind, sizes)), data)
+        at += count
+
+
+def _tensor(kind: Kind, sizes: Sizes) -> Call:
+    """Return the tensor of an archive's elements, as `torch.save` describes one."""
+    strides = tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    storage = Name("torch.storage", "UntypedStorage")
+    elements = Reference(("storage", storage, "0", "cpu", prod(sizes) * kind.itemsize))
+    hooks = Call(Name("collections", "OrderedDict"), ())
+    dtype = Name("torch", _DTYPES[kind.dtype])
+    return Call(Name("torch._utils", "_rebuild_tensor_v3"), (elements, 0, sizes, strides, False, hooks, dtype))
+
+
+def _metadata(
+    leaves: Mapping[Keys, Any],
+    kinds: Mapping[Address, Kind],
+    places: Mapping[Address, list[tuple[Any, Any, Object]]],
+    values: Mapping[str, Object],
+) -> Object:
+    def of(name: str, state: Any = None) -> Object:
+        return Object(Name(f"{CHECKPOINT}.metadata", name), state)
+
+    def size(sizes: Sizes) -> Call:
+        return Call(_SIZE, (sizes,))
+
+    described: dict[str, Object] = {}
+    storage: dict[Object, Object] = {}
+    for path, leaf in leaves.items():
+        name = _dotted(path)
+        if not isinstance(leaf, _Tensor):
+            described[name] = of("BytesStorageMetadata")
+            storage[of("MetadataIndex", {"fqn": name, "index": None})] = values[name]
+            continue
+        chunks = places[leaf]
+        listed = [of("ChunkStorageMetadata", {"offsets": size(at), "sizes": size(own)}) for at, own, _ in chunks]
+        layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+        memory = Call(Name(f"{CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
+        dtype = Name("torch", _DTYPES[kinds[leaf].dtype])
+        properties = of("TensorProperties", (dtype, layout, False, memory, False))
+        state = {"properties": properties, "size": size(kinds[leaf].shape), "chunks": listed}
+        described[name] = of("TensorStorageMetadata", state)
+        for number, (offsets, _, place) in enumerate(chunks):
+            storage[of("MetadataIndex", {"fqn": name, "offset": size(offsets), "index": number})] = place
+    state = {
+        "state_dict_metadata": described,
+        "planner_data": {_dotted(path): path for path in leaves},
+        "storage_data": storage,
+        "storage_meta": of("StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}),
+        "version": "1.0.0",
+    }
+    return of("Metadata", state)
+
+
+class _Files:
+    """The files of a folder, filled one after the other.
+
+    Args:
+        folder: that of the checkpoint.
+
+    Attributes:
+        names: of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+        self.names: list[str] = []
+
+    def archive(self, content: bytes, elements: Iterable[np.ndarray] | None = None) -> Object:
+        """Append what `torch.save` writes, and return its place.
+
+        Args:
+            content: of the pickle.
+            elements: of the tensor in it, if it has one, in parts.
+        """
+        if self._file is None or self._file.tell() >= _FILE:
+            self.close()
+            self.names.append(f"__0_{len(self.names)}.distcp")
+            self._file = open(self._folder / self.names[-1], "xb")
+        start = self._file.tell()
+        with zipfile.ZipFile(_After(self._file), "w") as archive:  # type: ignore[arg-type]
+            archive.writestr("archive/data.pkl", content)
+            archive.writestr("archive/byteorder", sys.byteorder)
+            archive.writestr("archive/version", "3\n")
+            if elements is not None:
+                with archive.open("archive/data/0", "w") as record:
+                    for data in elements:
+                        record.write(data.data)
+        place = {"relative_path": self.names[-1], "offset": start, "length": self._file.tell() - start}
+        return Object(Name(f"{CHECKPOINT}.filesystem", "_StorageInfo"), place)
+
+    def close(self) -> None:
+        """Write the last file to its end."""
+        if self._file is not None:
+            self._file.flush()
+            sync(self._file.fileno(), self._folder / self.names[-1])
+            self._file.close()
+            self._file = None
+
+
+class _After:
+    """The rest of a file from where it is now, as a file of its own."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._start = file, file.tell()
+        self.write, self.flush = file.write, file.flush
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position."""
+        return self._file.seek(offset + (self._start if whence == os.SEEK_SET else 0), whence) - self._start
