@@ -53,8 +53,19 @@ def page() -> str:
         for node in ast.parse(path.read_text("utf-8")).body
         if isinstance(node, ast.ClassDef)
     }
-    sections = "\n".join(_section(name, classes[kind]) for name, kind in _names().items())
-    return f"{HEAD}\n{sections}"
+    sections: list[str] = []
+    for name, kind in _names().items():
+        sections.append(_section(f"## [{name}]", classes[kind]))
+        sections += [_section(f"### [[{name}.{key}]]", classes[inner]) for key, inner in _inner(classes, kind)]
+    return f"{HEAD}\n" + "\n".join(sections)
+
+
+def _inner(classes: Mapping[str, ast.ClassDef], kind: str) -> Iterator[tuple[str, str]]:
+    """List the keys of a section that are lists of tables, and the tables' class."""
+    for field in classes[kind].body:
+        if isinstance(field, ast.AnnAssign):
+            names = {node.id for node in ast.walk(field.annotation) if isinstance(node, ast.Name)}
+            yield from ((ast.unparse(field.target), each) for each in sorted(names & classes.keys()))
 
 
 def _names() -> Mapping[str, str]:
@@ -67,13 +78,13 @@ def _names() -> Mapping[str, str]:
     raise SystemExit("hp_plan/plan.py has no SECTIONS")
 
 
-def _section(name: str, node: ast.ClassDef) -> str:
+def _section(title: str, node: ast.ClassDef) -> str:
     text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
     about, _, listed = text.partition("\n\nAttributes:\n")
     described = {key: " ".join(words.split()) for key, words in _ATTRIBUTE.findall(listed)}
     rows = [f"| `{key}` | {kind} | {default} | {_cell(described[key])} |" for key, kind, default in _fields(node)]
     head = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
-    return f"## [{name}]\n\n{' '.join(about.split())}\n\n{head}\n" + "\n".join(rows) + "\n"
+    return f"{title}\n\n{' '.join(about.split())}\n\n{head}\n" + "\n".join(rows) + "\n"
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
@@ -119,7 +130,7 @@ def _kind(node: ast.expr) -> str:
             several = isinstance(inner[-1], ast.Constant) and inner[-1].value is Ellipsis
             return f"list of {'' if several else f'{len(inner)} '}{_plural(_kind(inner[0]))}"
         return "table"
-    return _WORDS[ast.unparse(node)]
+    return _WORDS.get(ast.unparse(node), "table")
 
 
 def _plural(kind: str) -> str:

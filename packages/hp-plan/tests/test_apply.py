@@ -198,8 +198,11 @@ def test_the_learning_rate_follows_the_schedule(section, factors):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(factors[0] * plan.optimizer.lr)
 
 
+NORM = {"patterns": ["model.norm.*"], "weight_decay": 0.0}
+
+
 def test_muon_trains_the_hidden_matrices_and_adamw_the_rest():
-    plan = llama({}, optimizer={"name": "muon", "lr": 0.02, "muon_momentum": 0.9, "no_decay": ["model.norm.*", "*.k"]})
+    plan = llama({}, optimizer={"name": "muon", "lr": 0.02, "muon_momentum": 0.9, "groups": [NORM]})
     model = build_model(plan)
     optimizer = build_optimizer(plan, model.named_parameters())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -221,15 +224,6 @@ def test_muon_trains_the_hidden_matrices_and_adamw_the_rest():
     assert [group["lr"] for group in optimizer.param_groups] == [0.02] * 3
     with pytest.raises(ValueError, match=r"name = 'muon' in \[optimizer\] goes by names of parameters; pass"):
         build_optimizer(plan, model.parameters())
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_parameters_without_weight_decay(name):
-    plan = ParallelPlan.from_dict({"optimizer": {"name": name, "no_decay": ["bias"]}})
-    optimizer = build_optimizer(plan, nn.Linear(2, 2).named_parameters())
-    assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.01, 1), (0.0, 1)]
-    with pytest.raises(ValueError, match=r"no_decay in \[optimizer\] goes by names of parameters"):
-        build_optimizer(plan, nn.Linear(2, 2).parameters())
 
 
 @on_ranks(2)

@@ -215,7 +215,6 @@ def test_numbers_that_no_training_can_use(section, value, expected):
             "which name = 'adamw' does not use; leave it out, or make optimizer.name",
         ),
         ({"name": "muon", "muon": ["model.layer.*"]}, "optimizer.muon[0]: 'model.layer.*' matches no parameter"),
-        ({"no_decay": ["norm"]}, "optimizer.no_decay[0]: 'norm' matches no parameter"),
         ({"name": "muon", "muon": ["model.norm.weight"]}, "matches model.norm.weight of shape ("),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from hp_plan import ParallelPlan, PlanError
+from hp_plan import OptimizerGroup, ParallelPlan, PlanError
 from hp_plan.checks import check_plan
 from hp_plan.extend import override, read_plan, settings
 from hp_plan.plan import SECTIONS
@@ -22,7 +22,8 @@ GOOD = {
     "memory": {"recompute": ["model.layers.*.mlp"], "swap": ["model.layers.*.self_attn"]},
     "pipeline": {"schedule": "interleaved", "stages_per_rank": 2, "micro_batches": 4},
     "fsdp": {"groups": ["model.layers.*"], "reshard_after_forward": True, "param_dtype": "float32"},
-    "optimizer": {"name": "muon", "lr": 1e-3, "betas": [0.9, 0.95], "muon": ["model.layers.*"], "muon_momentum": 0.9},
+    "optimizer": {"name": "muon", "lr": 1e-3, "betas": [0.9, 0.95], "muon": ["model.layers.*"], "muon_momentum": 0.9}
+    | {"groups": [{"patterns": ["model.norm.weight"], "weight_decay": 0.0}]},
     "schedule": {"kind": "wsd", "warmup_steps": 2, "decay_steps": 3, "decay": "cosine", "final": 0.1},
     "data": {"sequence_length": 16, "batch_size": 16},
     "profile": {"start": 2, "steps": 2, "ranks": [0]},
@@ -70,11 +71,13 @@ def typo(name, chance):
 def mistakes(chance):
     """A plan with one mistake, and the keys by which it may be refused."""
     tables = copy.deepcopy(GOOD)
-    kind = chance.choice(["value", "value", "value", "key", "section", "elsewhere", "choice", "unused"])
+    kind = chance.choice(["value", "value", "value", "key", "section", "elsewhere", "choice", "unused", "group"])
     section = chance.choice(sorted(SECTIONS))
     hints = get_type_hints(SECTIONS[section])
     key = chance.choice(sorted(hints))
     table = tables.setdefault(section, {})
+    if kind == "group":
+        return of_a_group(tables, chance)
     if kind == "value":
         table[key] = chance.choice(wrong_values(hints[key]))
         return tables, {f"{section}.{key}"}
@@ -105,6 +108,26 @@ def mistakes(chance):
         table[key] = typo(chance.choice(get_args(hints[key])), chance)
         return tables, {f"{section}.{key}"}
     return unused(tables, chance)
+
+
+def of_a_group(tables, chance):
+    """A mistake in a table of a list of tables."""
+    group, key = tables["optimizer"]["groups"][0], "optimizer.groups[0]"
+    which = chance.choice(["value", "key", "table", "patterns", "nothing"])
+    if which == "value":
+        hints = get_type_hints(OptimizerGroup)
+        name = chance.choice(sorted(hints))
+        group[name] = chance.choice(wrong_values(hints[name]))
+        return tables, {f"{key}.{name}"}
+    if which == "key":
+        wrong = typo(chance.choice(["patterns", "weight_decay", "lr_multiple"]), chance)
+        group[wrong] = 1
+        return tables, {f"{key}.{wrong}"}
+    if which == "table":
+        tables["optimizer"]["groups"][0] = chance.choice([3, "model.norm.weight", ["x"], True])
+        return tables, {key}
+    del group["patterns" if which == "patterns" else "weight_decay"]
+    return tables, {f"{key}.patterns" if which == "patterns" else key}
 
 
 def unused(tables, chance):

@@ -22,6 +22,9 @@ VALUES = st.recursive(
 )
 POSITIVE = st.floats(1e-12, 1e3)
 BETA = st.floats(0.0, 1.0, exclude_max=True)
+GROUPS = st.lists(
+    st.fixed_dictionaries({"patterns": st.lists(NAMES, max_size=2)}, optional={"weight_decay": BETA}), max_size=2
+)
 PLANS = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries(
@@ -37,7 +40,7 @@ PLANS = st.fixed_dictionaries(
             optional={"reshard_after_forward": st.booleans() | st.integers(1, 4), "param_dtype": st.just("bfloat16")},
         ),
         "optimizer": st.fixed_dictionaries(
-            {"lr": POSITIVE}, optional={"name": st.just("sgd"), "betas": st.tuples(BETA, BETA)}
+            {"lr": POSITIVE}, optional={"name": st.just("sgd"), "betas": st.tuples(BETA, BETA), "groups": GROUPS}
         ),
         "schedule": st.fixed_dictionaries({}, optional={"kind": st.sampled_from(["constant", "linear", "cosine"])}),
         "data": st.fixed_dictionaries({"paths": st.lists(NAMES, max_size=2)}),

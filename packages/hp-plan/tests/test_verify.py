@@ -66,7 +66,8 @@ def test_the_first_module_that_differs_is_named(spoil):
 @on_ranks(2)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=["fsdp", "tp"])
 def test_muon_is_verified(mesh):
-    optimizer = {"name": "muon", "lr": 0.02, "no_decay": ["*.*norm.weight", "model.layers.*.*norm.weight"]}
+    norms = {"patterns": ["*.*norm.weight", "model.layers.*.*norm.weight"], "weight_decay": 0.0}
+    optimizer = {"name": "muon", "lr": 0.02, "groups": [norms, {"patterns": ["lm_head.weight"], "lr_multiple": 0.5}]}
     schedule = {"kind": "wsd", "decay_steps": 1}
     fsdp = {"groups": ["model.layers.*"]} if "dp_shard" in mesh else {}
     tables = {**PLAN.to_dict(), "mesh": mesh, "fsdp": fsdp, "optimizer": optimizer, "schedule": schedule}

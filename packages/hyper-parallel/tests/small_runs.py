@@ -51,7 +51,7 @@ def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", *
         **TABLES,
         "model": model or TABLES["model"],
         "mesh": mesh,
-        "optimizer": {"name": optimizer},
+        "optimizer": {"name": optimizer} if isinstance(optimizer, str) else optimizer,
         "data": {**TABLES["data"], "paths": [str(text)]},
     }
     if not set(mesh) & {"dp_shard", "dp_replicate"} and mesh:

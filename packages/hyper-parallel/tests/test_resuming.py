@@ -113,12 +113,24 @@ def test_dropout_goes_on_where_it_was(tmp_path):
 
 
 def test_muon_goes_on_where_it_was(tmp_path):
+    groups = [
+        {"patterns": ["model.norm.weight", "model.layers.*.*norm.weight"], "weight_decay": 0.0},
+        {"patterns": ["model.embed_tokens.weight", "lm_head.weight"], "lr_multiple": 0.25},
+        {"patterns": ["model.layers.*.mlp.down_proj.weight"], "lr_multiple": 2.0, "weight_decay": 0.5},
+    ]
+    optimizer = {"name": "muon", "groups": groups}
     for folder in ("whole", "parts"):
         (tmp_path / folder).mkdir()
-    run_ranks(1, run, tmp_path / "whole", {}, 4, optimizer="muon")
-    run_ranks(1, run, tmp_path / "parts", {}, 4, optimizer="muon", until=2)
-    run_ranks(1, run, tmp_path / "parts", {}, 4, optimizer="muon", resume="auto")
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    alone = {**optimizer, "groups": [groups[0], {**groups[1], "patterns": ["model.embed_tokens.weight"]}, groups[2]]}
+    run_ranks(1, run, tmp_path / "whole", {}, 5, optimizer=alone)
+    run_ranks(1, run, tmp_path / "parts", {}, 5, optimizer=alone, until=2)
+    run_ranks(1, run, tmp_path / "parts", {}, 5, optimizer=alone, until=3, resume="auto")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[:6]
+    run_ranks(2, run, tmp_path / "parts", {"pp": 2}, 5, optimizer=optimizer, until=4, resume="auto")
+    run_ranks(2, run, tmp_path / "parts", {"dp_shard": 2}, 5, optimizer=alone, resume="auto")
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+    lines = (tmp_path / "parts" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["lr"] for line in lines} == {1e-3}
 
 
 @on_ranks(2)

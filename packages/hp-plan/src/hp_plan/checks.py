@@ -17,6 +17,7 @@ from hp_plan.expert_options import check_expert_options
 from hp_plan.experts import EXPERT_STYLES, check_auxiliary_loss, check_expert_axis, check_experts
 from hp_plan.memory import check_memory, check_states
 from hp_plan.micro_batches import check_accumulation, check_balance
+from hp_plan.optimizer_groups import check_group_values, check_groups, check_tied_groups
 from hp_plan.outline import (
     ModelOutline,
     ModuleOutline,
@@ -290,18 +291,18 @@ def _check_optimizer(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic
         for name, module in model.modules.items()
         for key, shape in module.shapes.items()
     }
-    for kind, patterns in (("muon", section.muon), ("no_decay", section.no_decay)):
-        for index, pattern in enumerate(patterns):
-            key, matched = f"optimizer.{kind}[{index}]", matching(pattern, model.parameters)
-            if not matched:
-                diagnostics.append(matches_nothing(key, pattern, model.parameters, what="parameter"))
-            flat = [name for name in matched if len(shapes.get(name, (1, 1))) < 2]
-            if flat and kind == "muon":
-                message = f"'{pattern}' matches {flat[0]} of shape {shapes[flat[0]]}, which is no matrix"
-                diagnostics.append(
-                    Diagnostic(key, message, "match matrices alone, such as '*.weight' of linear layers")
-                )
-    return diagnostics
+    for index, pattern in enumerate(section.muon):
+        key, matched = f"optimizer.muon[{index}]", matching(pattern, model.parameters)
+        if not matched:
+            diagnostics.append(matches_nothing(key, pattern, model.parameters, what="parameter"))
+        flat = [name for name in matched if len(shapes.get(name, (1, 1))) < 2]
+        if flat:
+            message = f"'{pattern}' matches {flat[0]} of shape {shapes[flat[0]]}, which is no matrix"
+            diagnostics.append(Diagnostic(key, message, "match matrices alone, such as '*.weight' of linear layers"))
+    names = model.parameters
+    if plan.mesh.pp > 1:  # a tied tensor has another name on another stage
+        names = tuple(dict.fromkeys([*names, *(name for tied in model.tied for name in tied)]))
+    return [*diagnostics, *check_groups(plan, names), *check_tied_groups(plan, model)]
 
 
 def blocks_of(model: ModelOutline) -> str:
@@ -333,6 +334,7 @@ _OF_NUMBERS = (
     check_validation,
     check_profile,
     check_saving,
+    check_group_values,
     check_compile,
     check_expert_options,
     _check_device,

@@ -7,6 +7,7 @@ from hp_plan.json_schema import json_schema
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
 from hp_plan.micro_batches import cut_rows, share_out
 from hp_plan.model_source import vocabulary
+from hp_plan.optimizers import multiple_of_first
 from hp_plan.overrides import Setting, override, settings
 from hp_plan.pipelines import Choice, Outlook, outlook
 from hp_plan.plan import data_parallel_rows, read_plan, read_toml
@@ -30,6 +31,7 @@ __all__ = [
     "examine",
     "json_schema",
     "memory_shortage",
+    "multiple_of_first",
     "near_misses",
     "outlook",
     "propose",

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hp_plan.plan import AUTOMATIC_STYLES, SECTIONS, ParallelPlan
+from hp_plan.plan import AUTOMATIC_STYLES, SECTIONS, ParallelPlan, plain
+from hp_plan.schema import table_of
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
@@ -44,7 +45,7 @@ def _section(section: type) -> dict[str, Any]:
 def _default(item: Field[Any]) -> dict[str, Any]:
     if item.default is MISSING or item.default is None:
         return {}
-    return {"default": list(item.default) if isinstance(item.default, tuple) else item.default}
+    return {"default": plain(item.default)}
 
 
 def _typed(hint: Any, item: Field[Any]) -> dict[str, Any]:
@@ -55,6 +56,9 @@ def _typed(hint: Any, item: Field[Any]) -> dict[str, Any]:
         return options[0] if len(options) == 1 else {"anyOf": options}
     if origin is Literal:
         return {"enum": list(arguments)}
+    inner = table_of(hint)
+    if inner is not None:
+        return {"type": "array", "items": _section(inner)}
     if origin is tuple:
         length = {} if arguments[-1] is Ellipsis else {"minItems": len(arguments), "maxItems": len(arguments)}
         return {"type": "array", "items": _typed(arguments[0], item), **length}

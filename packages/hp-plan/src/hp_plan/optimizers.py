@@ -1,4 +1,4 @@
-"""Which optimizer and which weight decay a plan gives each parameter."""
+"""Which optimizer, weight decay and learning rate a plan gives each parameter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hp_optim import ChainedOptimizer, SwapOptimizerConfig, get_hyper_optimizer,
 from hp_optim.extend import default_patterns
 from hp_plan.diagnostics import PlanError
 from hp_plan.memory import check_states
+from hp_plan.optimizer_groups import check_groups, group_of, lr_multiple
 from hp_plan.outline import matched_by
 from hp_plan.plan import ParallelPlan
 
-__all__ = ["Schedules", "muon_and_adamw", "optimized", "swapped", "with_decay"]
+__all__ = ["Schedules", "grouped", "multiple_of_first", "muon_and_adamw", "optimized", "scheduled_together", "swapped"]
 
 Named = list[tuple[str, Any]]
 
@@ -26,7 +27,7 @@ def optimized(parameters: Iterable[Any], plan: ParallelPlan) -> Named:
         plan: whose optimizer may need names.
 
     Raises:
-        PlanError: the optimizer's states can't be as the plan says.
+        PlanError: the optimizer's states, or its groups, can't be as the plan says.
         ValueError: the plan's optimizer goes by names, and there are none.
     """
     if faults := check_states(plan):
@@ -34,25 +35,62 @@ def optimized(parameters: Iterable[Any], plan: ParallelPlan) -> Named:
     listed = list(parameters)
     pairs = [each if isinstance(each, tuple) else ("", each) for each in listed]
     section = plan.optimizer
-    if (section.name == "muon" or section.no_decay) and any(not name for name, _ in pairs):
-        key = "name = 'muon'" if section.name == "muon" else "no_decay"
+    if (section.name == "muon" or section.groups) and any(not name for name, _ in pairs):
+        key = "name = 'muon'" if section.name == "muon" else "groups"
         raise ValueError(
             f"build_optimizer: {key} in [optimizer] goes by names of parameters; pass model.named_parameters()"
         )
-    return [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
+    # A stage has some of the names: those of the whole model are checked by `lint`.
+    if faults := check_groups(plan, [name for name, _ in trained], what="trained parameter", whole=plan.mesh.pp == 1):
+        raise PlanError(faults)
+    return trained
 
 
-def with_decay(named: Named, plan: ParallelPlan) -> list[tuple[list[Any], float]]:
-    """Divide parameters by their weight decay.
+def grouped(named: Named, plan: ParallelPlan) -> list[dict[str, Any]]:
+    """Divide parameters into groups as optimizers take them, first those that are in none of the plan's.
 
     Args:
         named: what `optimized` gave.
         plan: the plan.
     """
-    without = _chosen(named, plan.optimizer.no_decay)
-    decayed = [parameter for name, parameter in named if name not in without]
-    others = [parameter for name, parameter in named if name in without]
-    return [(each, decay) for each, decay in ((decayed, plan.optimizer.weight_decay), (others, 0.0)) if each]
+    parameters = dict(named) if plan.optimizer.groups else {}
+    if not parameters:
+        return [{"params": [each for _, each in named], **_values(plan, None)}] if named else []
+    return [
+        {"params": [parameters[name] for name in names], **_values(plan, number)}
+        for number, names in _divided(parameters, plan).items()
+    ]
+
+
+def multiple_of_first(optimizer: Any, named: Iterable[tuple[str, Any]], plan: ParallelPlan) -> float:
+    """Return the learning rate of the optimizer's first group, as a multiple of the plan's.
+
+    Args:
+        optimizer: of the plan.
+        named: the parameters with their names.
+        plan: the plan.
+    """
+    first = optimizer.param_groups[0]["params"][0]
+    return next((lr_multiple(plan, name) for name, parameter in named if parameter is first), 1.0)
+
+
+def _divided(names: Iterable[str], plan: ParallelPlan) -> dict[int | None, list[str]]:
+    """Return the names in each group of the plan; under None, first, those in none."""
+    groups: dict[int | None, list[str]] = {None: [], **{number: [] for number in range(len(plan.optimizer.groups))}}
+    for name in names:
+        groups[group_of(plan, name)].append(name)
+    return {number: own for number, own in groups.items() if own}
+
+
+def _values(plan: ParallelPlan, number: int | None) -> dict[str, float]:
+    """Return the weight decay and the learning rate of a group; None is what is in no group."""
+    section = plan.optimizer
+    if number is None:
+        return {"weight_decay": section.weight_decay, "lr": section.lr}
+    group = section.groups[number]
+    decay = section.weight_decay if group.weight_decay is None else group.weight_decay
+    return {"weight_decay": decay, "lr": section.lr * group.lr_multiple}
 
 
 def muon_and_adamw(named: Named, plan: ParallelPlan) -> ChainedOptimizer:
@@ -63,15 +101,15 @@ def muon_and_adamw(named: Named, plan: ParallelPlan) -> ChainedOptimizer:
         plan: the plan.
     """
     section = plan.optimizer
-    hidden = _chosen(named, section.muon) if section.muon else set(default_patterns(named)[0])
-    without = _chosen(named, section.no_decay)
-    groups: dict[tuple[bool, bool], list[str]] = {}
-    for name, _ in named:
-        groups.setdefault((name in hidden, name in without), []).append(name)
-    entries: dict[bool, list[Any]] = {True: [], False: []}
-    for (to_muon, no_decay), names in groups.items():
-        decay = 0.0 if no_decay else section.weight_decay
-        entries[to_muon].append({"params": names, "weight_decay": decay})
+    names = [name for name, _ in named]
+    hidden = matched_by(section.muon, names) if section.muon else set(default_patterns(named)[0])
+    entries = {
+        to_muon: [
+            {"params": own, **_values(plan, number)}
+            for number, own in _divided([name for name in names if (name in hidden) is to_muon], plan).items()
+        ]
+        for to_muon in (True, False)
+    }
     return get_hyper_optimizer(
         named,
         entries[True],
@@ -92,6 +130,12 @@ def swapped(optimizer: Any, plan: ParallelPlan) -> Any:
     if not slices:
         return optimizer
     return swap_optimizer(optimizer, SwapOptimizerConfig(swap_times=slices), link=SwapManager())
+
+
+def scheduled_together(schedules: Iterable[Any]) -> Any:
+    """Return schedules as one; a single one as it is, so that its state is that of an optimizer without a chain."""
+    listed = list(schedules)
+    return listed[0] if len(listed) == 1 else Schedules(listed)
 
 
 class Schedules:
@@ -127,7 +171,3 @@ class Schedules:
             raise ValueError(f"load: the state has {len(saved)} schedules, expected {len(self._schedules)}")
         for schedule, state in zip(self._schedules, saved, strict=True):
             schedule.load_state_dict(dict(state))
-
-
-def _chosen(named: Named, patterns: Iterable[str]) -> set[str]:
-    return matched_by(patterns, (name for name, _ in named))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_plan.diagnostics import Diagnostic, PlanError
-from hp_plan.plan import SECTIONS, ParallelPlan
+from hp_plan.plan import SECTIONS, ParallelPlan, plain
 
 _PART = re.compile(r'"([^"]*)"|([^."=]+)')
 
@@ -87,7 +87,7 @@ def _leaves(plan: ParallelPlan) -> Iterator[tuple[list[str], Any]]:
             if isinstance(value, Mapping):
                 yield from (([name, key, inner], item) for inner, item in value.items())
             else:
-                yield [name, key], list(value) if isinstance(value, tuple) else value
+                yield [name, key], plain(value)
 
 
 def _has(tables: Mapping[str, Any], keys: Sequence[str]) -> bool:

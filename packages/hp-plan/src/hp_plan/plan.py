@@ -215,10 +215,15 @@ def _check_style(styles: Any) -> list[Diagnostic]:
 
 def _table(section: Any) -> dict[str, Any]:
     assert is_dataclass(section)
-    values = {item.name: getattr(section, item.name) for item in fields(section)}
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value is not None
-    }
+    values = {item.name: plain(getattr(section, item.name)) for item in fields(section)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a plan as a file has it: tuples as lists, values with keys as tables."""
+    if is_dataclass(value):
+        return _table(value)
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def context_tokens(plan: ParallelPlan) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import Field, fields
+from dataclasses import Field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hp_plan.diagnostics import Diagnostic, near_misses
@@ -36,6 +36,11 @@ def read_section(
         if name not in items:
             diagnostics.append(_unknown(where, name, key, items, elsewhere))
             continue
+        inner = table_of(hints[name])
+        if inner is not None and isinstance(got, (list, tuple)):
+            values[name], errors = _read_tables(inner, got, where)
+            diagnostics += errors
+            continue
         value, problem = _conform(got, hints[name])
         problem = problem or _bounds(value, items[name])
         if problem:
@@ -45,6 +50,29 @@ def read_section(
         else:
             values[name] = value
     return section(**values), diagnostics
+
+
+def table_of(hint: Any) -> type | None:
+    """Return the dataclass of a list of tables; None of any other hint."""
+    inner = get_args(hint)[0] if get_origin(hint) is tuple else None
+    return inner if isinstance(inner, type) and is_dataclass(inner) else None
+
+
+def _read_tables(inner: type, got: list[Any] | tuple[Any, ...], key: str) -> tuple[Any, list[Diagnostic]]:
+    """Read a list of tables; one that is wrong keeps its defaults where it is."""
+    read, diagnostics = [], []
+    for number, table in enumerate(got):
+        where = f"{key}[{number}]"
+        if isinstance(table, inner):
+            table = {item.name: getattr(table, item.name) for item in fields(inner)}
+        if not isinstance(table, Mapping):
+            fix = f"write it as [[{key}]] with one key a line"
+            diagnostics.append(Diagnostic(where, f"got {_describe(table)}, expected a table", fix))
+            continue
+        value, errors = read_section(inner, table, key=where, elsewhere={})
+        read.append(value)
+        diagnostics += errors
+    return tuple(read), diagnostics
 
 
 def _unknown(
@@ -135,6 +163,8 @@ def _listed(value: Any) -> Any:
 def _conform_tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, str | None]:
     open_ended = arguments[-1] is Ellipsis
     inner = arguments[0]
+    if table_of(tuple[inner, ...]) is not None:
+        return value, "a list of tables, each under [[two brackets]]"
     length = "" if open_ended else f"{len(arguments)} "
     if get_origin(inner) is Literal:
         expected = f"a list of some of {', '.join(get_args(inner))}"

@@ -227,6 +227,35 @@ def test_optimizers_and_schedules_are_those_of_torch(name):
     np.testing.assert_allclose(parameter.asnumpy(), expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_groups_get_the_gradients_of_their_own_parameters(name):
+    """Groups reorder parameters, whose gradients are passed by name."""
+    groups = [{"patterns": ["*.bias"], "weight_decay": 0.0}, {"patterns": ["b.weight"], "lr_multiple": 0.5}]
+    section = {"name": name, "lr": 0.01, "weight_decay": 0.1, "groups": groups}
+    plan = ParallelPlan.from_dict({"optimizer": section, "schedule": {"kind": "linear"}, "run": {"steps": 6}})
+    random = np.random.default_rng(0)
+    names = ["a.weight", "a.bias", "b.weight", "b.bias"]
+    weights = {each: random.normal(size=3) for each in names}
+    gradients = [{each: random.normal(size=3) for each in names} for _ in range(6)]
+    parameters = [Parameter(Tensor(weights[each], mindspore.float32), name=each) for each in names]
+    optimizer = build_optimizer(plan, parameters)
+    rates = build_schedule(plan, optimizer)
+    for step in gradients:
+        optimizer.step({each: Tensor(gradient, mindspore.float32) for each, gradient in step.items()})
+        rates.step()
+    assert len(rates.state_dict()["base_lrs"]) == 3, "as without a chain"
+    for parameter in parameters:
+        own = parameter.name
+        decay, multiple = 0.0 if own.endswith("bias") else 0.1, 0.5 if own == "b.weight" else 1.0
+        lr = [multiple * 0.01 * schedule_factor(plan.schedule, step, 6) for step in range(6)]
+        listed = [step[own] for step in gradients]
+        if name == "adamw":
+            expected = adamw(weights[own], listed, lr, 0.9, 0.999, 1e-8, decay)
+        else:
+            expected = sgd(weights[own], listed, lr, 0.0, decay)
+        np.testing.assert_allclose(parameter.asnumpy(), expected, rtol=0, atol=2e-6, err_msg=own)
+
+
 def test_verify_names_what_to_use():
     with pytest.raises(NotImplementedError, match="verify runs on PyTorch only"):
         verify(ParallelPlan.from_dict(tables()))

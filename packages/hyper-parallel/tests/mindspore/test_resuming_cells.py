@@ -32,12 +32,15 @@ def bigram():
     return Bigram()
 
 
+GROUPS = [{"patterns": ["embed.weight"], "lr_multiple": 0.5}, {"patterns": ["*.bias"], "weight_decay": 0.0}]
+
+
 def run(folder, optimizer, mesh, **options):
     (folder / "text").write_bytes(b"to be or not to be, " * 20)
     tables = {
         "model": {"function": f"{__name__}:bigram"},
         "mesh": mesh,
-        "optimizer": {"name": optimizer, "lr": 0.05},
+        "optimizer": {"name": optimizer, "lr": 0.05, "groups": GROUPS if optimizer == "adamw" else []},
         "schedule": {"kind": "cosine", "warmup_steps": 2},
         "data": {"sequence_length": 8, "batch_size": 4, "paths": [str(folder / "text")]},
         "run": {"steps": 5, "checkpoint_every": 2},

@@ -15,7 +15,7 @@ from hp_optim import ChainedOptimizer
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.mindspore.models import named_parameters
 from hp_plan.model_source import check_function, check_returned, check_weights, failed, load_weights, model_function
-from hp_plan.optimizers import Schedules, muon_and_adamw, optimized, with_decay
+from hp_plan.optimizers import grouped, muon_and_adamw, optimized, scheduled_together
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
 
@@ -115,26 +115,28 @@ def build_optimizer(plan: ParallelPlan, parameters: Iterable[Any]) -> Any:
         parameters: Parameters, whose names are those of the plan's patterns.
 
     Returns:
-        An optimizer of `mindspore.experimental`; for `muon` an `hp_optim.ChainedOptimizer`, which is called with
-        `step({name: gradient})`.
+        An optimizer of `mindspore.experimental`; for `muon` and with groups an `hp_optim.ChainedOptimizer`, whose
+        `step({name: gradient})` does not depend on the order of the groups.
     """
     section = plan.optimizer
     pairs = optimized(((parameter.name, parameter) for parameter in parameters), plan)
     if section.name == "muon":
         return muon_and_adamw(pairs, plan)
-    trained = [{"params": each, "weight_decay": decay} for each, decay in with_decay(pairs, plan)]
-    common = {"lr": section.lr, "weight_decay": section.weight_decay}
+    groups, common = grouped(pairs, plan), {"lr": section.lr, "weight_decay": section.weight_decay}
+    optimizer: Any
     with SkipDTensorDispatch():  # Its averages are of the local parts.
         if section.name == "adamw":
-            return optim.AdamW(trained, betas=section.betas, eps=section.eps, **common)
-        return optim.SGD(trained, momentum=section.momentum, **common)
+            optimizer = optim.AdamW(groups, betas=section.betas, eps=section.eps, **common)
+        else:
+            optimizer = optim.SGD(groups, momentum=section.momentum, **common)
+    return ChainedOptimizer(pairs, {section.name: optimizer}) if section.groups else optimizer
 
 
 def build_schedule(plan: ParallelPlan, optimizer: Any) -> Any:
     """Build the learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
     section, steps = plan.schedule, plan.run.steps
     if isinstance(optimizer, ChainedOptimizer):
-        return Schedules(build_schedule(plan, each) for each in optimizer.optimizers.values())
+        return scheduled_together(build_schedule(plan, each) for each in optimizer.optimizers.values())
     return PlanSchedule(optimizer, lambda step: schedule_factor(section, step, steps))
 
 

@@ -10,6 +10,21 @@ from hp_plan.sections.bounds import at_least, each_within, more_than, within
 
 
 @dataclass(frozen=True)
+class OptimizerGroup:
+    """Parameters with values of their own, in an array of tables. A parameter is in one group at most.
+
+    Attributes:
+        patterns: of the parameters, such as `"model.layers.*.*norm.weight"`.
+        weight_decay: theirs; none takes the optimizer's.
+        lr_multiple: their learning rate, as a multiple of the optimizer's, at each step of the schedule.
+    """
+
+    patterns: tuple[str, ...] = ()
+    weight_decay: float | None = at_least(0.0, None)
+    lr_multiple: float = more_than(0.0, 1.0)
+
+
+@dataclass(frozen=True)
 class OptimizerSection:
     """The optimizer and its constants.
 
@@ -23,7 +38,7 @@ class OptimizerSection:
         muon: of `muon`, patterns of the parameters that Muon trains; AdamW trains the others. None means the hidden
             matrices: all but embeddings, output layers, norms and biases.
         muon_momentum: Muon's averaging of the gradient.
-        no_decay: patterns of parameters without weight decay.
+        groups: parameters with a weight decay or a learning rate of their own.
         swap_slices: of `adamw` and `muon`, keep states on the host, and bring them to the device in so many slices of a
             step; 0 keeps them on the device.
     """
@@ -36,7 +51,7 @@ class OptimizerSection:
     momentum: float = at_least(0.0, 0.0)
     muon: tuple[str, ...] = ()
     muon_momentum: float = within(0.0, 1.0, 0.95)
-    no_decay: tuple[str, ...] = ()
+    groups: tuple[OptimizerGroup, ...] = ()
     swap_slices: int = at_least(0, 0)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from hp_optim import AdamW, AdamW8bit, ChainedOptimizer
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.model_source import check_function, check_returned, check_weights, failed, load_weights, model_function
-from hp_plan.optimizers import Schedules, muon_and_adamw, optimized, swapped, with_decay
+from hp_plan.optimizers import grouped, muon_and_adamw, optimized, scheduled_together, swapped
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
 from hp_plan.torch import folders, pretrained
@@ -133,24 +133,23 @@ def build_optimizer(plan: ParallelPlan, parameters: Iterable[Any]) -> Any:
     trained = optimized(parameters, plan)
     if section.name == "muon":
         return swapped(muon_and_adamw(trained, plan), plan)
+    groups = grouped(trained, plan)
     if section.name == "adamw8bit" or (section.name == "adamw" and section.swap_slices):
-        own = [{"params": each, "weight_decay": decay} for each, decay in with_decay(trained, plan)]
         kind = AdamW8bit if section.name == "adamw8bit" else AdamW
-        return swapped(kind(own, lr=section.lr, betas=section.betas, eps=section.eps), plan)
+        return swapped(kind(groups, lr=section.lr, betas=section.betas, eps=section.eps), plan)
     if section.name == "adamw":
         make = functools.partial(torch.optim.AdamW, betas=section.betas, eps=section.eps)
     else:
         make = functools.partial(torch.optim.SGD, momentum=section.momentum)
     # torch takes one parameter at a time where they are not plain tensors, unless told otherwise.
-    groups = [{"params": each, "weight_decay": decay} for each, decay in with_decay(trained, plan)]
-    return make(groups or [], lr=section.lr, weight_decay=section.weight_decay, foreach=True)
+    return make(groups, lr=section.lr, weight_decay=section.weight_decay, foreach=True)
 
 
 def build_schedule(plan: ParallelPlan, optimizer: Any) -> Any:
     """Build the learning rate schedule of `plan.schedule` over `plan.run.steps`; step it after the optimizer."""
     section, steps = plan.schedule, plan.run.steps
     if isinstance(optimizer, ChainedOptimizer):
-        return Schedules(build_schedule(plan, each) for each in optimizer.optimizers.values())
+        return scheduled_together(build_schedule(plan, each) for each in optimizer.optimizers.values())
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule_factor(section, step, steps))
 
 

@@ -12,7 +12,7 @@ from hp_dtensor import SkipDTensorDispatch, parallelize_value_and_grad
 from hp_fsdp import HSDPModule, clip_grad_norm_, global_grad_norm
 from hp_optim import ChainedOptimizer
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
-from hp_plan.extend import cut_rows, share_out
+from hp_plan.extend import cut_rows, multiple_of_first, share_out
 from hp_plan.mindspore.extend import forward_loss
 from hp_platform import get_platform
 from hyper_parallel.data import Rows
@@ -45,6 +45,7 @@ class Trainer:
         self._weights = list(self.model.trainable_params())
         self.optimizer: Any = build_optimizer(plan, self._weights)
         self.schedule = build_schedule(plan, self.optimizer)
+        self._multiple = multiple_of_first(self.optimizer, [(each.name, each) for each in self._weights], plan)
         world = get_platform().groups.size()
         shares = share_out(plan, [[1] * plan.run.accumulate] * world, 0)  # all tokens count
         self._weight, self._scale = shares.weights[0], shares.scale
@@ -53,8 +54,8 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Learning rate of the next step, of parameters that have no multiple of it."""
+        return float(self.optimizer.param_groups[0]["lr"]) / self._multiple
 
     def _loss(self, tokens: Tensor) -> Tensor:
         loss = forward_loss(self._plan, self.model, tokens)

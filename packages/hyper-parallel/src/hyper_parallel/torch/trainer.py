@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hp_moe import rebalance, register_experts, report_drops
 from hp_pipeline.torch.extend import count_operations
 from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
+from hp_plan.extend import multiple_of_first
 from hp_plan.torch.extend import (
     backward_loss,
     begin,
@@ -59,12 +60,13 @@ class Trainer:
         del model  # with pp it has other ranks' stages
         self.optimizer = build_optimizer(plan, self.model.named_parameters())
         self.schedule = build_schedule(plan, self.optimizer)
+        self._multiple = multiple_of_first(self.optimizer, self.model.named_parameters(), plan)
         self._steps = 0
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
-        return self.optimizer.param_groups[0]["lr"]
+        """Learning rate of the next step, of parameters that have no multiple of it."""
+        return self.optimizer.param_groups[0]["lr"] / self._multiple
 
     def gradients(self, rows: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Compute the gradients of a step, without waiting for them.
