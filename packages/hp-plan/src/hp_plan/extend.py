@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hp_plan.diagnostics import near_misses
+from hp_plan.draws import draws
 from hp_plan.json_schema import json_schema
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
 from hp_plan.micro_batches import cut_rows, share_out
@@ -10,7 +11,7 @@ from hp_plan.model_source import vocabulary
 from hp_plan.optimizers import multiple_of_first
 from hp_plan.overrides import Setting, override, settings
 from hp_plan.pipelines import Choice, Outlook, outlook
-from hp_plan.plan import data_parallel_rows, read_plan, read_toml
+from hp_plan.plan import data_parallel_place, data_parallel_rows, read_plan, read_toml
 from hp_plan.port import build
 from hp_plan.proposal import Estimate, Proposal, propose
 from hp_plan.tables import style_notes
@@ -27,7 +28,9 @@ __all__ = [
     "UNREAD",
     "build",
     "cut_rows",
+    "data_parallel_place",
     "data_parallel_rows",
+    "draws",
     "examine",
     "json_schema",
     "memory_shortage",

@@ -17,7 +17,7 @@ def manual_seed(seed: int) -> None:
 
     Args:
         seed: any integer that `torch.manual_seed` takes; on MindSpore one from 0 on, and NumPy's generator is seeded
-            with it too, as `mindspore.set_seed` does.
+            with its last 32 bits too, as `mindspore.set_seed` does.
     """
     global _seed
     port().random.seed(seed)

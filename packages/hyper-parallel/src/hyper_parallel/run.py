@@ -223,7 +223,8 @@ class Run:
         return text
 
     def _computed(self, begun: float) -> _Launched:
-        manual_seed(self.plan.run.seed * 1_000_003 + self.step)  # so that dropout goes on where it was, too
+        # So that dropout goes on where it was, too.
+        manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
         batch, lr = self._batches.take(self.sample), self.trainer.lr
         loss, norm = self.trainer.gradients(batch.rows)
         self._updating = True

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from mindspore import mint, nn, ops
 
-from hp_plan import ParallelPlan
+from hp_plan import ParallelPlan, PlanError
 from hp_plan.extend import data_parallel_rows
-from hp_testing import on_ranks
+from hp_platform import manual_seed
+from hp_testing import on_ranks, run_ranks
 from hyper_parallel.data import Rows
 from hyper_parallel.mindspore.trainer import Trainer
 
@@ -97,3 +98,59 @@ def test_accumulated_micro_batches_are_one_step(deterministic):
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)
     for one, several in zip(results[0][1], results[1][1], strict=True):
         np.testing.assert_allclose(one, several, rtol=1e-5, atol=1e-6)
+
+
+DROPPED: list[str] = []
+
+
+class Dropping(nn.Cell):
+    """A model that drops twice, by a function and by a Cell."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.linear = mint.nn.Linear(4, 16)
+        if cell:
+            self.dropout = nn.Dropout(p=0.5)
+
+    def construct(self, input_ids, labels):
+        for drop in [ops.dropout, *([self.dropout] if "dropout" in self._cells else [])]:
+            ones = ops.ones((40,))
+            kept = drop(ones) if drop is not ops.dropout else drop(ones, p=0.5)
+            DROPPED.append("".join(str(int(each)) for each in kept.asnumpy()))
+        likely = ops.log_softmax(self.linear(ops.ones((*input_ids.shape, 4))), -1)
+        return {"loss": -ops.mean(ops.gather_elements(likely, 2, ops.expand_dims(labels, -1)))}
+
+
+def dropping(cell=True):
+    return Dropping(cell)
+
+
+def dropped(mesh, *, seed=0, **run):
+    DROPPED.clear()
+    model = {"function": f"{__name__}:dropping", "overrides": {} if not run else {"cell": False}}
+    tables = {"model": model, "mesh": mesh, "data": {"batch_size": 4}, "run": {"seed": seed, **run}}
+    plan = ParallelPlan.from_dict(tables | ({"styles": {"linear": "colwise"}} if "tp" in mesh else {}))
+    trainer = Trainer(plan)
+    manual_seed(plan.run.seed * 1_000_003)
+    take_step(trainer, np.zeros((4, 4), np.int64)[data_parallel_rows(plan)])
+    return [*DROPPED]
+
+
+def test_ranks_drop_the_same_only_where_they_hold_the_same():
+    first, second = run_ranks(2, dropped, {"dp_replicate": 2})
+    assert len(first) == 2 and not set(first) & set(second)
+    first, second = run_ranks(2, dropped, {"tp": 2}, seed=2**40)  # more bits than NumPy takes
+    assert len(first) == 2 and first == second
+
+
+def test_what_is_dropped_depends_on_the_sample():
+    two = run_ranks(2, dropped, {"dp_replicate": 2}, accumulate=2, deterministic=True)
+    (one,) = run_ranks(1, dropped, {}, accumulate=4, deterministic=True)
+    assert [each for kept in two for each in kept] == one and len(set(one)) == 4
+
+
+@on_ranks(1)
+def test_a_cell_of_dropout_is_not_deterministic():
+    tables = {"model": {"function": f"{__name__}:dropping"}, "run": {"deterministic": True}}
+    with pytest.raises(PlanError, match=r"got true, but .dropout. is a Cell of dropout.*ops\.dropout"):
+        Trainer(ParallelPlan.from_dict(tables))

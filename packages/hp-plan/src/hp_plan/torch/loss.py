@@ -10,11 +10,12 @@ import torch
 
 from hp_fsdp import HSDPModule
 from hp_pipeline import PipelinedModel
+from hp_plan.draws import draws
 from hp_plan.micro_batches import IGNORED, Shares, cut_rows, share_out
-from hp_plan.plan import ParallelPlan, data_parallel_place
+from hp_plan.plan import ParallelPlan
 from hp_plan.torch.context import counts_tokens
 from hp_plan.torch.models import base, loss_inputs
-from hp_platform import get_platform, manual_seed
+from hp_platform import get_platform
 
 __all__ = ["backward_loss", "gives_items"]
 
@@ -58,17 +59,16 @@ def backward_loss(
     if items:
         divisor = torch.tensor(shares.divisor, dtype=torch.float64, device=tokens.device)
         inputs["num_items_in_batch"] = divisor
+    draw = draws(plan, len(rows))
     if isinstance(model, PipelinedModel):
+        draw(0)
         losses = model.run(**inputs)
         return torch.stack(losses).mean().detach() if losses else None
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
-    seed = torch.initial_seed()
     with _reduced_at_end(model, len(rows), plan.run.deterministic) as begin:
         for number, part in enumerate(rows):
             begin(number)
-            if plan.run.deterministic:  # dropout depends on the samples, not on the rank that has them
-                place = data_parallel_place(plan) * len(rows) + number
-                manual_seed((seed * plan.mesh.data_parallel * len(rows) + place) % 2**63)
+            draw(number)
             if begins is not None:
                 begins(number)
             own = {name: value[part] if _of_samples(value) else value for name, value in inputs.items()}

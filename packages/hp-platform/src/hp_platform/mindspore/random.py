@@ -16,9 +16,9 @@ _seeds: Any = importlib.import_module("mindspore.common.seed")  # the package ha
 
 
 def seed(seed: int) -> None:
-    """Seed every generator."""
-    mindspore.set_seed(seed)
-    mindspore.manual_seed(seed)
+    """Seed every generator; NumPy's, which MindSpore seeds as well, takes no more than 32 bits."""
+    mindspore.set_seed(seed % 2**32)
+    mindspore.manual_seed(seed % 2**63)
 
 
 def get_state(device: Any) -> Any:

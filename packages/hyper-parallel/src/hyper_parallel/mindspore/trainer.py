@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from hp_dtensor import SkipDTensorDispatch, parallelize_value_and_grad
 from hp_fsdp import HSDPModule, clip_grad_norm_, global_grad_norm
 from hp_optim import ChainedOptimizer
-from hp_plan import ParallelPlan, apply, build_model, build_optimizer, build_schedule
-from hp_plan.extend import cut_rows, multiple_of_first, share_out
+from hp_plan import Diagnostic, ParallelPlan, PlanError, apply, build_model, build_optimizer, build_schedule
+from hp_plan.extend import cut_rows, data_parallel_place, draws, multiple_of_first, share_out
 from hp_plan.mindspore.extend import forward_loss
 from hp_platform import get_platform
 from hyper_parallel.data import Rows
+
+_Kernel = ops.Dropout
 
 
 class Trainer:
@@ -42,6 +44,7 @@ class Trainer:
         self.size = sum(parameter.size for parameter in self.model.get_parameters())
         apply(self.model, plan)
         self.model.set_train()  # A Cell is made for inference, without dropout.
+        _seed_dropouts(self.model, plan)
         self._weights = list(self.model.trainable_params())
         self.optimizer: Any = build_optimizer(plan, self._weights)
         self.schedule = build_schedule(plan, self.optimizer)
@@ -67,7 +70,9 @@ class Trainer:
         sharded = isinstance(self.model, HSDPModule)
         if sharded and self._plan.run.deterministic:
             self.model.set_reduce_op_type("sum")
+        draw = draws(self._plan, len(rows))
         for number, part in enumerate(rows):
+            draw(number)
             if sharded and len(rows) > 1:  # gradients that wait for the last are zeros here
                 self.model.set_requires_gradient_sync(number == len(rows) - 1)
             loss, own = self._gradients(Tensor(tokens[part]))
@@ -120,6 +125,28 @@ class Trainer:
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
         """Refuse to: a function's model says of no way to generate; the plan is refused before."""
         raise NotImplementedError("a Cell that a function returns has no way to generate that is known")
+
+
+def _seed_dropouts(model: Any, plan: ParallelPlan) -> None:
+    """Let ranks with other samples drop others; see Note [Draws of a step] in `hp_plan.draws`.
+
+    A Cell of dropout has a kernel with a seed and a state of its own, which no other seed sets back. A new kernel each
+    step would be compiled and kept each step.
+
+    Raises:
+        PlanError: `run.deterministic`, with such a Cell.
+    """
+    names = {
+        name: cell for name, cell in model.cells_and_names() if isinstance(getattr(cell, "dropout", None), _Kernel)
+    }
+    if names and plan.run.deterministic:
+        message = f"got true, but {next(iter(names))!r} is a Cell of dropout, which draws on from a seed of its own"
+        raise PlanError([Diagnostic("run.deterministic", message, "call mindspore.ops.dropout, or leave it out")])
+    place = data_parallel_place(plan)
+    for number, cell in enumerate(names.values()):
+        seed = plan.run.seed * plan.mesh.data_parallel + place
+        own: Any = cell.dropout
+        cell.dropout = _Kernel(own.keep_prob, Seed0=seed % 2**31 + 1, Seed1=number + 1)
 
 
 def write_sample(plan: ParallelPlan, folder: Path) -> None:
