@@ -99,6 +99,23 @@ def test_every_fault_is_found_at_once():
     }
 
 
+def test_the_fix_of_a_slip_can_be_copied():
+    found = diagnostics(
+        {
+            "model": {"config": "LlamaConfig", "paths": "x"},
+            "data": {"paths": "texts"},
+            "metrics": {"sinks": "wandb"},
+            "memory": {"budget": 20},
+        }
+    )
+    assert found == {
+        "model.paths": "[model] has no key 'paths'; did you mean 'path'? Else 'paths' belongs to [data]: move it there",
+        "data.paths": "got 'texts' (str), expected a list of strings; write [\"texts\"]",
+        "metrics.sinks": "got 'wandb' (str), expected a list of some of tensorboard, wandb; write [\"wandb\"]",
+        "memory.budget": 'got 20 (int), expected a string; write "20", in quotes',
+    }
+
+
 def test_the_constructor_checks_as_the_file_does():
     with pytest.raises(PlanError, match="run.steps: got 0 "):
         ParallelPlan(run=RunSection(steps=0))

@@ -30,6 +30,8 @@ def test_the_standard_library_is_there_without_being_asked_for():
     assert len(files) > 100
     assert all(file.suffix == ".py" and "site-packages" not in file.parts for file in files)
     assert check_text([], sequence_length=128, max_bytes=1 << 40) > 5_000_000
+    for file in files:
+        file.read_bytes().decode("utf-8")  # every tokenizer reads them
 
 
 def test_files_and_folders_are_read_in_order(text):
@@ -111,16 +113,15 @@ def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(tokens):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "the data file {path} does not exist; give files or folders of text with --data"),
+        (lambda path: None, "the data file {path} does not exist; give files or folders of text"),
         (
             lambda path: path.touch(),
-            r"the data file {path} is empty \(0 bytes\); leave it out, or give another with --data",
+            r"the data file {path} is empty \(0 bytes\); leave it out, or give another",
         ),
-        (lambda path: path.mkdir(), "the data folder {path} has no files; give files or folders of text with --data"),
+        (lambda path: path.mkdir(), "the data folder {path} has no files; give files or folders of text"),
         (
             lambda path: path.write_bytes(b"short"),
-            "{path} has 5 bytes of text, but one sample takes 16; give more with --data, or make data.sequence_length "
-            "at most 5",
+            "{path} has 5 bytes of text, but one sample takes 16; give more, or make data.sequence_length at most 5",
         ),
     ],
 )

@@ -78,8 +78,8 @@ def test_an_interrupted_call_goes_on_where_it_was(texts, tmp_path):
     [
         ("{", "c.jsonl, line 2, is not JSON: "),
         ("[1]", 'c.jsonl, line 2, is a list, not an object; write {"text": ...}'),
-        ('{"body": "x"}', "c.jsonl, line 2, has no text 'text'; it has 'body'; name the text's key with --field"),
-        ('{"text": 3}', "c.jsonl, line 2, has no text 'text'"),
+        ('{"body": "x"}', "c.jsonl, line 2, has no 'text'; it has 'body'; name the text's key with --field"),
+        ('{"text": 3}', "c.jsonl, line 2, has int in 'text', not text"),
     ],
 )
 def test_a_line_that_is_no_document_is_named(tmp_path, line, message):
@@ -192,3 +192,8 @@ def test_a_tokenizer_refuses_text_that_is_not_utf8(tokenizer_folder):
     tokenizer = read_tokenizer(str(tokenizer_folder))
     with pytest.raises(DataError, match=r"begins with 'b\\udcff' is not UTF-8, so the tokenizer can't .*; convert its"):
         tokenizer.encode(["a", b"b\xff".decode(errors="surrogateescape")])
+
+
+def test_a_file_that_is_not_utf8_is_named(texts, tmp_path, tokenizer_folder):
+    with pytest.raises(DataError, match=r"texts/a\.txt: the document that begins with 'one .* is not UTF-8"):
+        prepare([str(texts)], tmp_path / "out", read_tokenizer(str(tokenizer_folder)))

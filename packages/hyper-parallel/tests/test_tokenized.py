@@ -116,5 +116,5 @@ def test_mistakes(place):
     for plan, expected in cases:
         (diagnostic,) = check_run(plan)
         assert expected in str(diagnostic)
-    with pytest.raises(DataError, match="b.jsonl, line 1, has no text 'text'"):
+    with pytest.raises(DataError, match="b.jsonl, line 1, has no 'text'"):
         with_tokens(plan_of(place, paths=[str(place / "b.jsonl")]), place / "run", Ranks())

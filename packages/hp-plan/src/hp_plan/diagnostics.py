@@ -39,6 +39,15 @@ class PlanError(ValueError):
         super().__init__("\n".join([head, *(f"  {diagnostic}" for diagnostic in self.diagnostics)]))
 
 
+def close_names(got: str, choices: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
+    """Return the names that an unknown one may be a slip of, three at most.
+
+    >>> close_names("stpes", ["steps", "seed"])
+    ['steps']
+    """
+    return difflib.get_close_matches(got, list(choices), n=3, cutoff=cutoff)
+
+
 def near_misses(got: str, choices: Iterable[str]) -> str:
     """Suggest the names closest to an unknown one, or list the known names.
 
@@ -46,7 +55,7 @@ def near_misses(got: str, choices: Iterable[str]) -> str:
     "did you mean 'steps'?"
     """
     names = list(dict.fromkeys(choices))
-    close = difflib.get_close_matches(got, names, n=3, cutoff=0.6)
+    close = close_names(got, names)
     if close:
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
     if not names:

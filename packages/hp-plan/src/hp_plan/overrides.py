@@ -130,7 +130,8 @@ def _parsed(assignment: str) -> tuple[list[str], Any]:
         return keys, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
         if text[:1] in ("[", "{", '"', "'"):
-            raise _refusal(assignment, f"has a value that is not TOML: {error}", "write it as in a plan") from error
+            fix = """write it as in a plan, quoted from the shell, such as --set 'data.paths=["a", "b"]'"""
+            raise _refusal(assignment, f"has a value that is not TOML: {error}", fix) from error
         return keys, text
 
 

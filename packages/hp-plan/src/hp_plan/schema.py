@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import types
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hp_plan.diagnostics import Diagnostic, near_misses
+from hp_plan.diagnostics import Diagnostic, close_names, near_misses
 
 Section = TypeVar("Section")
 
@@ -81,6 +82,9 @@ def _unknown(
     others = [other for other in elsewhere.get(name, []) if other != key]
     if others:
         fix = f"'{name}' belongs to [{others[0]}]: move it there"
+        close = close_names(name, items, cutoff=0.8)
+        if close:  # path may be a slip of paths, though another section has a path
+            fix = f"{near_misses(name, close)} Else {fix}"
     else:
         fix = near_misses(name, items)
     return Diagnostic(where, f"[{key}] has no key '{name}'", fix)
@@ -116,6 +120,10 @@ def _advice(got: Any, hint: Any, expected: str) -> str:
     if of_items and isinstance(got, (list, tuple)):
         wrong = next((item for item in got if isinstance(item, str) and item not in of_items), None)
         return f"write {expected}" if wrong is None else near_misses(wrong, of_items)
+    if isinstance(got, str) and (got in of_items or get_args(hint) == (str, ...)):
+        return f"write [{json.dumps(got)}]"
+    if expected == "a string" and isinstance(got, (int, float)):
+        return f'write "{got}", in quotes'
     return f"write {expected}"
 
 

@@ -200,7 +200,7 @@ def draw_loss(curve: Curve, path: Path, *, title: str) -> None:
     figure = _figure()
     axes = figure.add_subplot()
     axes.plot(curve.steps, curve.losses, linewidth=1.2)
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 

@@ -15,8 +15,9 @@ class DataSection:
     An epoch has each sample once, in an order that `run.seed` decides.
 
     Attributes:
-        paths: text files or folders; none means the Python sources of the running interpreter's standard library. Or
-            token files, `.bin` beside `.idx`, as `hyper-parallel data prepare` and Megatron write them.
+        paths: text files or folders; none means the Python sources of the running interpreter's standard library,
+            without its tests. Or token files, `.bin` beside `.idx`, as `hyper-parallel data prepare` and Megatron write
+            them.
         tokenizer: of text: a `tokenizer.json`, a folder that has one, or `"bytes"`. Files become documents, as by
             `hyper-parallel data prepare`, and tokens once, in the run's folder. None takes the tokenizer in
             `model.path`; where there is none, too, the files' bytes are one text.

@@ -59,12 +59,15 @@ def _text(line: str, field: str, where: str) -> str:
     if not isinstance(value, dict):
         raise DataError(f"{where} is a {type(value).__name__}, not an object", f'write {{"{field}": ...}}')
     text = value.get(field)
-    if not isinstance(text, str):
-        has = ", ".join(map(repr, value)) or "nothing"
-        raise DataError(
-            f"{where} has no text {field!r}; it has {has}", "name the text's key with --field, or data.field in a plan"
-        )
-    return text
+    if isinstance(text, str):
+        return text
+    has = ", ".join(map(repr, value)) or "nothing"
+    message = (
+        f"{where} has {type(text).__name__} in {field!r}, not text"
+        if field in value
+        else f"{where} has no {field!r}; it has {has}"
+    )
+    raise DataError(message, "name the text's key with --field, or data.field in a plan")
 
 
 def _rows(file: Path, field: str) -> Iterator[str]:

@@ -76,7 +76,7 @@ def prepare(
         of_part = hashlib.sha256(f"{digests[str(file)]} {tokenizer.digest} {field} {file.suffix}".encode()).hexdigest()
         part = parts / of_part[:32]
         if not part.with_name(part.name + ".idx").exists():
-            documents = _tokenized(read_documents(file, field=field), tokenizer)
+            documents = _tokenized(file, read_documents(file, field=field), tokenizer)
             first = next(documents, None)
             if first is None:
                 continue
@@ -119,11 +119,15 @@ def is_prepared(
     return isinstance(described, dict) and expected.items() <= described.items()
 
 
-def _tokenized(documents: Iterator[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Yield the tokens of documents that have any, the end token after them."""
+def _tokenized(file: Path, documents: Iterator[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Yield the tokens of a file's documents that have any, the end token after them."""
     end = [] if tokenizer.end is None else [tokenizer.end]
     while some := list(islice(documents, _AT_ONCE)):
-        yield from (tokens + end for tokens in tokenizer.encode(some) if tokens)
+        try:
+            encoded = tokenizer.encode(some)
+        except DataError as error:
+            raise DataError(f"{file}: {error.message}", error.fix) from error
+        yield from (tokens + end for tokens in encoded if tokens)
 
 
 def _digest(file: Path) -> str:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from hyper_parallel.data.errors import DataError
 
 VOCABULARY = 256
-_GIVE = "give files or folders of text with --data"
-_NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_GIVE = "give files or folders of text"
+# Its tests are not installed everywhere, and some are not UTF-8 on purpose, which no tokenizer reads.
+_NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
@@ -23,7 +24,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
     Args:
         paths: files and folders (all files inside, hidden ones left out); none means the Python sources of the
-            running interpreter's standard library.
+            running interpreter's standard library, without its tests.
 
     Raises:
         DataError: a path doesn't exist, a file is empty, a folder has no files.
@@ -46,7 +47,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
             fix = f"name {tokens} for the tokens there" if tokens.exists() else _GIVE
             raise DataError(f"the data file {path} does not exist", fix)
         elif path.stat().st_size == 0:
-            raise DataError(f"the data file {path} is empty (0 bytes)", "leave it out, or give another with --data")
+            raise DataError(f"the data file {path} is empty (0 bytes)", "leave it out, or give another")
         else:
             files.append(path)
     return files
@@ -79,7 +80,7 @@ def check_text(paths: Sequence[str], *, sequence_length: int, max_bytes: int) ->
     if size < sequence_length:
         shown = ", ".join(paths) if paths else "the standard library's sources"
         message = f"{shown} has {size} bytes of text, but one sample takes {sequence_length}"
-        raise DataError(message, f"give more with --data, or make data.sequence_length at most {size}")
+        raise DataError(message, f"give more, or make data.sequence_length at most {size}")
     return size
 
 
