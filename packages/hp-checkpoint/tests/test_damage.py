@@ -9,12 +9,14 @@ import random
 import shutil
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save, saving, tensors
+from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, loading, retention, save, saving, tensors
 from hp_checkpoint.files import Kind, lay_out
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.storage import check_space
@@ -86,6 +88,29 @@ def test_folders_of_similar_names_are_left_alone(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.part-1", "new", names[2]]
 
 
+def test_a_save_is_new_by_the_clock_of_the_file_system(tmp_path, monkeypatch):
+    """That of a file server may be behind; what another job has begun there would be taken for an old rest."""
+    begun = tmp_path / "step-1.part-0123456789ab"
+    begun.mkdir()
+    monkeypatch.setattr(time, "time", lambda: begun.stat().st_mtime + 3600)
+    save(state(1), checkpoint_id=tmp_path / "new", no_dist=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", begun.name]
+
+
+def test_two_removals_of_a_checkpoint(tmp_path, monkeypatch):
+    """The command ``prune`` beside a training that prunes: neither fails."""
+    for step in (1, 2, 3):
+        save(state(step), checkpoint_id=tmp_path / f"step-{step:08d}", no_dist=True)
+
+    def removed(folder, saved=None):
+        shutil.rmtree(tmp_path / "step-00000001")
+        return [1, 2, 3]
+
+    monkeypatch.setattr(retention, "steps_in", removed)
+    assert retention.prune(tmp_path, retention.Keep(last=1)) == [1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"] and loads(tmp_path / "step-00000003", 3)
+
+
 def test_files_that_were_not_written_to_their_end_are_not_committed(tmp_path, monkeypatch):
     """A rank whose pieces are not all of its shard: there would be a checkpoint that no load takes."""
     save(state(1), checkpoint_id=tmp_path / "new", no_dist=True)
@@ -99,6 +124,19 @@ def test_files_that_were_not_written_to_their_end_are_not_committed(tmp_path, mo
 def test_a_full_disk_is_seen_before_the_first_byte(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device: 10,000,\d{3},\d{3},\d{3},000 bytes are needed and"):
         check_space(tmp_path, 10**16)
+
+
+def test_a_file_system_that_does_not_tell_its_size_takes_a_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096))
+    save(state(1), checkpoint_id=tmp_path / "new", no_dist=True)
+    assert loads(tmp_path / "new", 1)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_blocks=9, f_bavail=1, f_frsize=4096))
+    with pytest.raises(CheckpointError, match=r"ENOSPC: No space left on device: \d+,\d+ bytes are needed and 4,096"):
+        save(state(1), checkpoint_id=tmp_path / "new", no_dist=True)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +255,8 @@ def test_damaged_folders(checkpoint, tmp_path, damage, error):
     [
         (lambda s: s["model"].update(w11=np.zeros(3)), r"lacks 1 of 5 tensors: 'w11' \(it has 'w1'\)"),
         (lambda s: s["model"].update(w1=np.zeros(3)), r"'w1' is F64 of shape \[3\], in the checkpoint F32 of shape"),
+        (lambda s: s["model"]["w1"].setflags(write=False), "'w1' is an array that can't be written; load into a copy"),
+        (lambda s: s["model"].update(w1=s["model"]["w1"].astype(">f4")), "'w1' has dtype >f4, of the other byte order"),
         (lambda s: s.update(lr=0.1), r"'lr' is not in the checkpoint, which has \['model', 'optimizer', 'step'\]"),
         (lambda s: s.update(step={"a": 1}), r"'step' is a dictionary, the checkpoint has 1"),
     ],
@@ -224,8 +264,18 @@ def test_damaged_folders(checkpoint, tmp_path, damage, error):
 def test_states_that_do_not_fit(checkpoint, change, error):
     new = empty()
     change(new)
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises((TypeError, ValueError), match=error):
         load(new, checkpoint_id=checkpoint, no_dist=True)
+
+
+def test_near_misses_are_of_what_an_error_shows(checkpoint, monkeypatch):
+    """Each is compared with all names of the checkpoint, which takes minutes for thousands."""
+    compared = []
+    monkeypatch.setattr(loading.difflib, "get_close_matches", lambda name, *_: compared.append(name) or ["w1"])
+    new = {f"v{number:02}": np.zeros(1) for number in range(40)}
+    with pytest.raises(ValueError, match=r"lacks 40 of 40 tensors: 'v00' \(it has 'w1'\), .* 'v04' \(it has 'w1'\)$"):
+        load({"model": new}, checkpoint_id=checkpoint, no_dist=True)
+    assert compared == list(new)[:5]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +288,11 @@ def test_states_that_do_not_fit(checkpoint, change, error):
             "two tensors are named 'a.b' in 'model'; rename one",
         ),
         ({"w": np.array(["x"])}, "'w' has dtype <U1, which safetensors lacks; convert it before the call"),
+        ({"w": np.zeros(2, ">f4")}, r"'w' has dtype >f4, of the other byte order; .* \.astype\('float32'\)"),
+        ({"w": np.ma.masked_array([1.0], [True])}, "'w' is a masked array, whose mask would be lost"),
+        ({"loss": np.float64("nan")}, "'loss' is a numpy.float64; .* Convert it, as by .item"),
+        ({"name": "\udcff"}, r"'name' has the text '\\udcff', which UTF-8 lacks"),
+        ({"model": {"\udcff": np.zeros(1)}}, r"'model' has the text '\\udcff', which UTF-8 lacks"),
         ([1], "the state is a list, expected a dictionary"),
         ({"__metadata__": np.zeros(1)}, "a tensor is named '__metadata__', a name that safetensors reserves"),
     ],

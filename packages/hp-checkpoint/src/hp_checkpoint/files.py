@@ -23,10 +23,12 @@ __all__ = [
     "File",
     "Kind",
     "check_file_name",
+    "check_overlaps",
     "index_of",
     "lay_out",
     "read_header",
     "strict_json",
+    "whole",
 ]
 
 DTYPES = {
@@ -178,8 +180,8 @@ def read_header(file: str, size: int, prefix: bytes, content: bytes) -> tuple[En
     entries = []
     for name, description in header.items():
         try:
-            dtype, shape = str(description["dtype"]), tuple(int(each) for each in description["shape"])
-            begin, end = (int(each) for each in description["data_offsets"])
+            dtype, shape = str(description["dtype"]), tuple(map(whole, description["shape"]))
+            begin, end = map(whole, description["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise InvalidCheckpointError(
                 f"{file}: tensor {name!r} is described by {description!r}; expected dtype, shape and data_offsets"
@@ -189,13 +191,13 @@ def read_header(file: str, size: int, prefix: bytes, content: bytes) -> tuple[En
                 f"{file}: tensor {name!r} has dtype {dtype!r}, which is not one of {', '.join(DTYPES)}"
             )
         kind = Kind(dtype, shape)
-        if min(shape, default=0) < 0 or not 0 <= begin <= end or end - begin != kind.nbytes or start + end > size:
+        if begin > end or end - begin != kind.nbytes or start + end > size:
             raise InvalidCheckpointError(
                 f"{file}: tensor {name!r}, {dtype} of shape {list(shape)}, needs {kind.nbytes} bytes, and is said to be"
                 f" at [{begin}, {end}) of {size - start}: the file is cut off, or its header is wrong"
             )
         entries.append(Entry(name, kind, file, start + begin))
-    _check_overlaps(file, entries)
+    check_overlaps(file, entries)
     return tuple(entries)
 
 
@@ -256,6 +258,31 @@ def check_file_name(name: str, what: str) -> str:
     return name
 
 
+def whole(value: Any) -> int:
+    """Return a number of a file's JSON, which has to be whole and at least 0.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no whole number from 0 on")
+    return value
+
+
+def check_overlaps(file: str, entries: Sequence[Entry]) -> None:
+    """Check that no byte belongs to two tensors.
+
+    Raises:
+        InvalidCheckpointError: one does.
+    """
+    end, before = 0, ""
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.kind.nbytes)):
+        if entry.kind.nbytes and entry.offset < end:
+            raise InvalidCheckpointError(f"{file}: the tensors {before!r} and {entry.name!r} overlap")
+        if entry.kind.nbytes:
+            end, before = entry.offset + entry.kind.nbytes, entry.name
+
+
 def _file(file: str, names: Sequence[str], tensors: Mapping[str, Kind]) -> File:
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # what transformers asks for
     order = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
@@ -276,12 +303,3 @@ def _file(file: str, names: Sequence[str], tensors: Mapping[str, Kind]) -> File:
     start = 8 + len(text)
     entries = tuple(Entry(name, tensors[name], file, start + offsets[name]) for name in order)
     return File(file, len(text).to_bytes(8, "little") + text, start + offset, entries)
-
-
-def _check_overlaps(file: str, entries: Sequence[Entry]) -> None:
-    end, before = 0, ""
-    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.kind.nbytes)):
-        if entry.kind.nbytes and entry.offset < end:
-            raise InvalidCheckpointError(f"{file}: the tensors {before!r} and {entry.name!r} overlap")
-        if entry.kind.nbytes:
-            end, before = entry.offset + entry.kind.nbytes, entry.name

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from hp_checkpoint.casts import CastTarget, casts
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
-from hp_checkpoint.files import Entry
+from hp_checkpoint.files import Entry, strict_json
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.ranks import Ranks, describe
 from hp_checkpoint.reads import COLUMNS, Units, exchange, request_rows
@@ -46,19 +45,19 @@ def check_entries(wanted: Mapping[Address, Any], manifest: Manifest, *, cast: bo
         entry = entries.get(name) or entries.get(manifest.aliases.get(part, {}).get(name, ""))
         kind = kind_of(name, value)
         if entry is None:
-            near = difflib.get_close_matches(name, entries, 1)
-            missing.append(f"{name!r}" + (f" (it has {near[0]!r})" if near else ""))
+            missing.append((part, name))
         elif entry.kind != kind and not (cast and casts(kind, entry.kind)):
             faults.append(
                 f"{name!r} is {kind.dtype} of shape {list(kind.shape)}, in the checkpoint {entry.kind.dtype} of shape"
                 f" {list(entry.kind.shape)}"
             )
+        elif isinstance(value, np.ndarray) and not value.flags.writeable:
+            faults.append(f"{name!r} is an array that can't be written; load into a copy of it")
         else:
             result[part, name] = entry
     if missing:
-        raise ValueError(
-            f"load: the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {', '.join(missing[:5])}"
-        )
+        texts = [repr(name) + _near(name, manifest.parts.get(part, {})) for part, name in missing[:5]]
+        raise ValueError(f"load: the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {', '.join(texts)}")
     if faults:
         raise ValueError(f"load: {len(faults)} of {len(wanted)} tensors do not fit: {'; '.join(faults[:3])}")
     return result
@@ -112,6 +111,12 @@ def load_tensors(
     ranks.agree(lambda: _raised(failure), "load")
 
 
+def _near(name: str, names: Iterable[str]) -> str:
+    """Return a near miss for an error; it compares with each name, so it is for the few that are shown."""
+    near = difflib.get_close_matches(name, names, 1)
+    return f" (it has {near[0]!r})" if near else ""
+
+
 def _raised(failure: Exception | None) -> bytes:
     if failure is not None:
         raise CheckpointError(f"{describe(failure)}. Tensors may have been changed in part") from failure
@@ -129,7 +134,7 @@ def read_tree(manifest: Manifest, folder: Path) -> Any:
     if len(data) != manifest.files[STATE].size:
         raise InvalidCheckpointError(f"{STATE} has {len(data):,} bytes, expected {manifest.files[STATE].size:,}")
     manifest.verify(STATE, 0, data)
-    return json.loads(content)
+    return strict_json(content, str(folder / STATE))
 
 
 def verify_files(manifest: Manifest, folder: Path, rank: int = 0, size: int = 1) -> bytes:

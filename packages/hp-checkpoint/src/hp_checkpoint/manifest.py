@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.files import DTYPES, Entry, Kind, check_file_name, strict_json
+from hp_checkpoint.files import DTYPES, Entry, Kind, check_file_name, check_overlaps, strict_json, whole
 from hp_checkpoint.pieces import gather
 
 __all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "checksum", "sealed"]
@@ -28,6 +28,7 @@ __all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "checksum", "
 MANIFEST = "manifest.json"
 VERSION = 1
 BLOCK = 8 << 20
+_LARGEST_BLOCK = 1 << 30  # a reader has memory for one
 _SMALL = 64 << 10  # checksums of fewer bytes are joined to units
 _HASH = ',"hash":"'
 _DIGEST = 16
@@ -129,11 +130,12 @@ class Manifest:
                 f"{where}: its hash is wrong: the file was changed, or not written to its end. Load an older checkpoint"
             )
         tree = strict_json(content, where)
-        if tree.get("version", 0) > VERSION:
-            raise _newer(where, tree["version"])
+        newer = tree.get("version")
+        if isinstance(newer, int) and newer > VERSION:
+            raise _newer(where, newer)
         try:
             return _parsed(tree, where)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             if isinstance(error, InvalidCheckpointError):
                 raise
             raise InvalidCheckpointError(f"{where} is not a manifest: {type(error).__name__}: {error}") from None
@@ -195,41 +197,47 @@ def _packed(entry: Entry) -> list[Any]:
 
 
 def _parsed(tree: dict[str, Any], where: str) -> Manifest:
-    block_bytes = int(tree["block_bytes"])
+    block_bytes = whole(tree["block_bytes"])
+    if not 0 < block_bytes <= _LARGEST_BLOCK:
+        raise InvalidCheckpointError(f"{where}: its blocks have {block_bytes} bytes, expected 1 to {_LARGEST_BLOCK}")
     files = {
-        check_file_name(name, where): FileSums(int(file["size"]), _rows(file["sums"]))
+        check_file_name(name, where): FileSums(whole(file["size"]), _rows(file["sums"]))
         for name, file in tree["files"].items()
     }
     for name, file in files.items():
         _check_cover(name, file, block_bytes, where)
     parts: dict[str, dict[str, Entry]] = {}
+    by_file: dict[str, list[Entry]] = {}
     for part, inner in tree["parts"].items():
         parts[part] = {}
         for name, (dtype, shape, file, offset) in inner.items():
-            end = int(offset) + prod(shape) * DTYPES.get(dtype, 0)
-            if dtype not in DTYPES or file not in files or not 0 <= offset <= end <= files[file].size:
+            end = whole(offset) + prod(map(whole, shape)) * DTYPES.get(dtype, 0)
+            if dtype not in DTYPES or file not in files or end > files[file].size:
                 raise InvalidCheckpointError(
                     f"{where}: tensor {name!r}, {dtype} of shape {shape} at {offset} of {file!r}, is in no file of it"
                 )
-            parts[part][name] = Entry(name, Kind(dtype, tuple(shape)), file, int(offset))
+            parts[part][name] = Entry(name, Kind(dtype, tuple(shape)), file, offset)
+            by_file.setdefault(file, []).append(parts[part][name])
+    for file, entries in by_file.items():
+        check_overlaps(f"{where}: {file}", entries)
     return Manifest(tree["step"], parts, files, tree["aliases"], block_bytes, tree["versions"])
 
 
 def _rows(sums: Sequence[Sequence[Any]]) -> tuple[tuple[int, int, int, int, int], ...]:
-    return tuple(sorted((int(f), int(n), int(c), int(s), int(value, 16)) for f, n, c, s, value in sums))
+    return tuple(sorted((whole(f), whole(n), whole(c), whole(s), int(value, 16)) for f, n, c, s, value in sums))
 
 
 def _check_cover(name: str, file: FileSums, block_bytes: int, where: str) -> None:
     """Check that the checksums of each block are of as many bytes as it has."""
-    blocks = -(-file.size // block_bytes)
-    covered = [0] * blocks
+    covered: dict[int, int] = {}
     for first, length, count, stride, _ in file.rows:
         block, end = first // block_bytes, first + (count - 1) * stride + length
-        if first < 0 or end > min((block + 1) * block_bytes, file.size):
+        if not length or not count or end > min((block + 1) * block_bytes, file.size):
             raise InvalidCheckpointError(
                 f"{where}: a checksum of {name} is of bytes {first} to {end}, in no block of it"
             )
-        covered[block] += length * count
-    for block, count in enumerate(covered):
+        covered[block] = covered.get(block, 0) + length * count
+    for block in range(-(-file.size // block_bytes)):
+        count = covered.get(block, 0)
         if count != min(block_bytes, file.size - block * block_bytes):
             raise InvalidCheckpointError(f"{where}: the checksums of {name} are of {count} bytes of block {block}")

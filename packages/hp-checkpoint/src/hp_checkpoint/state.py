@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.tensors import is_tensor
 
 __all__ = ["Address", "State", "Unreadable", "address", "decode", "fill", "flatten", "merge"]
@@ -66,6 +67,7 @@ def flatten(state: Mapping[str, Any]) -> State:
             for key in value:
                 if not isinstance(key, (str, int)):
                     raise TypeError(f"checkpoint: {_dotted(path)!r} has the key {key!r}; keys are strings or numbers")
+                _check_text(key, path)
             items = [(key, visit(inner, (*path, key))) for key, inner in value.items()]
             if all(isinstance(key, str) for key, _ in items) and not _MARKS.intersection(value):
                 return dict(items)
@@ -73,9 +75,10 @@ def flatten(state: Mapping[str, Any]) -> State:
         if isinstance(value, (list, tuple)):
             items = [visit(inner, (*path, number)) for number, inner in enumerate(value)]
             return {_TUPLE: items} if isinstance(value, tuple) else items
-        if isinstance(value, float) and not math.isfinite(value):
+        if type(value) is float and not math.isfinite(value):
             return {_FLOAT: repr(value)}
         if value is None or type(value) in (bool, int, float, str):
+            _check_text(value, path)
             return value
         raise TypeError(
             f"checkpoint: {_dotted(path)!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint has"
@@ -93,20 +96,33 @@ def decode(tree: Any, tensor: Callable[[Address], Any]) -> Any:
     Args:
         tree: of JSON.
         tensor: returns the tensor of an address.
+
+    Raises:
+        InvalidCheckpointError: the tree is none that `flatten` makes.
     """
+    try:
+        return _decoded(tree, tensor)
+    except (IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidCheckpointError(
+            f"the values beside the tensors can't be read: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _decoded(tree: Any, tensor: Callable[[Address], Any]) -> Any:
     if isinstance(tree, dict):
         if len(tree) == 1:
             mark, inner = next(iter(tree.items()))
             if mark == _TENSOR:
-                return tensor((inner[0], inner[1]))
+                part, name = inner
+                return tensor((part, name))
             if mark == _FLOAT:
                 return float(inner)
             if mark == _TUPLE:
-                return tuple(decode(each, tensor) for each in inner)
+                return tuple(_decoded(each, tensor) for each in inner)
             if mark == _PAIRS:
-                return {key: decode(each, tensor) for key, each in inner}
-        return {key: decode(each, tensor) for key, each in tree.items()}
-    return [decode(each, tensor) for each in tree] if isinstance(tree, list) else tree
+                return {key: _decoded(each, tensor) for key, each in inner}
+        return {key: _decoded(each, tensor) for key, each in tree.items()}
+    return [_decoded(each, tensor) for each in tree] if isinstance(tree, list) else tree
 
 
 def fill(template: Any, saved: Any, path: tuple[Any, ...] = ()) -> Any:
@@ -177,7 +193,16 @@ def merge(trees: list[Any]) -> Any:
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path)) or "the state"
+    return ".".join(map(str, path)) if path else "the state"
+
+
+def _check_text(value: Any, path: tuple[Any, ...]) -> None:
+    """Refuse a text with half of a surrogate pair, as of a file's name that is no UTF-8: no JSON file can have it."""
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"checkpoint: {_dotted(path)!r} has the text {value!r}, which UTF-8 lacks") from None
 
 
 def address(path: tuple[Any, ...], top: str) -> Address:

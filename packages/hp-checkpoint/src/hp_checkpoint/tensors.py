@@ -83,13 +83,22 @@ def kind_of(name: str, value: Any) -> Kind:
         return Kind(value.saved, kind_of(name, value.value).shape)
     array = isinstance(value, np.ndarray)
     dtype = _NUMPY.get(value.dtype.name) if array else port().dtype_of(value)
-    reason = None if array else port().refusal(value)
+    reason = _array_refusal(value) if array else port().refusal(value)
     if dtype is None:
         reason = f"has dtype {value.dtype}, which safetensors lacks; convert it before the call"
     if dtype is None or reason is not None:
         raise TypeError(f"checkpoint: {name!r} {reason}")
     spec = _spec(value)
     return Kind(dtype, tuple(int(size) for size in (value.shape if spec is None else spec.shape)))
+
+
+def _array_refusal(value: np.ndarray) -> str | None:
+    """Return the reason why an array can't be saved or loaded, None where it can."""
+    if not value.dtype.isnative:
+        return f"has dtype {value.dtype.str}, of the other byte order; convert it, as by .astype({value.dtype.name!r})"
+    if isinstance(value, np.ma.MaskedArray):
+        return "is a masked array, whose mask would be lost; save its .data and its .mask"
+    return None
 
 
 def array_of(name: str, kind: Kind) -> np.ndarray:

@@ -29,6 +29,8 @@ def dtype_of(tensor: torch.Tensor) -> str | None:
 
 def refusal(tensor: torch.Tensor) -> str | None:
     """Return the reason why a tensor can't be saved or loaded, None where it can."""
+    if tensor.is_nested:
+        return "is a nested tensor; save its .unbind() parts"
     if type(tensor) not in _PLAIN and getattr(tensor, "_spec", None) is None or _is_foreign(tensor):
         kind = type(tensor)
         return (
@@ -55,9 +57,9 @@ def read_bytes(tensor: torch.Tensor) -> np.ndarray:
 def written_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[], None] | None]:
     """Return bytes to write, and a function that brings them into the local tensor."""
     local = local_view(tensor)
-    if local.device.type == "cpu" and local.is_contiguous():
+    if local.device.type == "cpu" and local.is_contiguous() and not (local.is_conj() or local.is_neg()):
         return _bytes(local), None
-    host = local.to("cpu", copy=True).contiguous()
+    host = local.to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
 
     def store() -> None:
         local.copy_(host)
