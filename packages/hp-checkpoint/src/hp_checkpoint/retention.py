@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +81,11 @@ def prune(folder: Path, keep: Keep, saved: int | None = None) -> list[int]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; what an interruption leaves is none, and the next save removes it."""
+    """Remove a checkpoint; what an interruption leaves is none, and the next save removes it.
+
+    Another process may have removed it just before: the command ``prune`` beside a training.
+    """
     rest = part_folder(folder, new_nonce())
-    os.rename(folder, rest)
+    with suppress(FileNotFoundError):
+        os.rename(folder, rest)
     shutil.rmtree(rest, ignore_errors=True)

@@ -244,10 +244,15 @@ def _prepare(target: Path, needed: int) -> bytes:
             f"save: {target} exists and is no checkpoint; only a checkpoint is replaced. Save under another name"
         )
     make_folder(target.parent)
-    remove_rests(target.parent)
-    check_space(target.parent, needed)
     nonce = new_nonce()
-    part_folder(target, nonce).mkdir()
+    part = part_folder(target, nonce)
+    part.mkdir()
+    try:
+        remove_rests(part)  # which may make space
+        check_space(target.parent, needed)
+    except BaseException:
+        part.rmdir()
+        raise
     return nonce.encode()
 
 

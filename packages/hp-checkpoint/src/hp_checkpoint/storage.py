@@ -17,7 +17,6 @@ import re
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,13 +74,18 @@ def in_progress(part: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def remove_rests(parent: Path) -> None:
-    """Remove what interrupted saves left in a folder; a save in progress is new or has locked its own."""
-    for folder in parent.glob(f"*{_PART}*"):
-        if not _NONCE.fullmatch(folder.name):
+def remove_rests(part: Path) -> None:
+    """Remove what interrupted saves left beside a new save's folder; a save in progress is new or has locked its own.
+
+    Args:
+        part: the folder that was made just now: it has the time of the file system, whose clock may not be this one's.
+    """
+    now = part.stat().st_mtime
+    for folder in part.parent.glob(f"*{_PART}*"):
+        if not _NONCE.fullmatch(folder.name) or folder == part:
             continue
         with suppress(OSError):
-            if time.time() - folder.stat().st_mtime < _NEW:
+            if now - folder.stat().st_mtime < _NEW:
                 continue
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -100,10 +104,10 @@ def make_folder(folder: Path) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise ``OSError`` (ENOSPC) if a file system has less than ``needed`` bytes left."""
+    """Raise ``OSError`` (ENOSPC) if a file system has less than ``needed`` bytes left, and says how many it has."""
     usage = os.statvfs(folder)
     free = usage.f_bavail * usage.f_frsize
-    if free < needed:
+    if usage.f_blocks and free < needed:
         text = f"{needed:,} bytes are needed and {free:,} are free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder))
 
