@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import contextmanager
 
 import numpy as np
 
 from hp_platform import flight, get_platform
-from hp_platform.flight import Channel, flight_stack, note_step, read_flight, record_flight
+from hp_platform.flight import Channel, beating, flight_stack, note_step, read_flight, record_flight
 from hp_testing import as_tensor, on_ranks
 
 
@@ -83,3 +84,16 @@ def test_the_stack_is_written_at_a_signal(tmp_path):
         assert flight_stack(tmp_path, 0) == ""
         os.kill(os.getpid(), signal.SIGUSR1)
         assert "test_the_stack_is_written_at_a_signal" in flight_stack(tmp_path, 0).splitlines()[0]
+
+
+@on_ranks(1)
+def test_beats_are_moves_of_a_rank_that_does_nothing_else(tmp_path):
+    page, deadline = tmp_path / "rank-0.flight", time.monotonic() + 60
+    with recorded(tmp_path):
+        before = page.read_bytes()
+        with beating(0.01):
+            while page.read_bytes() == before:
+                assert time.monotonic() < deadline
+        after = page.read_bytes()
+        assert page.read_bytes() == after
+    assert read_flight(tmp_path, 0) is not None

@@ -33,7 +33,7 @@ from hp_checkpoint.state import Address, State
 from hp_checkpoint.storage import new_nonce
 from hp_checkpoint.survivors import Survivors, join, meet
 from hp_checkpoint.tools import faults
-from hp_platform import get_platform
+from hp_platform import get_backend, get_platform
 
 __all__ = ["LastWords"]
 
@@ -89,14 +89,22 @@ class LastWords:
             data: as for `Checkpointer.save`.
 
         Returns:
-            What was saved, or the reason why nothing was; on ranks other than the first that is left "".
+            What was saved, or the reason why nothing was; on ranks other than the first that is left "". Where ranks
+            can't meet, as over nccl and MindSpore's backends, each says that it saved nothing.
         """
-        if not get_platform().groups.can_disconnect():
-            return ""  # the others, who wait for this rank, would never come
+        groups = get_platform().groups
+        if self._size > 1 and not groups.can_disconnect():
+            newest = max(self._checkpoints.steps(), default=0)
+            backend = get_backend()
+            return (
+                f"rank {self._rank} saved nothing: the others may wait for it in a collective of {backend}, which one"
+                f" rank can't break, and would not come; {_newest(newest)}"
+            )
         deadline = time.monotonic() + self._within
         gone = sorted(set(lost) - {self._rank})
         join(self._folder, self._rank, {"step": step, "lost": gone})
-        get_platform().groups.disconnect()
+        if self._size > 1:
+            groups.disconnect()
         there = meet(self._folder, self._rank, self._size, gone, deadline)
         ranks = Survivors(self._folder, self._rank, self._size, list(there), deadline)
         try:
@@ -107,7 +115,7 @@ class LastWords:
 
     def _save(self, ranks: Survivors, steps: Mapping[int, int | None], saved: int, schedule: Any, data: Any) -> str:
         saved = int(ranks.first(lambda: self._newest(saved, ranks.deadline), "last words"))
-        newest = f"the newest checkpoint is step {saved}" if saved else "there is no checkpoint"
+        newest = _newest(saved)
         absent = sorted(set(range(self._size)) - steps.keys())
         if self._buffers:
             what = f"a forward of the next step may have changed the model's buffers, as {min(self._buffers)!r}"
@@ -169,6 +177,10 @@ class LastWords:
             raise CheckpointError(f"{target} is not what was written: {wrong[0]}")
         prune(self._checkpoints.folder, self._checkpoints.keep, step)
         return b""
+
+
+def _newest(step: int) -> str:
+    return f"the newest checkpoint is step {step}" if step else "there is no checkpoint"
 
 
 def _named(ranks: list[int]) -> str:

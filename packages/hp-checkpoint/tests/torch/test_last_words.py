@@ -14,7 +14,7 @@ from hp_checkpoint.extend import LastWords, faults
 from hp_checkpoint.survivors import Survivors, join, meet
 from hp_dtensor import init_device_mesh
 from hp_fsdp import full_state_dict, fully_shard
-from hp_platform import get_platform
+from hp_platform import get_backend, get_platform
 from hp_testing import device_type, on_ranks
 
 LATE = 60.0
@@ -168,3 +168,21 @@ def test_buffers_that_a_forward_may_have_changed_are_not_saved(monkeypatch, tmp_
         text = LastWords(checkpoints, model, optimizer, within=LATE).save(7, saved=0)
     assert text.startswith("nothing was saved: a forward of the next step may have changed the model's buffers, as '1.")
     assert text.endswith("; there is no checkpoint")
+
+
+@on_ranks(2)
+def test_ranks_that_cannot_meet_say_that_they_saved_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr("hp_platform.groups.can_disconnect", lambda: False)
+    model, optimizer = trained((2,))
+    rank = get_platform().groups.rank()
+    with Checkpointer(tmp_path / "run", background=False) as checkpoints:
+        words = LastWords(checkpoints, model, optimizer, within=LATE)
+        text = words.save(7, saved=0)
+        checkpoints.save(4, model, optimizer)
+        later = words.save(7, saved=4)
+    backend = get_backend()
+    assert text == (
+        f"rank {rank} saved nothing: the others may wait for it in a collective of {backend}, which one rank can't"
+        " break, and would not come; there is no checkpoint"
+    )
+    assert later.endswith("; the newest checkpoint is step 4") and checkpoints.steps() == [4]

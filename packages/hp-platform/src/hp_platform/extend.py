@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hp_platform.flight import Flight, Operation, flight_stack, note_step, read_flight, record_flight
+from hp_platform.flight import Flight, Operation, beating, flight_stack, note_step, read_flight, record_flight
 from hp_platform.groups import own_rank, when_groups_end
 from hp_platform.hangs import Hang, find_hang
 from hp_platform.host import end_with_parent, watch_parent
@@ -32,6 +32,7 @@ __all__ = [
     "TreeSum",
     "attribute_to",
     "attributed_modules",
+    "beating",
     "end_with_parent",
     "find_hang",
     "flight_stack",

@@ -13,11 +13,14 @@ Note [Flight recorder]
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import mmap
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ __all__ = [
     "Flight",
     "FlightRecorder",
     "Operation",
+    "beating",
     "flight_stack",
     "note_step",
     "read_flight",
@@ -41,7 +45,7 @@ PHASES = ("start", "step", "save", "validate", "end")
 STACKS = "stacks"
 
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
-_PID, _PHASE, _STEP, _BEGUN, _WAITING = range(5)
+_PID, _PHASE, _STEP, _BEGUN, _WAITING, _BEATS = range(6)
 _HEAD, _CHANNELS, _RING, _FIELDS = 16, 1024, 64, 3
 _RING_AT = _HEAD + _CHANNELS
 _WORDS = _RING_AT + _RING * _FIELDS
@@ -134,6 +138,10 @@ class FlightRecorder:
         """Note a phase of the run, and how many steps are done."""
         self._page[_STEP] = step
         self._page[_PHASE] = PHASES.index(phase)
+
+    def beat(self) -> None:
+        """Note that the process goes on with what it does."""
+        self._page[_BEATS] += 1
 
     def begin(self, kind: str, size: int, group: Any, peer: int | None = None) -> list[int]:
         """Note that a collective begins; return what `pending` takes.
@@ -241,6 +249,31 @@ def note_step(phase: str, step: int) -> None:
     """
     if recorder is not None:
         recorder.note(phase, step)
+
+
+@contextlib.contextmanager
+def beating(every: float = 1.0) -> Iterator[None]:
+    """Note that this process goes on while it is in a block whose length nobody knows, as of tokenizing.
+
+    A thread does, so the block may be a single call that lets go of the interpreter. That it gets nowhere is not seen.
+
+    Args:
+        every: seconds.
+    """
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(every):
+            if recorder is not None:
+                recorder.beat()
+
+    thread = threading.Thread(target=beat, name="hp_platform beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def read_flight(folder: Path, rank: int) -> Flight | None:

@@ -57,18 +57,16 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        seen: dict[int, bytes] = {}
-        idle = [0.0] * self._ranks
+        seen: list[bytes] = []
+        idle = 0.0
         before = time.monotonic()
         while not self._over.wait(self._poll):
             now = time.monotonic()
             # This process may have been stopped along with the ranks: time that it hasn't seen doesn't count.
             passed, before = min(now - before, 2 * self._poll), now
-            for rank in range(self._ranks):
-                content = self._content(rank)
-                idle[rank] = 0.0 if content != seen.get(rank) else idle[rank] + passed
-                seen[rank] = content
-            if max(idle) >= self._limit and self._hangs(idle):
+            content = [self._content(rank) for rank in range(self._ranks)]
+            idle, seen = idle + passed if content == seen else 0.0, content
+            if idle >= self._limit and self._hangs(idle):
                 return
 
     def _content(self, rank: int) -> bytes:
@@ -76,7 +74,7 @@ class Watch:
             return (self._folder / f"rank-{rank}.flight").read_bytes()
         return b""
 
-    def _hangs(self, idle: list[float]) -> bool:
+    def _hangs(self, idle: float) -> bool:
         """End the culprits of a hang, if it is one; tell whether there is nothing more to watch."""
         read = {rank: read_flight(self._folder, rank) for rank in range(self._ranks)}
         flights = {rank: flight for rank, flight in read.items() if flight is not None}
@@ -85,13 +83,13 @@ class Watch:
         if any(_state(flight.pid) in ("", "Z") for flight in flights.values()):
             return False  # a rank has ended: whoever started it hears of that
         patient = any(flight.phase != "step" for flight in flights.values())
-        if max(idle) < self._limit * (_PATIENCE if patient else 1):
+        if idle < self._limit * (_PATIENCE if patient else 1):
             return False
         hang = find_hang(flights)
         states = {rank: _state(flights[rank].pid) for rank in flights}
         self._ask_for_stacks(flights, hang, states)
         stacks = {rank: flight_stack(self._folder, rank) for rank in flights}
-        self.failure = (hang.culprits[0], describe(hang, flights, states, stacks, max(idle), self._axes))
+        self.failure = (hang.culprits[0], describe(hang, flights, states, stacks, idle, self._axes))
         for rank in hang.culprits:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(flights[rank].pid, signal.SIGKILL)

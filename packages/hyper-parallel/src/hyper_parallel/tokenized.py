@@ -9,6 +9,7 @@ from typing import Any
 
 from hp_checkpoint.extend import Ranks
 from hp_plan import DataSection, ParallelPlan
+from hp_platform.extend import beating
 from hyper_parallel.data import DataError, find_files, has_tokens
 from hyper_parallel.data.documents import text_files
 from hyper_parallel.data.preparing import is_prepared, prepare
@@ -95,9 +96,9 @@ def with_tokens(plan: ParallelPlan, folder: Path, ranks: Ranks) -> ParallelPlan:
     def write() -> bytes:
         tokenizer = None if all(map(has_tokens, sections.values())) else tokenizer_of(plan)
         text = {} if tokenizer is None else {name: each for name, each in sections.items() if not has_tokens(each)}
-        return json.dumps(
-            {name: _write(each, tokenizer, folder / TOKENS, name) for name, each in text.items()}
-        ).encode()
+        with beating():  # the others wait for as long as it takes
+            files = {name: _write(each, tokenizer, folder / TOKENS, name) for name, each in text.items()}
+        return json.dumps(files).encode()
 
     written = {name: tuple(paths) for name, paths in json.loads(ranks.first(write, "tokenizing")).items()}
     if "data" in written:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import hp_plan
 import hp_platform
@@ -21,6 +22,7 @@ from hyper_parallel.data import has_tokens
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
+from hyper_parallel.notes import note
 from hyper_parallel.output import METRICS, TEXTS, Curve, OutputError, Summary, draw_loss
 from hyper_parallel.port import rank_process, training
 from hyper_parallel.prompts import write_texts
@@ -41,7 +43,8 @@ def train_rank(job: Job) -> Summary | None:
         if get_platform().groups.rank() == 0:
             reporter = EventWriter(job.events) if job.events else make_reporter(json_lines=job.json_lines)
         stop.listen()
-        return train(job.plan, job.folder, reporter=reporter, resume=job.resume, until=job.until, stop=stop)
+        options: dict[str, Any] = {"resume": job.resume, "until": job.until, "stop": stop}
+        return train(job.plan, job.folder, reporter=reporter, tell=functools.partial(note, job), **options)
 
 
 def verify_rank(job: Job) -> VerifyResult:
@@ -87,6 +90,7 @@ def train(
     resume: Resume = "no",
     until: int | None = None,
     stop: Stop | None = None,
+    tell: Callable[[str], object] | None = None,
 ) -> Summary | None:
     """Train the plan's model and write the run's files. Every rank calls it.
 
@@ -97,13 +101,14 @@ def train(
         resume: "auto" goes on from the folder's newest checkpoint.
         until: stop after this step.
         stop: tells whether to stop before the end.
+        tell: called with what became of the last finished step when the run fails.
 
     Returns:
         The summary, on rank 0.
     """
     leader = get_platform().groups.rank() == 0
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=_note))
+        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=tell))
         name, curve, sinks = run.trainer.name, Curve(), list[Sink]()
         record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
         tokens = sum(content.tokens for content in run.contents)
@@ -148,11 +153,6 @@ def train(
     if reporter is not None:
         reporter.finished(summary)
     return summary
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
-    sys.stderr.flush()
 
 
 def _mesh(plan: ParallelPlan) -> str:

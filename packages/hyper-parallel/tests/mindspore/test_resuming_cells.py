@@ -32,13 +32,27 @@ def bigram():
     return Bigram()
 
 
+class Failing(Bigram):
+    calls = 0
+
+    def construct(self, input_ids, labels):
+        self.calls += 1
+        if self.calls == 4:
+            raise ValueError("the weights went bad")
+        return super().construct(input_ids, labels)
+
+
+def failing():
+    return Failing()
+
+
 GROUPS = [{"patterns": ["embed.weight"], "lr_multiple": 0.5}, {"patterns": ["*.bias"], "weight_decay": 0.0}]
 
 
-def run(folder, optimizer, mesh, **options):
+def run(folder, optimizer, mesh, model="bigram", **options):
     (folder / "text").write_bytes(b"to be or not to be, " * 20)
     tables = {
-        "model": {"function": f"{__name__}:bigram"},
+        "model": {"function": f"{__name__}:{model}"},
         "mesh": mesh,
         "optimizer": {"name": optimizer, "lr": 0.05, "groups": GROUPS if optimizer == "adamw" else []},
         "schedule": {"kind": "cosine", "warmup_steps": 2},
@@ -67,3 +81,18 @@ def test_a_run_goes_on(tmp_path, optimizer):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[: 4 * 3]
     run_ranks(1, run, tmp_path / "parts", optimizer, {}, resume="auto")
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+
+def test_a_single_rank_that_raises_saves_its_last_step(tmp_path):
+    (tmp_path / "whole").mkdir()
+    run_ranks(1, run, tmp_path / "whole", "adamw", {})
+    run_ranks(1, fail, tmp_path)
+    run_ranks(1, run, tmp_path, "adamw", {}, resume="auto")
+    assert losses(tmp_path) == losses(tmp_path / "whole")
+
+
+def fail(folder):
+    said: list[str] = []
+    with pytest.raises(ValueError, match="the weights went bad"):
+        run(folder, "adamw", {}, "failing", tell=said.append)
+    assert said == [f"the ranks that are left saved step 3, whole and verified: {folder}/run/checkpoints/step-00000003"]

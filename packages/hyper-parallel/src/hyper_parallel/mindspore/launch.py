@@ -26,6 +26,7 @@ from hyper_parallel.hanging import watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
 from hyper_parallel.mindspore.process import peer_lost
 from hyper_parallel.mindspore.rank import JOB, OUTPUT
+from hyper_parallel.notes import show_notes
 
 Result = TypeVar("Result")
 
@@ -87,6 +88,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
             with _signals_raise():
                 watched.wait(show)
         except RankFailure:
+            show_notes(job, ranks)
             if watch is None or watch.failure is None:
                 raise
             raise RankFailure(*watch.failure) from None

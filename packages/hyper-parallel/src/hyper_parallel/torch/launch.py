@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from hp_plan import ParallelPlan
 from hyper_parallel.hanging import watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads, explanation
+from hyper_parallel.notes import show_notes
 
 Result = TypeVar("Result")
 
@@ -92,6 +93,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
             try:
                 return elastic_launch(config, work)(job)
             except ChildFailedError as error:
+                show_notes(job, ranks)
                 hung = watch.failure if watch is not None else None
                 raise RankFailure(*(hung or _first_failure(error))) from None
             except SignalException as error:
