@@ -108,11 +108,12 @@ def test_drawn_weights_of_a_family_that_is_not_alike():
 @on_ranks(4)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}], ids=str)
 def test_experts(mesh, tmp_path):
-    """Those of a folder are merged by transformers, on each rank; drawn ones are not."""
+    """Those of a folder are merged by transformers: each rank reads its own where they are; and drawn ones."""
     folder = write(tmp_path / "model", "MixtralConfig", **EXPERTS)
     for model in ({"path": folder}, {"config": "MixtralConfig", "overrides": {**SMALL, **EXPERTS}}):
         plan = plan_of(mesh, model, dtype="float64")
         truth = dict(build_model(plan).named_parameters())
+        assert all(parameter.is_meta for parameter in begin(plan).parameters()), "no rank has a whole model"
         for name, value in whole(build_parallel_model(plan)).items():
             assert torch.equal(value, truth[name]), name
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from hp_checkpoint.dcp_export import to_dcp
 from hp_checkpoint.export import to_hugging_face
+from hp_checkpoint.files import Chunk, Entry, Kind
 from hp_checkpoint.last_words import LastWords
+from hp_checkpoint.loading import load_tensors
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import prune, steps_in
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.tools import Difference, diff, faults, summary
 
 __all__ = [
+    "Chunk",
     "Difference",
+    "Entry",
+    "Kind",
     "LastWords",
     "Ranks",
     "diff",
     "faults",
+    "load_tensors",
     "open_checkpoint",
     "prune",
     "steps_in",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -167,11 +167,21 @@ class Manifest:
 
     def _content(self, file: str, start: int, stop: int) -> str:
         """Name what a range of a file has."""
-        entries = [entry for inner in self.parts.values() for entry in inner.values() if entry.file == file]
-        names = [e.name for e in entries if e.offset < stop and e.offset + e.kind.nbytes > start]
+        entries = [entry for inner in self.parts.values() for entry in inner.values()]
+        places = [(entry.name, *place) for entry in entries for of, *place in _places(entry) if of == file]
+        names = list(dict.fromkeys(name for name, low, high in places if low < stop and high > start))
         if names:
             return f"tensor {', '.join(map(repr, names[:3]))}"
-        return "the header" if entries else "its content"
+        return "the header" if places else "its content"
+
+
+def _places(entry: Entry) -> Iterator[tuple[str, int, int]]:
+    """List where a tensor is: files with first byte and end."""
+    if not entry.chunks:
+        yield entry.file, entry.offset, entry.offset + entry.kind.nbytes
+    for chunk in entry.chunks:
+        last = sum((size - 1) * stride for size, stride in zip(chunk.sizes, chunk.strides, strict=True))
+        yield chunk.file, chunk.offset, chunk.offset + (last + 1) * entry.kind.itemsize
 
 
 def _digest(text: bytes) -> str:

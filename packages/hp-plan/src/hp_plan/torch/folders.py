@@ -18,6 +18,7 @@ from hp_moe import register_experts
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.sections import ModelSection
 from hp_plan.torch import pretrained
+from hp_plan.torch.conversions import conversions_of, renamed
 
 _SHOWN = 5
 _OTHER = "take the folder of another model, or write weights = 'random' to draw the weights anew"
@@ -158,13 +159,13 @@ def check_fit(model: Any, section: ModelSection) -> list[Diagnostic]:
     """
     folder, own, ties = str(section.path), model.state_dict(), ties_of(model)
     saved = saved_tensors(folder)
-    renamings, converters = _conversions(model)
-    rename: Any = importlib.import_module("transformers.core_model_loading").rename_source_key
-    prefix = getattr(model, "base_model_prefix", None)
+    conversions = conversions_of(model)
     found, unexpected, diagnostics, split = set(), [], [], False
     for name, entry in saved.items():
-        target, converted = rename(name, renamings, converters, prefix, own)
-        split = split or any(converted in each.source_patterns and len(each.target_patterns) > 1 for each in converters)
+        target, converted = renamed(name, conversions, model, own)
+        split = split or any(
+            converted in each.source_patterns and len(each.target_patterns) > 1 for each in conversions[1]
+        )
         if target not in own:
             unexpected.append(name)
             continue
@@ -177,14 +178,6 @@ def check_fit(model: Any, section: ModelSection) -> list[Diagnostic]:
     may_lack, may_have = ignored_names(model)
     differences = _differences(folder, _without(missing, may_lack), _without(unexpected, may_have), own)
     return [*diagnostics[:_SHOWN], *differences]
-
-
-def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
-    """Return what transformers renames, and what it merges or cuts, when it loads such a model."""
-    loading = importlib.import_module("transformers.core_model_loading")
-    mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
-    return renamings, [each for each in mapping if isinstance(each, loading.WeightConverter)]
 
 
 def ignored_names(model: Any) -> tuple[set[str], set[str]]:

@@ -8,15 +8,18 @@ was before that is found by two runs over different contents, and refused.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hp_checkpoint import load
-from hp_checkpoint.extend import Ranks
+from hp_checkpoint.extend import Entry, Ranks, load_tensors, open_checkpoint
 from hp_checkpoint.torch.extend import DTYPES
 from hp_dtensor import DeviceMesh, init_parameters
 from hp_dtensor.torch.extend import local_view, materialize, wrap
@@ -25,7 +28,9 @@ from hp_plan.application import apply
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.plan import ParallelPlan
 from hp_plan.torch.build import build_empty, build_model
-from hp_plan.torch.folders import saved_tensors, ties_of
+from hp_plan.torch.conversions import converted_entries
+from hp_plan.torch.folders import ignored_names, saved_tensors, ties_of
+from hp_plan.torch.placed import NotPlacedError
 from hp_platform import get_platform, manual_seed
 
 # Models whose weights are the same bits where they are drawn shard by shard: those that sweep_initial_weights.py finds.
@@ -54,7 +59,8 @@ def build_parallel_model(plan: ParallelPlan, mesh: DeviceMesh | None = None) -> 
     a folder (`[model] path`), each rank reads its shards alone, and where they are drawn on CPU for a family that is
     tested for it (`nox -s families`), a rank has its shards and one whole tensor at a time. In all other cases
     each rank builds the whole model first: drawn weights with `pp`, on an accelerator or of other families, a `[model]
-    function`, the weights of a file, and a folder whose tensors transformers has to merge or to rename.
+    function`, the weights of a file, and a folder whose tensors transformers has to transpose or to compute, of which a
+    warning tells the first. Those that it merges, cuts or renames are read where they are.
 
     Args:
         plan: the plan.
@@ -73,7 +79,12 @@ def begin(plan: ParallelPlan) -> nn.Module:
     section = plan.model
     if section.folder_has_weights:
         empty = build_empty(plan)
-        return empty if _reads_shards(empty, str(section.path)) else _whole(plan)
+        try:
+            _shards(empty, str(section.path))
+        except NotPlacedError as error:
+            warnings.warn(f"[model] path: each rank builds the whole model, for {error}", stacklevel=2)
+            return _whole(plan)
+        return empty
     drawn = section.of_transformers and section.weights_file is None
     if not drawn or plan.mesh.pp > 1 or get_platform().devices.kind != "cpu":
         return _whole(plan)
@@ -98,7 +109,8 @@ def finish(model: Any, plan: ParallelPlan) -> Any:
         return _drawn(model, plan.run.seed, torch.device(device))
     materialize(model, torch.device(device))
     _compute_buffers(model)
-    _read_shards(model, str(plan.model.path))
+    folder = str(plan.model.path)
+    _read_shards(model, folder, _shards(build_empty(plan), folder))  # of the whole model: this rank may have stages
     return model
 
 
@@ -141,31 +153,41 @@ def _is_unset(local: torch.Tensor) -> bool:
     return bool(found.any())
 
 
-def _reads_shards(model: nn.Module, folder: str) -> bool:
-    """Return True if the folder has the model's tensors under their own names."""
+def _shards(model: nn.Module, folder: str) -> dict[str, Entry]:
+    """Return where the model's tensors are in a folder, whatever transformers makes of those that it has.
+
+    Raises:
+        NotPlacedError: ranks can't read their shards of them alone.
+    """
     saved, own, ties = saved_tensors(folder), model.state_dict(), ties_of(model)
-    return saved.keys() <= own.keys() and all(
-        any(each in saved and tuple(saved[each].kind.shape) == tuple(value.shape) for each in ties.get(name, (name,)))
-        for name, value in own.items()
-    )
+    if not hasattr(model, "config"):
+        raise NotPlacedError("a model of another library")
+    unread = ignored_names(model)[1]
+    names = [name for name in saved if name in own or not any(re.search(pattern, name) for pattern in unread)]
+    found = converted_entries(model, {name: saved[name] for name in names})
+    for name, value in own.items():
+        entries = [found[each] for each in ties.get(name, (name,)) if each in found]
+        if not any(entry.kind.shape == tuple(value.shape) for entry in entries):
+            raise NotPlacedError(f"'{name}', which the folder lacks or has in another shape")
+    return found
 
 
-def _read_shards(model: Any, folder: str) -> None:
+def _read_shards(model: Any, folder: str, saved: Mapping[str, Entry]) -> None:
     """Read this rank's shards, a part of the files after the other on all ranks, and convert dtypes."""
-    saved = saved_tensors(folder)
-    own = _by_saved_name(model, saved)
+    own, place = _by_saved_name(model, saved), Path(folder).absolute()
+    manifest = dataclasses.replace(open_checkpoint(place), parts={"model": saved})
     for names in _parts(saved):
-        wanted: dict[str, torch.Tensor] = {}
+        wanted: dict[tuple[str, str], torch.Tensor] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in own.keys() & set(names):
             local, dtype = local_view(own[name]), DTYPES[saved[name].kind.dtype]
-            wanted[name] = own[name]
+            wanted["model", name] = own[name]
             if local.dtype != dtype:
                 read = torch.empty_like(local, dtype=dtype, requires_grad=False)
                 copies.append((local, read))
                 spec = getattr(own[name], "_spec", None)
-                wanted[name] = read if spec is None else wrap(read.detach(), spec)
-        load({"model": wanted}, checkpoint_id=folder)
+                wanted["model", name] = read if spec is None else wrap(read.detach(), spec)
+        load_tensors(wanted, manifest, place, Ranks())
         with torch.no_grad():
             for local, read in copies:
                 local.copy_(read)
@@ -186,7 +208,7 @@ def _parts(saved: Mapping[str, Any]) -> Iterator[Sequence[str]]:
     """Divide the tensors of a folder into parts of about as many bytes, the same on all ranks."""
     part: list[str] = []
     size = 0
-    for name, entry in sorted(saved.items(), key=lambda item: (item[1].file, item[1].offset)):
+    for name, entry in sorted(saved.items(), key=lambda item: _place(item[1])):
         part.append(name)
         size += entry.kind.nbytes
         if size >= _AT_ONCE:
@@ -194,6 +216,10 @@ def _parts(saved: Mapping[str, Any]) -> Iterator[Sequence[str]]:
             part, size = [], 0
     if part:
         yield part
+
+
+def _place(entry: Entry) -> tuple[str, int]:
+    return min(((chunk.file, chunk.offset) for chunk in entry.chunks), default=(entry.file, entry.offset))
 
 
 def _compute_buffers(model: nn.Module) -> None:
