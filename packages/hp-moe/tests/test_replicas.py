@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,7 +15,16 @@ from moe_models import sum_over_ranks
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
-from hp_moe import ExpertParallel, ExpertPlacement, ExpertTensorParallel, MoE, place_experts, rebalance
+from hp_moe import (
+    ExpertParallel,
+    ExpertPlacement,
+    ExpertTensorParallel,
+    MoE,
+    get_placement_state,
+    place_experts,
+    rebalance,
+    set_placement_state,
+)
 from hp_platform.frames import frame
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks
@@ -174,3 +184,38 @@ def test_placements_that_do_not_fit_are_refused_on_all_ranks():
     parallelize_module(plain := build(), mesh, {"experts": ExpertParallel()})
     with pytest.raises(ValueError, match="MoE has no experts with slots for replicas; apply a style with some"):
         rebalance(plain)
+
+
+@on_ranks(4)
+def test_replicas_and_counts_are_those_of_a_state():
+    mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=("ep",))
+    models = [build() for _ in range(3)]
+    for moe, slots in zip(models, (1, 1, 2), strict=True):
+        parallelize_module(moe, mesh, {"experts": ExpertParallel(slots=slots)})
+    saved, loaded, roomier = models
+    saved(draw(dist.get_rank()))
+    rebalance(saved)
+    saved(draw(dist.get_rank() + 4))
+    state = json.loads(json.dumps(get_placement_state(saved)))
+    assert sum(state["experts"]["load"]) == 4 * TOKENS * 2
+    assert any(state["experts"]["replicas"])
+    for moe in (loaded, roomier):
+        set_placement_state(moe, state)
+        assert moe.experts._expert_layer.placement == saved.experts._expert_layer.placement
+        assert get_placement_state(moe) == state, "tokens count once"
+    compare(build(), loaded, 4)
+    assert get_placement_state(loaded, loads=False)["experts"]["load"] == [0] * EXPERTS
+    # Over other ranks, or with less room, experts begin without replicas, and are counted on.
+    for changed in ({"ranks": 2}, {"home": [0] * EXPERTS}, {"replicas": [[1, 2, 3], [2, 3], [0, 2, 3], [0], [0], [0]]}):
+        other = build()
+        parallelize_module(other, mesh, {"experts": ExpertParallel(slots=1)})
+        set_placement_state(other, {"experts": {**state["experts"], **changed}})
+        found = get_placement_state(other)["experts"]
+        assert found["load"] == state["experts"]["load"] and not any(found["replicas"])
+    for wrong, text in (({}, "the state lacks it"), ({"experts": {"load": [1]}}, "the state has 1 of it; set the")):
+        with pytest.raises(ValueError, match=f"experts has 6 experts, and {text}"):
+            set_placement_state(loaded, wrong)
+    plain = build()
+    parallelize_module(plain, mesh, {"experts": ExpertParallel()})
+    with pytest.raises(ValueError, match="get_placement_state: MoE has no experts with slots"):
+        get_placement_state(plain)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hp_moe.capacity import Drops, report_drops
 from hp_moe.overlap import overlap_experts
 from hp_moe.placement import ExpertPlacement, plan_replicas
+from hp_moe.placement_state import get_placement_state, set_placement_state
 from hp_moe.placing import place_experts, rebalance
 from hp_moe.styles import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, TensorParallel
 from hp_platform.extend import lazy_exports
@@ -29,6 +30,7 @@ __all__ = [
     "ExpertPlacement",
     "TensorParallel",
     "TokenChoiceTopKRouter",
+    "get_placement_state",
     "global_auxiliary_loss",
     "place_experts",
     "overlap_experts",
@@ -36,6 +38,7 @@ __all__ = [
     "register_experts",
     "rebalance",
     "report_drops",
+    "set_placement_state",
     "update_expert_bias",
 ]
 

@@ -9,7 +9,7 @@ Note [Homes]
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hp_moe.checks import check_counted_together
@@ -38,19 +38,11 @@ def rebalance(model: Any, *, keep: float = 0.05, group: Any = None) -> dict[str,
     Raises:
         ValueError: no module of experts has slots, or ranks of the group have different ones.
     """
-    layers = {name: layer for name, layer in _layers(model).items() if layer.style.slots}
-    sizes = {name: layer.own.experts for name, layer in layers.items()}
-    purpose = "experts with slots for replicas; apply a style with some, such as ExpertParallel(slots=1)"
-    check_counted_together("rebalance", model, sizes, purpose, group)
-    groups = get_platform().groups
-    loads = [tokens for layer in layers.values() for tokens in layer.load]
-    if groups.is_initialized():
-        loads = port().summed_numbers(loads, groups.default_group() if group is None else group)
-    for layer in layers.values():
-        count = layer.own.experts
-        load, loads = loads[:count], loads[count:]
-        layer.place(plan_replicas(load, layer.placement, layer.style.slots, keep=keep))
-        layer.load = [0] * count
+    layers = layers_with_slots(model)
+    loads = summed_loads("rebalance", model, layers, group)
+    for name, layer in layers.items():
+        layer.place(plan_replicas(loads[name], layer.placement, layer.style.slots, keep=keep))
+        layer.load = [0] * layer.own.experts
     return {name: layer.placement for name, layer in layers.items()}
 
 
@@ -131,6 +123,32 @@ def _agree(layer: ExpertLayer, choice: object, problem: Exception | None) -> Non
             )
 
 
-def _layers(model: Any) -> dict[str, ExpertLayer]:
+def summed_loads(function: str, model: Any, layers: Mapping[str, ExpertLayer], group: Any) -> dict[str, list[int]]:
+    """Add up the tokens that the experts of each layer got on all ranks.
+
+    Args:
+        function: that asks, for the error.
+        model: that has the layers.
+        layers: by their names.
+        group: the ranks whose tokens count; None is all.
+
+    Raises:
+        ValueError: there are no layers, or ranks of the group have different ones.
+    """
+    sizes = {name: layer.own.experts for name, layer in layers.items()}
+    purpose = "experts with slots for replicas; apply a style with some, such as ExpertParallel(slots=1)"
+    check_counted_together(function, model, sizes, purpose, group)
+    groups = get_platform().groups
+    loads = [tokens for layer in layers.values() for tokens in layer.load]
+    if groups.is_initialized():
+        loads = port().summed_numbers(loads, groups.default_group() if group is None else group)
+    counted: dict[str, list[int]] = {}
+    for name, size in sizes.items():
+        counted[name], loads = loads[:size], loads[size:]
+    return counted
+
+
+def layers_with_slots(model: Any) -> dict[str, ExpertLayer]:
+    """Return the layers of experts that have room for replicas, by their modules' names."""
     layers = {name: getattr(module, "_expert_layer", None) for name, module in port().named_modules(model)}
-    return {name: layer for name, layer in layers.items() if layer is not None}
+    return {name: layer for name, layer in layers.items() if layer is not None and layer.style.slots}
