@@ -69,6 +69,7 @@ class Checkpointer:
         busy: where a save is under way when the next one starts: "wait" for it, "skip" the new one, or raise an
             "error".
         verify: "read" compares what is read with its checksums, "all" all of a checkpoint.
+        beside: further files of each checkpoint by their names, the same on all ranks, such as those of a tokenizer.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Checkpointer:
         background: bool = True,
         busy: Literal["wait", "skip", "error"] = "wait",
         verify: Verify = "read",
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         if busy not in ("wait", "skip", "error"):
             raise ValueError(f"Checkpointer: busy must be 'wait', 'skip' or 'error', got {busy!r}")
@@ -87,6 +89,7 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         self.keep = Keep() if keep is None else keep
         self.verify: Verify = verify
+        self._beside = dict(beside or {})
         self.busy = busy
         self._writer = Writer() if background else None
         self._pending: Pending | None = None
@@ -125,6 +128,10 @@ class Checkpointer:
     def path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
         return step_folder(self.folder, step)
+
+    def texts(self, model: Any) -> dict[str, bytes]:
+        """Return the files of a checkpoint of the model that hold no tensors, by their names."""
+        return {**self._beside, **config_texts(model)}
 
     def save(
         self,
@@ -178,7 +185,7 @@ class Checkpointer:
             return b""
 
         ranks.agree(collect, "save")
-        target, texts = self.path(step), config_texts(model)
+        target, texts = self.path(step), self.texts(model)
         writer = self._writer
         if writer is None:
             save_state(states[0], target, ranks, step=step, texts=texts, versions=versions())
@@ -310,8 +317,10 @@ def _of_optimizer(states: OptimizerState, manifest: Manifest, tree: Mapping[str,
             f"load: the checkpoint's optimizer lacks {len(lacking)} of {len(states.options)} parameters:"
             f" {', '.join(map(repr, lacking[:5]))}"
         )
+    firsts: dict[int, str] = {}
     for name in states.options:
         _check_class(states.options[name], options[name])
+        _check_group(firsts.setdefault(id(states.options[name]), name), name, options)
     entries: Mapping[str, Entry] = manifest.parts.get(_OPTIMIZER, {})
     wanted: dict[Address, Any] = {}
     for name in states.options:
@@ -339,6 +348,17 @@ def _check_class(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             f"load: the checkpoint's optimizer is of another class: it has {', '.join(beyond[1])}, and lacks"
             f" {', '.join(beyond[0])}; build the optimizer that was saved, or load the model alone"
         )
+
+
+def _check_group(first: str, name: str, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse to load a group whose parameters were saved with different values, of which it could have one."""
+    for key, value in saved[first].items():
+        other = saved[name].get(key)
+        if isinstance(value, (int, float)) and isinstance(other, (int, float)) and value != other:
+            raise ValueError(
+                f"load: {key!r} of the optimizer was saved as {value} for {first!r} and as {other} for {name!r}, which"
+                " are in one group here; group the parameters as they were saved"
+            )
 
 
 def _arrays(manifest: Manifest) -> dict[Address, np.ndarray]:

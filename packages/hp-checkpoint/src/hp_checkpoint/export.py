@@ -19,10 +19,24 @@ from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.storage import check_space, opened, part_folder, read_small, sync, write_at, write_small
 from hp_checkpoint.streams import stream
 
-__all__ = ["MODEL", "new_folder", "opened_model", "to_hugging_face", "with_dtype", "write_files"]
+__all__ = ["MODEL", "TOKENIZER_FILES", "new_folder", "opened_model", "to_hugging_face", "with_dtype", "write_files"]
 
 MODEL = "model"
-_TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+# What transformers' tokenizers save beside a model; which of them there are depends on the tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+_TEXTS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 def to_hugging_face(folder: Path, target: Path, *, dtype: str | None = None) -> list[str]:
@@ -55,7 +69,7 @@ def to_hugging_face(folder: Path, target: Path, *, dtype: str | None = None) -> 
         for name in _TEXTS:
             if (folder / name).is_file():
                 text = read_small(folder / name)
-                write_small(part / name, text if dtype is None else with_dtype(text, dtype))
+                write_small(part / name, with_dtype(text, dtype) if dtype and name == "config.json" else text)
                 names.append(name)
     return sorted(names)
 
@@ -130,7 +144,7 @@ def write_files(folder: Path, files: Iterable[File], content: Callable[[str], It
 
 
 def with_dtype(content: bytes, dtype: str) -> bytes:
-    """Return a config.json that says the dtype of the weights beside it; other texts as they are."""
+    """Return a config.json that says the dtype of the weights beside it."""
     config = json.loads(content)
     changed: Mapping[str, str] = {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     return json.dumps({**config, **changed}, indent=2, sort_keys=True).encode() if changed else content

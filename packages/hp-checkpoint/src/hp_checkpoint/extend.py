@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hp_checkpoint.dcp_export import to_dcp
-from hp_checkpoint.export import to_hugging_face
+from hp_checkpoint.export import TOKENIZER_FILES, to_hugging_face
 from hp_checkpoint.files import Chunk, Entry, Kind
 from hp_checkpoint.last_words import LastWords
 from hp_checkpoint.loading import load_tensors
@@ -19,6 +19,7 @@ __all__ = [
     "Kind",
     "LastWords",
     "Ranks",
+    "TOKENIZER_FILES",
     "diff",
     "faults",
     "load_tensors",

@@ -62,31 +62,21 @@ class HostMemory:
         self._gone: set[int] = set()
         self._others: dict[int, _Neighbour] = {}
         self._open = ExitStack()
-        try:
-            self.one_host = self._share(size, ranks)
-        except (
-            BaseException
-        ):  # as a lost rank, of which not all hear at the same time: those must not wait for this one
-            self.close()
-            raise
-        self._poll = select.poll()
-        if self._others:
-            self._poll.register(self._inbox, select.POLLIN)
-        for neighbour in self._others.values():
-            self._poll.register(neighbour.process, select.POLLIN)
-
-    def _share(self, size: int, ranks: Ranks) -> bool:
-        """Make this rank's memory and open that of the others; tell whether all ranks are of one host."""
         with ExitStack() as during:
             self._inbox, self.own, record = _created(size, self._open, during)
             records = ranks.gather(record)
             same = [rank for rank, each in enumerate(records) if each[:_HOST] == record[:_HOST]]
             opened = {rank: _opened(records[rank][_HOST:], size, self._open) for rank in same if rank != ranks.rank}
-            self._others = {rank: each for rank, each in opened.items() if each is not None}
             all_opened = ranks.gather(bytes([None not in opened.values()]))
-        if not all(all_opened[rank] == b"\x01" for rank in same):
-            self._others = {}
-        return len(self._others) + 1 == ranks.size
+        shared = all(all_opened[rank] == b"\x01" for rank in same)
+        if shared:
+            self._others = {rank: each for rank, each in opened.items() if each is not None}
+        self.one_host = shared and len(same) == ranks.size
+        self._poll = select.poll()
+        if self._others:
+            self._poll.register(self._inbox, select.POLLIN)
+        for neighbour in self._others.values():
+            self._poll.register(neighbour.process, select.POLLIN)
 
     def shares(self, rank: int) -> bool:
         """Tell whether another rank has this one's memory, and this one its."""

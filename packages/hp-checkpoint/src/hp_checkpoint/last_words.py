@@ -24,7 +24,6 @@ from typing import Any
 from hp_checkpoint.api import versions
 from hp_checkpoint.checkpointer import Checkpointer, training_state
 from hp_checkpoint.errors import CheckpointError
-from hp_checkpoint.models import config_texts
 from hp_checkpoint.port import port
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import prune
@@ -61,7 +60,7 @@ class LastWords:
     def __init__(self, checkpoints: Checkpointer, model: Any, optimizer: Any, *, within: float) -> None:
         ranks = Ranks()
         self._rank, self._size, self._within = ranks.rank, ranks.size, within
-        self._checkpoints, self._optimizer, self._texts = checkpoints, optimizer, config_texts(model)
+        self._checkpoints, self._optimizer, self._texts = checkpoints, optimizer, checkpoints.texts(model)
         # The model's own tensors, sharded: in the middle of a step other tensors may stand in their places.
         self._model: Mapping[str, Any] = port().model_state(model)
         buffers = {id(value) for value in model.buffers()}

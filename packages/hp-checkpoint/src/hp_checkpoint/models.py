@@ -57,7 +57,7 @@ def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: str | None 
     ranks.agree(collect, "save_model")
     texts = config_texts(model)
     if dtype is not None:
-        texts = {name: with_dtype(content, dtype) for name, content in texts.items()}
+        texts |= {name: with_dtype(texts[name], dtype) for name in ("config.json",) if name in texts}
     return save_state(states[0], Path(folder).absolute(), ranks, texts=texts, versions=versions())
 
 
