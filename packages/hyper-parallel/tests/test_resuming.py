@@ -15,7 +15,7 @@ from hyper_parallel.output import OutputError, Step, as_json
 from hyper_parallel.run import keep_lines
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from small_runs import DROPOUT, TABLES, losses, run
+from small_runs import DROPOUT, EXPERTS, TABLES, losses, run
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -131,6 +131,52 @@ def test_muon_goes_on_where_it_was(tmp_path):
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
     lines = (tmp_path / "parts" / "run" / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(line)["lr"] for line in lines} == {1e-3}
+
+
+def test_a_run_of_other_hyperparameters_does_not_go_on(tmp_path):
+    decay = {"name": "adamw", "weight_decay": 0.1, "groups": [{"patterns": ["model.norm.weight"], "weight_decay": 0.0}]}
+    run_ranks(1, run, tmp_path, {}, 1, optimizer=decay)
+    for changed, text in (
+        ({"weight_decay": 0.2}, r"the optimizer's weight_decay was 0\.1 and is 0\.2; go on with the plan"),
+        ({"lr": 0.5}, r"lr was 0\.001 and is 0\.5"),
+        ({"betas": [0.5, 0.6]}, r"betas was 0\.9, 0\.999 and is 0\.5, 0\.6"),
+        (
+            {"groups": []},
+            r"'weight_decay' of the optimizer was saved as 0\.1 for .* and as 0\.0 for 'model\.nor",
+        ),
+    ):
+        run_ranks(1, of_other_hyperparameters, tmp_path, {**decay, **changed}, text)
+    run_ranks(1, run, tmp_path, {}, 2, optimizer=decay, resume="auto")
+
+
+def of_other_hyperparameters(folder, optimizer, text):
+    with pytest.raises(OutputError, match=rf"step-00000001 doesn't fit the plan: .*{text}"):
+        run(folder, {}, 2, optimizer=optimizer, resume="auto")
+
+
+def test_replicas_of_experts_go_on_where_they_were(tmp_path):
+    """Replicas are chosen after steps 2 and 4: the run ends between, with replicas, and tokens that are counted."""
+    changed, states = {"experts": {"slots": 1, "every": 2}}, []
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    run_ranks(2, run, tmp_path / "whole", {"dp_shard": 2, "ep": 2}, 5, EXPERTS, changed=changed)
+    run_ranks(2, run, tmp_path / "parts", {"dp_shard": 2, "ep": 2}, 5, EXPERTS, changed=changed, until=3)
+    run_ranks(2, run, tmp_path / "parts", {"dp_shard": 2, "ep": 2}, 5, EXPERTS, changed=changed, resume="auto")
+    for folder in ("whole", "parts"):
+        state = tmp_path / folder / "run" / "checkpoints" / "step-00000005" / "state.json"
+        states.append(experts_in(json.loads(state.read_text())))
+    assert states[0] == states[1]
+    assert len(states[0]) == 2 and any(any(each["replicas"]) for each in states[0].values())
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def experts_in(tree):
+    """The entry of experts in what a checkpoint has beside its tensors."""
+    if isinstance(tree, dict):
+        if "experts" in tree:
+            return tree["experts"]
+        tree = list(tree.values())
+    return next(filter(None, map(experts_in, tree)), None) if isinstance(tree, list) else None
 
 
 @on_ranks(2)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hp_checkpoint.extend import Ranks
-from hp_plan import ParallelPlan, build_model
+from hp_checkpoint.extend import Ranks, to_hugging_face
+from hp_plan import MeshSection, ParallelPlan, build_model
 from hp_platform import get_platform
 from hp_testing import on_ranks
 from hyper_parallel.checking import check_run
-from hyper_parallel.data import DataError, TokenFile, write_tokens
-from hyper_parallel.tokenized import with_tokens
+from hyper_parallel.data import DataError, TokenFile, opening, write_tokens
+from hyper_parallel.run import Run
+from hyper_parallel.tokenized import tokenizer_files, tokenizer_of, with_tokens
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.framework("torch")  # transformers, whose model and tokenizer it is
@@ -38,7 +43,8 @@ def place(tmp_path):
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(tmp_path / "model" / "tokenizer.json"))
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    described = {"eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(described))
     (tmp_path / "a.txt").write_text("to be or not to be " * 20)
     lines = [{"body": "the question"}, {"body": "to be"}] * 20
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -70,6 +76,7 @@ def test_a_run_reads_text_by_the_models_tokenizer(place):
     assert file.document(0).tolist()[-3:] == [0, 1, 6] and file.document(1).tolist() == [4, 5, 6]
     assert TokenFile(place / "run" / "tokens" / "validation.bin").tokens.size == 121
     if summary is not None:
+        check_tokenizer(Path(summary.checkpoint), place)
         assert summary.sample is not None and set(summary.sample.split()) <= set(WORDS)
         assert summary.first_loss < 3, "eight words have a loss of about log(8)"
     further = dataclasses.replace(plan, run=dataclasses.replace(plan.run, steps=3))
@@ -79,6 +86,59 @@ def test_a_run_reads_text_by_the_models_tokenizer(place):
         (place / "a.txt").write_text("not to be " * 20)
     again = with_tokens(plan, place / "run", Ranks())
     assert again.data.paths == (str(tokens),) and TokenFile(tokens).tokens[:3].tolist() == [3, 0, 1]
+
+
+def check_tokenizer(checkpoint, place):
+    """transformers finds model and tokenizer in a checkpoint, and in what is converted from it."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert {"tokenizer.json", "tokenizer_config.json"} <= manifest["files"].keys()
+    to_hugging_face(checkpoint, place / "converted", dtype="bfloat16")
+    for folder in (checkpoint, place / "converted"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.encode("not to be") == [3, 0, 1] and tokenizer.eos_token == "<end>"
+        assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(tokenizer) + 1
+
+
+def test_a_tokenizer_elsewhere_is_saved_with_the_model(place):
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(place / "words.json"))
+    files = tokenizer_files(plan_of(place, tokenizer=str(place / "words.json")))
+    (place / "saved").mkdir()
+    for name, content in files.items():
+        (place / "saved" / name).write_bytes(content)
+    assert sorted(files) == ["tokenizer.json", "tokenizer_config.json"]
+    assert AutoTokenizer.from_pretrained(place / "saved").encode("b a b") == [1, 0, 1]
+    assert tokenizer_files(plan_of(place, tokenizer="bytes")) == {}
+    assert "chat_template.jinja" not in tokenizer_files(plan_of(place))
+    (place / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert tokenizer_files(plan_of(place))["chat_template.jinja"] == b"{{ messages }}"
+
+
+def test_files_are_read_once(place, monkeypatch):
+    reads = []
+    from_buffer = Tokenizer.from_buffer
+    counted = SimpleNamespace(from_buffer=lambda raw: reads.append(len(raw)) or from_buffer(raw))
+    monkeypatch.setattr("tokenizers.Tokenizer", counted)
+    validation = {"paths": [str(place / "a.txt")], "batches": 1, "prompts": ["to be"]}
+    plan = plan_of(place, validation=validation)
+    assert check_run(plan) == []
+    assert tokenizer_files(plan)
+    assert len(reads) == 1
+    named = json.loads((place / "model" / "tokenizer_config.json").read_text())
+    (place / "model" / "tokenizer_config.json").write_text(json.dumps({**named, "eos_token": "question"}))
+    assert tokenizer_of(plan).end == WORDS.index("question"), "but again where it has changed"
+
+
+@on_ranks(1)
+def test_text_as_bytes_is_read_once(place, monkeypatch):
+    text = mock.Mock(wraps=opening.read_text)
+    monkeypatch.setattr(opening, "read_text", text)
+    own = plan_of(place, model={"config": "LlamaConfig", "overrides": {**SMALL, "vocab_size": 256}})
+    alone = dataclasses.replace(own, mesh=MeshSection())
+    with Run(alone, place / "run") as run:
+        assert run.contents[0].tokens == 380 and len(run.samples) == 47
+    assert text.call_count == 1
 
 
 @pytest.mark.framework("torch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,9 +12,9 @@ from hyper_parallel.checking import check_run
 from hyper_parallel.data import write_tokens
 
 
-def problems(tables):
+def problems(tables, config=None):
     plan, diagnostics = read_plan(tables)
-    return [(each.key, f"{each.message}; {each.fix}") for each in [*diagnostics, *check_run(plan)]]
+    return [(each.key, f"{each.message}; {each.fix}") for each in [*diagnostics, *check_run(plan, config)]]
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,21 @@ def test_prompts_need_a_tokenizer_and_tokens(tmp_path):
         data = {"paths": [str(tmp_path / name)], "sequence_length": 10}
         found = problems({"data": data, "validation": {"prompts": [prompt]}})
         assert [(key, text in message) for key, message in found] == [("validation.prompts", True)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "text"),
+    [
+        ("to be", 12, ", and 12 more go beyond the model's 16 positions; make validation.prompt_tokens at most 11, or"),
+        ("to be or not to be", 1, "has 18 tokens, and 1 more go beyond .*; make the prompt shorter, or raise"),
+        ("to be", 11, None),
+    ],
+)
+def test_prompts_end_where_the_models_positions_do(tmp_path, prompt, wanted, text):
+    (tmp_path / "text").write_bytes(b"x" * 1000)
+    data = {"paths": [str(tmp_path / "text")], "sequence_length": 10}
+    tables = {"data": data, "validation": {"prompts": [prompt], "prompt_tokens": wanted}}
+    found = problems(tables, SimpleNamespace(max_position_embeddings=16))
+    assert [key for key, _ in found] == ["validation.prompts"] * (text is not None)
+    assert not found or re.search(text, found[0][1])
+    assert problems(tables) == [], "a model that says of no end has none"

@@ -26,6 +26,7 @@ from hp_plan.outline import (
     matches_nothing,
     matching,
     never_called,
+    positions,
 )
 from hp_plan.packing import check_packing
 from hp_plan.pipelines import check_pipeline
@@ -311,8 +312,8 @@ def blocks_of(model: ModelOutline) -> str:
 
 
 def _check_length(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or plan.data.sequence_length <= limit:
+    limit = positions(model.config)
+    if limit is None or plan.data.sequence_length <= limit:
         return []
     message = f"{plan.data.sequence_length} tokens per sample, but the model's max_position_embeddings is {limit}"
     fix = f"make it at most {limit}, or raise max_position_embeddings in [model.overrides]"

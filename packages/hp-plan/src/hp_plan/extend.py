@@ -9,6 +9,7 @@ from hp_plan.linting import UNREAD, Report, examine, memory_shortage
 from hp_plan.micro_batches import cut_rows, share_out
 from hp_plan.model_source import vocabulary
 from hp_plan.optimizers import multiple_of_first
+from hp_plan.outline import positions
 from hp_plan.overrides import Setting, override, settings
 from hp_plan.pipelines import Choice, Outlook, outlook
 from hp_plan.plan import data_parallel_place, data_parallel_rows, read_plan, read_toml
@@ -37,6 +38,7 @@ __all__ = [
     "multiple_of_first",
     "near_misses",
     "outlook",
+    "positions",
     "propose",
     "override",
     "read_plan",

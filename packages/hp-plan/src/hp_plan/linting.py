@@ -39,6 +39,11 @@ class Report:
     model: ModelOutline | None = None
     unread: bool = False
 
+    @property
+    def config(self) -> Any:
+        """Configuration of the model; None if it has none, or was not built."""
+        return None if self.model is None else self.model.config
+
 
 def lint(
     plan: ParallelPlan | Mapping[str, Any] | str | PathLike[str],

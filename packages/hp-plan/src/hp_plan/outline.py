@@ -119,6 +119,12 @@ class ModelOutline:
         return [name for name in self.modules if name]
 
 
+def positions(config: Any) -> int | None:
+    """Return how many tokens of a sequence a model of a configuration knows the places of; None if it does not say."""
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """List the names that `pattern` matches, in their order."""
     return [name for name in names if matches(pattern, name)]

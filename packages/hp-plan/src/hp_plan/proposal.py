@@ -19,7 +19,7 @@ from hp_pipeline import split_model
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.linting import examine
 from hp_plan.memory import BYTES, training_bytes
-from hp_plan.outline import ModelOutline, block_lists, matching
+from hp_plan.outline import ModelOutline, block_lists, matching, positions
 from hp_plan.plan import ParallelPlan, read_plan
 from hp_plan.port import build, models
 from hp_platform import get_platform
@@ -109,8 +109,8 @@ def propose(tables: Mapping[str, Any], ranks: int, *, memory: int | None = None)
 
 def _candidates(tables: Mapping[str, Any], outline: ModelOutline, ranks: int) -> Iterator[dict[str, Any]]:
     """List tables of plans, the best first."""
-    limit = getattr(outline.config, "max_position_embeddings", None)
-    length = min(limit, _LENGTH) if isinstance(limit, int) and limit > 1 else _LENGTH
+    limit = positions(outline.config)
+    length = min(limit, _LENGTH) if limit is not None and limit > 1 else _LENGTH
     experts = max((module.experts.count for module in outline.modules.values() if module.experts), default=0)
     blocks = block_lists(outline)
     divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
@@ -204,7 +204,7 @@ def _reasons(plan: ParallelPlan, outline: ModelOutline, memory: int | None) -> d
     """Say for each chosen key why it has its value."""
     parts = plan.mesh.data_parallel
     without = "lint refuses the plan" if memory is None else f"a rank needs more than {size(memory)}"
-    length = getattr(outline.config, "max_position_embeddings", None)
+    length = positions(outline.config)
     return {
         "mesh.pp": f"stages; without them {without}",
         "mesh.dp_shard": "ranks that share one copy of weights, gradients and optimizer states",
@@ -214,6 +214,6 @@ def _reasons(plan: ParallelPlan, outline: ModelOutline, memory: int | None) -> d
         "memory.recompute": f"computed again in backward; without it {without}",
         "fsdp.param_dtype": "computed and gathered in it; weights and states stay float32",
         "fsdp.reduce_dtype": "of gradients, so that their sum over ranks loses nothing",
-        "data.sequence_length": f"the model takes up to {length}" if isinstance(length, int) else "a choice",
+        "data.sequence_length": f"the model takes up to {length}" if length is not None else "a choice",
         "data.batch_size": f"samples of a step, over {parts} part{'s' if parts > 1 else ''} of the ranks",
     }

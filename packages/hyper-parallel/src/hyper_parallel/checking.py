@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hp_plan import DataSection, Diagnostic, ParallelPlan
 from hp_plan.extend import vocabulary
 from hyper_parallel.data import VOCABULARY, DataError, check_data, has_tokens
@@ -11,9 +13,14 @@ from hyper_parallel.tokenized import check_text_of, tokenizer_of
 from hyper_parallel.validation import check_validation, validation_data
 
 
-def check_run(plan: ParallelPlan) -> list[Diagnostic]:
-    """Check that the plan can be trained on its data, and that its metrics can be written."""
-    found = [*_check_data(plan, plan.data), *_check_validation(plan), *_check_sinks(plan)]
+def check_run(plan: ParallelPlan, config: Any = None) -> list[Diagnostic]:
+    """Check that the plan can be trained on its data, and that its metrics can be written.
+
+    Args:
+        plan: the plan.
+        config: of its model; None where it has none, or is not known.
+    """
+    found = [*_check_data(plan, plan.data), *_check_validation(plan, config), *_check_sinks(plan)]
     return list(dict.fromkeys(found))  # Data and validation may say the same of the model.
 
 
@@ -32,12 +39,12 @@ def _check_data(plan: ParallelPlan, section: DataSection, key: str = "data.paths
     return diagnostics
 
 
-def _check_validation(plan: ParallelPlan) -> list[Diagnostic]:
+def _check_validation(plan: ParallelPlan, config: Any) -> list[Diagnostic]:
     """Check that the plan can be validated on its data, and that its prompts can be read."""
     diagnostics = []
     if plan.validation.prompts:
         try:
-            check_prompts(plan)
+            check_prompts(plan, config)
         except DataError as error:
             diagnostics.append(Diagnostic("validation.prompts", error.message, error.fix))
     return [*diagnostics, *(_check_validation_data(plan) if plan.validation.paths else [])]

@@ -148,7 +148,7 @@ def lint_plan(
         _set_environment(tables, plan, run_code=run_model_code)
         read, errors = read_plan(tables)
         report = examine(read, errors, nproc, run_model_code=run_model_code)
-        diagnostics, notes = [*report.diagnostics, *check_run(read)], _notes(report, nproc)
+        diagnostics, notes = [*report.diagnostics, *check_run(read, report.config)], _notes(report, nproc)
         if json_lines:
             typer.echo(json.dumps({"diagnostics": [dataclasses.asdict(each) for each in diagnostics], "notes": notes}))
         elif diagnostics:
@@ -324,7 +324,7 @@ def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> P
     report = examine(read, diagnostics, ranks, run_model_code=True)
     diagnostics = list(report.diagnostics)
     if training:
-        diagnostics += check_run(read)
+        diagnostics += check_run(read, report.config)
     devices = get_platform().devices
     if devices.kind != "cpu" and not inside_launcher() and ranks > devices.count:
         message = f"{ranks} ranks, but this machine has only {devices.count} {devices.kind} devices"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -68,6 +68,14 @@ class Trainer(Protocol):
 
     def update(self) -> None:
         """Take the optimizer's step, and what follows it."""
+        ...
+
+    def experts(self, *, loads: bool = True) -> dict[str, Any] | None:
+        """Get the replicas of experts, and the tokens they got, for which all ranks call it; None without replicas."""
+        ...
+
+    def go_on(self, step: int, experts: Mapping[str, Any] | None) -> None:
+        """Go on after a step that was loaded, with the experts as they were."""
         ...
 
     def evaluate(self, rows: Rows) -> tuple[float, float]:

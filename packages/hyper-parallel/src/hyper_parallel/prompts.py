@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hp_plan import ParallelPlan
+from hp_plan.extend import positions
 from hyper_parallel.data import DataError, has_tokens
 from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer
 from hyper_parallel.output import Step
@@ -23,7 +26,8 @@ class Prompts:
 
     def __init__(self, plan: ParallelPlan, trainer: Trainer) -> None:
         self._trainer, self._count = trainer, plan.validation.prompt_tokens
-        self._tokenizer = check_prompts(plan)
+        config = getattr(trainer.model, "config", None)
+        self._tokenizer = check_prompts(plan, config)
         self._prompts = list(zip(plan.validation.prompts, self._tokenizer.encode(plan.validation.prompts), strict=True))
 
     def texts(self) -> tuple[str, ...]:
@@ -35,11 +39,27 @@ class Prompts:
         return tuple(prompt + decode(write(tokens, self._count)) for prompt, tokens in self._prompts)
 
 
-def check_prompts(plan: ParallelPlan) -> Tokenizer:
+def most_tokens(config: Any, prompt: Sequence[int], wanted: int) -> int:
+    """Return how many tokens a model writes after a prompt: those wanted, but for those beyond its positions.
+
+    Args:
+        config: of the model.
+        prompt: the tokens before.
+        wanted: at most so many.
+    """
+    limit = positions(config)  # where positions are learned, there are no others
+    return wanted if limit is None else max(0, min(wanted, limit - len(prompt)))
+
+
+def check_prompts(plan: ParallelPlan, config: Any = None) -> Tokenizer:
     """Return the tokenizer of a plan's prompts.
 
+    Args:
+        plan: the plan.
+        config: of the model; None where it has none, or is not known.
+
     Raises:
-        DataError: it can't be told, or a prompt has no tokens.
+        DataError: it can't be told, a prompt has no tokens, or what follows one goes beyond the model's positions.
     """
     tokenizer = tokenizer_of(plan)
     if tokenizer is None and has_tokens(plan.data):
@@ -49,6 +69,15 @@ def check_prompts(plan: ParallelPlan) -> Tokenizer:
     for prompt, tokens in zip(plan.validation.prompts, tokenizer.encode(plan.validation.prompts), strict=True):
         if not tokens:
             raise DataError(f"the prompt {prompt!r} has no tokens", "write at least a letter")
+        wanted = plan.validation.prompt_tokens
+        possible = most_tokens(config, tokens, wanted)
+        if possible < wanted:
+            message = (
+                f"the prompt {prompt!r} has {len(tokens)} tokens, and {wanted} more go beyond the model's"
+                f" {positions(config)} positions"
+            )
+            shorter = f"make validation.prompt_tokens at most {possible}" if possible else "make the prompt shorter"
+            raise DataError(message, f"{shorter}, or raise max_position_embeddings in [model.overrides]")
     return tokenizer
 
 

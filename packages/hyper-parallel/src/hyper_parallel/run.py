@@ -6,7 +6,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from hp_plan.extend import data_parallel_rows, vocabulary
 from hp_platform import LostRankError, get_platform, manual_seed
 from hp_platform.extend import note_step
 from hyper_parallel.batches import Batches
-from hyper_parallel.data import Content, DataError, Rows, Samples, contents, open_samples
+from hyper_parallel.data import Content, DataError, Opened, Rows, Samples, contents, open_data, open_samples
+from hyper_parallel.hyperparameters import changes, hyperparameters
 from hyper_parallel.launch import Resume
 from hyper_parallel.output import CHECKPOINTS, OutputError, Step, replace_text
 from hyper_parallel.peaks import known_peak
@@ -29,8 +30,10 @@ from hyper_parallel.profiling import Profile
 from hyper_parallel.prompts import Prompts
 from hyper_parallel.shortage import MemoryShortage, report, write
 from hyper_parallel.stopping import Stop
-from hyper_parallel.tokenized import with_tokens
+from hyper_parallel.tokenized import agreed_files, with_tokens
 from hyper_parallel.validation import Validation
+
+_GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
 
 
 @dataclass
@@ -96,11 +99,11 @@ class Run:
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
         given = plan
         self.plan = plan = with_tokens(plan, self.folder, self.ranks)
-        self.contents: tuple[Content, ...] = self._agreed_contents()
+        self.contents, data = self._agreed_contents()
         self.trainer: Trainer = training().Trainer(plan)
         self._rows = data_parallel_rows(plan)
         known = vocabulary(plan.model)
-        self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=known)
+        self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=known, data=data)
         length = plan.data.sequence_length
         self._batches = Batches(self.samples, self._rows, plan.data.batch_size, sequence_length=length)
         self._validation = Validation(plan, self._rows, vocabulary=known) if plan.validation.paths else None
@@ -114,7 +117,8 @@ class Run:
         self._asked = self._updating = False
         self._words: LastWords | None = None
         self._tell = tell
-        self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep))
+        beside = agreed_files(given, self.ranks)
+        self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep), beside=beside)
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
         if resume == "auto" and steps:
@@ -183,7 +187,7 @@ class Run:
 
     def save(self) -> Path:
         """Save a checkpoint of the steps that are done, beside the training; return the folder that it will have."""
-        trainer, data = self.trainer, self._position()
+        trainer, data = self.trainer, self._position(self.trainer.experts())
         note_step("save", self.step)
         self.checkpoints.save(self.step, trainer.model, trainer.optimizer, schedule=trainer.schedule, data=data)
         self._saved = self.step
@@ -287,15 +291,15 @@ class Run:
                 saved=self._saved,
                 lost=error.ranks if isinstance(error, LostRankError) else (),
                 schedule=self.trainer.schedule,
-                data=self._position(),
+                data=self._position(self.trainer.experts(loads=False)),  # others may be gone
             )
         except Exception as failure:  # what the run has failed with is told, not this
             text = f"no last words of rank {self.ranks.rank}: {failure}"
         if text and self._tell is not None:
             self._tell(text)
 
-    def _position(self) -> dict[str, Any]:
-        return {"sample": self.sample, **self._order()}
+    def _position(self, experts: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {"sample": self.sample, "experts": experts, **self._order()}
 
     def _order(self) -> dict[str, Any]:
         """Return what decides which sample a number is."""
@@ -308,16 +312,18 @@ class Run:
             "digest of the data": [content.digest for content in self.contents],
         }
 
-    def _agreed_contents(self) -> tuple[Content, ...]:
-        """Describe the training data, which all ranks have alike.
+    def _agreed_contents(self) -> tuple[tuple[Content, ...], Opened]:
+        """Open and describe the training data, which all ranks have alike.
 
         Raises:
             DataError: ranks read different data.
         """
         own: list[Content] = []
+        data: list[Opened] = []
 
         def read() -> bytes:
-            own.extend(contents(self.plan.data))
+            data.append(open_data(self.plan.data))
+            own.extend(contents(self.plan.data, data[0]))
             return json.dumps([content.digest for content in own]).encode()
 
         everyone = self.ranks.agree(read, "reading the data")
@@ -326,15 +332,17 @@ class Run:
             names = ", ".join(self.plan.data.paths) or "the standard library's sources"
             message = f"rank {other} reads other data than rank 0 from {names}"
             raise DataError(message, "give all machines the same files")
-        return tuple(own)
+        return tuple(own), data[0]
 
     def _load(self, steps: list[int]) -> None:
         """Load the newest checkpoint that can be read.
 
         Raises:
             DataError: the numbers of its samples are of another order.
+            OutputError: none can be read, or it is of another model or optimizer.
         """
         trainer, problem = self.trainer, None
+        planned = hyperparameters(trainer.optimizer)
         for step in reversed(steps):
             try:
                 loaded = self.checkpoints.load(trainer.model, trainer.optimizer, schedule=trainer.schedule, step=step)
@@ -343,8 +351,10 @@ class Run:
                 warnings.warn(f"the checkpoint of step {step} can't be read: {error}", RuntimeWarning, stacklevel=3)
                 continue
             except ValueError as error:
-                fix = "go on with the plan that the run has begun with, or choose another folder with --out"
-                raise OutputError(f"{self.checkpoints.path(step)} doesn't fit the plan: {error}; {fix}") from error
+                raise OutputError(f"{self.checkpoints.path(step)} doesn't fit the plan: {error}; {_GO_ON}") from error
+            if texts := changes(planned, hyperparameters(trainer.optimizer)):
+                message = f"the optimizer's {'; '.join(texts)}"
+                raise OutputError(f"{loaded.folder} doesn't fit the plan: {message}; {_GO_ON}")
             own, saved = self._order(), loaded.data
             changed = [name for name in own if saved.get(name) != own[name]]
             if changed:
@@ -353,6 +363,7 @@ class Run:
                 fix = f"set it back, or start a run elsewhere with --weights {loaded.folder / 'model.safetensors'}"
                 raise DataError(message, fix)
             self.step, self.sample = loaded.step, int(saved["sample"])
+            trainer.go_on(loaded.step, saved.get("experts"))
             return
         fix = "take it from a backup, or choose another folder with --out"
         raise OutputError(f"{self.folder} has no checkpoint that can be read: {problem}; {fix}") from problem

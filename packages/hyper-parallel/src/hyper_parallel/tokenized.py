@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from hp_checkpoint.extend import Ranks
+from hp_checkpoint.extend import TOKENIZER_FILES, Ranks
 from hp_plan import DataSection, ParallelPlan
 from hp_platform.extend import beating
 from hyper_parallel.data import DataError, find_files, has_tokens
@@ -17,8 +18,8 @@ from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer
 from hyper_parallel.validation import check_validation, validation_data
 
 TOKENS = "tokens"
-_BYTES = "bytes"
-_OTHER_FILES = ("tokenizer.model", "vocab.txt", "vocab.json", "spiece.model", "tokenizer_config.json")
+_BYTES, _TOKENIZER, _CONFIG = "bytes", "tokenizer.json", "tokenizer_config.json"
+_OTHER_FILES = ("tokenizer.model", "vocab.txt", "vocab.json", "spiece.model", _CONFIG)
 
 
 def tokenizer_of(plan: ParallelPlan) -> Tokenizer | None:
@@ -32,7 +33,7 @@ def tokenizer_of(plan: ParallelPlan) -> Tokenizer | None:
         return read_tokenizer(None if named == _BYTES else named)
     if folder is None:
         return None
-    if (Path(folder) / "tokenizer.json").is_file():
+    if (Path(folder) / _TOKENIZER).is_file():
         return read_tokenizer(folder)
     others = [name for name in _OTHER_FILES if (Path(folder) / name).is_file()]
     if others and plan.model.folder_has_weights:
@@ -40,6 +41,37 @@ def tokenizer_of(plan: ParallelPlan) -> Tokenizer | None:
         fix = "load it with transformers and call save_pretrained(), or name another with data.tokenizer ('bytes')"
         raise DataError(message, fix)
     return None
+
+
+def tokenizer_files(plan: ParallelPlan) -> dict[str, bytes]:
+    """Return the files of the plan's tokenizer, for a folder from which transformers reads model and tokenizer.
+
+    Args:
+        plan: whose data names a tokenizer, or whose model's folder has one. A token a byte has no files.
+
+    Raises:
+        DataError: as `tokenizer_of`.
+    """
+    if plan.data.tokenizer == _BYTES or tokenizer_of(plan) is None:
+        return {}
+    named = Path(plan.data.tokenizer or str(plan.model.path))
+    file = named / _TOKENIZER if named.is_dir() else named
+    # Beside a file of another name are those of who knows which tokenizer; `read_tokenizer` reads this one of them.
+    names = TOKENIZER_FILES if file.name == _TOKENIZER else (_CONFIG,)
+    files = {name: (file.parent / name).read_bytes() for name in names if (file.parent / name).is_file()}
+    # Without a class transformers takes the one of the model's family, which may build another tokenizer of the file.
+    return {_CONFIG: b'{"tokenizer_class": "PreTrainedTokenizerFast"}', **files, _TOKENIZER: file.read_bytes()}
+
+
+def agreed_files(plan: ParallelPlan, ranks: Ranks) -> dict[str, bytes]:
+    """Return `tokenizer_files` as rank 0 has them, on all ranks; those of a machine may be another version's."""
+
+    def read() -> bytes:
+        files = tokenizer_files(plan)
+        return json.dumps({name: base64.b64encode(content).decode() for name, content in files.items()}).encode()
+
+    files = json.loads(ranks.first(read, "reading the tokenizer"))
+    return {name: base64.b64decode(content) for name, content in files.items()}
 
 
 def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from hp_plan import DataSection
-from hyper_parallel.data.opening import has_tokens
-from hyper_parallel.data.text import read_text
-from hyper_parallel.data.tokens import TokenFile
+from hyper_parallel.data.opening import Opened, open_data
 
 _BLOCK, _BLOCKS = 4096, 256
 
@@ -36,21 +34,21 @@ class Content:
     digest: str
 
 
-def contents(section: DataSection) -> tuple[Content, ...]:
+def contents(section: DataSection, data: Opened | None = None) -> tuple[Content, ...]:
     """Describe the data of a plan.
 
     Args:
         section: of the plan.
+        data: what `open_data` has opened of it; None opens it.
 
     Raises:
         DataError: as `check_data`.
     """
-    if not has_tokens(section):
-        text = read_text(section.paths, max_bytes=section.max_bytes)
-        return (Content("", len(text), None, _digest([text])),)
+    opened = open_data(section) if data is None else data
+    if not isinstance(opened, list):
+        return (Content("", len(opened), None, _digest([opened])),)
     described = []
-    for path in section.paths:
-        file = TokenFile(path)
+    for path, file in zip(section.paths, opened, strict=True):
         starts = np.ascontiguousarray(file.starts, "<i8")
         digest = _digest([np.asarray([file.tokens.itemsize], "<i8"), starts, *_blocks(file.tokens)])
         described.append(Content(str(Path(path)), len(file.tokens), len(file), digest))

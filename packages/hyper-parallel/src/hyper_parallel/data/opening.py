@@ -20,21 +20,38 @@ from hyper_parallel.data.tokens import TokenFile, beyond
 _SUFFIXES = (".bin", ".idx")
 
 
-def open_samples(section: DataSection, *, seed: int, vocabulary: int | None = None) -> Samples:
+Opened = list[TokenFile] | NDArray[np.uint8]
+"""The token files of a plan, or the bytes of its text."""
+
+
+def open_data(section: DataSection) -> Opened:
+    """Open the token files of a plan's `[data]`, or read its text.
+
+    Raises:
+        DataError: as `check_data`.
+    """
+    if has_tokens(section):
+        return [TokenFile(path) for path in section.paths]
+    return read_text(section.paths, max_bytes=section.max_bytes)
+
+
+def open_samples(
+    section: DataSection, *, seed: int, vocabulary: int | None = None, data: Opened | None = None
+) -> Samples:
     """Open the samples of a plan's `[data]`: each once an epoch, in an order that the seed decides.
 
     Args:
         section: of the plan.
         seed: of the order.
         vocabulary: of the model; tokens beyond it are refused when they are read. None doesn't look.
+        data: what `open_data` has opened of it; None opens it.
 
     Raises:
         DataError: as `check_data`.
     """
-    if not has_tokens(section):
-        return Windows([read_text(section.paths, max_bytes=section.max_bytes)], section.sequence_length, seed=seed)
-    files = [TokenFile(path) for path in section.paths]
-    length = section.sequence_length
+    files, length = open_data(section) if data is None else data, section.sequence_length
+    if not isinstance(files, list):
+        return Windows([files], length, seed=seed)
     sources: list[Samples] = []
     for number, group in enumerate([[file] for file in files] if section.weights or section.packing else [files]):
         source: Samples

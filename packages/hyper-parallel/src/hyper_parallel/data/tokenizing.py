@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import Protocol
 
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.text import VOCABULARY
+
+_CONFIG = "tokenizer_config.json"
 
 
 class Tokenizer(Protocol):
@@ -53,6 +56,19 @@ def read_tokenizer(path: str | None, *, end: str | None = None) -> Tokenizer:
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise DataError(f"the tokenizer {file} does not exist", "give a tokenizer.json, or a folder that has one")
+    return _read(file.absolute(), end, tuple(map(_state, (file, file.parent / _CONFIG))))
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """Return what differs once a file has been written again; nothing where there is none."""
+    if not file.is_file():
+        return ()
+    state = file.stat()
+    return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=2)  # a plan names one; to read that of a large vocabulary takes a second
+def _read(file: Path, end: str | None, state: tuple[tuple[int, ...], ...]) -> Tokenizer:
     return _FromFile(file, end)
 
 
@@ -87,7 +103,7 @@ class _FromFile:
             message = f"the tokenizer {file} can't be read: {error}"
             raise DataError(message, "give a tokenizer.json that transformers has saved") from error
         self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        name = end if end is not None else _named_end(file.parent / "tokenizer_config.json")
+        name = end if end is not None else _named_end(file.parent / _CONFIG)
         self.end = None if name is None else self._tokenizer.token_to_id(name)
         if name is not None and self.end is None:
             raise DataError(f"the tokenizer {file} has no token {name!r}", "give the text of one of its special tokens")

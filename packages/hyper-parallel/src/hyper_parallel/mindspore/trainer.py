@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,12 @@ class Trainer:
             else:
                 self.optimizer(gradients)
         self.schedule.step()
+
+    def experts(self, *, loads: bool = True) -> None:
+        """Return nothing: experts are not spread over ranks by a plan."""
+
+    def go_on(self, step: int, experts: Mapping[str, Any] | None) -> None:
+        """Go on after a step whose weights and states have been loaded: nothing else is counted."""
 
     def evaluate(self, rows: Rows) -> tuple[float, float]:
         """Compute a loss without training on it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hp_moe import rebalance, register_experts, report_drops
+from hp_moe import get_placement_state, rebalance, register_experts, report_drops, set_placement_state
 from hp_pipeline.torch.extend import count_operations
 from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
 from hp_plan.extend import multiple_of_first
@@ -28,6 +28,7 @@ from hp_plan.torch.extend import (
 from hp_platform import get_platform
 from hyper_parallel.data import Rows
 from hyper_parallel.data.tokenizing import Bytes
+from hyper_parallel.prompts import most_tokens
 from hyper_parallel.tokenized import tokenizer_of
 
 
@@ -89,6 +90,25 @@ class Trainer:
         self._steps += 1
         if self._steps % self._plan.experts.every == 0:
             self._look_at_experts()
+
+    def experts(self, *, loads: bool = True) -> dict[str, Any] | None:
+        """Return which replicas experts have, and the tokens that they got since these were chosen.
+
+        Args:
+            loads: with these tokens, which takes all ranks.
+        """
+        return get_placement_state(self.model, loads=loads) if self._plan.experts.slots else None
+
+    def go_on(self, step: int, experts: Mapping[str, Any] | None) -> None:
+        """Go on after a step whose weights and states have been loaded.
+
+        Args:
+            step: that was the last.
+            experts: what `experts` returned then; None of a run without replicas.
+        """
+        self._steps = step
+        if experts is not None and self._plan.experts.slots:
+            set_placement_state(self.model, experts)
 
     def _look_at_experts(self) -> None:
         """Choose the replicas of hot experts anew, and warn of the tokens that full ones have dropped."""
@@ -175,17 +195,16 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
     with no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     tokenizer = tokenizer_of(plan) or Bytes()
-    prompt = torch.tensor(tokenizer.encode([PROMPT]))
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(positions, int):  # learned ones end
-        tokens = min(tokens, positions - prompt.shape[1])
-    if tokens < 1:
+    (encoded,) = tokenizer.encode([PROMPT])
+    prompt = torch.tensor([encoded])
+    count = most_tokens(model.config, encoded, tokens)
+    if count < 1:
         return None
     torch.manual_seed(plan.run.seed)
     written = model.eval().generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=tokens,
+        max_new_tokens=count,
         **_SAMPLED,
     )
     return tokenizer.decode([token for token in written[0].tolist() if token < tokenizer.vocabulary])
