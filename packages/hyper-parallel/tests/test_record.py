@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy
 import pytest
 from typer.testing import CliRunner
 
@@ -34,7 +35,7 @@ def test_each_start_of_a_run_is_kept(tmp_path):
     assert start["data"] == [{"path": "", "tokens": 400, "documents": None, "digest": "1234"}]
     assert start["ranks"] == start["hosts"][0]["ranks"] == 1
     assert start["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert {"torch", "mindspore"} & start["versions"].keys()
+    assert {"torch", "mindspore"} & start["versions"].keys() and start["versions"]["numpy"] == numpy.__version__
     assert start["hosts"][0]["device"]["name"]
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     with pytest.raises(OutputError, match="has a run, which would be overwritten"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
+from hyper_parallel import PACKAGES
 from hyper_parallel.data import Content
 from hyper_parallel.output import RECORD, OutputError, replace_text
 
@@ -86,10 +88,9 @@ def _read(path: Path) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of Python, of our packages and of the libraries that they run on."""
     found = {"python": platform.python_version()}
-    installed = {each.name: each.version for each in metadata.distributions() if each.name is not None}
-    for name in sorted(installed):
-        if name in _LIBRARIES or name == "hyper-parallel" or name.startswith("hp-"):
-            found[name] = installed[name]
+    for name in sorted([*_LIBRARIES, "hyper-parallel", *(each.replace("_", "-") for each in PACKAGES)]):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
 
 
