@@ -7,6 +7,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hp_plan.diagnostics import Diagnostic, close_names, near_misses
@@ -29,7 +30,7 @@ def read_section(
         message = f"got {_describe(table)}, expected a table"
         return section(), [Diagnostic(key, message, f"write it as [{key}] with one key a line")]
     items = {item.name: item for item in fields(section)}  # pyright: ignore[reportArgumentType]
-    hints = get_type_hints(section)
+    hints = _hints(section)
     diagnostics: list[Diagnostic] = []
     values: dict[str, Any] = {}
     for name, got in table.items():
@@ -51,6 +52,11 @@ def read_section(
         else:
             values[name] = value
     return section(**values), diagnostics
+
+
+@cache
+def _hints(section: type) -> dict[str, Any]:
+    return get_type_hints(section)
 
 
 def table_of(hint: Any) -> type | None:
