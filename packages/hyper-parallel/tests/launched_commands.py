@@ -91,8 +91,16 @@ steps = 4
 stop_within = 2.0
 [model.overrides]
 """
-COMMAND = [sys.executable, "-m", "hyper_parallel"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *COMMAND[1:]]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "hyper_parallel",
+]
 SLOW = ["--set", "run.stop_within=25"]  # for ranks that end by themselves, on a busy machine
 ENDLESS = ["--data", "text", "--steps", "100000", "--json"]
 LIMIT = 300  # seconds: a hang, not a slow machine
@@ -106,6 +114,8 @@ answers = os.fdopen(os.dup(1), "w")
 for number, name in ((1, "out"), (2, "err")):
     os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
 from hyper_parallel import cli
+from hyper_parallel.torch import launch
+launch._OURS += ("matplotlib.figure", "matplotlib.backends.backend_agg")  # once, and not in each command's rank 0
 for line in sys.stdin:
     status = 0
     try:

@@ -1,7 +1,7 @@
 """The command with ranks: they start, they train, and none outlives the others.
 
-Most tests share one launcher, whose libraries are loaded once: a process that runs the command again and again. Those
-of a launcher's own start and end, and of torchrun, start their own.
+They share one launcher, whose libraries are loaded once: a process that runs the command again and again. Those of
+torchrun start their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from launched_commands import (
-    COMMAND,
     ENDLESS,
     LIMIT,
     PLAN,
@@ -119,6 +118,15 @@ def test_training_joins_torchrun(folder):
     assert [json.loads(line).get("step") for line in out.splitlines()] == [1, 2, 3, 4, None]
 
 
+@pytest.mark.thorough
+def test_no_rank_outlives_torchrun(folder):
+    process = start(folder, *TORCHRUN, "train", write_plan(folder, "run", end="wait"), "--out", "run", *ENDLESS)
+    wait_until(lambda: alive(folder) == [0, 1])
+    process.kill()
+    process.communicate(timeout=LIMIT)
+    wait_until(lambda: not alive(folder))
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_raises_ends_all_and_is_named(launcher, victim):
     run = f"raises{victim}"
@@ -191,7 +199,8 @@ def test_a_signal_ends_ranks_that_hang(launcher, name):
     assert not alive(launcher.folder, name)
 
 
-HANG = ["--set", "mesh.dp_shard=3", "--set", "data.batch_size=9", "--set", "run.hang_after=5"]
+# A rank that was stopped goes on for its stack: the run must not end meanwhile.
+HANG = [*ENDLESS, "--set", "mesh.dp_shard=3", "--set", "data.batch_size=9", "--set", "run.hang_after=3"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,7 @@ HANG = ["--set", "mesh.dp_shard=3", "--set", "data.batch_size=9", "--set", "run.
 def test_a_hang_ends_with_the_rank_the_collective_and_the_stack(launcher, how, says):
     run = f"hangs_{how}"
     plan = write_plan(launcher.folder, run, end=how)
-    launcher.begin("train", plan, "--data", "text", "--out", run, *HANG)
+    launcher.begin("train", plan, "--out", run, *HANG)
     status, _, err = launcher.finish()
     assert status == 1
     assert says in err
@@ -218,16 +227,6 @@ def test_a_hang_ends_with_the_rank_the_collective_and_the_stack(launcher, how, s
         assert 'bigram.py", line ' in err and " in hang" in err
         assert "rank 0 waits in " in err and "rank 1 waits in " in err
     assert not alive(launcher.folder, run)
-
-
-@pytest.mark.parametrize(("command", "means"), [(COMMAND, "hang"), (TORCHRUN, "wait")], ids=["launcher", "torchrun"])
-def test_no_rank_outlives_what_started_it(folder, command, means):
-    process = start(folder, *command, "train", write_plan(folder, "run", end=means), "--out", "run", *ENDLESS)
-    wait_until(lambda: alive(folder) == [0, 1])
-    process.kill()
-    process.communicate(timeout=LIMIT)
-    assert process.returncode == -signal.SIGKILL
-    wait_until(lambda: not alive(folder))
 
 
 def test_a_run_that_is_terminated_goes_on_where_it_was(launcher):
@@ -266,3 +265,12 @@ def test_verify_finds_the_bigram_equal(launcher):
     assert result["passed"]
     assert result["ranks"] == 2
     assert [row["module"] for row in result["rows"]] == ["embed", "head"]
+
+
+def test_no_rank_outlives_the_launcher(launcher):
+    """The last test of the module: it takes the launcher with it."""
+    launcher.begin("train", write_plan(launcher.folder, "outlived", end="hang"), "--out", "outlived", *ENDLESS)
+    wait_until(lambda: alive(launcher.folder, "outlived") == [0, 1])
+    launcher.process.kill()
+    launcher.process.wait(LIMIT)
+    wait_until(lambda: not alive(launcher.folder, "outlived"))
