@@ -21,6 +21,17 @@ def shown(reporter, stream) -> str:
     return stream.getvalue()
 
 
+def test_a_run_that_is_stopped_is_not_finished():
+    for reporter in (LineReporter, RichReporter):
+        for steps, end in ((40, "finished"), (100, "stopped after step 40 of 100")):
+            stream = io.StringIO()
+            display = reporter(Console(file=stream, width=100))
+            with display.running("a model", steps=steps):
+                display.step(STEPS[-1])
+            display.finished(SUMMARY)
+            assert end in stream.getvalue()
+
+
 def curve(steps):
     result = Curve()
     for step in steps:

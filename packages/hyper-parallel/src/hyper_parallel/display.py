@@ -77,6 +77,7 @@ class RichReporter:
 
         self._console = console or make_console()
         self._latest: collections.deque[Step] = collections.deque(maxlen=8)
+        self._steps = 0
         count = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
         self._progress = Progress(count, BarColumn(bar_width=None), TimeElapsedColumn(), TimeRemainingColumn())
         self._live = Live(console=self._console, get_renderable=self._picture)
@@ -85,6 +86,7 @@ class RichReporter:
     def running(self, title: str, *, steps: int) -> Iterator[None]:
         """Open the live display, and close it whatever happens."""
         self._console.print(title)
+        self._steps = steps
         self._progress.add_task("train", total=steps)
         with self._live:
             yield
@@ -98,7 +100,7 @@ class RichReporter:
 
     def finished(self, summary: Summary) -> None:
         """Print the final table and the text that the model wrote."""
-        print_summary(self._console, summary)
+        print_summary(self._console, summary, title=_end(self._latest[-1] if self._latest else None, self._steps))
 
     def _picture(self):
         from rich.console import Group
@@ -121,12 +123,12 @@ class LineReporter:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or make_console()
-        self._every = 1
+        self._every, self._steps, self._last = 1, 0, None
 
     @contextlib.contextmanager
     def running(self, title: str, *, steps: int) -> Iterator[None]:
         """Print the title and the names of the columns."""
-        self._every = max(1, steps // 20)
+        self._every, self._steps = max(1, steps // 20), steps
         self._console.print(title)
         self._line(_COLUMNS)
         yield
@@ -137,10 +139,11 @@ class LineReporter:
             self._line(_cells(step))
         for text in step.texts:
             self._console.print(text, markup=False)
+        self._last = step
 
     def finished(self, summary: Summary) -> None:
         """Print the final table and the text that the model wrote."""
-        print_summary(self._console, summary)
+        print_summary(self._console, summary, title=_end(self._last, self._steps))
 
     def _line(self, cells: Iterable[str]) -> None:
         line = " ".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values())).rstrip()
@@ -172,13 +175,18 @@ def make_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False)
 
 
-def print_summary(console: Console, summary: Summary) -> None:
+def _end(last: Step | None, steps: int) -> str:
+    """Return how a run of so many steps has ended; without a step, it had been finished before."""
+    return "finished" if last is None or last.step == steps else f"stopped after step {last.step:,} of {steps:,}"
+
+
+def print_summary(console: Console, summary: Summary, *, title: str) -> None:
     """Print the final table and the text that the model wrote."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="finished", show_header=False)
+    table = Table(title=title, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     memory = ", ".join(_bytes(peak) for peak in summary.peak_memory)

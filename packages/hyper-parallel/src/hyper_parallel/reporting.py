@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
 from hp_checkpoint import CheckpointError
+from hp_checkpoint.extend import steps_in
 from hp_plan import Diagnostic, PlanError
 from hp_platform.extend import SettingError
 from hyper_parallel.data import DataError
 from hyper_parallel.display import diagnostics_table, make_console
 from hyper_parallel.launch import Interrupted, RankFailure, inside_launcher, launcher_place
-from hyper_parallel.output import OutputError
+from hyper_parallel.output import CHECKPOINTS, METRICS, OutputError
 from hyper_parallel.shortage import MemoryShortage
 
 _ADVISED = (CheckpointError, DataError, MemoryShortage, OutputError, SettingError)
@@ -37,6 +39,25 @@ def user_errors() -> Iterator[None]:
     else:
         return
     raise typer.Exit(1)
+
+
+@contextmanager
+def saying_what_is_saved(folder: Path) -> Iterator[None]:
+    """Say, where a run ends before its time, from what it can go on.
+
+    Args:
+        folder: of the run.
+    """
+    try:
+        yield
+    except (Interrupted, RankFailure) as error:
+        steps = steps_in(folder / CHECKPOINTS)
+        if steps:
+            typer.echo(f"note: go on from step {steps[-1]} by --resume auto --out {folder}", err=True)
+        elif isinstance(error, Interrupted) and str(error).startswith("SIGINT") and (folder / METRICS).exists():
+            fix = "SIGTERM in place of Ctrl-C saves one, run.checkpoint_every = N one every N steps"
+            typer.echo(f"note: the run has no checkpoint; {fix}", err=True)
+        raise
 
 
 def say(text: str) -> None:

@@ -1,0 +1,31 @@
+"""What is said of a run that ended before its time."""
+
+from __future__ import annotations
+
+import pytest
+
+from hyper_parallel.launch import Interrupted, RankFailure
+from hyper_parallel.output import CHECKPOINTS, METRICS
+from hyper_parallel.reporting import saying_what_is_saved
+
+
+def said(error: Exception, folder, capsys) -> str:
+    with pytest.raises(type(error)), saying_what_is_saved(folder):
+        raise error
+    return capsys.readouterr().err
+
+
+def test_a_run_that_has_a_checkpoint_goes_on_from_it(tmp_path, capsys):
+    (tmp_path / CHECKPOINTS / "step-00000012").mkdir(parents=True)
+    (tmp_path / CHECKPOINTS / "step-00000012" / "manifest.json").touch()
+    for error in (Interrupted("SIGTERM: all ranks are ended"), RankFailure(1, "killed")):
+        assert said(error, tmp_path, capsys) == f"note: go on from step 12 by --resume auto --out {tmp_path}\n"
+    assert said(ValueError("another"), tmp_path, capsys) == ""
+
+
+def test_only_a_run_that_had_begun_lacks_a_checkpoint(tmp_path, capsys):
+    interrupted = Interrupted("SIGINT: all ranks are ended")
+    assert said(interrupted, tmp_path, capsys) == ""
+    (tmp_path / METRICS).touch()
+    assert said(interrupted, tmp_path, capsys).startswith("note: the run has no checkpoint; SIGTERM in place of")
+    assert said(Interrupted("SIGTERM: all ranks are ended"), tmp_path, capsys) == ""
