@@ -63,7 +63,7 @@ def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", *
         tables["validation"] = {"paths": [str(text)], "every": 2, "batches": 2}
     tables["metrics"] = {"peak_flops": 1e9}
     for name, value in (changed or {}).items():
-        if name in ("validation", "profile", "experts"):
+        if name in ("validation", "profile", "experts", "metrics"):
             tables[name] = value
         else:
             tables["run" if name == "seed" else "data"][name] = value

@@ -9,11 +9,17 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from pathlib import Path
 
 import pytest
 
+from hp_testing import run_ranks
 from hyper_parallel.sinks import Background, JsonLines, TensorBoard, WeightsAndBiases
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from small_runs import run
 
 
 class Recording:
@@ -127,16 +133,16 @@ def test_tensorboard_reads_the_curves_back(tmp_path):
     sink.close()
     events = reading.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)),
-    ]  # fmt: skip
+    assert curve(events, "loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert "tp = 2" in events.Tensors("plan/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+def curve(events, name):
+    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def test_wandb_reads_an_offline_run_back(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed: nox -s sinks")
-    from wandb.proto import wandb_internal_pb2
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with warnings.catch_warnings():
@@ -146,17 +152,59 @@ def test_wandb_reads_an_offline_run_back(tmp_path, monkeypatch):
             sink.write(step, {"loss": 1 / step})
         sink.text("plan", "x")
         sink.close()
-    (file,) = tmp_path.rglob("*.wandb")
-    data, place, losses = file.read_bytes(), 7, []  # after the header, records: checksum, length, kind (1 is whole)
+    assert [step["loss"] for step in logged(tmp_path, 2)] == [1.0, 0.5]
+
+
+def logged(folder, count):
+    """So many steps in the file of a run that was offline, which wandb's own process may still write to."""
+    deadline = time.monotonic() + 30
+    while len(steps := in_file(folder)) < count and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return steps
+
+
+def in_file(folder):
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.rglob("*.wandb")
+    data, place, steps, started = file.read_bytes(), 7, [], b""
     assert data.startswith(b":W&B")
-    while place < len(data):
+    while place + 7 <= len(data):  # records: checksum, length, kind: whole, or the first, a middle or the last part
+        if (left := 32768 - place % 32768) < 7:  # blocks, whose last bytes no header fits into
+            place += left
+            continue
         _, length, kind = struct.unpack_from("<IHB", data, place)
-        assert kind == 1
-        record = wandb_internal_pb2.Record.FromString(data[place + 7 : place + 7 + length])
-        items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-        losses += [json.loads(items["loss"])] if "loss" in items else []
+        part = data[place + 7 : place + 7 + length]
+        started = part if kind in (1, 2) else started + part
+        if kind in (1, 4):
+            items = wandb_internal_pb2.Record.FromString(started).history.item
+            values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+            steps += [values] if "loss" in values else []
         place += 7 + length
-    assert losses == [1.0, 0.5]
+    return steps
+
+
+@pytest.mark.framework("torch")
+def test_all_sinks_of_a_plan_get_equal_values(tmp_path, monkeypatch):
+    reading = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed: nox -s sinks"
+    )
+    for library in ("tensorboardX", "wandb"):
+        pytest.importorskip(library, reason=f"{library} is not installed: nox -s sinks")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    sinks = {"metrics": {"sinks": ["tensorboard", "wandb"], "peak_flops": 1e9}}
+    run_ranks(2, run, tmp_path, {"dp_shard": 2}, 4, changed=sinks)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = logged(tmp_path / "run", 4)
+    events = reading.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert len(lines) == len(steps) == 4
+    for name in lines[0].keys() - {"step"}:
+        expected = [(line["step"], line[name]) for line in lines if name in line]
+        assert [(step["_step"], step[name]) for step in steps if name in step] == expected, name
+        assert curve(events, name) == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected], name
+    assert '"dp_shard": 2' in events.Tensors("run/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
 @pytest.mark.parametrize(("kind", "extra"), [(TensorBoard, "tensorboard"), (WeightsAndBiases, "wandb")])
