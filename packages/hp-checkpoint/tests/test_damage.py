@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -291,6 +292,10 @@ def test_near_misses_are_of_what_an_error_shows(checkpoint, monkeypatch):
         ({"w": np.zeros(2, ">f4")}, r"'w' has dtype >f4, of the other byte order; .* \.astype\('float32'\)"),
         ({"w": np.ma.masked_array([1.0], [True])}, "'w' is a masked array, whose mask would be lost"),
         ({"loss": np.float64("nan")}, "'loss' is a numpy.float64; .* Convert it, as by .item"),
+        (
+            {"model": argparse.Namespace(state_dict=dict)},
+            r"'model' is a argparse.Namespace; .* Save its state_dict\(\)",
+        ),
         ({"name": "\udcff"}, r"'name' has the text '\\udcff', which UTF-8 lacks"),
         ({"model": {"\udcff": np.zeros(1)}}, r"'model' has the text '\\udcff', which UTF-8 lacks"),
         ([1], "the state is a list, expected a dictionary"),

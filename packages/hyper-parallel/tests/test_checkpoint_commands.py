@@ -49,9 +49,18 @@ def test_verify(run):
     assert "tensor 'w' changed since the save" in text and "tensor 'w.m' changed since the save" in text
 
 
+def test_a_file_that_is_missing_is_named(run):
+    folder = run / "step-00000001"
+    (folder / "optimizer.safetensors").unlink()
+    assert command("verify", folder, code=1) == f"{folder / 'optimizer.safetensors'} is missing\n"
+    text = command("diff", folder, run / "step-00000000", code=1)
+    assert f"error: {folder / 'optimizer.safetensors'} is missing\n" in text
+
+
 def test_diff(run):
     one, other = run / "step-00000000", run / "step-00000002"
-    assert command("diff", one, one) == ""
+    assert command("diff", one, one) == "nothing differs\n"
+    assert command("diff", one, one, "--json") == ""
     text = command("diff", one, other, code=1)
     assert text == "model: w: 12 of 12 elements differ, by up to 0.002\nstate.lr: 0.5 and 2.5\n"
     assert command("diff", one, other, "--tolerance", "0.01", code=1) == "state.lr: 0.5 and 2.5\n"
@@ -83,7 +92,7 @@ def test_convert_to_the_format_of_torch_and_back(run):
     folder = run / "step-00000001"
     text = command("convert", folder, run / "dcp", "--to", "dcp").strip()
     assert text == f"{run / 'dcp'}: .metadata, __0_0.distcp"
-    assert command("diff", folder, run / "dcp") == ""
+    assert command("diff", folder, run / "dcp") == "nothing differs\n"
     assert "model: w: 12 of 12" in command("diff", run / "step-00000002", run / "dcp", code=1)
     command("convert", folder, run / "weights", "--to", "dcp", "--weights-only")
     content = json.loads(command("inspect", run / "weights", "--json"))
@@ -101,8 +110,8 @@ def test_convert_to_the_format_of_torch_and_back(run):
 
 
 def test_prune(run):
-    assert f"removed [1], {run} has [0, 2]" in command("prune", run, "--last", 1, "--every", 2)
-    assert f"removed none, {run} has [0, 2]" in command("prune", run)
+    assert f"removed step 1; {run} has steps 0, 2" in command("prune", run, "--last", 1, "--every", 2)
+    assert f"removed nothing; {run} has steps 0, 2" in command("prune", run)
 
 
 def test_the_folder_of_a_run_in_place_of_a_checkpoint(tmp_path):
@@ -111,7 +120,7 @@ def test_the_folder_of_a_run_in_place_of_a_checkpoint(tmp_path):
     text = command("inspect", tmp_path, code=1)
     assert f"{tmp_path} is no checkpoint: it has neither manifest.json nor model.safetensors, but the" in text
     assert f"{tmp_path / 'checkpoints' / 'step-00000002'}: name one of them" in text
-    assert f"removed [0], {tmp_path / 'checkpoints'} has [1, 2]" in command("prune", tmp_path)
+    assert f"removed step 0; {tmp_path / 'checkpoints'} has steps 1, 2" in command("prune", tmp_path)
     (tmp_path / "empty").mkdir()
     text = command("prune", tmp_path / "empty", code=1)
     assert f"there is no checkpoint in {tmp_path / 'empty'}: no step-*, and no checkpoints/step-*" in text

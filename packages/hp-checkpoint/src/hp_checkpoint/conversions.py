@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hp_checkpoint.files import DTYPES
 
-__all__ = ["casts_to", "converted", "converts", "dtype_named"]
+__all__ = ["casts_to", "converted", "converts", "dtype_named", "name_of_dtype"]
 
 _FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _CHUNK = 1 << 20  # elements at a time
+
+
+def name_of_dtype(dtype: Any) -> str:
+    """Return the name of a framework's dtype, or of one that is named already.
+
+    >>> name_of_dtype("bfloat16")
+    'bfloat16'
+    """
+    return str(dtype).rpartition(".")[2].lower()  # torch.bfloat16, Float16
 
 
 def dtype_named(name: str) -> str:

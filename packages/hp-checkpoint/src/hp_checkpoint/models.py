@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_checkpoint.api import versions
-from hp_checkpoint.conversions import dtype_named
+from hp_checkpoint.conversions import dtype_named, name_of_dtype
 from hp_checkpoint.export import MODEL, with_dtype
 from hp_checkpoint.loading import Verify, load_tensors
 from hp_checkpoint.manifest import Manifest
@@ -32,13 +32,14 @@ __all__ = [
 ]
 
 
-def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: str | None = None) -> Manifest:
+def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: Any = None) -> Manifest:
     """Save a model as a Hugging Face folder, from all ranks.
 
     Args:
         model: its parameters and persistent buffers are saved, with its config if it has one.
         folder: a checkpoint there is replaced.
-        dtype: save floating-point tensors as "float32", "bfloat16", "float16" or "float64". Default: as they are.
+        dtype: save floating-point tensors as "float32", "bfloat16", "float16" or "float64", or the framework's dtype of
+            that name. Default: as they are.
 
     Raises:
         CheckpointError: it failed on some rank; on all ranks.
@@ -49,7 +50,7 @@ def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: str | None 
     def collect() -> bytes:
         state = of_model(model)
         if dtype is not None:
-            own = dtype_named(dtype)
+            own = dtype_named(name_of_dtype(dtype))
             state.tensors = {at: cast_to(at[1], value, own) for at, value in state.tensors.items()}
         states.append(state)
         return b""
@@ -57,7 +58,7 @@ def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: str | None 
     ranks.agree(collect, "save_model")
     texts = config_texts(model)
     if dtype is not None:
-        texts |= {name: with_dtype(texts[name], dtype) for name in ("config.json",) if name in texts}
+        texts |= {name: with_dtype(texts[name], name_of_dtype(dtype)) for name in ("config.json",) if name in texts}
     return save_state(states[0], Path(folder).absolute(), ranks, texts=texts, versions=versions())
 
 

@@ -83,11 +83,15 @@ def flatten(state: Mapping[str, Any]) -> State:
         raise TypeError(
             f"checkpoint: {_dotted(path)!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint has"
             " tensors, arrays, and what JSON has (None, bool, int, float, str, lists, dictionaries), because a pickle"
-            " would run code when it is loaded. Convert it, as by .item() or str()"
+            f" would run code when it is loaded. {_advice(value)}"
         )
 
     result.tree = visit(state, ())
     return result
+
+
+def _advice(value: Any) -> str:
+    return "Save its state_dict()" if hasattr(value, "state_dict") else "Convert it, as by .item() or str()"
 
 
 def decode(tree: Any, tensor: Callable[[Address], Any]) -> Any:

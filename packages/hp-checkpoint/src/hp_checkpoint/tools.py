@@ -60,6 +60,8 @@ def faults(folder: Path) -> list[str]:
         alone = Manifest(None, manifest.parts, {name: file}, {}, manifest.block_bytes)
         try:
             verify_files(alone, folder)
+        except FileNotFoundError:
+            result.append(f"{folder / name} is missing")
         except (InvalidCheckpointError, OSError) as error:
             result.append(str(error))
     return result

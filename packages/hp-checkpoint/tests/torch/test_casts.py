@@ -49,7 +49,7 @@ def test_transformers_loads_the_dtype_that_was_saved(tmp_path):
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    save_model(model, tmp_path / "model", dtype="bfloat16")
+    save_model(model, tmp_path / "model", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
     for name, value in model.state_dict().items():

@@ -30,7 +30,8 @@ def inspect(folder: Folder, json_lines: Json = False) -> None:
     if json_lines:
         typer.echo(json.dumps(content))
         return
-    typer.echo(f"{folder}: step {content['step']}, {sum(content['files'].values()):,} bytes")
+    step = "" if content["step"] is None else f"step {content['step']}, "
+    typer.echo(f"{folder}: {step}{sum(content['files'].values()):,} bytes")
     for part, described in content["parts"].items():
         typer.echo(f"{part}: {len(described['tensors']):,} tensors, {described['bytes']:,} bytes")
         for name, (dtype, *shape) in described["tensors"].items():
@@ -63,6 +64,8 @@ def compare(
         typer.echo(json.dumps({"name": each.name, "text": each.text}) if json_lines else f"{each.name}: {each.text}")
     if differences:
         raise typer.Exit(1)
+    if not json_lines:
+        typer.echo("nothing differs")
 
 
 @app.command()
@@ -110,7 +113,16 @@ def remove(
         if not steps_in(place):
             raise FileNotFoundError(f"there is no checkpoint in {folder}: no step-*, and no {CHECKPOINTS}/step-*")
         removed = prune(place, Keep(last=last, every=every))
-    typer.echo(f"removed {removed or 'none'}, {place} has {steps_in(place)}")
+    typer.echo(f"removed {_listed(removed)}; {place} has {_listed(steps_in(place))}")
+
+
+def _listed(steps: list[int]) -> str:
+    """Name steps.
+
+    >>> _listed([10, 20])
+    'steps 10, 20'
+    """
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}" if steps else "nothing"
 
 
 @contextmanager
@@ -118,6 +130,10 @@ def _errors() -> Iterator[None]:
     """Report errors that a user can mend and exit with 1."""
     try:
         yield
+    except FileNotFoundError as error:
+        text = str(error) if error.filename is None else f"{error.filename} is missing"
+        typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
+        raise typer.Exit(1) from None
     except (InvalidCheckpointError, ValueError, OSError) as error:
         typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
         raise typer.Exit(1) from None
