@@ -9,8 +9,18 @@ from hp_checkpoint.async_save import AsyncSaveResponse, async_save
 from hp_checkpoint.background import Committed, Pending
 from hp_checkpoint.checkpointer import Checkpointer, Loaded
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
+from hp_checkpoint.file_systems import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader
+from hp_checkpoint.full_states import (
+    convert_full_checkpoint_to_dcp,
+    dcp_to_full_state_dict,
+    load_checkpoint,
+    parse_checkpoint_from_huggingface,
+    save_checkpoint,
+    save_state_dict_as_huggingface_format,
+)
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.models import load_model, save_model
+from hp_checkpoint.planners import StandardLoadPlanner, StandardSavePlanner
 from hp_checkpoint.retention import Keep
 
 __all__ = [
@@ -18,14 +28,25 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "Committed",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "HuggingFaceStorageReader",
     "InvalidCheckpointError",
     "Keep",
     "Loaded",
     "Manifest",
     "Pending",
+    "StandardLoadPlanner",
+    "StandardSavePlanner",
     "async_save",
+    "convert_full_checkpoint_to_dcp",
+    "dcp_to_full_state_dict",
     "load",
+    "load_checkpoint",
     "load_model",
+    "parse_checkpoint_from_huggingface",
     "save",
+    "save_checkpoint",
     "save_model",
+    "save_state_dict_as_huggingface_format",
 ]

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from hp_checkpoint.dcp import dcp_values, is_dcp
+from hp_checkpoint.file_systems import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader, bytes_of, place_of
 from hp_checkpoint.loading import Verify, load_tensors, read_tree
 from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.planners import StandardLoadPlanner, StandardSavePlanner, planner_or
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import STATE, save_state
-from hp_checkpoint.sources import open_checkpoint
-from hp_checkpoint.state import State, decode, fill, flatten
+from hp_checkpoint.sources import has_safetensors
+from hp_checkpoint.state import Address, State, Unreadable, decode, fill, flatten, values_of
 from hp_checkpoint.tied import check_tied
 
-__all__ = ["flattened", "load", "read_values", "save", "versions"]
+__all__ = ["checked", "flattened", "load", "read_values", "save", "versions"]
 
 
-def save(state_dict: Mapping[str, Any], *, checkpoint_id: str | os.PathLike[str], no_dist: bool = False) -> Manifest:
+def save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: FileSystemWriter | None = None,
+    planner: StandardSavePlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Manifest:
     """Save a state of all ranks in one folder; all ranks call it together.
 
     Tensors may be DTensors of any layout, plain tensors (the same on all ranks that have them) and NumPy arrays; other
@@ -32,8 +42,11 @@ def save(state_dict: Mapping[str, Any], *, checkpoint_id: str | os.PathLike[str]
 
     Args:
         state_dict: nested dictionaries and lists.
-        checkpoint_id: the folder.
+        checkpoint_id: the folder. Default None: that of `storage_writer`.
+        storage_writer: the folder with options. Default None: none of them.
+        planner: its one option is what happens. Default None.
         no_dist: save from this process alone. Default False: from all ranks of the default group.
+        use_collectives: agree by collectives. Always True, as the ranks write shared files.
 
     Returns:
         The checkpoint's manifest.
@@ -41,18 +54,45 @@ def save(state_dict: Mapping[str, Any], *, checkpoint_id: str | os.PathLike[str]
     Raises:
         CheckpointError: it failed on some rank; on all ranks.
         TypeError: a value that is neither a tensor nor JSON.
-        FileExistsError: the folder exists and is no checkpoint.
+        ValueError: an option that is not supported, no folder or two.
+        FileExistsError: the folder exists and is no checkpoint, or may not be replaced.
     """
     ranks = Ranks(alone=no_dist)
+    target, options = checked(checkpoint_id, storage_writer, planner, use_collectives, ranks)
     state = flattened(state_dict, ranks)
-    return save_state(state, Path(checkpoint_id).absolute(), ranks, versions=versions())
+    return save_state(state, target, ranks, versions=versions(), **options)
+
+
+def checked(
+    checkpoint_id: Any, storage_writer: Any, planner: Any, use_collectives: bool, ranks: Ranks
+) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a save and its options, from the arguments of `save`, on all ranks together."""
+    found: list[tuple[Path, dict[str, Any]]] = []
+
+    def check() -> bytes:
+        planner_or(planner, StandardSavePlanner)
+        if use_collectives is not True:
+            raise ValueError(
+                f"save: use_collectives={use_collectives!r}, but the ranks write shared files, of which they have to"
+                " agree. Save what each rank has alone with no_dist=True, into a folder for each"
+            )
+        target = place_of(checkpoint_id, storage_writer, (FileSystemWriter,))
+        writer = storage_writer or FileSystemWriter(target)
+        found.append((target, {"limit": bytes_of(writer.max_shard_size), "overwrite": writer.overwrite}))
+        return b""
+
+    ranks.agree(check, "save")
+    return found[0]
 
 
 def load(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: FileSystemReader | HuggingFaceStorageReader | None = None,
+    planner: StandardLoadPlanner | None = None,
     no_dist: bool = False,
+    broadcast_replicated_tensors: bool = True,
     verify: Verify = "read",
 ) -> None:
     """Load a state in place; all ranks call it together, each with the tensors that it wants, in any layout.
@@ -66,29 +106,39 @@ def load(
 
     Args:
         state_dict: of the structure that was saved, or a part of it.
-        checkpoint_id: the folder.
+        checkpoint_id: the folder. Default None: that of `storage_reader`.
+        storage_reader: the folder, and what is read of it. Default None: all.
+        planner: whether the checkpoint may lack something. Default None: it may not.
         no_dist: load in this process alone. Default False: on all ranks of the default group.
+        broadcast_replicated_tensors: read what several ranks want on one of them, which sends it to the others. Default
+            True; with False each rank reads by itself what it wants.
         verify: "read" compares what is read with its checksums, "all" all of the checkpoint.
 
     Raises:
         CheckpointError: it failed on some rank; on all ranks.
-        ValueError: tensors or values that the checkpoint lacks, or of another shape or dtype.
+        ValueError: tensors or values that the checkpoint lacks, or of another shape or dtype; no folder or two.
     """
     ranks = Ranks(alone=no_dist)
-    folder = Path(checkpoint_id).absolute()
     opened: list[Any] = []
 
     def prepare() -> bytes:
-        manifest = open_checkpoint(folder)
-        opened.extend([manifest, flatten(state_dict), read_values(manifest, folder)])
+        partial = planner_or(planner, StandardLoadPlanner).allow_partial_load
+        folder = place_of(checkpoint_id, storage_reader, (FileSystemReader, HuggingFaceStorageReader))
+        manifest = (storage_reader or FileSystemReader(folder)).open()
+        saved = read_values(manifest, folder, lambda address: Unreadable("it is a tensor in the checkpoint"))
+        values = [] if saved is not None or partial else list(values_of(state_dict))
+        if values:
+            raise ValueError(f"load: {folder} has tensors alone, and the state has the values {', '.join(values[:5])}")
+        opened.extend([folder, manifest, flatten(state_dict), saved, partial])
         return b""
 
     ranks.agree(prepare, "load")
-    manifest, state, saved = opened
+    folder, manifest, state, saved, partial = opened
     check_tied(state.aliases, manifest, folder, ranks)
-    load_tensors(state.tensors, manifest, folder, ranks, verify=verify)
+    share = broadcast_replicated_tensors
+    load_tensors(state.tensors, manifest, folder, ranks, verify=verify, partial=partial, share=share)
     if saved is not None:
-        ranks.agree(lambda: _fill(state_dict, saved), "load")
+        ranks.agree(lambda: _fill(state_dict, saved, partial), "load")
 
 
 def flattened(state_dict: Mapping[str, Any], ranks: Ranks) -> State:
@@ -103,15 +153,21 @@ def flattened(state_dict: Mapping[str, Any], ranks: Ranks) -> State:
     return states[0]
 
 
-def read_values(manifest: Manifest, folder: Path) -> Any:
-    """Read the values of a state that are no tensors, with None in the tensors' places; None where there are none."""
+def read_values(manifest: Manifest, folder: Path, tensor: Callable[[Address], Any]) -> Any:
+    """Read the state that was saved; None where a folder has tensors alone.
+
+    Args:
+        manifest: of the checkpoint.
+        folder: its folder.
+        tensor: returns what stands for the tensor of an address.
+    """
     if STATE in manifest.files:
-        return decode(read_tree(manifest, folder), lambda address: None)
-    return dcp_values(folder) if is_dcp(folder) else None
+        return decode(read_tree(manifest, folder), tensor)
+    return dcp_values(folder, tensor) if is_dcp(folder) and not has_safetensors(folder) else None
 
 
-def _fill(state: dict[str, Any], saved: Any) -> bytes:
-    fill(state, saved)
+def _fill(state: dict[str, Any], saved: Any, partial: bool) -> bytes:
+    fill(state, saved, partial=partial)
     return b""
 
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hp_checkpoint.api import flattened, versions
+from hp_checkpoint.api import checked, flattened, versions
 from hp_checkpoint.background import Writer
 from hp_checkpoint.errors import CheckpointError
+from hp_checkpoint.file_systems import FileSystemWriter
 from hp_checkpoint.manifest import MANIFEST, Manifest
 from hp_checkpoint.messages import failures
+from hp_checkpoint.planners import StandardSavePlanner
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import prepare_save
 from hp_checkpoint.storage import read_small
@@ -53,8 +55,11 @@ class AsyncSaveResponse:
 def async_save(
     state_dict: Mapping[str, Any],
     *,
-    checkpoint_id: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: FileSystemWriter | None = None,
+    planner: StandardSavePlanner | None = None,
     no_dist: bool = False,
+    use_collectives: bool = True,
     callback: Callable[[Future[Manifest]], object] | None = None,
 ) -> AsyncSaveResponse:
     """Copy a state of all ranks and save the copy beside the program; all ranks call it together, as `save`.
@@ -67,18 +72,22 @@ def async_save(
 
     Args:
         state_dict: nested dictionaries and lists.
-        checkpoint_id: the folder.
+        checkpoint_id: the folder. Default None: that of `storage_writer`.
+        storage_writer: as that of `save`.
+        planner: likewise.
         no_dist: save from this process alone. Default False: from all ranks of the default group.
+        use_collectives: as that of `save`.
         callback: called with the future when the save has ended, in another thread.
 
     Raises:
         CheckpointError: the copy failed on some rank; on all ranks.
         TypeError: a value that is neither a tensor nor JSON.
-        FileExistsError: the folder exists and is no checkpoint.
+        ValueError: as `save`.
+        FileExistsError: the folder exists and is no checkpoint, or may not be replaced.
     """
     ranks = Ranks(alone=no_dist)
-    target = Path(checkpoint_id).absolute()
-    prepared = prepare_save(flattened(state_dict, ranks), target, ranks, versions=versions())
+    target, options = checked(checkpoint_id, storage_writer, planner, use_collectives, ranks)
+    prepared = prepare_save(flattened(state_dict, ranks), target, ranks, versions=versions(), **options)
     folders: list[int] = []
     writer = _idle.pop() if _idle else Writer()
 

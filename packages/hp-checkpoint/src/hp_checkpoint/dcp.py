@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,19 @@ def _manifest(folder: Path, metadata: Any) -> Manifest:
     return Manifest(None, parts, sizes)
 
 
-def dcp_values(folder: Path) -> dict[str, Any]:
-    """Return the values that are no tensors, in nested dictionaries and lists; None for a tensor."""
+def dcp_values(folder: Path, tensor: Callable[[Address], Any]) -> dict[str, Any]:
+    """Return the state that was saved, in nested dictionaries and lists.
+
+    Args:
+        folder: that of the checkpoint.
+        tensor: returns what stands for the tensor of an address.
+    """
     metadata = _metadata(folder)
-    places = _places(folder, metadata)
+    places, addresses = _places(folder, metadata), _addresses(metadata)
     result: dict[Any, Any] = {}
     for name in metadata.state_dict_metadata:
         info = places.get((name, None))
-        value = None if info is None else _value(folder, name, info)
+        value = tensor(addresses[name]) if info is None else _value(folder, name, info)
         inner, (*above, last) = result, _path(metadata, name)
         for key in above:
             inner = inner.setdefault(key, {})

@@ -23,10 +23,10 @@ from hp_checkpoint.dcp import CHECKPOINT, METADATA, TORCH_NAMES, is_dcp
 from hp_checkpoint.export import MODEL, new_folder
 from hp_checkpoint.files import Entry, Kind
 from hp_checkpoint.loading import read_tree, verify_files
-from hp_checkpoint.manifest import MANIFEST, Manifest
+from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.pickling import Call, Name, Object, Reference, pickled
 from hp_checkpoint.saving import STATE
-from hp_checkpoint.sources import open_checkpoint
+from hp_checkpoint.sources import open_source
 from hp_checkpoint.state import Address, decode
 from hp_checkpoint.storage import sync, write_small
 from hp_checkpoint.streams import read_range
@@ -49,7 +49,7 @@ def to_dcp(folder: Path, target: Path, *, dtype: str | None = None, weights_only
     ``step``. The tensors of a folder without such a state, as the hub's, have the names of the model.
 
     Args:
-        folder: a checkpoint, or a Hugging Face folder.
+        folder: a checkpoint, a Hugging Face folder, or a file of safetensors.
         target: a folder that doesn't exist.
         dtype: of the model's floating-point tensors, as "bfloat16". Default None: as they are.
         weights_only: write the model's tensors alone, under the model's names.
@@ -62,10 +62,10 @@ def to_dcp(folder: Path, target: Path, *, dtype: str | None = None, weights_only
     own = None if dtype is None else dtype_named(dtype)
     if is_dcp(folder):
         raise ValueError(f"{folder} is of torch.distributed.checkpoint already")
-    manifest = open_checkpoint(folder)
+    manifest, folder = open_source(folder)
     if weights_only and MODEL not in manifest.parts:
         raise ValueError(f"{folder} has no tensors under 'model', but the parts {', '.join(manifest.parts) or 'none'}")
-    if (folder / MANIFEST).exists():
+    if any(file.rows for file in manifest.files.values()):
         verify_files(manifest, folder)
     leaves = _leaves(manifest, folder, weights_only)
     kinds: dict[Address, Kind] = {}

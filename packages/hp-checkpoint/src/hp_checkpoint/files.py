@@ -17,6 +17,7 @@ from hp_checkpoint.errors import InvalidCheckpointError
 
 __all__ = [
     "DTYPES",
+    "LIMIT",
     "PAGE",
     "Chunk",
     "Entry",
@@ -52,7 +53,8 @@ DTYPES = {
 """The dtypes of safetensors, and the bytes of an element."""
 
 PAGE = 4096
-_LIMIT = 5 * 10**9
+LIMIT = 5 * 10**9
+"""Bytes of a file, unless one tensor alone has more."""
 _HEADER_LIMIT = 100 * 10**6  # safetensors' own readers take no more
 _METADATA = "__metadata__"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -119,7 +121,7 @@ class File:
     entries: tuple[Entry, ...]
 
 
-def lay_out(part: str, tensors: Mapping[str, Kind], *, limit: int = _LIMIT) -> tuple[File, ...]:
+def lay_out(part: str, tensors: Mapping[str, Kind], *, limit: int = LIMIT) -> tuple[File, ...]:
     """Distribute tensors over files, in the order of their names.
 
     Inside a file those with the largest elements come first, so that each is aligned to its own elements. The header is

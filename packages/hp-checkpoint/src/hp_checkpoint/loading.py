@@ -27,13 +27,16 @@ __all__ = ["Verify", "check_entries", "load_tensors", "read_tree", "verify_files
 Verify = Literal["read", "all"]
 
 
-def check_entries(wanted: Mapping[Address, Any], manifest: Manifest, *, cast: bool = False) -> dict[Address, Entry]:
+def check_entries(
+    wanted: Mapping[Address, Any], manifest: Manifest, *, cast: bool = False, partial: bool = False
+) -> dict[Address, Entry]:
     """Find the entry of each wanted tensor.
 
     Args:
         wanted: tensors by address.
         manifest: of the checkpoint.
         cast: let floating-point dtypes differ.
+        partial: leave out those that the checkpoint lacks.
 
     Raises:
         ValueError: names that the checkpoint lacks, with near misses; another shape or dtype.
@@ -55,7 +58,7 @@ def check_entries(wanted: Mapping[Address, Any], manifest: Manifest, *, cast: bo
             faults.append(f"{name!r} is an array that can't be written; load into a copy of it")
         else:
             result[part, name] = entry
-    if missing:
+    if missing and not partial:
         texts = [repr(name) + _near(name, manifest.parts.get(part, {})) for part, name in missing[:5]]
         raise ValueError(f"load: the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {', '.join(texts)}")
     if faults:
@@ -71,6 +74,8 @@ def load_tensors(
     *,
     verify: Verify = "read",
     cast: bool = False,
+    partial: bool = False,
+    share: bool = True,
 ) -> None:
     """Load tensors in place; all ranks call it together, each with its own.
 
@@ -81,6 +86,9 @@ def load_tensors(
         ranks: who loads.
         verify: "read" compares each block that is read with its checksums, "all" first compares all of the checkpoint.
         cast: convert floating-point tensors of another dtype.
+        partial: leave tensors as they are that the checkpoint lacks.
+        share: read each byte on one rank, which sends it to the others that want it. Default True; with False each rank
+            reads what it wants.
 
     Raises:
         CheckpointError: it failed on some rank; on all ranks.
@@ -91,8 +99,11 @@ def load_tensors(
     numbers = {name: number for number, name in enumerate(names)}
     requests: list[Request] = []
 
+    def rows_of(own: list[Request]) -> bytes:
+        return request_rows((each.file, each.piece) for each in own).tobytes()
+
     def request() -> bytes:
-        for address, entry in check_entries(wanted, manifest, cast=cast).items():
+        for address, entry in check_entries(wanted, manifest, cast=cast, partial=partial).items():
             value = wanted[address]
             own = list(stored_pieces(entry, value))
             size = sum(piece.size for _, piece in own)
@@ -100,14 +111,17 @@ def load_tensors(
             target = Target(value, size) if alike else CastTarget(address[1], value, size, entry.kind.dtype)
             requests.extend(Request(numbers[file], piece, target) for file, piece in own)
         requests.sort(key=lambda each: (each.file, each.piece.first))
-        return request_rows((each.file, each.piece) for each in requests).tobytes()
+        return rows_of(requests) if share else b""
 
     rows = ranks.agree(request, "load")
+    readers = ranks if share else Ranks(alone=True)
+    if not share:
+        rows = [rows_of(requests)]
     arrays = [np.frombuffer(each, np.int64).reshape(-1, COLUMNS) for each in rows]
     files = [manifest.files[name] for name in names]
     units = Units([file.size for file in files], [file.cuts(manifest.block_bytes) for file in files])
-    plan = exchange(arrays, ranks.rank, units)
-    failure = Transfers(plan, units, requests, manifest, [folder / name for name in names], ranks).run()
+    plan = exchange(arrays, readers.rank, units)
+    failure = Transfers(plan, units, requests, manifest, [folder / name for name in names], readers).run()
     ranks.agree(lambda: _raised(failure), "load")
 
 

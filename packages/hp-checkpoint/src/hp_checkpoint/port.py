@@ -61,6 +61,14 @@ class Port(Protocol):
         """
         ...
 
+    def empty(self, dtype: str, shape: Sequence[int]) -> Tensor:
+        """Make a tensor on the host, of a dtype by its name in safetensors.
+
+        Raises:
+            TypeError: the framework lacks the dtype.
+        """
+        ...
+
     def bytes_tensor(self, array: np.ndarray) -> Tensor:
         """Return bytes as a tensor that the ranks can send."""
         ...

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hp_checkpoint.files import File, Kind, lay_out
+from hp_checkpoint.files import LIMIT, File, Kind, lay_out
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.state import Address, State, merge
 from hp_checkpoint.tensors import holding_of, kind_of
@@ -44,7 +44,7 @@ class _Union:
     aliases: dict[Address, Address] = field(default_factory=dict)
 
 
-def plan_save(state: State, target: str, step: int | None, ranks: Ranks) -> SavePlan:
+def plan_save(state: State, target: str, step: int | None, ranks: Ranks, *, limit: int = LIMIT) -> SavePlan:
     """Plan a save; all ranks call it together and get the same plan.
 
     Ranks may have different tensors, as the stages of a pipeline do, and different JSON values under different keys.
@@ -54,6 +54,7 @@ def plan_save(state: State, target: str, step: int | None, ranks: Ranks) -> Save
         target: the checkpoint's folder, which has to be the same on all ranks.
         step: of the training; the same on all ranks.
         ranks: who saves.
+        limit: bytes of a file, unless one tensor alone has more; the same on all ranks.
 
     Raises:
         CheckpointError: ranks disagree, or one has a tensor that can't be saved.
@@ -72,7 +73,14 @@ def plan_save(state: State, target: str, step: int | None, ranks: Ranks) -> Save
                 placed = [mesh, list(holding.mesh_shape), [_packed(each) for each in holding.placements]]
             tensors.append([part, name, kind.dtype, list(kind.shape), placed])
         aliases = [[*one, *other] for one, other in state.aliases.items()]
-        described = {"target": target, "step": step, "tensors": tensors, "aliases": aliases, "tree": state.tree}
+        described = {
+            "target": target,
+            "step": step,
+            "limit": limit,
+            "tensors": tensors,
+            "aliases": aliases,
+            "tree": state.tree,
+        }
         return json.dumps(described, ensure_ascii=False).encode()
 
     described = ranks.agree(describe, "save")
@@ -90,7 +98,7 @@ def plan_save(state: State, target: str, step: int | None, ranks: Ranks) -> Save
 def _joined(described: Sequence[bytes], meshes: Sequence[bytes], world_size: int) -> SavePlan:
     texts = {text: json.loads(text) for text in dict.fromkeys(described) if text}  # a rank that is lost says nothing
     trees = list(texts.values())
-    for key in ("target", "step"):
+    for key in ("target", "step", "limit"):
         if len({json.dumps(tree[key]) for tree in trees}) > 1:
             values = [f"rank {rank}: {texts[text][key]!r}" for rank, text in enumerate(described) if text]
             raise ValueError(f"save: the ranks save different {key}s: {', '.join(values[:8])}; all save one checkpoint")
@@ -115,7 +123,7 @@ def _joined(described: Sequence[bytes], meshes: Sequence[bytes], world_size: int
     parts: dict[str, dict[str, Kind]] = {}
     for (part, name), kind in union.kinds.items():
         parts.setdefault(part, {})[name] = kind
-    files = {part: lay_out(part, kinds) for part, kinds in sorted(parts.items())}
+    files = {part: lay_out(part, kinds, limit=trees[0]["limit"]) for part, kinds in sorted(parts.items())}
     order = {address: tensors[address] for address in sorted(tensors)}
     chosen = writers(order, world_size)
     return SavePlan(files, chosen, merge([tree["tree"] for tree in trees]), union.aliases)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from hp_checkpoint.files import index_of
+from hp_checkpoint.files import LIMIT, index_of
 from hp_checkpoint.manifest import BLOCK, MANIFEST, FileSums, Manifest, checksum, sealed
 from hp_checkpoint.pieces import Piece, clip, gather, scale
 from hp_checkpoint.ranks import Ranks
@@ -79,6 +79,8 @@ def save_state(
     texts: Mapping[str, bytes] | None = None,
     versions: Mapping[str, str] | None = None,
     block_bytes: int = BLOCK,
+    limit: int = LIMIT,
+    overwrite: bool = True,
 ) -> Manifest:
     """Write a checkpoint; all ranks call it together. See Note [Commit] in `storage`.
 
@@ -90,11 +92,14 @@ def save_state(
         texts: further files' contents by name, as config.json; rank 0's are written.
         versions: of the libraries, for the manifest.
         block_bytes: bytes of a checksum's block.
+        limit: bytes of a file, unless one tensor alone has more.
+        overwrite: replace a checkpoint that is there. Default True.
 
     Raises:
         CheckpointError: it failed on some rank, on all ranks; nothing is left of it.
     """
-    own = prepare_save(state, target, ranks, step=step, texts=texts, versions=versions, block_bytes=block_bytes)
+    options: Any = {"block_bytes": block_bytes, "limit": limit, "overwrite": overwrite}
+    own = prepare_save(state, target, ranks, step=step, texts=texts, versions=versions, **options)
     rows: list[bytes] = []
 
     def write() -> bytes:
@@ -117,12 +122,14 @@ def prepare_save(
     texts: Mapping[str, bytes] | None = None,
     versions: Mapping[str, str] | None = None,
     block_bytes: int = BLOCK,
+    limit: int = LIMIT,
+    overwrite: bool = True,
 ) -> Prepared:
     """Plan a save and create its folder; the arguments are those of `save_state`."""
-    plan = plan_save(state, str(target), step, ranks)
+    plan = plan_save(state, str(target), step, ranks, limit=limit)
     small = {**_own_texts(plan), **(texts or {})}
     total = sum(file.size for files in plan.files.values() for file in files)
-    nonce = ranks.first(lambda: _prepare(target, total), "save").decode()
+    nonce = ranks.first(lambda: _prepare(target, total, overwrite), "save").decode()
     sizes = {file.name: file.size for files in plan.files.values() for file in files}
     sizes |= {name: len(content) for name, content in small.items()}
     parts = {part: {e.name: e for file in files for e in file.entries} for part, files in plan.files.items()}
@@ -238,7 +245,9 @@ def _own_texts(plan: SavePlan) -> dict[str, bytes]:
     return texts
 
 
-def _prepare(target: Path, needed: int) -> bytes:
+def _prepare(target: Path, needed: int, overwrite: bool) -> bytes:
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"save: {target} exists, and overwrite is False")
     if target.exists() and not (target.is_dir() and ((target / MANIFEST).exists() or not any(target.iterdir()))):
         raise FileExistsError(
             f"save: {target} exists and is no checkpoint; only a checkpoint is replaced. Save under another name"

@@ -14,7 +14,7 @@ from hp_checkpoint.files import Entry, check_file_name, header_length, read_head
 from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
 from hp_checkpoint.storage import opened, read_at, read_small
 
-__all__ = ["open_checkpoint"]
+__all__ = ["has_safetensors", "open_checkpoint", "open_source"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -52,6 +52,25 @@ def open_checkpoint(folder: Path) -> Manifest:
     within = sorted(each.parent for pattern in ("*", "*/*") for each in folder.glob(f"{pattern}/{MANIFEST}"))
     has = f", but the checkpoints {', '.join(map(str, within[-5:]))}: name one of them" if within else ""
     raise InvalidCheckpointError(f"{folder} is no checkpoint: it has neither {MANIFEST} nor {_SINGLE}{has}")
+
+
+def open_source(path: Path) -> tuple[Manifest, Path]:
+    """Return the manifest of a checkpoint's folder, or of a file of safetensors, and the folder.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file.
+        InvalidCheckpointError: it is damaged, or a file of another format.
+    """
+    if not path.is_file():
+        return open_checkpoint(path), path
+    if path.suffix != ".safetensors":
+        raise InvalidCheckpointError(f"{path} is no file of safetensors; expected one, or a checkpoint's folder")
+    return _of_headers(path.parent, [check_file_name(path.name, str(path))]), path.parent
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Tell whether a folder has a model in safetensors, under the names of the Hugging Face hub."""
+    return (folder / _INDEX).exists() or (folder / _SINGLE).exists()
 
 
 def _of_headers(folder: Path, files: Iterable[str]) -> Manifest:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.tensors import is_tensor
 
-__all__ = ["Address", "State", "Unreadable", "address", "decode", "fill", "flatten", "merge"]
+__all__ = ["Address", "State", "Unreadable", "address", "decode", "fill", "flatten", "merge", "unreadable", "values_of"]
 
 Address = tuple[str, str]
 """Of a tensor: its part (the first word of its file's name) and its name in the part."""
@@ -129,13 +129,14 @@ def _decoded(tree: Any, tensor: Callable[[Address], Any]) -> Any:
     return [_decoded(each, tensor) for each in tree] if isinstance(tree, list) else tree
 
 
-def fill(template: Any, saved: Any, path: tuple[Any, ...] = ()) -> Any:
+def fill(template: Any, saved: Any, path: tuple[Any, ...] = (), *, partial: bool = False) -> Any:
     """Return a template with the saved values that are no tensors; dictionaries and lists are changed in place.
 
     Args:
         template: a state, whose tensors stay.
-        saved: the decoded state, with None for each tensor.
+        saved: the decoded state, with an `Unreadable` for each tensor.
         path: of both, for errors.
+        partial: leave values as they are that the saved state lacks.
 
     Raises:
         ValueError: the template has a key that the saved state lacks, or a list of another length.
@@ -148,21 +149,47 @@ def fill(template: Any, saved: Any, path: tuple[Any, ...] = ()) -> Any:
         if not isinstance(saved, Mapping):
             raise ValueError(f"load: {_dotted(path)!r} is a dictionary, the checkpoint has {saved!r}")
         for key in template:
+            if key not in saved and partial:
+                continue
             if key not in saved:
                 raise ValueError(
                     f"load: {_dotted((*path, key))!r} is not in the checkpoint, which has {list(saved)[:8]}"
                 )
-            template[key] = fill(template[key], saved[key], (*path, key))
+            template[key] = fill(template[key], saved[key], (*path, key), partial=partial)
         return template
     if isinstance(template, list) and isinstance(saved, list) and len(template) == len(saved):
-        template[:] = [fill(a, b, (*path, n)) for n, (a, b) in enumerate(zip(template, saved, strict=True))]
+        template[:] = [
+            fill(a, b, (*path, n), partial=partial) for n, (a, b) in enumerate(zip(template, saved, strict=True))
+        ]
         return template
     if isinstance(template, (list, tuple)) and any(is_tensor(each) for each in template):
         raise ValueError(
             f"load: {_dotted(path)!r} is a {type(template).__name__} with tensors, of {len(template)} elements; use"
             " lists of the same length"
         )
+    for inner, found in unreadable(saved, path):
+        raise ValueError(f"load: {_dotted(inner)!r} can't be read: {found.text}")
     return saved
+
+
+def unreadable(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Unreadable]]:
+    """List what in a state is not read, with its path."""
+    if isinstance(value, Unreadable):
+        yield path, value
+    items = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for key, inner in items:
+        yield from unreadable(inner, (*path, key))
+
+
+def values_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
+    """List the names of a state's values that are no tensors."""
+    items: Any = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list) else None
+    if items is None and not is_tensor(state):
+        yield _dotted(path)
+    for key, inner in items or ():
+        yield from values_of(inner, (*path, key))
 
 
 def merge(trees: list[Any]) -> Any:

@@ -94,7 +94,10 @@ def diff(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Difference]:
             text = _compared(pair, (one, other), tolerance)
             if text is not None:
                 result.append(Difference(full, text))
-    values = [read_values(manifest, folder) for manifest, folder in zip(manifests, (one, other), strict=True)]
+    values = [
+        read_values(manifest, folder, lambda address: None)
+        for manifest, folder in zip(manifests, (one, other), strict=True)
+    ]
     return result + list(_differing(values[0], values[1], "state"))
 
 

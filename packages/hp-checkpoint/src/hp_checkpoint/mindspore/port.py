@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from hp_checkpoint.mindspore import optimizers
 from hp_dtensor.mindspore.extend import local_mode, local_view, set_local
@@ -71,6 +71,18 @@ def written_bytes(tensor: Tensor) -> tuple[np.ndarray, Callable[[], None] | None
 
 def _bytes(local: Tensor) -> np.ndarray:
     return np.ascontiguousarray(local.asnumpy()).reshape(-1).view(np.uint8)
+
+
+def empty(dtype: str, shape: Sequence[int]) -> Tensor:
+    """Make a tensor on the host, of a dtype by its name in safetensors.
+
+    Raises:
+        TypeError: MindSpore lacks the dtype.
+    """
+    own = {name: each for each, name in _DTYPES.items()}
+    if dtype not in own:
+        raise TypeError(f"checkpoint: a tensor is {dtype}, which MindSpore lacks")
+    return ops.zeros(tuple(shape), own[dtype])
 
 
 def bytes_tensor(array: np.ndarray) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -69,6 +69,11 @@ def written_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[], None] 
 
 def _bytes(local: torch.Tensor) -> np.ndarray:
     return local.reshape(-1).view(torch.uint8).numpy() if local.numel() else np.empty(0, np.uint8)
+
+
+def empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """Make a tensor on the host, of a dtype by its name in safetensors."""
+    return torch.empty(tuple(shape), dtype=DTYPES[dtype], device="cpu")
 
 
 def bytes_tensor(array: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,160 @@
+"""Complete states of one process: read from checkpoints, written as checkpoints, converted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from hp_checkpoint.api import flattened, read_values, save, versions
+from hp_checkpoint.dcp_export import to_dcp
+from hp_checkpoint.export import MODEL
+from hp_checkpoint.file_systems import FileSystemReader, HuggingFaceStorageReader, bytes_of
+from hp_checkpoint.loading import load_tensors
+from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.port import port
+from hp_checkpoint.ranks import Ranks
+from hp_checkpoint.saving import save_state
+from hp_checkpoint.state import Address, unreadable
+from hp_checkpoint.tensors import is_tensor
+
+__all__ = [
+    "convert_full_checkpoint_to_dcp",
+    "dcp_to_full_state_dict",
+    "load_checkpoint",
+    "parse_checkpoint_from_huggingface",
+    "save_checkpoint",
+    "save_state_dict_as_huggingface_format",
+]
+
+Folder = str | os.PathLike[str]
+
+
+def save_checkpoint(path: Folder, state: Mapping[str, Any]) -> None:
+    """Save a complete state of this process alone.
+
+    Args:
+        path: the folder; a checkpoint there is replaced.
+        state: as that of `save`, of plain tensors.
+
+    Raises:
+        CheckpointError: it failed.
+        TypeError: a value that is neither a tensor nor JSON.
+    """
+    save(state, checkpoint_id=path, no_dist=True)
+
+
+def load_checkpoint(path: Folder) -> dict[str, Any]:
+    """Load a complete state in this process alone, and return it.
+
+    Example:
+        >>> save_checkpoint("first", {"model": {"w": w}, "step": 3})
+        >>> load_checkpoint("first")["step"]
+        3
+
+    Args:
+        path: the folder of any checkpoint: of `save_checkpoint`, of all ranks, of torch.distributed.checkpoint, or a
+            Hugging Face model's.
+
+    Returns:
+        The state, with plain tensors of the framework on the host.
+
+    Raises:
+        CheckpointError: its files can't be read.
+        ValueError: a value that can't be read without running code.
+    """
+    return _full_state(Path(path).absolute(), FileSystemReader(path).open())
+
+
+def dcp_to_full_state_dict(dir: Folder) -> dict[str, Any]:
+    """Return the complete state of a checkpoint that several ranks saved, in this process alone.
+
+    Args:
+        dir: the folder of a checkpoint, or of one of torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: its files can't be read.
+        ValueError: a value that can't be read without running code.
+    """
+    return load_checkpoint(dir)
+
+
+def parse_checkpoint_from_huggingface(dir: Folder) -> dict[str, Any]:
+    """Return the tensors of a Hugging Face model's folder by name, in this process alone.
+
+    Args:
+        dir: a folder with safetensors.
+
+    Raises:
+        CheckpointError: its files can't be read.
+        InvalidCheckpointError: it has no safetensors.
+    """
+    manifest = HuggingFaceStorageReader(dir).open()
+    return _full_state(Path(dir).absolute(), manifest)
+
+
+def save_state_dict_as_huggingface_format(
+    dir: Folder, state_dict: Mapping[str, Any], max_shard_size: int | str = "5GB"
+) -> None:
+    """Save tensors by name as the safetensors of a Hugging Face model; all ranks call it together.
+
+    A model's `config.json` is not written: `save_model` does that, of a model that has one.
+
+    Args:
+        dir: the folder; a checkpoint there is replaced.
+        state_dict: tensors by name, in any layout.
+        max_shard_size: of a file, unless one tensor has more.
+
+    Raises:
+        CheckpointError: it failed on some rank; on all ranks.
+        TypeError: a value that is no tensor.
+    """
+    ranks = Ranks()
+    limits: list[int] = []
+
+    def check() -> bytes:
+        limits.append(bytes_of(max_shard_size))
+        for name, value in state_dict.items():
+            if not is_tensor(value):
+                raise TypeError(
+                    f"checkpoint: {name!r} is a {type(value).__name__}; a Hugging Face model has tensors alone"
+                )
+        return b""
+
+    ranks.agree(check, "save")
+    state = flattened({MODEL: state_dict}, ranks)
+    save_state(state, Path(dir).absolute(), ranks, versions=versions(), limit=limits[0])
+
+
+def convert_full_checkpoint_to_dcp(src: Folder, dst: Folder, src_platform: Literal["torch", "mindspore"]) -> None:
+    """Write a complete checkpoint so that torch.distributed.checkpoint loads it into any layout, in bounded memory.
+
+    Args:
+        src: a checkpoint's or a Hugging Face model's folder, or a file of safetensors.
+        dst: a folder that doesn't exist.
+        src_platform: the framework that saved it. Safetensors are the same of both.
+
+    Raises:
+        ValueError: another platform, or a file of another format.
+        FileExistsError: ``dst`` exists.
+    """
+    if src_platform not in ("torch", "mindspore"):
+        raise ValueError(f"src_platform={src_platform!r}: expected 'torch' or 'mindspore'")
+    to_dcp(Path(src).absolute(), Path(dst).absolute())
+
+
+def _full_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    tensors: dict[Address, Any] = {}
+    for part, entries in manifest.parts.items():
+        for name, entry in entries.items():
+            tensors[part, name] = port().empty(entry.kind.dtype, entry.kind.shape)
+    state = read_values(manifest, folder, tensors.__getitem__)
+    for path, found in unreadable(state):
+        raise ValueError(f"load: {'.'.join(map(str, path))!r} can't be read: {found.text}")
+    load_tensors(tensors, manifest, folder, Ranks(alone=True))
+    if state is not None:
+        return state
+    aliases = manifest.aliases.get(MODEL, {})
+    names = {name: tensor for (_, name), tensor in tensors.items()}
+    return names | {name: names[first] for name, first in aliases.items()}
