@@ -7,7 +7,6 @@ import functools
 import gc
 import hashlib
 import os
-import random
 import sys
 from pathlib import Path
 
@@ -22,12 +21,10 @@ from hp_checkpoint.saving import save_state
 from hp_checkpoint.state import flatten
 from hp_dtensor import RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
-from hp_testing import as_array, as_tensor, device_type, on_ranks
+from hp_testing import as_array, as_tensor, device_type, on_ranks, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from checkpoint_layouts import choose_placements, choose_shape
-
-MESHES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)]}
+import layout_pairs
 
 
 def laid_out(array, mesh, placements):
@@ -38,31 +35,18 @@ def local(tensor):
     return as_array(tensor.to_local())
 
 
-@on_ranks(1, 2, 3, 4, timeout=120)
-def test_any_layout_loads_from_any_other(tmp_path, ranks):
-    choice = random.Random(ranks)
-    meshes = {shape: init_device_mesh(device_type(), shape) for shape in MESHES[ranks]}
-    for trial in range(12):
-        shapes = {name: choose_shape(choice.choice) for name in ("a", "b", "c")}
-        arrays = {
-            name: np.random.default_rng(trial).standard_normal(shape).astype("f4") for name, shape in shapes.items()
-        }
-        saved, loaded = (choice.choice(list(meshes)) for _ in range(2))
-        block_bytes = choice.choice([64, 1024, 1 << 20])
-        state = {
-            name: laid_out(each, meshes[saved], choose_placements(choice.choice, each.shape, saved))
-            for name, each in arrays.items()
-        }
-        new = {
-            name: laid_out(np.zeros_like(each), meshes[loaded], choose_placements(choice.choice, each.shape, loaded))
-            for name, each in arrays.items()
-        }
-        folder = tmp_path / f"{ranks}-{trial}"
-        save_state(flatten({"model": state}), folder, Ranks(), block_bytes=block_bytes)
-        load({"model": new}, checkpoint_id=folder, verify=choice.choice(["read", "all"]))
-        for name, each in arrays.items():
-            truth = laid_out(each, meshes[loaded], new[name].placements)
-            assert local(new[name]).tobytes() == local(truth).tobytes(), (name, state[name].placements)
+@pytest.mark.parametrize(
+    ("worlds", "count"), [((1, 2, 3, 4), 16), pytest.param(layout_pairs.WORLDS, 75, marks=pytest.mark.thorough)]
+)
+def test_any_layout_loads_from_any_other(tmp_path, worlds, count):
+    """On any number of ranks, other than those that saved it; `nox -s robustness` takes hundreds of pairs."""
+    pairs = [layout_pairs.pair(number, worlds) for number in range(count)]
+    saved, again = str(tmp_path / "saved"), str(tmp_path / "again")
+    phases = ((layout_pairs.save_pairs, [saved]), (layout_pairs.load_pairs, [saved, again]))
+    for side, (function, folders) in enumerate(phases):
+        for world in worlds:
+            own = [each for each in pairs if each.sides[side].ranks == world]
+            run_ranks(world, function, own, *folders, side=side, timeout=180)
 
 
 def shared_descriptors():
