@@ -133,16 +133,32 @@ def demo(session: nox.Session) -> None:
     session.run(*train, "--resume", "auto")
 
 
+def mindspore_python(session: nox.Session, extra: str = "mindspore") -> Path:
+    """Makes an environment with MindSpore beside the session's own, which has PyTorch, and returns its interpreter."""
+    other = ROOT / session.create_tmp() / "mindspore"
+    python = other / ("Scripts" if os.name == "nt" else "bin") / "python"
+    session.run("uv", "venv", "--quiet", "--clear", str(other))
+    editables = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}[{extra}]")]
+    pins = ("--constraint", CONSTRAINTS, "--constraint", FRAMEWORK_CONSTRAINTS.format("mindspore"))
+    session.run("uv", "pip", "install", "--quiet", "--python", str(python), *editables, *pins)
+    return python
+
+
+@nox.session(default=False)
+def robustness(session: nox.Session) -> None:
+    """Checkpoints under hard conditions: packages/hp-checkpoint/benchmarks/robust_*.py; `-- cuts` for one of them."""
+    install(session, *PACKAGES, extras="[torch,test]")
+    for path in sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/benchmarks/robust_*.py")):
+        if not session.posargs or any(part in path for part in session.posargs):
+            other = ("--mindspore", str(mindspore_python(session, "mindspore,test"))) if "round_trips" in path else ()
+            session.run("python", path, *other)
+
+
 @nox.session
 def compare(session: nox.Session) -> None:
     """The main job on PyTorch and on MindSpore from the same weights: 20 losses, equal; `-- --steps 5` for fewer."""
     install(session, *PACKAGES, extras="[torch]")
-    other = ROOT / session.create_tmp() / "mindspore"
-    python = other / ("Scripts" if os.name == "nt" else "bin") / "python"
-    session.run("uv", "venv", "--quiet", "--clear", str(other))
-    editables = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}[mindspore]")]
-    pins = ("--constraint", CONSTRAINTS, "--constraint", FRAMEWORK_CONSTRAINTS.format("mindspore"))
-    session.run("uv", "pip", "install", "--quiet", "--python", str(python), *editables, *pins)
+    python = mindspore_python(session)
     session.run("python", "examples/compare_frameworks.py", "--mindspore", str(python), *session.posargs)
 
 

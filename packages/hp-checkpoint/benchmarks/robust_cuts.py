@@ -1,8 +1,8 @@
 """Saves that end at any point: the old checkpoint loads bit for bit each time, and the next save needs no cleaning.
 
-Killed, or with ENOSPC or EIO from there on, before and after each system call and every 4 KiB of what is written: of a new
-checkpoint, of one that replaces another, and in the writer beside a training. On a real full disk, a small tmpfs, at
-every page of free space (where `unshare` may mount one). Two ranks with their writers, killed at random moments.
+Killed, or with ENOSPC or EIO from there on, before and after each system call and every 4 KiB of what is written: of a
+new checkpoint, of one that replaces another, and in the writer beside a training. On a real full disk, a small tmpfs,
+at every page of free space (where `unshare` may mount one). Two ranks with their writers, killed at random moments.
 """
 
 from __future__ import annotations
