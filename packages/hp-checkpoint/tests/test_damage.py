@@ -158,7 +158,7 @@ def test_a_flipped_byte_is_named(tmp_path):
     save_state(flatten(state(1)), tmp_path / "c", Ranks(alone=True), block_bytes=2048)
     choice = random.Random(0)
     seen = [flips.flip(tmp_path / "c", choice) for _ in range(60)]
-    assert sum(read for read, _ in seen) > 20 < sum(inside for _, inside in seen) and not all(read for read, _ in seen)
+    assert 20 < sum(read for read, _ in seen) < 60 and sum(in_tensor for _, in_tensor in seen) > 10
     assert loads(tmp_path / "c", 1)
 
 
