@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -328,6 +329,13 @@ def test_the_schema_is_printed(capsys):
         cli.main(["schema"])
     assert not ended.value.code
     assert "tp" in json.loads(capsys.readouterr().out)["properties"]["mesh"]["properties"]
+
+
+def test_versions_are_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert not ended.value.code
+    assert re.fullmatch(r"hyper-parallel .* \(.*python 3\.\d.*\)\n", capsys.readouterr().out)
 
 
 def test_a_run_that_is_to_go_on_has_a_folder(command):

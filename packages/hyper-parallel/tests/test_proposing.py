@@ -68,9 +68,12 @@ def test_the_command(tmp_path):
     arguments = ["init", "--model", str(tmp_path / "model"), "--ranks", "2", "--out", str(out)]
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0 and "is written; next: hyper-parallel lint" in done.output
+    assert "data.paths or train --data names other text" in out.read_text()
     assert "# About" in out.read_text() and "lr = 2e-05" in out.read_text()
     assert CliRunner().invoke(cli.app, ["lint", str(out)]).exit_code == 0
     again = CliRunner().invoke(cli.app, arguments)
     assert again.exit_code == 1 and "exists; remove it" in again.output
     unknown = CliRunner().invoke(cli.app, ["init", "--model", "LamaConfig", "--ranks", "2"])
     assert unknown.exit_code == 1 and "LlamaConfig" in unknown.output
+    nothing = CliRunner().invoke(cli.app, ["init", "--model", "llama", "--ranks", "2"])
+    assert nothing.exit_code == 1 and "'llama' is no folder here" in nothing.output

@@ -176,5 +176,7 @@ def test_mistakes(place):
     for plan, expected in cases:
         (diagnostic,) = check_run(plan)
         assert expected in str(diagnostic)
+    (found,) = check_run(plan_of(place, paths=[str(place / "b.jsonl")]))
+    assert "b.jsonl, line 1, has no 'text'; it has 'body'" in found.message
     with pytest.raises(DataError, match="b.jsonl, line 1, has no 'text'"):
         with_tokens(plan_of(place, paths=[str(place / "b.jsonl")]), place / "run", Ranks())

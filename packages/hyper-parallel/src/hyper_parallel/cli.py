@@ -43,6 +43,7 @@ from hyper_parallel.output import OutputError, claimed, prepare_folder
 from hyper_parallel.port import launcher
 from hyper_parallel.proposing import init
 from hyper_parallel.reporting import leads, say, saying_what_is_saved, show_diagnostics, user_errors
+from hyper_parallel.version import Version
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
 Ranks = Annotated[
@@ -61,7 +62,7 @@ app.command()(init)
 
 
 @app.callback()
-def _hyper_parallel() -> None:
+def _hyper_parallel(version: Version = False) -> None:
     """Train a model on many devices by declaring how."""
 
 

@@ -70,6 +70,9 @@ def proposal_of(
     else:
         limit = None
     folder = Path(model).is_dir() or os.sep in model
+    if not folder and not model.endswith("Config"):
+        message = f"{model!r} is no folder here, and no configuration class of transformers"
+        raise PlanError([Diagnostic("--model", message, "give a folder with a config.json, or such as LlamaConfig")])
     tables: dict[str, Any] = {
         "model": {"path": str(Path(model).resolve())} if folder else {"config": model},
         "optimizer": {"lr": 2e-5 if folder else 1e-3},
@@ -98,6 +101,8 @@ def plan_text(proposal: Proposal, *, memory: str | None = None) -> str:
         + ("" if estimate.saved is not None else " What backward needs of this model can't be counted."),
     ]
     tables = proposal.tables
+    if not proposal.plan.data.paths:
+        lines.append("# It trains on the sources of Python's library; data.paths or train --data names other text.")
     for name in [*_ORDER, *(each for each in tables if each not in _ORDER)]:
         if name in tables:
             lines += _table(name, tables[name], reasons)

@@ -12,7 +12,7 @@ from hp_checkpoint.extend import TOKENIZER_FILES, Ranks
 from hp_plan import DataSection, ParallelPlan
 from hp_platform.extend import beating
 from hyper_parallel.data import DataError, find_files, has_tokens
-from hyper_parallel.data.documents import text_files
+from hyper_parallel.data.documents import DOCUMENTS_IN_A_FIELD, read_documents, text_files
 from hyper_parallel.data.preparing import is_prepared, prepare
 from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer
 from hyper_parallel.validation import check_validation, validation_data
@@ -86,6 +86,7 @@ def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:
 
     Raises:
         DataError: the tokenizer or a file can't be read, or an option has no effect.
+        ImportError: a file needs a library that isn't installed.
     """
     if has_tokens(section):
         given = {"data.tokenizer": plan.data.tokenizer is not None, "data.field": section.field != "text"}
@@ -104,6 +105,9 @@ def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:
         return None
     if section.weights and len(section.weights) != len(section.paths):
         raise DataError(f"{len(section.paths)} paths have {len(section.weights)} weights", "give one for each path")
+    lines = next((file for file in files if file.suffix in DOCUMENTS_IN_A_FIELD), None)
+    if lines is not None:  # Its first document tells whether it has the field.
+        next(read_documents(lines, field=section.field), None)
     return tokenizer.vocabulary
 
 

@@ -22,7 +22,7 @@ def _data() -> None:
 @app.command(name="prepare")
 def prepare_data(
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Files or folders: .jsonl, .parquet, else text.")
+        list[str], typer.Argument(metavar="PATH...", help="Files or folders: .jsonl, .parquet, .arrow, else text.")
     ],
     out: Annotated[
         Path, typer.Option(metavar="STEM", help="Write STEM.bin, STEM.idx and STEM.json.", show_default=False)
@@ -35,7 +35,7 @@ def prepare_data(
         str | None,
         typer.Option(help="Text of the token after each document; by default the folder's.", show_default=False),
     ] = None,
-    field: Annotated[str, typer.Option(help="The text's name in JSON lines and Parquet files.")] = "text",
+    field: Annotated[str, typer.Option(help="The text's name in JSON lines, Parquet and Arrow files.")] = "text",
 ) -> None:
     """Tokenize files once into memory-mapped files that plans train on; goes on where it was interrupted."""
     with user_errors():

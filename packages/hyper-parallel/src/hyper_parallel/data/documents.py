@@ -11,6 +11,8 @@ from typing import Any
 
 from hyper_parallel.data.errors import DataError
 
+DOCUMENTS_IN_A_FIELD = (".jsonl", ".parquet", ".arrow")
+
 
 def read_documents(file: Path, *, field: str) -> Iterator[str]:
     """Read a file's documents one by one.
