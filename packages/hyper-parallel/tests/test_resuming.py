@@ -32,8 +32,11 @@ def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
     run_ranks(2, run, tmp_path, {"dp_shard": 2})
     with open(tmp_path / "run" / "metrics.jsonl", "a") as lines:
         lines.write(json.dumps({"step": 4}) + '\n{"step": 5, "lo')  # after the checkpoint, killed while writing
+    texts = tmp_path / "run" / "texts.jsonl"
+    texts.write_text('{"step": 2, "text": "to"}\n{"step": 4, "text": "be"}\n')
     run_ranks(2, run, tmp_path, after, 5, resume="auto")
     assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-5)
+    assert texts.read_text() == '{"step": 2, "text": "to"}\n'
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
         "step-00000004",
         "step-00000005",
@@ -74,14 +77,21 @@ def test_ranks_that_read_different_data_are_refused(tmp_path):
         run(tmp_path, {"dp_shard": 2}, changed={"paths": [str(own)]})
 
 
-def test_a_metrics_file_that_was_cut_off(tmp_path):
+def test_files_that_were_cut_off_keep_the_steps_that_are_done(tmp_path):
     file = tmp_path / "metrics.jsonl"
     step = Step(step=1, loss=2.0, grad_norm=1.0, lr=0.1, tokens_per_second=8.0, peak_memory=9, seconds=1.0)
     line = as_json(step)
     file.write_text(f"{line}\n{line[:20]}")
-    assert keep_lines(file, 2) == [step]
+    assert [Step(**values) for values in keep_lines(file, 2)] == [step]
     assert file.read_text() == f"{line}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert keep_lines(tmp_path / "none", 2) == []
+    lines = [
+        json.dumps({"step": number, "text": "{\u2028ü}"}, ensure_ascii=False).encode() + b"\n" for number in (1, 2, 3)
+    ]
+    file.write_bytes(b"".join(lines)[:-5])  # in the last letter's second byte
+    assert [values["step"] for values in keep_lines(file, 1)] == [1]
+    assert file.read_bytes() == lines[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "state.json"])

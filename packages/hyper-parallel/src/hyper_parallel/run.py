@@ -369,12 +369,18 @@ class Run:
         raise OutputError(f"{self.folder} has no checkpoint that can be read: {problem}; {fix}") from problem
 
 
-def keep_lines(path: Path, steps: int) -> list[Step]:
-    """Keep the first steps' lines of a metrics file, whose later steps are taken again; return them."""
+def keep_lines(path: Path, steps: int) -> list[dict[str, Any]]:
+    """Keep the lines of the first steps in a file of JSON lines, as later steps are taken again; return their values.
+
+    Args:
+        path: of `metrics.jsonl` or `texts.jsonl`, which may be missing.
+        steps: how many are done.
+    """
     if not path.exists():
         return []
-    # A process that was killed while it wrote a line has left it without its end.
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    kept = [line for line in lines if json.loads(line)["step"] <= steps]
+    # A process that was killed while it wrote has left a line without its end, maybe cut inside of a letter.
+    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    values = {line: json.loads(line) for line in whole if line}
+    kept = [line for line in whole if line and values[line]["step"] <= steps]
     replace_text(path, "".join(f"{line}\n" for line in kept))
-    return [Step(**json.loads(line)) for line in kept]
+    return [values[line] for line in kept]

@@ -23,7 +23,7 @@ from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
 from hyper_parallel.notes import note
-from hyper_parallel.output import METRICS, TEXTS, Curve, OutputError, Summary, draw_loss
+from hyper_parallel.output import METRICS, TEXTS, Curve, OutputError, Step, Summary, draw_loss
 from hyper_parallel.port import rank_process, training
 from hyper_parallel.prompts import write_texts
 from hyper_parallel.record import begin
@@ -115,8 +115,9 @@ def train(
         title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {tokens:,} tokens"
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-            for step in keep_lines(run.folder / METRICS, run.step):
-                curve.add(step)
+            for values in keep_lines(run.folder / METRICS, run.step):
+                curve.add(Step(**values))
+            keep_lines(run.folder / TEXTS, run.step)
             sinks = [JsonLines(run.folder / METRICS), *open_sinks(plan.metrics.sinks, run.folder, record)]
             for sink in sinks:
                 stack.enter_context(contextlib.closing(sink))
