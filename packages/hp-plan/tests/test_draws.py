@@ -10,7 +10,7 @@ from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, apply, build_model
 from hp_plan.extend import data_parallel_rows
 from hp_plan.torch.extend import backward_loss
-from hp_platform import manual_seed
+from hp_platform import get_platform, manual_seed
 from hp_testing import device_type, run_ranks
 
 pytestmark = pytest.mark.framework("torch")
@@ -69,6 +69,7 @@ def dropped(mesh, steps=(7,), **run):
         manual_seed(step)
         tokens = torch.randint(64, (8, 16), device=device_type())
         backward_loss(plan, model, tokens[data_parallel_rows(plan)])
+        assert get_platform().random.seeded() == step  # the next step's draws on all ranks begin with the same
     return kept
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hp_plan.plan import ParallelPlan, data_parallel_place
-from hp_platform import get_platform, manual_seed
+from hp_platform import get_platform
 
 __all__ = ["draws"]
 
@@ -37,6 +37,6 @@ def draws(plan: ParallelPlan, micro_batches: int) -> Callable[[int], None]:
 
     def begin(number: int) -> None:
         place = (data_parallel_place(plan) * micro_batches + number) * parts + own
-        manual_seed((seed * mesh.data_parallel * micro_batches * parts + place) % 2**63)
+        platform.random.reseed((seed * mesh.data_parallel * micro_batches * parts + place) % 2**63)
 
     return begin

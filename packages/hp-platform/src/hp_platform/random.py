@@ -24,6 +24,15 @@ def manual_seed(seed: int) -> None:
     _seed = seed
 
 
+def reseed(seed: int) -> None:
+    """Seed the default generators of this rank alone, as for its own samples; `seeded` stays what it was.
+
+    Args:
+        seed: as of `manual_seed`.
+    """
+    port().random.seed(seed)
+
+
 def seeded() -> int | None:
     """Get the seed last given to `manual_seed`; None says that the ranks' generators may differ."""
     return _seed

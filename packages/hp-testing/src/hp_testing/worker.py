@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from hp_platform import random
 from hp_platform.host import end_with_parent
 from hp_platform.platform import get_platform
 from hp_testing.reference import Reference, resolve
@@ -97,6 +98,7 @@ def main(connection: Connection, start: Start) -> None:
 
 def _run(task: Task, framework: Any) -> Outcome:
     framework.seed(SEED)
+    random._seed = None  # what an earlier run has given to `manual_seed`
     try:
         with _filtered(task.filters):
             function = resolve(task.function)
