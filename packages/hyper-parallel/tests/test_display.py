@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -30,6 +31,16 @@ def test_a_run_that_is_stopped_is_not_finished():
                 display.step(STEPS[-1])
             display.finished(SUMMARY)
             assert end in stream.getvalue()
+
+
+def test_a_run_without_a_step_left_says_so():
+    stream = io.StringIO()
+    display = LineReporter(Console(file=stream, width=100))
+    with display.running("a model", steps=40):
+        pass
+    display.finished(dataclasses.replace(SUMMARY, peak_memory=()))
+    assert "finished before: no step was left" in stream.getvalue()
+    assert "(rank 0, 1, ...)" not in stream.getvalue()
 
 
 def curve(steps):

@@ -15,12 +15,21 @@ def said(error: Exception, folder, capsys) -> str:
     return capsys.readouterr().err
 
 
+def save(folder, step):
+    (folder / CHECKPOINTS / f"step-{step:08}").mkdir(parents=True)
+    (folder / CHECKPOINTS / f"step-{step:08}" / "manifest.json").touch()
+
+
 def test_a_run_that_has_a_checkpoint_goes_on_from_it(tmp_path, capsys):
-    (tmp_path / CHECKPOINTS / "step-00000012").mkdir(parents=True)
-    (tmp_path / CHECKPOINTS / "step-00000012" / "manifest.json").touch()
-    for error in (Interrupted("SIGTERM: all ranks are ended"), RankFailure(1, "killed")):
-        assert said(error, tmp_path, capsys) == f"note: go on from step 12 by --resume auto --out {tmp_path}\n"
+    save(tmp_path, 12)
+    note = f"note: go on from step 12 by --resume auto --out {tmp_path}\n"
+    assert said(Interrupted("SIGTERM: all ranks are ended"), tmp_path, capsys) == note
     assert said(ValueError("another"), tmp_path, capsys) == ""
+    assert said(RankFailure(1, "step 12 can't be read"), tmp_path, capsys) == ""
+    with pytest.raises(RankFailure), saying_what_is_saved(tmp_path):
+        save(tmp_path, 14)
+        raise RankFailure(1, "killed")
+    assert "go on from step 14" in capsys.readouterr().err
 
 
 def test_only_a_run_that_had_begun_lacks_a_checkpoint(tmp_path, capsys):

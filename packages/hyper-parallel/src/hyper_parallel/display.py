@@ -177,7 +177,9 @@ def make_console(*, stderr: bool = False) -> Console:
 
 def _end(last: Step | None, steps: int) -> str:
     """Return how a run of so many steps has ended; without a step, it had been finished before."""
-    return "finished" if last is None or last.step == steps else f"stopped after step {last.step:,} of {steps:,}"
+    if last is None:
+        return "finished before: no step was left"
+    return "finished" if last.step == steps else f"stopped after step {last.step:,} of {steps:,}"
 
 
 def print_summary(console: Console, summary: Summary, *, title: str) -> None:
@@ -194,7 +196,7 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
         "steps": f"{summary.steps}",
         "loss": f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at the end",
         "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s: {summary.tokens_per_second:,.0f} a second",
-        "peak memory": f"{memory} (rank 0, 1, ...)",
+        **({"peak memory": f"{memory} (rank 0, 1, ...)"} if memory else {}),
         "run folder": summary.folder,
         "checkpoint": summary.checkpoint,
     }.items():

@@ -48,11 +48,13 @@ def saying_what_is_saved(folder: Path) -> Iterator[None]:
     Args:
         folder: of the run.
     """
+    before = max(steps_in(folder / CHECKPOINTS), default=0)
     try:
         yield
     except (Interrupted, RankFailure) as error:
         steps = steps_in(folder / CHECKPOINTS)
-        if steps:
+        # A failure may be that of an older checkpoint, which can't be read or doesn't fit.
+        if steps and (isinstance(error, Interrupted) or steps[-1] > before):
             typer.echo(f"note: go on from step {steps[-1]} by --resume auto --out {folder}", err=True)
         elif isinstance(error, Interrupted) and str(error).startswith("SIGINT") and (folder / METRICS).exists():
             fix = "SIGTERM in place of Ctrl-C saves one, run.checkpoint_every = N one every N steps"
