@@ -14,7 +14,7 @@ from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, lint, verify
 from hp_plan.checks import check_plan
 from hp_plan.extend import data_parallel_rows
-from hp_plan.torch.extend import backward_loss, clip_gradients
+from hp_plan.torch.extend import backward_loss, clip_gradients, evaluate
 from hp_plan.torch.float64 import Float64
 from hp_platform import get_platform, manual_seed
 from hp_testing import device_type, on_ranks, run_ranks
@@ -103,6 +103,21 @@ def test_verify_covers_micro_batches_of_packed_samples():
     sections = {"mesh": {"dp_shard": 2}, **SHARDED, "run": {"accumulate": 2, "grad_clip": 0.1}}
     result = verify(ParallelPlan.from_dict(plan_of(**sections)), tolerance=1e-10)
     assert result.passed, (result.first, result.largest)
+
+
+@on_ranks(2)
+def test_an_evaluation_counts_the_labels_that_are_predicted():
+    plan = ParallelPlan.from_dict(plan_of(mesh={"dp_shard": 2}, **SHARDED, run={"dtype": "float64"}))
+    tokens, labels, _, documents = batch("masked")
+    labels[0, 0], rows = tokens[0, 0], data_parallel_rows(plan)  # nothing predicts a first token
+    with Float64():
+        expected = one_at_a_time(build_model(plan).to(device_type()), documents)
+        model = apply(build_model(plan).to(device_type()), plan)
+        own = [torch.from_numpy(each[rows]).to(device_type()) for each in (tokens, labels)]
+        loss, count = evaluate(plan, model, own[0], labels=own[1])
+    assert count.item() * 2 == (labels[:, 1:] != -100).sum()
+    get_platform().collectives.all_reduce(loss, group=get_platform().groups.default_group())
+    assert loss.item() / 2 == pytest.approx(expected, rel=1e-12)
 
 
 class Means(nn.Module):

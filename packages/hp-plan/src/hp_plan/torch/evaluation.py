@@ -65,7 +65,7 @@ def _of_samples(value: Any) -> bool:
 def _mean_labels(labels: torch.Tensor) -> torch.Tensor:
     """Return the number of labels that count, averaged over all ranks; those of `tp` have the same."""
     groups, collectives = get_platform().groups, get_platform().collectives
-    count = (labels != IGNORED).sum().double()
+    count = (labels[:, 1:] != IGNORED).sum().double()  # nothing comes before the first
     collectives.all_reduce(count, group=groups.default_group())
     return count.clamp(min=1) / groups.size()
 
