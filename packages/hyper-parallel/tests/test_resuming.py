@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,6 +28,13 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("begun")
+    run_ranks(1, run, folder, {})
+    return folder
+
+
 @pytest.mark.parametrize("after", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
     run_ranks(2, run, tmp_path, {"dp_shard": 2})
@@ -43,29 +51,23 @@ def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
     ]
 
 
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
+def test_other_samples_under_the_numbers_of_a_run(tmp_path):
+    run_ranks(1, run, tmp_path, {}, 1)
+    (tmp_path / "swapped").write_bytes(b"to be or not to see " * 20)  # of the same size
+    run_ranks(1, refused, tmp_path)
+    (summary,) = run_ranks(1, run, tmp_path, {}, 2, changed={"batch_size": 2}, resume="auto")
+    assert (summary.steps, summary.tokens) == (2, (4 + 2) * 8)
+
+
+def refused(folder):
+    for changed, text in (
         ({"seed": 5}, r"run\.seed was 0 and is 5"),
         ({"sequence_length": 9}, r"data\.sequence_length was 8 and is 9"),
-    ],
-    ids=str,
-)
-def test_other_samples_under_the_numbers_of_a_run(tmp_path, changed, text):
-    run_ranks(1, run, tmp_path, {}, 1)
-    run_ranks(1, refused, tmp_path, changed, text)
-    run_ranks(1, run, tmp_path, {}, 2, changed={"batch_size": 2}, resume="auto")
-
-
-def refused(folder, changed, text):
-    (folder / "swapped").write_bytes(b"to be or not to see " * 20)
-    with pytest.raises(DataError, match=rf"step-00000001 can't go on .*{text}.*; set it back, or .* --weights .*step"):
-        run(folder, {}, 2, changed=changed, resume="auto")
-
-
-def test_other_data_of_the_same_size(tmp_path):
-    run_ranks(1, run, tmp_path, {}, 1)
-    run_ranks(1, refused, tmp_path, {"paths": [str(tmp_path / "swapped")]}, r"digest of the data was \[")
+        ({"paths": [str(folder / "swapped")]}, r"digest of the data was \["),
+    ):
+        message = rf"step-00000001 can't go on .*{text}.*; set it back, or .* --weights .*step"
+        with pytest.raises(DataError, match=message):
+            run(folder, {}, 2, changed=changed, resume="auto")
 
 
 @on_ranks(2)
@@ -95,8 +97,8 @@ def test_files_that_were_cut_off_keep_the_steps_that_are_done(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "state.json"])
-def test_a_checkpoint_that_is_damaged_is_passed_over(tmp_path, undisturbed, name):
-    run_ranks(1, run, tmp_path, {})
+def test_a_checkpoint_that_is_damaged_is_passed_over(tmp_path, begun, undisturbed, name):
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     damage(tmp_path / "run" / "checkpoints" / "step-00000003" / name)
     run_ranks(1, resume_with_a_warning, tmp_path, name)
     assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-12)
