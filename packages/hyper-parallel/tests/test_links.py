@@ -1,0 +1,42 @@
+"""Links between the pages of the repository lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), *ROOT.glob("examples/**/*.md")]
+_CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get where it is shown."""
+    headings = re.findall(r"^#+ (.*)$", _CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    found = []
+    for link in _LINK.findall(_CODE.sub("", page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    assert broken(page) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    (tmp_path / "a.md").write_text(
+        "# One `two`\n[b](b.md) [c](c.md#none) [d](#one-two) [e](https://e.org)\n```\n[f](f)\n```\n"
+    )
+    (tmp_path / "c.md").write_text("# Some\n")
+    assert broken(tmp_path / "a.md") == ["b.md", "c.md#none"]
